@@ -17,18 +17,18 @@ from sklearn.pipeline import make_pipeline
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SplitName
-from ratchet.evaluation.metrics import proportion
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import EvalReport, Metric
+from ratchet.evaluation.metrics import proportion_metric
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue
 
 
-def texts(layout: Layout, split: SplitName) -> tuple[list[str], list[str]]:
+def texts(layout: ProjectLayout, split: SplitName) -> tuple[list[str], list[str]]:
     """Prompts and responses of a split."""
-    rows = [Conversation.from_json(text) for text in token_files.read(layout.data, split)["conversation"]]
+    rows = [Conversation.from_json(text) for text in token_files.open_split(layout.data, split)["conversation"]]
     return [row.prompt for row in rows], [row.response for row in rows]
 
 
-def baseline(layout: Layout, quick: bool) -> Metric:
+def baseline(layout: ProjectLayout, quick: bool) -> MetricValue:
     """Accuracy of word and word-pair TF-IDF with logistic regression, trained on the training rows alone."""
     prompts, labels = texts(layout, "train")
     model = make_pipeline(
@@ -38,7 +38,7 @@ def baseline(layout: Layout, quick: bool) -> Metric:
     model.fit(prompts, labels)
     test_prompts, test_labels = texts(layout, "test")
     found = model.predict(test_prompts)
-    return proportion([float(a == b) for a, b in zip(found, test_labels, strict=True)])
+    return proportion_metric([float(a == b) for a, b in zip(found, test_labels, strict=True)])
 
 
 def main() -> int:
@@ -46,11 +46,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="single words, fewer iterations")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    layout = Layout.find(Path())
+    layout = ProjectLayout.find(Path())
     if not layout.eval_report.is_file():
         print("skipped: no evaluation in this project to compare with (run `dvc repro` first)")
         return finish([], options.json)
-    report = EvalReport.load(layout.eval_report)
+    report = EvaluationReport.load(layout.eval_report)
     base = report.scores["base"].metrics["accuracy"]
     tuned = report.scores["candidate"].metrics["accuracy"]
     classical = baseline(layout, options.quick)

@@ -26,7 +26,7 @@ import surroundings
 from report import finish
 from report_rows import at_least, at_most, count, told
 
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PARTS = ("peer", "damage", "killed", "inside", "campaign")
 STEPS = 24
@@ -52,7 +52,7 @@ CAMPAIGN_EPOCHS = 4
 Say = Callable[[str], None]
 
 
-def campaign(project: Layout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
+def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
     """`ratchet chaos` with a large plan."""
     from small_project import rows_of
 
@@ -65,8 +65,8 @@ def campaign(project: Layout, folder: Path, quick: bool, seed: int, say: Say) ->
     train = settings.train.model_copy(update={"epochs": CAMPAIGN_EPOCHS})
     settings = settings.model_copy(update={"train": train})
     steps = BatchPlan(rows_of(project, "train").lengths, settings.train).steps
-    trials = plan.draw(seed, PLANS[quick], campaigns.shape(project, settings, steps))
-    results = campaigns.run(project, settings, trials, folder, say)
+    trials = plan.draw_plan(seed, PLANS[quick], campaigns.plan_shape(project, settings, steps))
+    results = campaigns.run_campaign(project, settings, trials, folder, say)
     rows = []
     for name in PLANS[quick]:
         own = [result for result in results if result.trial.row == name]
@@ -85,7 +85,7 @@ def campaign(project: Layout, folder: Path, quick: bool, seed: int, say: Say) ->
     return [*rows, count("R15 false alarms of the watch", alarms)]
 
 
-def peer(project: Layout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
+def peer(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
     """What the peer does, told as it goes."""
     import peer_faults
 
@@ -93,7 +93,9 @@ def peer(project: Layout, folder: Path, quick: bool, seed: int, say: Say) -> lis
     return [row.as_json() for row in peer_faults.rows(project, folder, amounts, seed, STEPS, say)]
 
 
-def ours(parts: list[str], project: Layout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
+def ours(
+    parts: list[str], project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say
+) -> list[dict[str, Any]]:
     """All rows that are judged."""
     rows: list[dict[str, Any]] = []
     if "damage" in parts:
@@ -135,7 +137,9 @@ def main() -> int:
         import small_project
 
         folder = options.folder.resolve() if options.folder else Path(scratch)
-        project = Layout.find(options.project) if options.project else small_project.build(Path(scratch) / "project")
+        project = (
+            ProjectLayout.find(options.project) if options.project else small_project.build(Path(scratch) / "project")
+        )
         say("project ready")
         trials = folder / "trials"
         trials.mkdir(parents=True)

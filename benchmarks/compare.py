@@ -22,8 +22,8 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.config.train import Train
 from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.runs.journal import Event
-from ratchet.storage.layout import Layout
+from ratchet.runs.journal import JournalEvent
+from ratchet.storage.layout import ProjectLayout
 
 MOST_S, MOST_MB = 10.0, 600.0
 SPIKE = 777.0
@@ -38,7 +38,7 @@ def main() -> int:
     options = parser.parse_args()
     most = MOST_EVENTS // 10 if options.quick else MOST_EVENTS
     with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as folder:
-        layout = Layout(Path(folder).resolve())
+        layout = ProjectLayout(Path(folder).resolve())
         layout.params.write_text(params_file.dump(Settings()), encoding="utf-8")
         (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
         runs = [write(layout, seed, events) for seed, events in enumerate((most, SHORT))]
@@ -73,7 +73,7 @@ def main() -> int:
     return finish(rows, options.json)
 
 
-def write(layout: Layout, seed: int, events: int) -> str:
+def write(layout: ProjectLayout, seed: int, events: int) -> str:
     """A run with so many steps in its journal; its id."""
     spec = RunSpec(train=Train(seed=seed), data_digest="d" * 64, base_digest="b" * 64)
     paths = RunPaths(layout.runs / spec.run_id)
@@ -81,11 +81,11 @@ def write(layout: Layout, seed: int, events: int) -> str:
     spec.save(paths.spec)
     draw = random.Random(seed)
     with paths.journal.open("wb") as stream:
-        stream.write(Event("attempt", 1.0, 1, {"pid": 1, "code_version": "x"}).line())
+        stream.write(JournalEvent("attempt", 1.0, 1, {"pid": 1, "code_version": "x"}).line())
         for first in range(1, events + 1, CHUNK):
             numbers = range(first, min(first + CHUNK, events + 1))
             stream.write("".join(line(step, events, draw) for step in numbers).encode())
-            stream.write(Event("validation", 1.0, 1, {"step": numbers[-1], "loss": 1.0, "seconds": 1.0}).line())
+            stream.write(JournalEvent("validation", 1.0, 1, {"step": numbers[-1], "loss": 1.0, "seconds": 1.0}).line())
     return spec.run_id
 
 

@@ -33,7 +33,7 @@ from report import finish
 from report_rows import Row, at_least, at_most, count, middle, ratio, told
 
 from ratchet.config.schema import Settings
-from ratchet.config.train import Compression
+from ratchet.config.train import GradientCompressionSettings
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -143,7 +143,7 @@ def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row
         if name != "none":
             saved = 100 * (1 - sent / whole)
             yield told(f"{name}: bytes of a compressed sum, % less than none", saved)
-            compressed = 1 - Compression.model_validate(settings).whole_steps(STEPS) / STEPS
+            compressed = 1 - GradientCompressionSettings.model_validate(settings).whole_steps(STEPS) / STEPS
             yield at_least(f"{name}: bytes of a whole training, % less than none", compressed * saved, SAVED_PERCENT)
         if not shared:
             counted = sum(middle(method[name]["counted"])[0] for method in methods)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ratchet.config.train import Compression, Train
+from ratchet.config.train import GradientCompressionSettings, Train
 from ratchet.data import token_files
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.models import adapters, chunked_loss, loading
-from ratchet.models.gradient_compression.reducer import Wire
-from ratchet.models.loss import Sequences
+from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.loss import SequenceBatch
 from ratchet.training import optimizer as optimizers
 from ratchet.training import optimizer as schedule
 
@@ -44,7 +44,7 @@ def measure_link(given: dict[str, Any]) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(dist.get_rank())
     drawn = [torch.randn(parameter.shape, generator=draw) for _, parameter in parameters]
     wires = {
-        name: Wire(parameters, dist.group.WORLD, Compression.model_validate(settings))
+        name: GradientReducer(parameters, dist.group.WORLD, GradientCompressionSettings.model_validate(settings))
         for name, settings in given["methods"].items()
     }
     found: dict[str, Any] = {name: {"seconds": [], "counted": [], "sent": []} for name in wires}
@@ -58,7 +58,9 @@ def measure_link(given: dict[str, Any]) -> dict[str, Any]:
     return {"numbers": sum(parameter.numel() for _, parameter in parameters), "methods": warm}
 
 
-def _one_sum(wire: Wire, parameters: Named, drawn: list[torch.Tensor], interface: str) -> tuple[float, int, int]:
+def _one_sum(
+    wire: GradientReducer, parameters: Named, drawn: list[torch.Tensor], interface: str
+) -> tuple[float, int, int]:
     for (_, parameter), gradient in zip(parameters, drawn, strict=True):
         parameter.grad = gradient.clone()
     dist.barrier()
@@ -86,15 +88,15 @@ def measure_loss(given: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     device, rank, world = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    train, validation = token_files.rows(data, "train"), token_files.rows(data, "validation")
+    train, validation = token_files.load_rows(data, "train"), token_files.load_rows(data, "validation")
     plan = BatchPlan(train.lengths, settings)
     torch.manual_seed(settings.seed)
     loaded = loading.load(base, None, settings, device)
     model = adapters.attach(loaded, settings, "base", (), plan.steps)
-    parameters = list(adapters.trainable(model))
+    parameters = list(adapters.trainable_parameters(model))
     optimizer = optimizers.build(model, settings, device)
     compression = settings.compression
-    wire = Wire(parameters, dist.group.WORLD, compression, whole_sums=compression.whole_steps(plan.steps))
+    wire = GradientReducer(parameters, dist.group.WORLD, compression, whole_sums=compression.whole_steps(plan.steps))
     learned, losses = 0, []
     for step in range(plan.steps):
         schedule.seed_step(settings.seed, step, rank)
@@ -104,12 +106,12 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
         model.train()
         for _, parameter in parameters:
             parameter.grad = None
-        nll = chunked_loss.learn(model, Sequences.of(train, batch[rank::world], device), 1 / trained)
+        nll = chunked_loss.forward_backward(model, SequenceBatch.of(train, batch[rank::world], device), 1 / trained)
         losses.append(float(nll) / max(1, sum(map(train.trained, batch[rank::world]))))
         wire.sum()
         torch.nn.utils.clip_grad_norm_([parameter for _, parameter in parameters], settings.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.learning_rate(step, plan.steps, settings)
+            group["lr"] = schedule.compute_learning_rate(step, plan.steps, settings)
         optimizer.step()
     last = statistics.mean(losses[-10:])
     weights = torch.cat([parameter.detach().flatten() for _, parameter in parameters])
@@ -119,11 +121,15 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _validation(model: Any, rows: Rows) -> float:
+def _validation(model: Any, rows: TokenRows) -> float:
     model.eval()
     with torch.no_grad():
         total = sum(
-            float(chunked_loss.likelihood(model, Sequences.of(rows, [[k] for k in part.tolist()], torch.device("cpu"))))
+            float(
+                chunked_loss.compute_nll(
+                    model, SequenceBatch.of(rows, [[k] for k in part.tolist()], torch.device("cpu"))
+                )
+            )
             for part in torch.arange(len(rows)).split(32)
         )
     return total / rows.trained(list(range(len(rows))))

@@ -19,10 +19,10 @@ from ratchet.models import adapters, base_model, loading
 from ratchet.models.loading import Model
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import checkpoint, optimizer
-from ratchet.training.train_state import Snapshot, State
+from ratchet.training.train_state import TrainSnapshot, TrainState
 
 KEPT = 2
 CRASHED = 9
@@ -37,7 +37,7 @@ class Training:
     optimizer: optimizer.Optimizer
 
     @classmethod
-    def of(cls, project: Layout, settings: Settings) -> "Training":
+    def of(cls, project: ProjectLayout, settings: Settings) -> "Training":
         """The project's base with a fresh adapter."""
         card = BaseCard.load(project.base_card)
         device = torch.device("cpu")
@@ -53,25 +53,25 @@ class Training:
 
     def step(self) -> None:
         """Change everything."""
-        for _, parameter in adapters.trainable(self.model):
+        for _, parameter in adapters.trainable_parameters(self.model):
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
 
-    def snapshot(self, step: int) -> Snapshot:
-        return checkpoint.take(State(step=step), self.model, self.optimizer)
+    def snapshot(self, step: int) -> TrainSnapshot:
+        return checkpoint.take_snapshot(TrainState(step=step), self.model, self.optimizer)
 
-    def seal(self, paths: RunPaths, taken: Snapshot) -> None:
+    def seal(self, paths: RunPaths, taken: TrainSnapshot) -> None:
         """As the saver does: write, then rotate."""
         checkpoint.write(paths, taken, self.identity, lambda: None)
         checkpoint.rotate(paths, KEPT, set())
 
-    def newest(self, paths: RunPaths) -> Snapshot | None:
+    def newest(self, paths: RunPaths) -> TrainSnapshot | None:
         """As a starting worker does."""
-        path = checkpoint.newest_valid(paths, self.spec, lambda _: None)
+        path = checkpoint.find_newest_valid(paths, self.spec, lambda _: None)
         return None if path is None else checkpoint.read(path)
 
 
-def of_snapshot(taken: Snapshot) -> str:
+def of_snapshot(taken: TrainSnapshot) -> str:
     """Fingerprint of weights, optimizer and state."""
     return fingerprint({**taken.weights, **taken.optimizer}, [taken.state.as_json(), taken.rest])
 
@@ -157,11 +157,11 @@ def damaged(training: Training, folder: Path, flips: int, draw: random.Random) -
 
 
 def _step_of(training: Training, paths: RunPaths) -> int:
-    found = checkpoint.newest_valid(paths, training.spec, lambda _: None)
+    found = checkpoint.find_newest_valid(paths, training.spec, lambda _: None)
     return 0 if found is None else int(found.name.rpartition("-")[2])
 
 
-def isolated(project: Layout, settings: Settings, folder: Path) -> list[Any]:
+def isolated(project: ProjectLayout, settings: Settings, folder: Path) -> list[Any]:
     """R26: weights and optimizer are overwritten as soon as a snapshot is taken; copy and sealed file do not notice."""
     leaks = 0
     for name in ("adamw", "adamw_8bit"):
@@ -186,10 +186,12 @@ def isolated(project: Layout, settings: Settings, folder: Path) -> list[Any]:
 def _all_tensors(training: Training) -> list[torch.Tensor]:
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     own = [value for value in states if isinstance(value, torch.Tensor)]
-    return [parameter for _, parameter in adapters.trainable(training.model)] + own
+    return [parameter for _, parameter in adapters.trainable_parameters(training.model)] + own
 
 
-def rows(project: Layout, folder: Path, quick: bool, seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def rows(
+    project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """All rows of this file. To be called before any thread is started: it forks."""
     settings = params_file.load(project.params)
     loading.use_threads(1)

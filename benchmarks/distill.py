@@ -53,15 +53,15 @@ from distill_world import (
 from report import finish
 from report_rows import Row, at_most, told
 
-from ratchet.config.schema import Settings, Tiny
-from ratchet.config.train import Distill
+from ratchet.config.schema import Settings, TinyModelSettings
+from ratchet.config.train import DistillSettings
 from ratchet.data import token_files
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.models import base_model
 from ratchet.models.device import Model
 from ratchet.stages.distill import distill
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 Split = Literal["validation", "test"]
 SPLITS: tuple[Split, ...] = ("validation", "test")
@@ -71,9 +71,9 @@ TEACHER_RATE = 3e-3
 TEACHER_BATCH_ROWS, BATCH_ROWS = 32, 16
 SAMPLES, AGREEMENT = 3, 1.0
 """Answers to each prompt, and the share of them that must agree; else the prompt is left out."""
-DISTILL = Distill(teacher=TEACHER, weight=0.5, temperature=1.0, top_k=64)
+DISTILL = DistillSettings(teacher=TEACHER, weight=0.5, temperature=1.0, top_k=64)
 
-ARMS: dict[str, tuple[str, Distill | None]] = {
+ARMS: dict[str, tuple[str, DistillSettings | None]] = {
     "alone": ("labels", None),
     "probabilities": ("labels", DISTILL),
     "answers": ("taught", None),
@@ -101,8 +101,8 @@ class Size:
     """Prompts at most that only the teacher labels."""
     validation: int
     """Labelled rows that choose learning rate and checkpoint."""
-    teacher: Tiny
-    student: Tiny
+    teacher: TinyModelSettings
+    student: TinyModelSettings
     teacher_epochs: float
     steps: int
     """Of each student."""
@@ -113,13 +113,13 @@ class Size:
 SIZES = {
     True: Size(
         160, 1000, 150,
-        Tiny(vocabulary=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
-        Tiny(vocabulary=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
+        TinyModelSettings(vocabulary=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
+        TinyModelSettings(vocabulary=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
         9, 300, (1e-3, 3e-3), (0, 1, 2),
     ),
     False: Size(
         200, 1600, 200,
-        Tiny(layers=4), Tiny(hidden_size=128, intermediate_size=256, layers=2, steps=400),
+        TinyModelSettings(layers=4), TinyModelSettings(hidden_size=128, intermediate_size=256, layers=2, steps=400),
         9, 500, (1e-3, 3e-3), (0, 1, 2, 3, 4),
     ),
 }  # fmt: skip
@@ -134,9 +134,9 @@ class Taught:
     division: Division
     teacher: Model
     answers: Answers
-    projects: dict[str, Layout]
+    projects: dict[str, ProjectLayout]
     """By name of the rows they learn from."""
-    rows: dict[Split, Rows]
+    rows: dict[Split, TokenRows]
     """Validation and test."""
     pad: int
 
@@ -155,22 +155,23 @@ def prepared(work: Path, size: Size) -> Taught:
     own = [*division.labelled, *division.judged]
     labels = project(work / "labels", students(size), read, own)
     with_base_of(labels, work / "taught")
-    add_taught(Layout(work / "taught"), answers)
+    add_taught(ProjectLayout(work / "taught"), answers)
     taught = project(work / "taught", students(size, (LABELLED, TAUGHT)), read, own)
-    rows: dict[Split, Rows] = {name: token_files.rows(with_labels.data, name) for name in SPLITS}
+    rows: dict[Split, TokenRows] = {name: token_files.load_rows(with_labels.data, name) for name in SPLITS}
     for layout in (labels, taught):
         if not (layout.root / TEACHER).exists():
             files.link_tree(place, layout.root / TEACHER)
         print(distill(layout, students(size, teacher=DISTILL), False, print), flush=True)
         for name, one in rows.items():
-            if not np.array_equal(token_files.rows(layout.data, name).input_ids, one.input_ids):
+            if not np.array_equal(token_files.load_rows(layout.data, name).input_ids, one.input_ids):
                 raise SystemExit(f"{layout.data}: its {name} rows are others than the teacher's")
     pad = base_model.load_tokenizer(place).pad_token_id
     return Taught(size, division, teacher, answers, {"labels": labels, "taught": taught}, rows, pad)
 
 
 def students(
-    size: Size, tables: Sequence[str] = (LABELLED,), rate: float = 1e-3, seed: int = 0, teacher: Distill | None = None,
+    size: Size, tables: Sequence[str] = (LABELLED,), rate: float = 1e-3, seed: int = 0,
+    teacher: DistillSettings | None = None,
     rows: int = BATCH_ROWS,
 ) -> Settings:  # fmt: skip
     """Of a student that learns from so many rows: with more of them, fewer epochs, and as many steps."""
@@ -221,7 +222,7 @@ def setting(there: Taught, chosen: dict[str, float], judged: Split) -> Iterator[
         yield told(f"learning rate: {arm}", rate)
 
 
-def gains(found: dict[str, list[Scores]], rows: Rows) -> Iterator[Row]:
+def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
     """What the teacher's help is worth."""
     counts = [float(rows.trained([row])) for row in range(len(rows))]
     for what, tokens_of in (("accuracy", None), ("loss", counts)):

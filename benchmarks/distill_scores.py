@@ -12,14 +12,14 @@ from report_rows import Row, at_least, told
 from torch.nn import functional
 
 from ratchet.config.sweep import Direction
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.gate import finalists
-from ratchet.gate.finalists import Contender, Contest
+from ratchet.gate.finalists import FinalistComparator, FinalistScores
 from ratchet.models import scoring
 from ratchet.models.device import Model
-from ratchet.models.loss import Sequences, every_logit
-from ratchet.storage.records.sweep import Measure
+from ratchet.models.loss import SequenceBatch, compute_all_logits
+from ratchet.storage.records.sweep import SweepObjective
 
 LEVEL = 0.025
 """One-sided, of each end of an interval: 95 % together."""
@@ -45,14 +45,14 @@ class Scores:
         return statistics.mean(self.nats)
 
 
-def scores(model: Model, rows: Rows) -> Scores:
+def scores(model: Model, rows: TokenRows) -> Scores:
     """Of all rows. A greedy answer is the given one if, after each part of it, its next token is the likeliest."""
     right, nats = [], []
     for start in range(0, len(rows), BATCH):
-        batch = Sequences.of(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
+        batch = SequenceBatch.of(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
         targets = batch.labels[:, 1:]
         with torch.no_grad():
-            logits = every_logit(model, batch)[:, :-1].float()
+            logits = compute_all_logits(model, batch)[:, :-1].float()
         nll = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
         nats += nll.sum(dim=1).tolist()
         right += ((logits.argmax(dim=-1) == targets) | (targets == MASKED)).all(dim=1).float().tolist()
@@ -79,13 +79,13 @@ def compared(
         found: of each way, of each seed, of each row.
     """
     wanted: Direction = "maximize" if tokens_of is None else "minimize"
-    contest = Contest(Measure(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
+    contest = FinalistComparator(SweepObjective(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
     one, other = (
-        Contender(number, {}, tuple(f"{who}{k}" for k in range(len(found[who]))), found[who])
+        FinalistScores(number, {}, tuple(f"{who}{k}" for k in range(len(found[who]))), found[who])
         for number, who in enumerate((pair.first, pair.second))
     )
-    better = finalists.difference(contest, (one, other), (one, other), LEVEL)
-    worse = finalists.difference(contest, (other, one), (one, other), LEVEL)
+    better = finalists.compare_pair(contest, (one, other), (one, other), LEVEL)
+    worse = finalists.compare_pair(contest, (other, one), (one, other), LEVEL)
     name = f"{what}: gain of {pair.first} over {pair.second}"
     yield told(name, better.value)
     yield told(f"{name}, upper end (95 %)", -worse.low)
@@ -103,7 +103,7 @@ def means(what: str, found: dict[str, list[list[float]]], tokens_of: list[float]
             yield told(f"{what}: {who}, most of the seeds", max(each))
 
 
-def seconds_per_answer(models: dict[str, Model], rows: Rows, pad: int, timed: int) -> dict[str, list[float]]:
+def seconds_per_answer(models: dict[str, Model], rows: TokenRows, pad: int, timed: int) -> dict[str, list[float]]:
     """Of each model on the same rows, one at a time; the models take turns. All write as many tokens as the given
     answer has: what differs is the model, not the length of what it says."""
     found: dict[str, list[float]] = {name: [] for name in models}
@@ -116,7 +116,7 @@ def seconds_per_answer(models: dict[str, Model], rows: Rows, pad: int, timed: in
     return found
 
 
-def _divided(rows: Rows, row: int) -> tuple[list[int], list[int]]:
+def _divided(rows: TokenRows, row: int) -> tuple[list[int], list[int]]:
     """Prompt and answer of a row, the end of turn included and what the template writes after it left out."""
     span = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
     ids, labels = rows.input_ids[span].tolist(), rows.labels[span].tolist()

@@ -23,17 +23,17 @@ from report import finish
 from report_rows import Row, at_most, ratio, told
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet.config.train import Distill, Train
-from ratchet.data.batches import Rows
+from ratchet.config.train import DistillSettings, Train
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.device import Model, use_threads
-from ratchet.models.loss import Sequences
-from ratchet.models.teacher import Found, Teacher
+from ratchet.models.loss import SequenceBatch
+from ratchet.models.teacher import TeacherCandidate, TeacherModel
 from ratchet.storage import files
-from ratchet.storage.records.data import CARD, Teaching
-from ratchet.training.distillation import KIND, Lessons, Plan, Shards
-from ratchet.training.online_distillation import Attending
+from ratchet.storage.records.data import CARD, DistillationCard
+from ratchet.training.distillation import KIND, TeacherShardPlan, TeacherShardReader, TeacherShardWriter
+from ratchet.training.online_distillation import OnlineTeacherReader
 
 CPU = torch.device("cpu")
 VOCABULARY, TOP_K = 8000, 32
@@ -45,20 +45,20 @@ SIZES = {True: {"rounds": 9, "rows": 64}, False: {"rounds": 40, "rows": 256}}
 LARGEST_DIFFERENCE = 1e-3
 """Of the losses with the same tokens from disk and from memory: 16 bits are on disk."""
 
-Ask = Callable[[list[list[int]], Sequences], Any]
+Ask = Callable[[list[list[int]], SequenceBatch], Any]
 
 
 def settings(top_k: int | None) -> Train:
     """Of a student that is taught by a teacher that stays."""
-    distill = Distill(teacher="teacher", asked="during", temperature=2.0, top_k=top_k)
+    distill = DistillSettings(teacher="teacher", asked="during", temperature=2.0, top_k=top_k)
     return Train(quantization="none", rank=8, alpha=16, distill=distill)
 
 
-def random_rows(count: int) -> Rows:
+def random_rows(count: int) -> TokenRows:
     """Half of each is learned from."""
     draw = np.random.default_rng(1)
     ids = draw.integers(3, VOCABULARY, (count, TOKENS)).tolist()
-    return Rows.from_lists(ids, [[MASKED] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
+    return TokenRows.from_lists(ids, [[MASKED] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
 
 
 def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
@@ -67,29 +67,29 @@ def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=spread, **shape))
 
 
-def on_disk(folder: Path, found: Found, rows: Rows) -> tuple[Lessons, float]:
+def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[TeacherShardReader, float]:
     """What a teacher says about all rows, sealed as `ratchet distill` does; and the seconds that took."""
-    chosen, plan, out = settings(TOP_K), Plan.of(rows), folder / "distill"
+    chosen, plan, out = settings(TOP_K), TeacherShardPlan.of(rows), folder / "distill"
     begun_s = time.perf_counter()
-    shards = Shards(folder / "shards", plan)
-    shards.write(Teacher(found, chosen, CPU), rows, AT_ONCE, lambda _: None)
+    shards = TeacherShardWriter(folder / "shards", plan)
+    shards.write(TeacherModel(found, chosen, CPU), rows, AT_ONCE, lambda _: None)
     with files.sealed_directory(out, KIND) as scratch:
         shards.gather(scratch)
-        Teaching(
+        DistillationCard(
             digest="d", teacher="teacher", teacher_digest="d", data_digest="d", quantization="none",
             compute_dtype="float32", temperature=2.0, top_k=TOP_K, rows=plan.rows, positions=plan.positions,
             tokens=VOCABULARY, teacher_rows=VOCABULARY, base_rows=VOCABULARY, teacher_loss=0.0, left_out=0.0,
             teacher_parameters=found.blueprint.parameters, base_parameters=1,
         ).save(scratch / CARD)  # fmt: skip
-    return Lessons(out, rows, chosen.distill, "d"), time.perf_counter() - begun_s
+    return TeacherShardReader(out, rows, chosen.distill, "d"), time.perf_counter() - begun_s
 
 
-def one(model: Model, ask: Ask | None, rows: Rows, number: int) -> tuple[float, float]:
+def one(model: Model, ask: Ask | None, rows: TokenRows, number: int) -> tuple[float, float]:
     """Seconds and loss of a micro-batch."""
     sequences = [[(AT_ONCE * number + place) % len(rows)] for place in range(AT_ONCE)]
     begun_s = time.perf_counter()
-    batch = Sequences.of(rows, sequences, CPU)
-    loss = chunked_loss.learn(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
+    batch = SequenceBatch.of(rows, sequences, CPU)
+    loss = chunked_loss.forward_backward(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
     seconds = time.perf_counter() - begun_s
     model.zero_grad()
     return seconds, float(loss)
@@ -99,10 +99,12 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
     """All ways in turns; who begins changes."""
     rows = random_rows(count)
     model_of(TEACHER, 0.08).save_pretrained(folder / "teacher")
-    found = Found(folder / "teacher", model_spec.load(folder / "teacher"), VOCABULARY, VOCABULARY)
+    found = TeacherCandidate(folder / "teacher", model_spec.load(folder / "teacher"), VOCABULARY, VOCABULARY)
     stored, asking_s = on_disk(folder, found, rows)
     ways: dict[str, Ask | None] = {"none": None, "disk": stored.of}
-    ways |= {name: Attending(found, settings(k), rows, CPU).of for name, k in (("memory", TOP_K), ("all", None))}
+    ways |= {
+        name: OnlineTeacherReader(found, settings(k), rows, CPU).of for name, k in (("memory", TOP_K), ("all", None))
+    }
     model = adapters.attach(model_of(STUDENT, 0.02), settings(TOP_K), "base", (), rounds)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {name: [] for name in ways}

@@ -17,29 +17,27 @@ import small_project
 import torch
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source, Split
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
 from ratchet.config.generate import Generate
-from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
 from ratchet.config.selection import Select
-from ratchet.config.train import Distill, Train
+from ratchet.config.train import DistillSettings, Train
 from ratchet.data import splits, token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.device import Model
 from ratchet.runs.directory import Run
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.stages.base import base
-from ratchet.stages.generate import Options as GenerateOptions
-from ratchet.stages.generate import generate
+from ratchet.stages.generate import GenerateOptions, generate
 from ratchet.stages.prepare import prepare
-from ratchet.stages.select_answers import Options as SelectOptions
-from ratchet.stages.select_answers import select
+from ratchet.stages.select_answers import SelectOptions, select
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import card_of
 from ratchet.training import worker
-from ratchet.training.run_spec import launch_of, spec_of
-from ratchet.training.stopping import Stopping
+from ratchet.training.run_spec import build_launch, build_run_spec
+from ratchet.training.stopping import GracefulShutdown
 
 TEACHER = "models/teacher"
 CPU = torch.device("cpu")
@@ -91,11 +89,11 @@ def bundled() -> list[Request]:
 
 def divide(rows: Iterable[Request], labelled: int, unlabelled: int, validation: int) -> Division:
     """So many of each; the order is that of a hash of the prompt."""
-    own = {splits.normalised(row.request): row for row in rows}
+    own = {splits.normalize_text(row.request): row for row in rows}
     found: dict[str, list[Request]] = {"train": [], "validation": [], "test": [], "teacher": []}
-    for key in sorted(own, key=lambda key: splits.position(key, ORDER)):
-        part: str = splits.split_of(key, Split())
-        if part == "train" and splits.position(key, HALVES) < 0.5:
+    for key in sorted(own, key=lambda key: splits.hash_position(key, ORDER)):
+        part: str = splits.assign_split(key, SplitSettings())
+        if part == "train" and splits.hash_position(key, HALVES) < 0.5:
             part = "teacher"
         found[part].append(own[key])
     students = found["train"][: labelled + unlabelled]
@@ -104,30 +102,34 @@ def divide(rows: Iterable[Request], labelled: int, unlabelled: int, validation: 
     )
 
 
-def settings_of(tiny: Tiny, train: Train, tables: Sequence[str] = (LABELLED,)) -> Settings:
+def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (LABELLED,)) -> Settings:
     """As a new project's, without quantisation: a merge is then exact.
 
     Args:
         tables: files of data/raw; those that are no CSV hold messages.
     """
     sources = [
-        Source(files=f"data/raw/{name}", shape="columns" if name.endswith(".csv") else "messages") for name in tables
+        SourceSettings(files=f"data/raw/{name}", shape="columns" if name.endswith(".csv") else "messages")
+        for name in tables
     ]
     return Settings(
         base=Base(tiny=tiny),
         prepare=Prepare(
-            sources=tuple(sources), columns=Columns(prompt="request", response="intent"), task="labels", max_tokens=96,
+            sources=tuple(sources), columns=ColumnSettings(prompt="request", response="intent"),
+            task="labels", max_tokens=96,
         ),
         train=train,
         machine=Machine(device="cpu", threads=1, micro_batch_rows=32, checkpoint_every="10 min"),
     )  # fmt: skip
 
 
-def train_of(rate: float, epochs: float, batch_rows: int, seed: int = 0, teacher: Distill | None = None) -> Train:
+def train_of(
+    rate: float, epochs: float, batch_rows: int, seed: int = 0, teacher: DistillSettings | None = None
+) -> Train:
     """The checkpoint of the least validation loss counts, so nobody is blamed for what he learned by heart later."""
     return Train(
         quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_rows=batch_rows, seed=seed,
-        validate_every_steps=25, distill=teacher or Distill(),
+        validate_every_steps=25, distill=teacher or DistillSettings(),
     )  # fmt: skip
 
 
@@ -137,10 +139,10 @@ def write(path: Path, rows: Iterable[Request]) -> None:
         csv.writer(stream).writerows([Request._fields, *rows])
 
 
-def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Sequence[Request]) -> Layout:
+def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Sequence[Request]) -> ProjectLayout:
     """A project whose base has read the prompts of `read` (those that are learned from), and whose labelled table is
     `rows`. Sources other than that lie there already; a base or data that are there stay."""
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
     for text in (small_project.BUNDLED / "text").iterdir():
@@ -156,33 +158,33 @@ def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Seq
     return layout
 
 
-def with_base_of(other: Layout, folder: Path) -> None:
+def with_base_of(other: ProjectLayout, folder: Path) -> None:
     """A new project begins with the base of another."""
-    if not Layout(folder).base.exists():
-        files.link_tree(other.base, Layout(folder).base)
+    if not ProjectLayout(folder).base.exists():
+        files.link_tree(other.base, ProjectLayout(folder).base)
 
 
-def trained(layout: Layout, settings: Settings) -> Path:
+def trained(layout: ProjectLayout, settings: Settings) -> Path:
     """The adapter of a run: the worker's own code, in this process."""
-    run = Run.open(layout.runs, spec_of(layout, settings))
+    run = Run.open(layout.runs, build_run_spec(layout, settings))
     try:
         if not run.paths.is_finished():
-            launch_of(layout, settings).save(run.paths.launch)
-            if code := worker.work(run.paths, 1, Stopping(), Heartbeat.private()):
+            build_launch(layout, settings).save(run.paths.launch)
+            if code := worker.run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()):
                 raise SystemExit(f"{run.paths.root}: the worker ended with {code}")
     finally:
         run.close()
     return run.paths.result / "adapter"
 
 
-def with_adapter(layout: Layout, settings: Settings, folder: Path) -> Model:
+def with_adapter(layout: ProjectLayout, settings: Settings, folder: Path) -> Model:
     """The base with it, merged: what would be served."""
     card = BaseCard.load(layout.base_card)
     model = loading.load(base_model.locate(layout, card), card, settings.train, CPU)
     return adapters.load(model, folder).merge_and_unload().eval()
 
 
-def keep_model(model: Model, layout: Layout) -> Path:
+def keep_model(model: Model, layout: ProjectLayout) -> Path:
     """The model as a plain directory of its project, with the tokenizer."""
     place = layout.root / TEACHER
     model.save_pretrained(place)
@@ -208,7 +210,7 @@ class Answers:
     """Of these."""
 
 
-def asked(layout: Layout, model: Path, division: Division, samples: int, agreement: float) -> Answers:
+def asked(layout: ProjectLayout, model: Path, division: Division, samples: int, agreement: float) -> Answers:
     """`ratchet generate`, some answers to each of the students' unlabelled prompts, and `ratchet select`: those that
     are a label the teacher was trained on, and that so many of the samples agree on."""
     prompts, output, place = (layout.root / name for name in ("unlabelled.jsonl", "answers.jsonl", TAUGHT))
@@ -232,13 +234,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def add_taught(layout: Layout, answers: Answers) -> None:
+def add_taught(layout: ProjectLayout, answers: Answers) -> None:
     """The answers and their card become a source of a project."""
     layout.raw.mkdir(parents=True, exist_ok=True)
     for path in (answers.place, card_of(answers.place)):
         shutil.copyfile(path, layout.raw / path.name)
 
 
-def rows_in(layout: Layout) -> int:
+def rows_in(layout: ProjectLayout) -> int:
     """How many training rows it has after prepare."""
-    return len(token_files.rows(layout.data, "train"))
+    return len(token_files.load_rows(layout.data, "train"))

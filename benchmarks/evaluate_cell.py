@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ratchet.config.evaluation import Harness
+from ratchet.config.evaluation import HarnessSettings
 from ratchet.evaluation import harness
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models import likelihoods, scoring, tiny_model
@@ -150,7 +150,7 @@ def ours(work: Path, tasks: list[str], batch_rows: int, out: str) -> dict[str, A
     found = {}
     for task in tasks:
         lm_eval.evaluate = clock = Clock(evaluator.evaluate)
-        settings, store = Harness(tasks=(task,)), ScoreStore(work / f"{out}-{task}.jsonl")
+        settings, store = HarnessSettings(tasks=(task,)), ScoreStore(work / f"{out}-{task}.jsonl")
         (result,) = harness.run(model, tokenizer, settings, work, work / "data" / "tasks", batch_rows, store)
         (accuracy,) = (one for one in result.scores if one.metric == "acc")
         documents = {one["id"]: [one["likelihoods"], accuracy.values[one["id"]]] for one in result.documents}
@@ -171,12 +171,12 @@ def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
     named = [[draw.randrange(10, MERGES) for _ in range(draw.randint(2, 5))] for _ in range(20)]
     start = time.perf_counter()
     for first in range(0, prompts, batch_rows):
-        scoring.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
+        scoring.score_labels(model, asked[first : first + batch_rows], named, batch_rows, 0)
     middle = time.perf_counter()
     pairs = [(prompt, label) for prompt in asked for label in named]
-    alone = [likelihoods.Text.of(*pair, MODEL_TOKENS) for pair in pairs]
-    plan = likelihoods.plan_batches(alone, batch_rows, likelihoods.Sharing.NONE)
-    reading = likelihoods.Continuations(model, alone, 0, 0)
+    alone = [likelihoods.PromptContinuation.of(*pair, MODEL_TOKENS) for pair in pairs]
+    plan = likelihoods.plan_batches(alone, batch_rows, likelihoods.CacheSharing.NONE)
+    reading = likelihoods.ContinuationScorer(model, alone, 0, 0)
     for batch in plan.batches:
         reading.batch(batch)
     return {"shared_s": middle - start, "anew_s": time.perf_counter() - middle, "pairs": len(pairs)}

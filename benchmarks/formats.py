@@ -24,18 +24,18 @@ from report import finish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ratchet.config.gate import ExportParity
+from ratchet.config.gate import ExportParityRule
 from ratchet.errors import RatchetError
 from ratchet.export import huggingface
 from ratchet.export.gguf import writer
 from ratchet.export.onnx import exporter
-from ratchet.export.verification.divergence import closeness
-from ratchet.export.verification.parity import TorchModel
+from ratchet.export.verification.divergence import measure_closeness
+from ratchet.export.verification.parity import TorchRuntime
 from ratchet.models import base_model
 from ratchet.models.runtimes import llama, tokenizer_probes
 from ratchet.models.runtimes import onnx as onnx_runtime
-from ratchet.models.runtimes.runtime import Runtime
-from ratchet.storage.records.export import Closeness
+from ratchet.models.runtimes.runtime import ModelRuntime
+from ratchet.storage.records.export import DistributionDistance
 
 VOCABULARY, TOKENS = 544, 512
 """Rows of the embedding, and entries that the tokenizer learns: some families' classes add tokens of their own."""
@@ -67,7 +67,7 @@ QUICK_ARCHITECTURES = ("llama", "llama (tied, llama3 rope)", "qwen3", "gemma2", 
 """Those that differ most."""
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
 ONNX_TYPES = ("fp32", "int8")
-RULE = ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
+RULE = ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Cell:
     architecture: str
     form: str
     runtime: str
-    found: Closeness | None
+    found: DistributionDistance | None
     texts: int
     why: str = ""
 
@@ -129,24 +129,24 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
     rows = torch.randint(2, TOKENS, (ROWS, ROW_TOKENS), generator=generator).tolist()
     positions = [list(range(ROW_TOKENS - 1))] * ROWS
     targets = [row[1:] for row in rows]
-    whole = TorchModel(model, tokenizer)
+    whole = TorchRuntime(model, tokenizer)
     reference = [whole.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True)]
     texts = [whole.token_ids(text) for text in tokenizer_probes.TEXTS]
 
-    def examined(form: str, runtime: Runtime) -> Cell:
+    def examined(form: str, runtime: ModelRuntime) -> Cell:
         found = (runtime.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True))
-        close = closeness(reference, found, targets)
+        close = measure_closeness(reference, found, targets)
         same = sum(runtime.token_ids(text) == ids for text, ids in zip(tokenizer_probes.TEXTS, texts, strict=True))
         return Cell(name, form, runtime.name, close, same)
 
-    reopened, again = huggingface.reopen(merged, torch.float32, torch.device("cpu"))
-    yield examined("hf", TorchModel(reopened, again))
+    reopened, again = huggingface.reopen_model(merged, torch.float32, torch.device("cpu"))
+    yield examined("hf", TorchRuntime(reopened, again))
     for kind in GGUF_TYPES[: 4 if quick else None]:
         path = scratch / f"{kind}.gguf"
         try:
-            writer.require(merged, [kind], None)
-            writer.write(merged, path, kind, lambda *_: None)
-            with llama.opened(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
+            writer.require_exportable(merged, [kind], None)
+            writer.write_gguf(merged, path, kind, lambda *_: None)
+            with llama.open_runtime(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
                 yield examined(f"gguf/{kind}", runtime)
         except RatchetError as error:
             yield Cell(name, f"gguf/{kind}", "llama.cpp", None, 0, str(error))
@@ -154,9 +154,9 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
         path = scratch / kind
         path.mkdir()
         try:
-            exporter.require(merged)
-            exporter.write(merged, path, kind, lambda *_: None)
-            with onnx_runtime.opened(path, 1) as runtime:
+            exporter.require_exportable(merged)
+            exporter.write_onnx(merged, path, kind, lambda *_: None)
+            with onnx_runtime.open_runtime(path, 1) as runtime:
                 yield examined(f"onnx/{kind}", runtime)
         except RatchetError as error:
             yield Cell(name, f"onnx/{kind}", "onnxruntime", None, 0, str(error))

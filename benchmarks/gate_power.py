@@ -25,7 +25,7 @@ from gate_worlds import Draw, answers, conversations, decide, improve, keep, nat
 from report import finish
 from report_rows import Row, at_most, told
 
-from ratchet.gate.paired_test import Pairs
+from ratchet.gate.paired_test import PairedScores
 
 ALPHA = 0.05
 CASES, CASES_QUICK = 2000, 300
@@ -145,12 +145,12 @@ def peers(cases: int) -> Iterator[Row]:
             yield told(f"promoted by the gate, margin {RAW_LOSS:g}: {text}", ours / cases)
 
 
-def not_below(pairs: Pairs) -> bool:
+def not_below(pairs: PairedScores) -> bool:
     """The raw rule: the candidate's score is at least the champion's."""
     return sum(pairs.new) >= sum(pairs.old)
 
 
-def overlaps(pairs: Pairs) -> bool:
+def overlaps(pairs: PairedScores) -> bool:
     """Unpaired: not below by more than two standard errors of each mean."""
     (new, new_error), (old, old_error) = (
         (float(np.mean(scores)), float(np.std(scores, ddof=1)) / len(scores) ** 0.5)

@@ -6,17 +6,17 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.gate import Gate, MustImprove, MustNotRegress
+from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule
 from ratchet.evaluation.metric_modules.figures import SHARE
-from ratchet.gate.decision import judge
-from ratchet.gate.evidence import Evidence
-from ratchet.gate.paired_test import Pairs
-from ratchet.storage.records.evaluation import EvalReport, Metric, Sample, Scores, Who
-from ratchet.storage.records.export import Bundle, Parity
+from ratchet.gate.decision import decide_verdict
+from ratchet.gate.evidence import GateEvidence
+from ratchet.gate.paired_test import PairedScores
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelScores, SampleScore, Who
+from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision
 
 Rng = np.random.Generator
-Draw = Callable[[Rng, int, float], Pairs]
+Draw = Callable[[Rng, int, float], PairedScores]
 """Makes an evaluation of n samples in which the candidate is truly better by so much (worse: negative)."""
 
 MODEL, CHAMPION, ADAPTER = "c" * 64, "a" * 64, "d" * 64
@@ -25,42 +25,42 @@ RESAMPLES = 1000
 """Of each comparison here; the gate's own default is ten times that."""
 
 
-def answers(rng: Rng, n: int, better: float, accuracy: float, discordance: float) -> Pairs:
+def answers(rng: Rng, n: int, better: float, accuracy: float, discordance: float) -> PairedScores:
     """Right and wrong answers: so many of the champion's are right, on so many samples (or more) the two differ."""
     discordance = max(discordance, abs(better))
     won, lost = (discordance + better) / 2, (discordance - better) / 2
     right = accuracy - lost
     counts = rng.multinomial(n, [right, won, lost, 1 - right - won - lost])
     new, old = ((1.0, 1.0, 0.0, 0.0), (1.0, 0.0, 1.0, 0.0))
-    return Pairs(np.repeat(new, counts).tolist(), np.repeat(old, counts).tolist(), "higher")
+    return PairedScores(np.repeat(new, counts).tolist(), np.repeat(old, counts).tolist(), "higher")
 
 
 def of_answers(accuracy: float, discordance: float) -> Draw:
-    """`answers` as a `Draw`."""
+    """`answers` as a `GumbelLogitsWarper`."""
     return lambda rng, n, better: answers(rng, n, better, accuracy, discordance)
 
 
-def sampled(rng: Rng, n: int, better: float) -> Pairs:
+def sampled(rng: Rng, n: int, better: float) -> PairedScores:
     """Means of four sampled answers to questions that are hard to different degrees."""
     hard = 0.1 + 0.8 * rng.beta(3, 2, n)
     new = rng.binomial(4, hard + better) / 4
-    return Pairs(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
+    return PairedScores(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
 
 
-def skewed(rng: Rng, n: int, better: float) -> Pairs:
+def skewed(rng: Rng, n: int, better: float) -> PairedScores:
     """Losses, lognormal; their changes are exponential: most samples a little better, some much worse."""
     old = rng.lognormal(0, 1, n)
-    return Pairs((old + rng.exponential(0.2, n) - 0.2 - better).tolist(), old.tolist(), "lower")
+    return PairedScores((old + rng.exponential(0.2, n) - 0.2 - better).tolist(), old.tolist(), "lower")
 
 
-def rarely(rng: Rng, n: int, better: float) -> Pairs:
+def rarely(rng: Rng, n: int, better: float) -> PairedScores:
     """Losses of which one in twenty rises by one (on average), and all others hardly move: the hardest to see."""
     old = rng.lognormal(0, 1, n)
     rise = (rng.random(n) < 0.05) * rng.exponential(1.0, n) - 0.05
-    return Pairs((old + rise + rng.normal(0, 0.05, n) - better).tolist(), old.tolist(), "lower")
+    return PairedScores((old + rise + rng.normal(0, 0.05, n) - better).tolist(), old.tolist(), "lower")
 
 
-def conversations(rng: Rng, n: int, better: float) -> Pairs:
+def conversations(rng: Rng, n: int, better: float) -> PairedScores:
     """Right and wrong answers in conversations of one to six turns: what goes wrong, goes wrong in several at once."""
     sizes = rng.integers(1, 7, n)
     places = np.repeat(np.arange(n), sizes)[:n]
@@ -70,39 +70,41 @@ def conversations(rng: Rng, n: int, better: float) -> Pairs:
     turned = rng.random(n) < 0.7
     improves, worsens = fate[places] < gains, fate[places] > 1 - losses
     new = np.where(old, ~(worsens & turned), improves & turned)
-    return Pairs(new.astype(float).tolist(), old.astype(float).tolist(), "higher", groups=[f"c{k}" for k in places])
+    return PairedScores(
+        new.astype(float).tolist(), old.astype(float).tolist(), "higher", groups=[f"c{k}" for k in places]
+    )
 
 
-def nats(rng: Rng, n: int, better: float) -> Pairs:
+def nats(rng: Rng, n: int, better: float) -> PairedScores:
     """Perplexity that fell by this fraction; texts of 20 to 200 tokens, changes with heavy tails (t with 5 degrees)."""
     tokens = rng.integers(20, 200, n).astype(float)
     old = rng.normal(2.5, 0.4, n)
     new = old + np.log1p(-better) + 0.2 * rng.standard_t(5, n)
-    return Pairs((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
+    return PairedScores((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
 
 
-def decide(pairs: Sequence[Pairs], *rules: MustImprove | MustNotRegress) -> Decision:
+def decide(pairs: Sequence[PairedScores], *rules: MustImproveRule | MustNotRegressRule) -> Decision:
     """The gate's decision about an evaluation with metrics m0, m1, ..., all of the same samples."""
-    found = judge(evidence(pairs), Gate(rules=rules, resamples=RESAMPLES))
+    found = decide_verdict(evidence(pairs), Gate(rules=rules, resamples=RESAMPLES))
     if found.decision == "INVALID":  # it would look like an error rate of nought
         raise RuntimeError(f"an evaluation that the gate takes for broken: {found.reasons[0].text}")
     return found.decision
 
 
-def keep(margin: float) -> MustNotRegress:
+def keep(margin: float) -> MustNotRegressRule:
     """The first metric must not be worse than the champion's by the margin."""
-    return MustNotRegress(rule="must_not_regress", metric="m0", margin=margin)
+    return MustNotRegressRule(rule="must_not_regress", metric="m0", margin=margin)
 
 
-def improve(*metrics: str) -> MustImprove:
+def improve(*metrics: str) -> MustImproveRule:
     """One of these must be better than the champion's."""
-    return MustImprove(rule="must_improve", metric=metrics, over="champion")
+    return MustImproveRule(rule="must_improve", metric=metrics, over="champion")
 
 
-def evidence(pairs: Sequence[Pairs]) -> Evidence:
+def evidence(pairs: Sequence[PairedScores]) -> GateEvidence:
     """All that the gate judges by, nothing wrong but perhaps the scores."""
     names = ids(len(pairs[0].new))
-    samples: dict[Who, dict[str, dict[str, Sample]]] = {"candidate": {}, "champion": {}}
+    samples: dict[Who, dict[str, dict[str, SampleScore]]] = {"candidate": {}, "champion": {}}
     for place, one in enumerate(pairs):
         weights = one.weights or [1.0] * len(names)
         for who, values in (("candidate", one.new), ("champion", one.old)):
@@ -111,8 +113,8 @@ def evidence(pairs: Sequence[Pairs]) -> Evidence:
             }
     groups = pairs[0].groups
     scores = {who: _scores(pairs, who) for who in samples}
-    return Evidence(
-        report=EvalReport(
+    return GateEvidence(
+        report=EvaluationReport(
             adapter_digest=ADAPTER, base_digest="b" * 64, data_digest="e" * 64, run_id="r1", model_digest=MODEL,
             champion_digest=CHAMPION, gate_set="9" * 64, contracts={"k": {}}, scores=scores,
         ),
@@ -131,36 +133,36 @@ def ids(n: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=100_000)
-def _sample(name: str, value: float, weight: float) -> Sample:
+def _sample(name: str, value: float, weight: float) -> SampleScore:
     """Nothing is checked, and answers are made once: records are what takes most of the time."""
-    return Sample.model_construct(id=name, value=value, weight=weight)
+    return SampleScore.model_construct(id=name, value=value, weight=weight)
 
 
 @lru_cache
-def _bundle() -> Bundle:
-    parity = Parity(rows=1, tokens=1, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
-    return Bundle(
+def _bundle() -> ModelBundle:
+    parity = MergeParity(rows=1, tokens=1, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
+    return ModelBundle(
         model_digest=MODEL, adapter_digest=ADAPTER, base_digest="b" * 64, data_digest="e" * 64, run_id="r1",
         merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity,
     )  # fmt: skip
 
 
-def _unit(pairs: Pairs) -> str:
+def _unit(pairs: PairedScores) -> str:
     """As evaluation would name it."""
     if pairs.better == "higher":
         return "proportion" if {*pairs.new, *pairs.old} <= {0.0, 1.0} else SHARE
     return "1" if pairs.weights else "nats per token, mean of rows"
 
 
-def _scores(pairs: Sequence[Pairs], who: Who) -> Scores:
+def _scores(pairs: Sequence[PairedScores], who: Who) -> ModelScores:
     metrics = {}
     for place, one in enumerate(pairs):
         values: NDArray[np.float64] = np.asarray(one.new if who == "candidate" else one.old)
         mean = float(np.exp(values.sum() / sum(one.weights))) if one.weights else float(values.mean())
-        metrics[f"m{place}"] = Metric(
+        metrics[f"m{place}"] = MetricValue(
             value=mean, n=len(values), low=mean, high=mean, better=one.better, kind=one.kind,
             unit=_unit(one),
         )  # fmt: skip
     digest = ADAPTER if who == "candidate" else CHAMPION
     files = {name: name for name in metrics}
-    return Scores(model_digest=digest, form="adapter", contract="k", metrics=metrics, samples=files)
+    return ModelScores(model_digest=digest, form="adapter", contract="k", metrics=metrics, samples=files)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeli
 from transformers.utils import logging
 
 from ratchet.models import tiny_model
-from ratchet.models.decoding.decoder import Answered, Asked, Decoder, Decoding
+from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions, DecodingRequest, DecodingResult
 
 VOCABULARY = 4096
 WORDS = (8, 110)
@@ -42,19 +42,22 @@ class Sides:
         lengths = [draw.randint(*WORDS) for _ in range(prompts)]
         starts = [draw.randrange(len(words) - length) for length in lengths]
         self.texts = [" ".join(words[i : i + length]) for i, length in zip(starts, lengths, strict=True)]
-        self.settings = Decoding(max_new_tokens=tokens, ends=tuple(self.ends), pad=pad)
+        self.settings = DecodingOptions(max_new_tokens=tokens, ends=tuple(self.ends), pad=pad)
         self.figures: dict[str, int] = {}
 
-    def ours(self, **changes: Any) -> list[Answered]:
+    def ours(self, **changes: Any) -> list[DecodingResult]:
         """In the order of the texts."""
-        settings = Decoding(**{**vars(self.settings), **changes})
-        asked = (Asked(i, tuple(self.tokenizer(text)["input_ids"]), f"stream {i}") for i, text in enumerate(self.texts))
-        decoder = Decoder(self.model, settings, None, lambda *_: None, lambda: None)
+        settings = DecodingOptions(**{**vars(self.settings), **changes})
+        asked = (
+            DecodingRequest(i, tuple(self.tokenizer(text)["input_ids"]), f"stream {i}")
+            for i, text in enumerate(self.texts)
+        )
+        decoder = BatchDecoder(self.model, settings, None, lambda *_: None, lambda: None)
         found = sorted(decoder.answers(asked, lambda: False), key=lambda one: one.place)
         self.figures = decoder.figures
         return found
 
-    def read(self, answers: Sequence[Answered]) -> list[str]:
+    def read(self, answers: Sequence[DecodingResult]) -> list[str]:
         """Their texts."""
         return [self.tokenizer.decode(one.ids, skip_special_tokens=True) for one in answers]
 

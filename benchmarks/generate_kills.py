@@ -29,9 +29,9 @@ from small_project import BUNDLED, SETTINGS, build
 from ratchet.config.generate import Generate
 from ratchet.config.schema import Settings
 from ratchet.inference.spec import ANSWERS
-from ratchet.runs.journal import Reader
+from ratchet.runs.journal import JournalReader
 from ratchet.storage import digests
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 
 PATIENCE_S = 600.0
 POLL_S = 0.01
@@ -52,7 +52,7 @@ def settings_of(settings: Settings) -> Settings:
 class Trial:
     """One generation, in a place of its own."""
 
-    layout: Layout
+    layout: ProjectLayout
     prompts: Path
     folder: Path
     model: str = "base"
@@ -87,14 +87,16 @@ class Trial:
     def readies(self) -> list[dict[str, Any]]:
         """What each worker said when it was ready."""
         root = self.root
-        return [] if root is None else [e.data for e in Reader(root / "journal.jsonl").read() if e.kind == "ready"]
+        return (
+            [] if root is None else [e.data for e in JournalReader(root / "journal.jsonl").read() if e.kind == "ready"]
+        )
 
     def kept(self) -> set[int]:
         """Places that are answered on disk; while nobody writes."""
         root = self.root
         if root is None:
             return set()
-        found = {event.data["place"] for event in Reader(root / "ledger.jsonl").read()}
+        found = {event.data["place"] for event in JournalReader(root / "ledger.jsonl").read()}
         for shard in root.glob(f"shards/shard-*/{ANSWERS}"):
             found |= {json.loads(line)["place"] for line in shard.read_bytes().splitlines()}
         return found
@@ -250,7 +252,7 @@ def main() -> int:
         asked = [(f"r{number}", 0) for number in range(count)]
         found = [
             {"name": "kills", "value": done, "target": kills, "ok": done == kills},
-            {"name": "same bytes", **_equal(digests.of_file(whole.output), digests.of_file(broken.output))},
+            {"name": "same bytes", **_equal(digests.hash_file(whole.output), digests.hash_file(broken.output))},
             {"name": "answers lost or doubled", **_equal(int(places(broken.output) != asked), 0)},
             {"name": "kept answers computed again", **_equal(broken.computed_again, 0)},
         ]

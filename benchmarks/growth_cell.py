@@ -20,7 +20,7 @@ import transformers
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.data import token_files
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.data.splits import SPLITS
 from ratchet.errors import InterruptedRunError
@@ -28,12 +28,12 @@ from ratchet.models import adapters, loading
 from ratchet.models.memory import capacity
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.storage import files
-from ratchet.training.memory_monitor import Monitor
-from ratchet.training.stopping import Stopping
-from ratchet.training.train_step import Task
-from ratchet.training.trainer import Loop
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.train_step import TrainingContext
+from ratchet.training.trainer import TrainingLoop
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -54,7 +54,7 @@ class Watched(Journal):
         super().__init__(path, 1)
         self._every, self._look = every, look
 
-    def append(self, kind: str, **data: Any) -> Event:
+    def append(self, kind: str, **data: Any) -> JournalEvent:
         """As a journal does."""
         event = super().append(kind, **data)
         if kind == "step" and data["step"] % self._every == 0:
@@ -62,7 +62,7 @@ class Watched(Journal):
         return event
 
 
-class StopAfter(Stopping):
+class StopAfter(GracefulShutdown):
     """Asks to stop after so many steps."""
 
     def __init__(self, steps: int) -> None:
@@ -112,9 +112,9 @@ def settings_of(rows: int, steps: int, rank: int = 8, batching: str = "shuffled"
 
 
 def loop_of(
-    root: Path, train: Train, rows: tuple[Rows, Rows], every: int = 50, stop: Stopping | None = None,
+    root: Path, train: Train, rows: tuple[TokenRows, TokenRows], every: int = 50, stop: GracefulShutdown | None = None,
     look: Callable[[int], None] = lambda _: None,
-) -> Loop:  # fmt: skip
+) -> TrainingLoop:  # fmt: skip
     """A loop as a worker makes it, that saves at every `every`-th step and calls `look` at every tenth of them."""
     paths, device = RunPaths(root), torch.device("cpu")
     paths.checkpoints.mkdir(parents=True)
@@ -122,14 +122,14 @@ def loop_of(
     plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
     journal = Watched(paths.journal, max(1, every // 10), look)
     plan = BatchPlan(rows[0].lengths, train)
-    return Loop(
-        Task(
+    return TrainingLoop(
+        TrainingContext(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
             machine=Machine(device="cpu", threads=1, micro_batch_rows=BATCH_ROWS, checkpoint_every=every),
             model=adapters.attach(plain, train, "base", (), plan.steps),
             device=device, train=rows[0], validation=rows[1], paths=paths, journal=journal,
-            heartbeat=Heartbeat.private(), stop=stop or Stopping(), made_by={}, plan=plan,
-            monitor=Monitor(journal, device, ()), advise=str,
+            heartbeat=Heartbeat.private(), stop=stop or GracefulShutdown(), made_by={}, plan=plan,
+            monitor=MemoryMonitor(journal, device, ()), advise=str,
         )
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def sealed_bytes(paths: RunPaths) -> tuple[int, int]:
 
 def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
     """Samples of one training; resident memory, sizes on the disk."""
-    rows = Rows.from_lists(*drawn(512, 0)), Rows.from_lists(*drawn(VALIDATION_ROWS, 1))
+    rows = TokenRows.from_lists(*drawn(512, 0)), TokenRows.from_lists(*drawn(VALIDATION_ROWS, 1))
     train, samples = settings_of(512, steps), []
 
     def look(step: int) -> None:
@@ -158,7 +158,7 @@ def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
 
     loop = loop_of(folder, train, rows, every, look=look)
     loop.run()
-    told = [event.data for event in Reader(loop.task.paths.journal).read() if event.kind == "step"]
+    told = [event.data for event in JournalReader(loop.task.paths.journal).read() if event.kind == "step"]
     return {
         "samples": samples,
         "step_s": [one["step_s"] for one in told],
@@ -169,12 +169,12 @@ def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
 
 def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
     """Trainable parameters and bytes of a checkpoint."""
-    rows = Rows.from_lists(*drawn(64, 0)), Rows.from_lists(*drawn(8, 1))
+    rows = TokenRows.from_lists(*drawn(64, 0)), TokenRows.from_lists(*drawn(8, 1))
     found = []
     for rank in ranks:
         loop = loop_of(folder / str(rank), settings_of(64, 2, rank), rows, every=1)
         loop.run()
-        count = sum(parameter.numel() for _, parameter in adapters.trainable(loop.task.model))
+        count = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.task.model))
         whole, tensors = sealed_bytes(loop.task.paths)
         found.append({"rank": rank, "parameters": count, "bytes": whole, "tensor_bytes": tensors})
     return {"ranks": found}
@@ -182,11 +182,11 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
 
 def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     """Seconds until the first batch of each way of batching is there, and tokens a second of the training then."""
-    validation = token_files.rows(data, "validation")  # and what reading imports, which is not of the data
+    validation = token_files.load_rows(data, "validation")  # and what reading imports, which is not of the data
     before, begun = capacity.resident_bytes(), time.perf_counter()
-    files.verify(data, "data")
+    files.verify_sealed(data, "data")
     verified = time.perf_counter()
-    rows = token_files.rows(data, "train"), validation
+    rows = token_files.load_rows(data, "train"), validation
     opened = time.perf_counter()
     found: dict[str, Any] = {"verify_s": verified - begun, "open_s": opened - verified}
     for batching in ("shuffled", "by_length", "packed"):
@@ -204,7 +204,7 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     loop = loop_of(folder, whole, rows, every=10, stop=stop, look=count)
     with suppress(InterruptedRunError):
         loop.run()
-    told = [event.data for event in Reader(loop.task.paths.journal).read() if event.kind == "step"]
+    told = [event.data for event in JournalReader(loop.task.paths.journal).read() if event.kind == "step"]
     warm = told[len(told) // 4 :]
     found["tokens_per_s"] = sum(one["input_tokens"] for one in warm) / sum(one["step_s"] for one in warm)
     return found

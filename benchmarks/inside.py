@@ -26,14 +26,14 @@ from ratchet.models import adapters, base_model, loading
 from ratchet.models.loading import Model
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import async_checkpoint, checkpoint
-from ratchet.training.memory_monitor import Monitor
-from ratchet.training.stopping import Stopping
-from ratchet.training.train_step import Task
-from ratchet.training.trainer import Loop
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.train_step import TrainingContext
+from ratchet.training.trainer import TrainingLoop
 
 MTBF_S = 30 * 60.0
 """Row R23: one failure in half an hour."""
@@ -43,7 +43,7 @@ LARGE_EVERY_STEPS = 4
 PERCENT_OF_WALL = 1.0
 
 
-class StopAfter(Stopping):
+class StopAfter(GracefulShutdown):
     """Asks to stop once the journal has so many more steps than now, or after so long."""
 
     def __init__(self, paths: RunPaths, steps: int | None = None, seconds: float | None = None) -> None:
@@ -57,17 +57,17 @@ class StopAfter(Stopping):
         return late or (self._limit is not None and len(steps_of(self._paths)) >= self._limit)
 
 
-def events_of(paths: RunPaths, kind: str) -> list[Event]:
+def events_of(paths: RunPaths, kind: str) -> list[JournalEvent]:
     """Events of one kind."""
-    return [event for event in Reader(paths.journal).read() if event.kind == kind]
+    return [event for event in JournalReader(paths.journal).read() if event.kind == kind]
 
 
-def steps_of(paths: RunPaths) -> list[Event]:
+def steps_of(paths: RunPaths) -> list[JournalEvent]:
     """The steps that were told, repetitions included."""
     return events_of(paths, "step")
 
 
-def quantised(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
+def quantised(project: ProjectLayout, settings: Settings) -> tuple[Model, RunSpec]:
     """The project's own base and adapter."""
     card = BaseCard.load(project.base_card)
     model = loading.load(base_model.locate(project, card), card, settings.train, torch.device("cpu"))
@@ -75,7 +75,7 @@ def quantised(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
     return adapters.attach(model, settings.train, card.digest), spec
 
 
-def large(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
+def large(project: ProjectLayout, settings: Settings) -> tuple[Model, RunSpec]:
     """A random model of 512 x 7 whose adapter and optimizer state are some 110 MB."""
     torch.manual_seed(0)
     vocabulary = int(max(rows_of(project, "train").input_ids)) + 1
@@ -88,19 +88,19 @@ def large(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
 
 
 def loop_of(
-    project: Layout,
+    project: ProjectLayout,
     root: Path,
     settings: Settings,
-    make: Callable[[Layout, Settings], tuple[Model, RunSpec]] = quantised,
-    stop: Callable[[RunPaths], Stopping] = lambda _: Stopping(),
-) -> Loop:
+    make: Callable[[ProjectLayout, Settings], tuple[Model, RunSpec]] = quantised,
+    stop: Callable[[RunPaths], GracefulShutdown] = lambda _: GracefulShutdown(),
+) -> TrainingLoop:
     """A loop in the run directory `root`, from its newest checkpoint."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     model, spec = make(project, settings)
     train, journal, device = rows_of(project, "train"), Journal(paths.journal, 1), torch.device("cpu")
-    return Loop(
-        Task(
+    return TrainingLoop(
+        TrainingContext(
             spec=spec,
             machine=settings.machine,
             model=model,
@@ -113,13 +113,13 @@ def loop_of(
             stop=stop(paths),
             made_by={"torch": torch.__version__},
             plan=BatchPlan(train.lengths, spec.train),
-            monitor=Monitor(journal, device, ()),
+            monitor=MemoryMonitor(journal, device, ()),
             advise=str,
         )
     )
 
 
-def of_loop(loop: Loop) -> str:
+def of_loop(loop: TrainingLoop) -> str:
     """Fingerprint of what an ended loop has sealed: all that later steps would depend on."""
     sealed = checkpoint.read(loop.task.paths.checkpoint(loop.state.step))
     return fingerprint({**sealed.weights, **sealed.optimizer}, [sealed.state.as_json(), sealed.rest])
@@ -135,7 +135,7 @@ def changed(settings: Settings, train: dict[str, Any], machine: dict[str, Any]) 
     )
 
 
-def resumed(project: Layout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
+def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
     """R11: stopped and begun anew after every step (quick: every fourth) of two epochs, for each way of batching."""
     found = []
     for batching in BATCHINGS:
@@ -161,7 +161,7 @@ def resumed(project: Layout, folder: Path, settings: Settings, quick: bool) -> l
     return found
 
 
-def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
+def stalls(project: ProjectLayout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
     """R20, R21: what a checkpoint costs training, and the disk, for a state of some 110 MB."""
     train = {
         "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1,
@@ -175,9 +175,9 @@ def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> li
     seconds = statistics.median(event.data["seconds"] for event in saves)
     size = statistics.median(event.data["size_bytes"] for event in saves)
     step_s = statistics.median(event.data["step_s"] for event in steps)
-    state = sum(parameter.numel() for _, parameter in adapters.trainable(loop.task.model)) * 3 * 4
+    state = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.task.model)) * 3 * 4
     block = statistics.median(blocks)
-    every_s = async_checkpoint.auto_s(block, seconds, 0, 0.0)
+    every_s = async_checkpoint.auto_interval_s(block, seconds, 0, 0.0)
     written = statistics.median(event.data["bytes_written"] for event in saves)
     shutil.rmtree(folder / "large")
     return [
@@ -195,14 +195,14 @@ def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> li
     ]
 
 
-def _until_stopped(loop: Loop) -> None:
+def _until_stopped(loop: TrainingLoop) -> None:
     try:
         loop.run()
     except InterruptedRunError:
         return
 
 
-def at_default(project: Layout, folder: Path, settings: Settings, seconds: float) -> list[Any]:
+def at_default(project: ProjectLayout, folder: Path, settings: Settings, seconds: float) -> list[Any]:
     """R20: the default interval for so long, nothing computed."""
     train = {
         "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1000,
@@ -232,7 +232,7 @@ def goodput(recovery_s: Sequence[float], measured: Sequence[dict[str, Any]]) -> 
 
 
 def rows(
-    project: Layout, folder: Path, recovery_s: Sequence[float], quick: bool, say: Callable[[str], None]
+    project: ProjectLayout, folder: Path, recovery_s: Sequence[float], quick: bool, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """All rows of this file.
 

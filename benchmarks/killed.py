@@ -25,11 +25,11 @@ from small_project import linked, rows_of
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK, RatchetError
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
-from ratchet.runs.fault_injection.injectors import worker_of
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PATIENCE_S = 300.0
 POLL_S = 0.003
@@ -62,18 +62,18 @@ class Deaths:
 class Follower:
     """Reads a run's journal as it grows."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ProjectLayout) -> None:
         self._layout = layout
-        self._reader: Reader | None = None
-        self.events: list[Event] = []
+        self._reader: JournalReader | None = None
+        self.events: list[JournalEvent] = []
 
-    def look(self) -> list[Event]:
+    def look(self) -> list[JournalEvent]:
         """What is new; also kept in `events`."""
         if self._reader is None:
             found = list(self._layout.runs.glob("*/journal.jsonl"))
             if not found:
                 return []
-            self._reader = Reader(found[0])
+            self._reader = JournalReader(found[0])
         new = list(self._reader.read())
         self.events += new
         return new
@@ -83,7 +83,7 @@ class Follower:
         """The last step that any attempt has told."""
         return max((e.data["step"] for e in self.events if e.kind == "step"), default=0)
 
-    def until(self, process: subprocess.Popen[str], there: Callable[[Event], bool]) -> Event | None:
+    def until(self, process: subprocess.Popen[str], there: Callable[[JournalEvent], bool]) -> JournalEvent | None:
         """The first new event of a kind; None when the command ended first."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
@@ -98,7 +98,7 @@ class Follower:
         raise SystemExit(f"nothing in the journal for {PATIENCE_S:g} s")
 
 
-def start(layout: Layout, *faults: Fault) -> subprocess.Popen[str]:
+def start(layout: ProjectLayout, *faults: InjectedFault) -> subprocess.Popen[str]:
     """The command, as a process whose workers meet these faults."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
     if faults:
@@ -120,11 +120,11 @@ def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
     return settings.model_copy(update={"train": train, "machine": machine})
 
 
-def _reached(step: int, event: Event) -> bool:
+def _reached(step: int, event: JournalEvent) -> bool:
     return bool(event.kind == "step" and event.data["step"] >= step)
 
 
-def run_killed(layout: Layout, kills: int, draw: random.Random) -> tuple[Follower, Deaths]:
+def run_killed(layout: ProjectLayout, kills: int, draw: random.Random) -> tuple[Follower, Deaths]:
     """Train to the end, killing the worker so many times; returns the journal and the costs."""
     follower, deaths = Follower(layout), Deaths()
     process = start(layout)
@@ -133,7 +133,7 @@ def run_killed(layout: Layout, kills: int, draw: random.Random) -> tuple[Followe
         if not follower.until(process, partial(_reached, goal)):
             break
         time.sleep(draw.uniform(0, 0.1))
-        worker = worker_of(process.pid, layout.root)
+        worker = find_worker(process.pid, layout.root)
         if worker is None:
             break
         killed = time.monotonic()
@@ -165,7 +165,7 @@ def _follow_recovery(follower: Follower, process: subprocess.Popen[str], killed:
     return True
 
 
-def steps_in_a_save(events: Sequence[Event]) -> int:
+def steps_in_a_save(events: Sequence[JournalEvent]) -> int:
     """Most steps between a checkpoint's own and the event that says that it is sealed."""
     last, most = 0, 0
     for event in events:
@@ -176,11 +176,11 @@ def steps_in_a_save(events: Sequence[Event]) -> int:
     return most
 
 
-def second_writer(layout: Layout) -> list[Any]:
+def second_writer(layout: ProjectLayout) -> list[Any]:
     """R25: the same command while it runs (in a step without end), and again after both processes were killed."""
     from report_rows import count
 
-    follower, process = Follower(layout), start(layout, Fault(kind="hang", step=3))
+    follower, process = Follower(layout), start(layout, InjectedFault(kind="hang", step=3))
     follower.until(process, lambda e: e.kind == "step" and e.data["step"] == 2)
     code, output = ended(start(layout))
     let_in = code != EXIT_INPUT or "in use by process" not in output
@@ -193,24 +193,24 @@ def second_writer(layout: Layout) -> list[Any]:
     ]
 
 
-def crash_loop(layout: Layout, retries: int) -> list[Any]:
+def crash_loop(layout: ProjectLayout, retries: int) -> list[Any]:
     """R16: a worker that dies in the same step each time; the command must give up by itself, with the reason."""
     from report_rows import count
 
     follower = Follower(layout)
-    code, output = ended(start(layout, Fault(kind="die", step=3, times=0)))
+    code, output = ended(start(layout, InjectedFault(kind="die", step=3, times=0)))
     follower.look()
     starts = sum(event.kind == "attempt" for event in follower.events)
     right = code == EXIT_BUG and starts == retries + 1 and "gave up after" in output
     return [count(f"R16 crash loop not ended after {retries} restarts, with the reason", int(not right))]
 
 
-def slow_disk(layout: Layout) -> list[Any]:
+def slow_disk(layout: ProjectLayout) -> list[Any]:
     """R15: a save, of some 25 operations, takes longer than the time after which a worker counts as stalled."""
     from report_rows import count
 
     follower = Follower(layout)
-    code, output = ended(start(layout, Fault(kind="slow_disk", step=1, times=0, seconds=SLOW_S)))
+    code, output = ended(start(layout, InjectedFault(kind="slow_disk", step=1, times=0, seconds=SLOW_S)))
     follower.look()
     deaths = sum(event.kind == "died" for event in follower.events)
     if code != EXIT_OK:
@@ -224,7 +224,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def ledger(layout: Layout, settings: Settings, events: Sequence[Event]) -> tuple[int, int, int]:
+def ledger(layout: ProjectLayout, settings: Settings, events: Sequence[JournalEvent]) -> tuple[int, int, int]:
     """Steps whose rows are not those of the plan, steps that were told otherwise when done again, and rows that did
     not come exactly once in a whole epoch."""
 
@@ -237,7 +237,7 @@ def ledger(layout: Layout, settings: Settings, events: Sequence[Event]) -> tuple
         if event.kind == "step":
             contradictions += told.setdefault(event.data["step"], event.data["batch"]) != event.data["batch"]
     batches = [plan.batch(step) for step in range(plan.steps)]
-    wrong = sum(told.get(n + 1) != digests.of_json(batch)[: digests.SHORT] for n, batch in enumerate(batches))
+    wrong = sum(told.get(n + 1) != digests.hash_json(batch)[: digests.SHORT] for n, batch in enumerate(batches))
     stream = [row for batch in batches for sequence in batch for row in sequence]
     size = len(plan.lengths)
     epochs = [Counter(stream[k : k + size]) for k in range(0, len(stream) - size + 1, size)]
@@ -245,11 +245,13 @@ def ledger(layout: Layout, settings: Settings, events: Sequence[Event]) -> tuple
     return wrong, contradictions, uneven
 
 
-def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> tuple[list[Any], Deaths]:
+def rows(
+    project: ProjectLayout, folder: Path, kills: int, seed: int, say: Callable[[str], None]
+) -> tuple[list[Any], Deaths]:
     """Rows R10, R12, R22, R24 and R25, and the costs that row R23 is computed from."""
     from report_rows import at_most, count, told
 
-    from ratchet.runs.fault_injection.outcome import Outcome, differences
+    from ratchet.runs.fault_injection.outcome import TrainingFingerprint, find_differences
 
     settings = with_steps(params_file.load(project.params), kills, len(rows_of(project, "train")))
     whole, struck = (linked(project, folder / name, settings) for name in ("whole", "struck"))
@@ -261,7 +263,7 @@ def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[st
     struck_times = len(deaths.lost_steps)
     say(f"  {struck_times} kills in one training of {follower.step} steps: steps lost {deaths.lost_steps}")
     wrong, contradictions, uneven = ledger(struck, settings, follower.events)
-    differing = differences(Outcome.of(whole), Outcome.of(struck))
+    differing = find_differences(TrainingFingerprint.of(whole), TrainingFingerprint.of(struck))
     for text in differing:
         say(f"  NOT EXACT: {text}")
     for path in ("whole", "struck"):
@@ -285,7 +287,7 @@ def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[st
     return [*found, *watched(project, folder)], deaths
 
 
-def watched(project: Layout, folder: Path) -> list[Any]:
+def watched(project: ProjectLayout, folder: Path) -> list[Any]:
     """Rows R15, R16 and R25."""
     settings = params_file.load(project.params)
     machine = settings.machine.model_copy(
@@ -309,7 +311,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def main(root: Path) -> int:
     from ratchet.stages.train import train
 
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     try:
         print(train(layout, params_file.load(layout.params), lambda _: [], lambda *_: None))
     except RatchetError as error:

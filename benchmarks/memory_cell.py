@@ -16,7 +16,7 @@ import torch
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters, loading, model_spec
 from ratchet.models.memory import capacity, forecast
@@ -24,22 +24,22 @@ from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
 from ratchet.training import memory_monitor
-from ratchet.training.memory_monitor import Monitor
-from ratchet.training.stopping import Stopping
-from ratchet.training.train_step import Task, first_scale
-from ratchet.training.trainer import Loop
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.train_step import TrainingContext, initial_loss_scale
+from ratchet.training.trainer import TrainingLoop
 
 STEPS = 3
 QUESTION = 0.25
 """Share of a row that is not learned from."""
 
 
-def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> Rows:
+def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> TokenRows:
     """Random rows, all as long as the longest."""
     draw = np.random.default_rng(seed)
     ids = [draw.integers(3, vocabulary, tokens).tolist() for _ in range(count)]
     asked = int(QUESTION * tokens)
-    return Rows.from_lists(ids, [[MASKED] * asked + row[asked:] for row in ids])
+    return TokenRows.from_lists(ids, [[MASKED] * asked + row[asked:] for row in ids])
 
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     learned, checked = (rows_of(n, cell["tokens"], vocabulary, n) for n in (2 * rows * STEPS, rows))
     plan = BatchPlan(learned.lengths, train)
     journal = Journal(work_place.journal, 1)
-    monitor = Monitor(journal, device, ())
-    work = memory_monitor.work_of(plan, learned, checked, machine, device)
+    monitor = MemoryMonitor(journal, device, ())
+    work = memory_monitor.compute_largest_work(plan, learned, checked, machine, device)
     expected = forecast.forecast(plan_of_base, train, machine, work)
     monitor.enter("loaded")
     model = loading.load(base, None, train, device)
@@ -72,13 +72,13 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     if machine.activation_checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     spec = RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64)
-    scale = first_scale(loading.pick_dtype(train.compute_dtype, device))
-    task = Task(
+    scale = initial_loss_scale(loading.pick_dtype(train.compute_dtype, device))
+    task = TrainingContext(
         spec=spec, machine=machine, model=model, device=device, train=learned, validation=checked, paths=work_place,
-        journal=journal, heartbeat=Heartbeat.private(), stop=Stopping(), made_by={}, plan=plan, monitor=monitor,
+        journal=journal, heartbeat=Heartbeat.private(), stop=GracefulShutdown(), made_by={}, plan=plan, monitor=monitor,
         advise=str, loss_scale=scale,
     )  # fmt: skip
-    Loop(task).run()
+    TrainingLoop(task).run()
     gpu = device.type == "cuda"
     measured = {phase: found.allocated_bytes if gpu else found.peak_bytes for phase, found in monitor.found.items()}
     return {

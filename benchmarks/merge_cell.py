@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from ratchet.config.train import Train
 from ratchet.export.merge import streaming
-from ratchet.export.merge.recipe import Part, Recipe
+from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.models import adapters
 from ratchet.models.memory import capacity
 from ratchet.storage.records.base import BaseCard
@@ -48,7 +48,7 @@ def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
     model.name_or_path = "base"
     learned = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.no_grad():
-        for _, parameter in adapters.trainable(learned):
+        for _, parameter in adapters.trainable_parameters(learned):
             parameter.add_(torch.randn(parameter.shape), alpha=0.02)
     learned.save_pretrained(work / "adapter", save_embedding_layers=False)
     files = list((work / "base").glob("*.safetensors"))
@@ -57,11 +57,12 @@ def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
 
 def ours(work: Path, way: Any, target: Path, shard_bytes: int) -> None:
     """Shards to shards."""
-    recipe = Recipe(
-        base=work / "base", card=CARD, train=TRAIN, parts=(Part(work / "adapter"),), modules=(), merge_base=way,
+    recipe = MergeRecipe(
+        base=work / "base", card=CARD, train=TRAIN, parts=(WeightedAdapter(work / "adapter"),), modules=(),
+        merge_base=way,
         dtype=torch.float32, device=torch.device("cpu"), shard_bytes=shard_bytes,
     )  # fmt: skip
-    streaming.merge(recipe, target, lambda *_: None)
+    streaming.merge_model(recipe, target, lambda *_: None)
 
 
 def theirs(work: Path, way: str, target: Path, shard_bytes: int) -> None:
@@ -110,7 +111,7 @@ class OwnMemory(threading.Thread):
 def measured(merge: Callable[[], None]) -> dict[str, Any]:
     """Memory and time of one merge in this process, above what it holds when everything is imported."""
     before, own_before = capacity.resident_bytes(), OwnMemory.now_bytes()
-    if not capacity.forget_peak():
+    if not capacity.reset_peak():
         raise SystemExit("this kernel does not let a process forget its peak of memory")
     watch = OwnMemory()
     watch.start()

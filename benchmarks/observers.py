@@ -32,9 +32,9 @@ from report import finish
 from report_rows import Row, at_most, count, middle, ratio, told
 from small_project import SETTINGS, build, linked
 
-from ratchet.config.schema import Base, Settings, Tiny
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.store import Store
+from ratchet.config.schema import Base, Settings, TinyModelSettings
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.store import MlflowStore
 
 MOST = 1.01
 WARM_STEPS = 3
@@ -44,7 +44,7 @@ FIRST, BLOCK = 14, 8
 DRAWS = 2000
 SYSTEM_EVERY_S = 5.0
 """Six times as often as by default: these trainings are short."""
-SHAPE = Tiny(
+SHAPE = TinyModelSettings(
     vocabulary=600, hidden_size=256, intermediate_size=512, layers=3, heads=4, sequence_tokens=48, batch_sequences=8,
     steps=2,
 )  # fmt: skip
@@ -90,7 +90,7 @@ def measured(scratch: Path, plan: Plan) -> list[Row]:
         }
     )
     bench = Bench(build(scratch / "project", settings=settings), scratch, settings)
-    with Store(bench.project).connected():  # making MLflow's database takes 6 s, once a project
+    with MlflowStore(bench.project).connected():  # making MLflow's database takes 6 s, once a project
         pass
     crossed = [bench.crossing(number) for number in range(plan.crossings)]
     single = [bench.pair(number, threads=1) for number in range(plan.pairs)]
@@ -125,7 +125,7 @@ def measured(scratch: Path, plan: Plan) -> list[Row]:
 class Bench:
     """Trains a project again and again."""
 
-    project: Layout
+    project: ProjectLayout
     scratch: Path
     settings: Settings
 

@@ -31,9 +31,9 @@ from waiting_overhead import cpu_s
 from ratchet.cli.command_line import set_library_defaults
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.stages.train import train
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 ROWS, COLUMNS = 36, 120
 FETCH_EVERY_S = 1.0
@@ -87,7 +87,7 @@ class Turns:
         return step >= self.first and ((step - self.first) // self.block % 2 == 0) == self.odd
 
 
-def trained(layout: Layout, threads: int, watched: bool, turns: Turns | None = None) -> Training:
+def trained(layout: ProjectLayout, threads: int, watched: bool, turns: Turns | None = None) -> Training:
     """Train a fresh project, with as many threads (0: as `machine.threads: 0` takes). SystemExit when that fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", OMP)}
     environment |= {"TERM": "xterm-256color"} | ({OMP: str(threads)} if threads else {})
@@ -104,7 +104,7 @@ def trained(layout: Layout, threads: int, watched: bool, turns: Turns | None = N
             finally:  # it may be held; the worker goes with it
                 process.kill()
                 process.wait()
-    events = [event for path in journals(layout) for event in Reader(path).read()]
+    events = [event for path in journals(layout) for event in JournalReader(path).read()]
     finished = [event for event in events if event.kind == "finished"]
     if process.returncode or not finished:
         said = told.drawn.decode(errors="replace")
@@ -123,18 +123,18 @@ def trained(layout: Layout, threads: int, watched: bool, turns: Turns | None = N
 
 
 def watch(
-    process: "subprocess.Popen[bytes]", layout: Layout, told: Told, turns: Turns | None
+    process: "subprocess.Popen[bytes]", layout: ProjectLayout, told: Told, turns: Turns | None
 ) -> Iterator[tuple[float, float]]:
     """Until it ends: Unix time and the supervisor's CPU seconds so far. On the way figures are fetched, turns taken."""
     port = params_file.load(layout.params).machine.metrics_port
     began_s, next_s, step = time.monotonic(), 0.0, 0
     held, over = False, False
-    reader: Reader | None = None
+    reader: JournalReader | None = None
     while process.poll() is None:
         if time.monotonic() - began_s > PATIENCE_S:
             process.kill()
         if turns:
-            reader = reader or next(map(Reader, journals(layout)), None)
+            reader = reader or next(map(JournalReader, journals(layout)), None)
             found = list(reader.read()) if reader else []
             step += sum(event.kind == "step" for event in found)
             over = over or any(event.kind == "finished" for event in found)
@@ -158,7 +158,7 @@ def fetched(port: int) -> bool:
     return False
 
 
-def journals(layout: Layout) -> Iterator[Path]:
+def journals(layout: ProjectLayout) -> Iterator[Path]:
     """Of the only run of a project, when there is one."""
     return layout.runs.glob("*/journal.jsonl")
 
@@ -172,7 +172,7 @@ def at(readings: list[tuple[float, float]], moment: float) -> float:
     return before[1] + (after[1] - before[1]) * (moment - before[0]) / (after[0] - before[0])
 
 
-def missed(layout: Layout, told: Told, events: list[Event]) -> list[str]:
+def missed(layout: ProjectLayout, told: Told, events: list[JournalEvent]) -> list[str]:
     """Who was not told what he should have been."""
     steps = sum(event.kind == "step" for event in events)
     machine = params_file.load(layout.params).machine
@@ -237,7 +237,7 @@ def receiver(told: Told) -> Iterator[str]:
 def main(project: Path) -> None:
     """Train it; nobody is told."""
     set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
-    layout = Layout(project)
+    layout = ProjectLayout(project)
     settings: Settings = params_file.load(layout.params)
     train(layout, settings, lambda _: [], lambda *_: None)
 

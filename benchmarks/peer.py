@@ -20,7 +20,7 @@ from typing import Any
 import peer_trainer
 from peer_trainer import LOG, RESULT, Options
 
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PATIENCE_S = 180.0
 STARTS = 30
@@ -73,7 +73,9 @@ class Bench:
         say: told of what goes on.
     """
 
-    def __init__(self, project: Layout, folder: Path, steps: int, save_every: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, project: ProjectLayout, folder: Path, steps: int, save_every: int, say: Callable[[str], None]
+    ) -> None:
         # The server looks for the modules to import beforehand here: it does not know our sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         os.environ["HF_HUB_OFFLINE"] = "1"

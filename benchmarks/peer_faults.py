@@ -14,7 +14,7 @@ from typing import Any
 from peer import Bench, Row, checkpoints, last_line, lend_a_hand, log, result
 from peer_trainer import NAN_STEP, OOM_MICRO_BATCH, Options
 
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 DECISIVE = (
     "adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
@@ -46,7 +46,7 @@ QUICK = Amounts(runs=1, kills_per_run=5, flips_per_file=1, terms=2, quick=True)
 
 
 def rows(
-    project: Layout, folder: Path, amounts: Amounts, seed: int, steps: int, say: Callable[[str], None]
+    project: ProjectLayout, folder: Path, amounts: Amounts, seed: int, steps: int, say: Callable[[str], None]
 ) -> list[Row]:
     """All rows. Every schedule is drawn from `seed` and the name of the row."""
     bench = Bench(project, folder, steps, save_every=2, say=say)

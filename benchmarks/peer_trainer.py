@@ -40,7 +40,7 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.data import token_files
 from ratchet.models import adapters, base_model, loading
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import optimizer as optimizers
 
@@ -152,7 +152,7 @@ def training_arguments(settings: Settings, options: Options) -> TrainingArgument
 
 def trainer_of(options: Options, log: Log) -> Trainer:
     """Base, adapter, data and Trainer, as a training script makes them."""
-    layout = Layout(options.project)
+    layout = ProjectLayout(options.project)
     settings = params_file.load(layout.params)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
@@ -161,7 +161,7 @@ def trainer_of(options: Options, log: Log) -> Trainer:
     model = adapters.attach(loading.load(path, card, settings.train, device), settings.train, card.digest)
     model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
     tokenizer = base_model.load_tokenizer(path, layout.own_template, card.added_tokens)
-    rows = token_files.read(layout.data, "train").select_columns(["input_ids", "labels"])
+    rows = token_files.open_split(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
         model=model,
         args=training_arguments(settings, options),
@@ -184,8 +184,8 @@ def train(options: Options) -> None:
     log.tell("start")
     trainer = trainer_of(options, log)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.out)))
-    weights = dict(adapters.trainable(trainer.model))
-    state, rest = optimizers.flatten(trainer.optimizer)
+    weights = dict(adapters.trainable_parameters(trainer.model))
+    state, rest = optimizers.flatten_state(trainer.optimizer)
     done = trainer.state.global_step >= trainer.state.max_steps
     result = {
         "finished": done,

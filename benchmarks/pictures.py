@@ -41,8 +41,8 @@ from small_project import linked
 import prometheus_server
 from chromium import browser, find
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "pictures"
@@ -109,7 +109,7 @@ class Studio:
     """Where pictures are taken."""
 
     def __init__(self, scratch: Path, project: Path, target: Path, drawn: Browser) -> None:
-        self._scratch, self.layout, self._target, self._browser = scratch, Layout(project), target, drawn
+        self._scratch, self.layout, self._target, self._browser = scratch, ProjectLayout(project), target, drawn
         self._metrics = scratch / "metrics" / "ratchet.prom"
         self._metrics.parent.mkdir()
         self._port = prometheus_server.free_port()
@@ -281,7 +281,7 @@ class Studio:
             raise SystemExit(f"ratchet {' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 
     def _start(
-        self, *words: str, stdout: int | IO[bytes] = subprocess.DEVNULL, project: Layout | None = None
+        self, *words: str, stdout: int | IO[bytes] = subprocess.DEVNULL, project: ProjectLayout | None = None
     ) -> "subprocess.Popen[bytes]":
         """A command that goes on; its run, if it has one, is with the others."""
         environment = os.environ | {"RATCHET_RUNS": str(self.layout.runs)}
@@ -295,12 +295,12 @@ def say(what: str) -> None:
     print(f"{what} ...", flush=True)
 
 
-def steps_of(layout: Layout, run: str) -> int:
+def steps_of(layout: ProjectLayout, run: str) -> int:
     """Steps in the journal of a run."""
     journal = RunPaths(layout.runs / run).journal
     if not journal.exists():
         return 0
-    return max((event.data["step"] for event in Reader(journal).read() if event.kind == "step"), default=0)
+    return max((event.data["step"] for event in JournalReader(journal).read() if event.kind == "step"), default=0)
 
 
 def wait_until(there: Callable[[], bool], lacking: str) -> None:

@@ -23,9 +23,9 @@ from pictures_terminal import Screen, screen
 
 import generations
 from chromium import browser, find
-from ratchet.config.machine import Endpoint
+from ratchet.config.machine import EndpointSettings
 from ratchet.config.schema import Settings
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, served, serving, streamed
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
@@ -71,7 +71,7 @@ def words(text: str) -> Iterator[str]:
 def take(drawn: Browser, scratch: Path, target: Path) -> None:
     """Make the three."""
     settings = generations.with_generate(max_new_tokens=400)
-    machine = settings.machine.model_copy(update={"endpoint": Endpoint(), "threads": 2})
+    machine = settings.machine.model_copy(update={"endpoint": EndpointSettings(), "threads": 2})
     settings = settings.model_copy(update={"machine": machine})
     layout = generations.project(scratch / "support", settings)
     with served(answer, serving("support-8b")) as server:
@@ -81,7 +81,7 @@ def take(drawn: Browser, scratch: Path, target: Path) -> None:
     _live(layout, settings, drawn, scratch, target)
 
 
-def _stream(layout: Layout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
+def _stream(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
     prompts = layout.root / "requests.jsonl"
     prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in QUESTIONS), encoding="utf-8")
     with _on_screen(scratch, layout, "generate", "requests.jsonl", "--stream", "--model", model) as terminal:
@@ -89,7 +89,7 @@ def _stream(layout: Layout, model: str, drawn: Browser, scratch: Path, target: P
         _picture(terminal, drawn, scratch, target / "stream.png")
 
 
-def _chat(layout: Layout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
+def _chat(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
     with _on_screen(scratch, layout, "chat", "--model", model) as terminal:
         terminal.wait(r"(?m)^>", 60)
         for count, text in enumerate((QUESTIONS[1], "And when do I have it?"), start=1):
@@ -99,7 +99,7 @@ def _chat(layout: Layout, model: str, drawn: Browser, scratch: Path, target: Pat
         _picture(terminal, drawn, scratch, target / "chat.png")
 
 
-def _live(layout: Layout, settings: Settings, drawn: Browser, scratch: Path, target: Path) -> None:
+def _live(layout: ProjectLayout, settings: Settings, drawn: Browser, scratch: Path, target: Path) -> None:
     generations.chat_directory(layout.root / "model")
     longer = generations.with_generate(settings, max_new_tokens=48, temperature=0.8)
     generations.project_settings(layout, longer)
@@ -117,7 +117,7 @@ def share(text: str) -> float:
 
 
 @contextmanager
-def _on_screen(scratch: Path, layout: Layout, *words: str) -> Iterator[Screen]:
+def _on_screen(scratch: Path, layout: ProjectLayout, *words: str) -> Iterator[Screen]:
     with screen(scratch, ["ratchet", *words], layout.root, SIZE) as terminal:
         yield terminal
     time.sleep(0.5)  # until tmux has left its socket

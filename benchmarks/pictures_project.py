@@ -7,20 +7,20 @@ from small_project import SETTINGS as SMALL
 from small_project import build
 
 from ratchet.config import params_file
-from ratchet.config.schema import Base, Settings, Tiny
-from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
-from ratchet.storage.layout import Layout
-from ratchet.training.run_spec import spec_of
+from ratchet.config.schema import Base, Settings, TinyModelSettings
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
+from ratchet.storage.layout import ProjectLayout
+from ratchet.training.run_spec import build_run_spec
 
 ROWS = 1000
-SHAPE = Tiny(
+SHAPE = TinyModelSettings(
     vocabulary=800, hidden_size=128, intermediate_size=256, layers=2, heads=4, sequence_tokens=64, batch_sequences=16,
     steps=120,
 )  # fmt: skip
 SPACE = {
-    "train.rank": Knob(low=2, high=16, log=True),
-    "train.alpha": Knob(tie="2 * train.rank"),
-    "train.learning_rate": Knob(low=2e-3, high=5e-2, log=True),
+    "train.rank": SweepParameter(low=2, high=16, log=True),
+    "train.alpha": SweepParameter(tie="2 * train.rank"),
+    "train.learning_rate": SweepParameter(low=2e-3, high=5e-2, log=True),
 }
 
 
@@ -47,21 +47,22 @@ def settings(port: int, metrics: Path, mirror: Path) -> Settings:
                 "metrics_wait_s": 3.0, "mirror": str(mirror), "mirror_every_s": 2.0, "system_every_s": 2.0}
     )  # fmt: skip
     sweep = Sweep(
-        name="lora", space=SPACE, trials=6, sampler=Sampler(startup=3), pruner=Pruner(kind="asha", first=0.25),
-        finalists=Finalists(top=1),
+        name="lora", space=SPACE, trials=6, sampler=SamplerSettings(startup=3),
+        pruner=PrunerSettings(kind="asha", first=0.25),
+        finalists=FinalistSettings(top=1),
     )  # fmt: skip
     return SMALL.model_copy(update={"base": Base(tiny=SHAPE), "train": train, "machine": machine, "sweep": sweep})
 
 
-def made(folder: Path, chosen: Settings) -> Layout:
+def made(folder: Path, chosen: Settings) -> ProjectLayout:
     """The project with its base and its data."""
     return build(folder, ROWS, chosen)
 
 
-def put(layout: Layout, chosen: Settings) -> str:
+def put(layout: ProjectLayout, chosen: Settings) -> str:
     """Write the settings; the id of the run that they mean."""
     layout.params.write_text(params_file.dump(chosen), encoding="utf-8")
-    return spec_of(layout, chosen).run_id
+    return build_run_spec(layout, chosen).run_id
 
 
 def varied(chosen: Settings, variant: Variant) -> Settings:

@@ -83,25 +83,25 @@ def build_base(folder: Path, texts: Sequence[str]) -> None:
 def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str], everything: bool) -> None:
     """A project over `data`; the base stage has run."""
     from ratchet.config import params_file
-    from ratchet.config.data import Columns, Duplicates, Leakage, Prepare
+    from ratchet.config.data import ColumnSettings, DeduplicationSettings, LeakageSettings, Prepare
     from ratchet.config.schema import Base, Settings
     from ratchet.stages.base import base as run_base
-    from ratchet.storage.layout import Layout
+    from ratchet.storage.layout import ProjectLayout
 
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     layout.raw.mkdir(parents=True)
     (layout.raw / "rows.jsonl").symlink_to(data)
-    leakage = Leakage()
+    leakage = LeakageSettings()
     if everything:
         write_rows(invented(1000, 60, seed=99), layout.raw / "benchmark.jsonl")
-        leakage = Leakage(files=("data/raw/benchmark.jsonl",))
+        leakage = LeakageSettings(files=("data/raw/benchmark.jsonl",))
     settings = Settings(
         base=Base(source=str(base)),
         prepare=Prepare(
             sources=({"files": "data/raw/rows.jsonl"},),
-            columns=Columns(prompt=columns[0], response=columns[1]),
+            columns=ColumnSettings(prompt=columns[0], response=columns[1]),
             max_tokens=PACK_TOKENS,
-            duplicates=Duplicates(near=0.8 if everything else None),
+            duplicates=DeduplicationSettings(near=0.8 if everything else None),
             leakage=leakage,
         ),
     )
@@ -115,10 +115,10 @@ def ours(folder: Path) -> dict[str, float]:
     from ratchet.config import params_file
     from ratchet.models import base_model
     from ratchet.stages.prepare import prepare
-    from ratchet.storage.layout import Layout
+    from ratchet.storage.layout import ProjectLayout
     from ratchet.storage.records.base import BaseCard
 
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     base_model.load_tokenizer(
         base_model.locate(layout, BaseCard.load(layout.base_card))
     )  # imports what the other side has too

@@ -9,16 +9,16 @@ from itertools import islice
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source
-from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings
+from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
 from ratchet.config.train import Train
 from ratchet.data import token_files
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.splits import SplitName
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
@@ -27,13 +27,14 @@ ROWS = 300
 
 SETTINGS = Settings(
     base=Base(
-        tiny=Tiny(
+        tiny=TinyModelSettings(
             vocabulary=600, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48,
             batch_sequences=8, steps=10,
         )
     ),
     prepare=Prepare(
-        sources=(Source(files="data/raw/support.csv"),), columns=Columns(prompt="request", response="intent"),
+        sources=(SourceSettings(files="data/raw/support.csv"),),
+        columns=ColumnSettings(prompt="request", response="intent"),
         task="labels", max_tokens=96,
     ),
     train=Train(
@@ -43,9 +44,9 @@ SETTINGS = Settings(
 )  # fmt: skip
 
 
-def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Layout:
+def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> ProjectLayout:
     """A project whose stages base and prepare have run, on so many rows of the bundled table."""
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
     with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
@@ -62,9 +63,9 @@ def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Layo
     return layout
 
 
-def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
+def linked(source: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:
     """The base and data of a project under other settings of training and machine; nothing is computed again."""
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     for place in (layout.text, layout.tasks, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
     files.link_tree(source.base, layout.base)
@@ -75,6 +76,6 @@ def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
     return layout
 
 
-def rows_of(layout: Layout, split: SplitName) -> Rows:
+def rows_of(layout: ProjectLayout, split: SplitName) -> TokenRows:
     """A prepared split in memory."""
-    return token_files.rows(layout.data, split)
+    return token_files.load_rows(layout.data, split)

@@ -42,8 +42,8 @@ from spot_world import CHARGED_LEASE_S, LEASE_S, Blow, World
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.store import Store, Terms
-from ratchet.storage.layout import Layout
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.storage.layout import ProjectLayout
 
 PARTS = ("day", "late", "early")
 BLOWS: tuple[Blow, ...] = ("worker", "notice", "gone")
@@ -83,7 +83,9 @@ SALAD = (
 )  # fmt: skip
 
 
-def world(project: Layout, folder: Path, mirror: str, useful_s: float, step_s: float, checkpoint_s: float) -> World:
+def world(
+    project: ProjectLayout, folder: Path, mirror: str, useful_s: float, step_s: float, checkpoint_s: float
+) -> World:
     """A run of so many simulated seconds of steps."""
     settings = params_file.load(project.params)
     rows = len(small_project.rows_of(project, "train").lengths)
@@ -102,17 +104,17 @@ def world(project: Layout, folder: Path, mirror: str, useful_s: float, step_s: f
 
 def arrival(mirror: str) -> list[Row]:
     """Whether all of it arrived in the mirror, and what was sent there."""
-    store = Store(mirror, Terms(patience_s=30.0), lambda: False)
-    (name,) = remote_status.runs(store)
-    print(remote_status.describe(store, name), flush=True)
-    found = remote_status.of(store, name).standing
+    store = ReplicaStore(mirror, TransferLimits(patience_s=30.0), lambda: False)
+    (name,) = remote_status.list_remote_runs(store)
+    print(remote_status.describe_remote_run(store, name), flush=True)
+    found = remote_status.read_remote_run(store, name).standing
     return [
         count("runs whose result is not in the mirror", int(not found.finished)),
         told("MB sent to the mirror", sum(machine.bytes_sent for machine in found.machines) / 1e6),
     ]
 
 
-def day(project: Layout, folder: Path, mirror: str, hours: float) -> list[Row]:
+def day(project: ProjectLayout, folder: Path, mirror: str, hours: float) -> list[Row]:
     """A blow every thirty minutes."""
     run = world(project, folder, mirror, hours * HOUR_S, DAY_STEP_S, DAY_CHECKPOINT_S)
     life, blows, due_s = run.start(), cycle(BLOWS), BETWEEN_BLOWS_S
@@ -152,7 +154,7 @@ def day(project: Layout, folder: Path, mirror: str, hours: float) -> list[Row]:
     return rows
 
 
-def replay(project: Layout, folder: Path, mirror: str, name: str, stops: Sequence[float]) -> list[Row]:
+def replay(project: ProjectLayout, folder: Path, mirror: str, name: str, stops: Sequence[float]) -> list[Row]:
     """The published schedule with these stops, beside what was published."""
     run = world(project, folder, mirror, SALAD_USEFUL_S, SALAD_STEP_S, SALAD_CHECKPOINT_S)
     gone_s: float | None = None

@@ -30,10 +30,10 @@ from small_project import linked
 
 from ratchet.config.schema import Machine, Settings
 from ratchet.errors import EXIT_INTERRUPTED
-from ratchet.runs.fault_injection.injectors import worker_of
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.status import Goodput
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 Blow = Literal["worker", "notice", "gone"]
 """The worker is killed; the machine is taken away with a notice; it vanishes with everything on it."""
@@ -60,7 +60,7 @@ class Cost:
 class World:
     """One run on many machines."""
 
-    project: Layout
+    project: ProjectLayout
     folder: Path
     settings: Settings
     step_s: float
@@ -86,7 +86,7 @@ class World:
         """Whether it is that late."""
         return self.clock_s >= clock_s
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Keep the account; the clock has come to this event."""
         step = event.data.get("step", 0)
         match event.kind:
@@ -110,11 +110,11 @@ class World:
 class Life:
     """The command on one machine, from its start to its end. The clock of its world goes on as it is looked at."""
 
-    def __init__(self, world: World, place: Layout) -> None:
+    def __init__(self, world: World, place: ProjectLayout) -> None:
         self._world, self.place = world, place
         self._output = (place.root / "output.log").open("wb")
         self._began_t, self._last_s = time.time(), time.monotonic()
-        self._readers: dict[Path, Reader] = {}
+        self._readers: dict[Path, JournalReader] = {}
         self._is_loaded = False
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         self.process = subprocess.Popen(
@@ -146,7 +146,7 @@ class Life:
         world, now_s = self._world, time.monotonic()
         passed_s, self._last_s, news = now_s - self._last_s, now_s, False
         for path in self.place.runs.glob("*/journal.jsonl"):
-            for event in self._readers.setdefault(path, Reader(path)).read():
+            for event in self._readers.setdefault(path, JournalReader(path)).read():
                 if event.t < self._began_t - 0.01:
                     continue  # what came with the mirror's journal
                 news = True
@@ -162,7 +162,7 @@ class Life:
     def deal(self, blow: Blow) -> None:
         """Do it, and wait for what follows from it at once. A machine that it was dealt to is closed."""
         world, dealt_s = self._world, self._world.clock_s
-        worker = worker_of(self.process.pid, self.place.root)
+        worker = find_worker(self.process.pid, self.place.root)
         if blow != "worker":
             self.process.send_signal(signal.SIGTERM if blow == "notice" else signal.SIGKILL)
             self.process.wait(PATIENCE_S)
@@ -193,7 +193,7 @@ class Life:
         """By the journal as it is on this machine, and by this machine's clock."""
         account = Goodput()
         for path in self.place.runs.glob("*/journal.jsonl"):
-            for event in Reader(path).read():
+            for event in JournalReader(path).read():
                 account.see(event)
         return account
 

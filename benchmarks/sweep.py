@@ -41,21 +41,21 @@ from small_project import BUNDLED, linked
 from sweep_account import Search, Take, takes
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source, Split
-from ratchet.config.schema import Base, Machine, Settings, Tiny
-from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
 from ratchet.runs.directory import Run
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.store import Store
-from ratchet.training.run_spec import launch_of, spec_of
+from ratchet.tracking.mlflow.store import MlflowStore
+from ratchet.training.run_spec import build_launch, build_run_spec
 
 STUDY = "benchmark"
 STRICT = 0.005
@@ -97,32 +97,36 @@ FIRST_RUNG = 0.05
 
 def settings_of(shape: Shape, steps: int) -> Settings:
     """Those that a sweep begins with. The first validation, of a training of so many steps, lies on the first rung."""
-    alpha = Knob(tie="2 * train.rank")
-    rank = Knob(low=min(shape.ranks), high=max(shape.ranks), log=True)
-    rate = Knob(low=min(shape.rates), high=max(shape.rates), log=True)
+    alpha = SweepParameter(tie="2 * train.rank")
+    rank = SweepParameter(low=min(shape.ranks), high=max(shape.ranks), log=True)
+    rate = SweepParameter(low=min(shape.rates), high=max(shape.rates), log=True)
     return Settings(
-        base=Base(tiny=Tiny(vocabulary=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200)),
+        base=Base(
+            tiny=TinyModelSettings(
+                vocabulary=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200
+            )
+        ),
         prepare=Prepare(
-            sources=(Source(files="data/raw/support.csv"), Source(files="data/raw/support.jsonl")),
-            columns=Columns(prompt="request", response="intent"), task="labels", max_tokens=128,
-            split=Split(validation=0.05),
+            sources=(SourceSettings(files="data/raw/support.csv"), SourceSettings(files="data/raw/support.jsonl")),
+            columns=ColumnSettings(prompt="request", response="intent"), task="labels", max_tokens=128,
+            split=SplitSettings(validation=0.05),
         ),
         train=Train(
             rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_rows=shape.batch_rows,
             validate_every_steps=math.ceil(FIRST_RUNG * steps),
         ),
         sweep=Sweep(
-            name=STUDY, trials=TRIALS_PER_CELL * len(shape.cells), finalists=Finalists(top=0),
-            pruner=Pruner(first=FIRST_RUNG),
+            name=STUDY, trials=TRIALS_PER_CELL * len(shape.cells), finalists=FinalistSettings(top=0),
+            pruner=PrunerSettings(first=FIRST_RUNG),
             space={"train.rank": rank, "train.alpha": alpha, "train.learning_rate": rate},
         ),
         machine=Machine(device="cpu", threads=1, micro_batch_rows=shape.batch_rows),
     )  # fmt: skip
 
 
-def build(folder: Path, shape: Shape) -> tuple[Layout, Settings]:
+def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
     """A project with base, data and MLflow's database, and its settings."""
-    layout, settings = Layout(folder), settings_of(shape, 1)
+    layout, settings = ProjectLayout(folder), settings_of(shape, 1)
     shutil.copytree(BUNDLED, folder / "data")
     for place in (layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
@@ -131,23 +135,23 @@ def build(folder: Path, shape: Shape) -> tuple[Layout, Settings]:
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     base(layout, settings, lambda _: None)
     prepare(layout, settings)
-    with Store(layout).connected():
+    with MlflowStore(layout).connected():
         pass
     steps = shape.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / shape.batch_rows
     return layout, settings_of(shape, math.ceil(steps))
 
 
-def project(made: Layout, folder: Path, settings: Settings) -> Layout:
+def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:
     """One of its own, without any run: equal values are trained once in a project."""
     shutil.copytree(made.mlruns, folder / made.mlruns.name)
     return linked(made, folder, settings)
 
 
-def train(layout: Layout, settings: Settings) -> Take:
+def train(layout: ProjectLayout, settings: Settings) -> Take:
     """One supervised run from its beginning to its end, by the wall clock of this process."""
-    launch = launch_of(layout, settings)
+    launch = build_launch(layout, settings)
     begun = time.time()
-    run = Run.open(layout.runs, spec_of(layout, settings))
+    run = Run.open(layout.runs, build_run_spec(layout, settings))
     try:
         supervise(run, launch, (), "benchmark")
     finally:
@@ -157,7 +161,7 @@ def train(layout: Layout, settings: Settings) -> Take:
     return Take(begun, time.time(), sum(take.tokens for take in found), last.value, last.finished)
 
 
-def cell(layout: Layout, settings: Settings, rank: int, rate: float, seed: int = 0) -> Take:
+def cell(layout: ProjectLayout, settings: Settings, rank: int, rate: float, seed: int = 0) -> Take:
     """One training of the grid."""
     changes = {"rank": rank, "alpha": 2.0 * rank, "learning_rate": rate, "seed": seed}
     take = train(layout, settings.model_copy(update={"train": settings.train.model_copy(update=changes)}))
@@ -166,7 +170,7 @@ def cell(layout: Layout, settings: Settings, rank: int, rate: float, seed: int =
     return take
 
 
-def sweep(layout: Layout) -> tuple[Search, SweepReport]:
+def sweep(layout: ProjectLayout) -> tuple[Search, SweepReport]:
     """`ratchet sweep` to its end, and its report."""
     begun = time.time()
     _run([sys.executable, "-m", "ratchet", "--project", str(layout.root), "sweep", "--workers", "1"])
@@ -175,7 +179,7 @@ def sweep(layout: Layout) -> tuple[Search, SweepReport]:
     return Search(begun, sorted(done, key=lambda take: take.begun)), report
 
 
-def peer(layout: Layout, seed: int, steps: int) -> Search:
+def peer(layout: ProjectLayout, seed: int, steps: int) -> Search:
     """Optuna's loop around Trainer."""
     begun, script = time.time(), Path(__file__).with_name("sweep_cell.py")
     told = _run([sys.executable, str(script), str(layout.root), str(seed), str(steps)])
@@ -191,7 +195,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def identities(layout: Layout) -> list[tuple[int, int]]:
+def identities(layout: ProjectLayout) -> list[tuple[int, int]]:
     """Of the outs of stages base and prepare: a stage that runs again puts others in their place."""
     return [(found.st_ino, found.st_mtime_ns) for found in (place.stat() for place in (layout.base, layout.data))]
 
@@ -228,7 +232,7 @@ def measure(work: Path, shape: Shape) -> Found:
     grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
     for turn, seed in enumerate(shape.samplers):
         found.grid |= {one: cell(grid, settings, *one) for one in shape.cells[turn::turns]}
-        chosen = settings.sweep.model_copy(update={"sampler": Sampler(kind="gp", seed=seed)})
+        chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(kind="gp", seed=seed)})
         layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
         before = identities(layout)
         searched, report = sweep(layout)
@@ -243,7 +247,7 @@ def measure(work: Path, shape: Shape) -> Found:
     return found
 
 
-def planned_steps(grid: Layout) -> int:
+def planned_steps(grid: ProjectLayout) -> int:
     """Optimizer steps of a whole training."""
     run = next(grid.runs.iterdir())
     return TrainReport.load(run / "result" / "train.json").planned_steps

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.runs.journal import Reader, Replay
+from ratchet.runs.journal import JournalReader, ReplayFilter
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Search:
 def takes(journal: Path) -> list[Take]:
     """What a run's journal tells, attempt by attempt; tokens that were learned from twice count once."""
     found: list[Take] = []
-    replay, begun, ended, tokens, value, finished = Replay(), 0.0, 0.0, 0, math.inf, False
-    for event in Reader(journal).read():
+    replay, begun, ended, tokens, value, finished = ReplayFilter(), 0.0, 0.0, 0, math.inf, False
+    for event in JournalReader(journal).read():
         if event.kind == "attempt":
             if begun:
                 found.append(Take(begun, ended, tokens, value, finished))

@@ -34,7 +34,7 @@ from ratchet.config import params_file
 from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.models import adapters, base_model, loading
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 
@@ -70,14 +70,14 @@ class Loop:
     """The user's script: everything that does not change from trial to trial."""
 
     def __init__(self, project: Path, steps: int, folder: Path) -> None:
-        self.layout = Layout(project)
+        self.layout = ProjectLayout(project)
         self.settings = params_file.load(self.layout.params)
         self.steps, self.folder = steps, folder
         self.card = BaseCard.load(self.layout.base_card)
         self.path = base_model.locate(self.layout, self.card)
         self.tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
         self.rows, self.validation = (
-            token_files.read(self.layout.data, split).select_columns(["input_ids", "labels"])
+            token_files.open_split(self.layout.data, split).select_columns(["input_ids", "labels"])
             for split in ("train", "validation")
         )
         self.told: list[dict[str, Any]] = []

@@ -20,16 +20,16 @@ import report
 from report_rows import Row, middle, told
 
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Sampler, Sweep
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.sweep import Cost, Trial
+from ratchet.config.sweep import SamplerSettings, Sweep
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round, samplers
-from ratchet.tuning.leases import Worker
-from ratchet.tuning.search_space import Space
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import open_storage
-from ratchet.tuning.study_versions import identity
-from ratchet.tuning.trial_serialization import searched
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.study_versions import compute_identity
+from ratchet.tuning.trial_serialization import select_searched
+from ratchet.tuning.trial_store import TrialStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import postgres
@@ -37,22 +37,22 @@ import study_histories
 
 SIZES, QUICK_SIZES = (100, 300, 1000), (30, 100)
 TIMES = 5
-SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=Sampler(startup=20)))
+SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=SamplerSettings(startup=20)))
 KINDS = ("random", "tpe", "gp")
 LARGEST_GP = 300
 """Trials beyond which a proposal of a Gaussian process takes minutes."""
 
 
-def fill(register: Register, space: Space, count: int, worker: Worker) -> None:
+def fill(register: TrialStore, space: SearchSpace, count: int, worker: SweepWorker) -> None:
     """Add trials that are complete, until there are so many."""
     for number in range(len(register.trials()), count):
         values = study_histories.drawn(space, number)
-        here = register.begin(values, searched(space, values), f"{number:016x}", worker)
+        here = register.begin(values, select_searched(space, values), f"{number:016x}", worker)
         loss = study_histories.loss(values)
         curve = {rows: loss + 10 / rows for rows in range(100, 1100, 100)}
         done = Trial(
             number=here, values=values, run_id=f"{number:016x}", state="complete", objectives=(loss,), curve=curve,
-            cost=Cost(),
+            cost=TrainingCost(),
         )  # fmt: skip
         register.finish(here, done, worker)
 
@@ -68,19 +68,19 @@ def seconds(act: Callable[[], object]) -> tuple[float, float]:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[tuple[Register, Space]]:
+def opened(url: str) -> Iterator[tuple[TrialStore, SearchSpace]]:
     """The study, as a process opens it that has read nothing yet."""
-    space = Space.of(SETTINGS)
-    storage = open_storage(Layout(Path.cwd()), url)
+    space = SearchSpace.of(SETTINGS)
+    storage = open_storage(ProjectLayout(Path.cwd()), url)
     try:
-        yield Register.open(storage, "scale", identity(SETTINGS, "d" * 64, "b" * 64), space), space
+        yield TrialStore.open(storage, "scale", compute_identity(SETTINGS, "d" * 64, "b" * 64), space), space
     finally:
         storage.close()
 
 
 def measured(url: str, count: int) -> Iterator[Row]:
     """Rows of a study with so many trials."""
-    worker = Worker.here()
+    worker = SweepWorker.here()
     with opened(url) as (register, space):
         fill(register, space, count, worker)
     with opened(url) as (register, space):
@@ -89,7 +89,7 @@ def measured(url: str, count: int) -> Iterator[Row]:
         yield told(f"{count} trials: first look at all, s", time.perf_counter() - began)
         yield told(f"{count} trials: a later look, s", *seconds(register.trials))
         values = study_histories.drawn(space, -1)
-        running = register.begin(values, searched(space, values), "f" * 16, worker)
+        running = register.begin(values, select_searched(space, values), "f" * 16, worker)
         yield told(f"{count} trials: a sign of life, s", *seconds(lambda: register.renew(running, worker)))
         register.finish(running, history[0].model_copy(update={"number": running}), worker)
         measures = final_round.objective_measures(SETTINGS.sweep)

@@ -27,8 +27,8 @@ from report import finish
 from report_rows import Row, at_most, ratio, told
 from small_project import SETTINGS, build, linked
 
-from ratchet.config.schema import Base, Settings, Tiny
-from ratchet.storage.layout import Layout
+from ratchet.config.schema import Base, Settings, TinyModelSettings
+from ratchet.storage.layout import ProjectLayout
 
 THREADS = 2
 OURS = 0
@@ -44,11 +44,11 @@ class Bench:
 
     name: str
     settings: Settings
-    project: Layout
+    project: ProjectLayout
     scratch: Path
 
     @classmethod
-    def of(cls, name: str, shape: Tiny, scratch: Path) -> "Bench":
+    def of(cls, name: str, shape: TinyModelSettings, scratch: Path) -> "Bench":
         """Prepared, with a base of this shape."""
         update = {"epochs": 1, "batch_rows": ROWS_OF_STEP, "validate_every_steps": 100}
         train = SETTINGS.train.model_copy(update=update)

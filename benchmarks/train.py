@@ -46,7 +46,7 @@ from train_projects import Cell, build
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.data import token_files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 CELL_S = 3000
 WARM_UP_STEPS = 3
@@ -133,7 +133,7 @@ class Figures:
         )  # fmt: skip
 
 
-def run_cell(who: str, layout: Layout, threads: int) -> Figures:
+def run_cell(who: str, layout: ProjectLayout, threads: int) -> Figures:
     """One training; ends the benchmark when it fails."""
     given = json.dumps({"who": who, "project": str(layout.root)})
     begun = time.time()
@@ -158,7 +158,7 @@ class Found:
     """All rounds of a cell."""
 
     cell: Cell
-    layout: Layout
+    layout: ProjectLayout
     figures: dict[str, list[Figures]]
     rates: list[tuple[float, float]]
     """FLOP/s of products before and after each of our trainings, by the clock and a CPU second; only for `limit`."""
@@ -186,7 +186,7 @@ def measure(cell: Cell, folder: Path, rounds: int, threads: int, rows: Path | No
     return found
 
 
-def _forget(layout: Layout) -> None:
+def _forget(layout: ProjectLayout) -> None:
     """The run is done: the next one of the same settings begins anew."""
     shutil.rmtree(layout.runs, ignore_errors=True)
 
@@ -269,7 +269,7 @@ def _with(target: float, measured: tuple[float, float | None]) -> tuple[float, f
 
 def _flops(found: Found, one: Figures) -> float:
     """Useful FLOPs of the steps that were timed, as their share of the epoch's tokens."""
-    rows = token_files.rows(found.layout.data, "train")
+    rows = token_files.load_rows(found.layout.data, "train")
     whole = useful_flops(found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.trained(range(len(rows))))
     return whole * one.inputs / int(rows.lengths.sum())
 

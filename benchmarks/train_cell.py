@@ -89,21 +89,21 @@ def ours(project: Path) -> Told:
     """A supervised run, read from its journal."""
     from ratchet.config import params_file
     from ratchet.runs.directory import Run
-    from ratchet.runs.journal import Reader
+    from ratchet.runs.journal import JournalReader
     from ratchet.runs.supervisor import supervise
-    from ratchet.storage.layout import Layout
-    from ratchet.training.run_spec import launch_of, spec_of
+    from ratchet.storage.layout import ProjectLayout
+    from ratchet.training.run_spec import build_launch, build_run_spec
 
-    layout = Layout(project)
+    layout = ProjectLayout(project)
     settings = params_file.load(layout.params)
-    run = Run.open(layout.runs, spec_of(layout, settings))
+    run = Run.open(layout.runs, build_run_spec(layout, settings))
     meter = Meter()
     try:
-        supervise(run, launch_of(layout, settings), (meter,), "benchmark")
+        supervise(run, build_launch(layout, settings), (meter,), "benchmark")
     finally:
         run.close()
     told = Told(cpu_s=meter.cpu_s)
-    for event in Reader(run.paths.journal).read():
+    for event in JournalReader(run.paths.journal).read():
         if event.kind == "step":
             told.ended.append(event.t)
             told.input_tokens.append(event.data["input_tokens"])

@@ -19,12 +19,12 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, Train
 
 from ratchet.config import params_file
 from ratchet.data import token_files
-from ratchet.data.batches import BatchPlan, micro_batches
+from ratchet.data.batches import BatchPlan, split_micro_batches
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters, base_model, loading
-from ratchet.models.loss import Sequences, answer_nll
+from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory import capacity
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import optimizer as schedule
 
@@ -74,21 +74,21 @@ class Peer:
 
     def __init__(self, who: str, project: Path, folder: Path) -> None:
         self.who, self.folder, self.told = who, folder, Told()
-        self.layout = Layout(project)
+        self.layout = ProjectLayout(project)
         self.settings = params_file.load(self.layout.params)
         self.train = self.settings.train
         loading.use_threads(self.settings.machine.threads)
         self.device = loading.pick_device(self.settings.machine.device)
         self.card = BaseCard.load(self.layout.base_card)
         self.path = base_model.locate(self.layout, self.card)
-        self.rows = token_files.rows(self.layout.data, "train")
+        self.rows = token_files.load_rows(self.layout.data, "train")
         self.packs = who.endswith("-packed")
 
     @cached_property
     def trainer(self) -> Trainer:
         """As a training script makes it."""
         tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
-        found = token_files.read(self.layout.data, "train").select_columns(["input_ids", "labels"])
+        found = token_files.open_split(self.layout.data, "train").select_columns(["input_ids", "labels"])
         # In memory: what is made of files is kept beside them, and a second run would find the work of the first.
         dataset = Dataset.from_dict(found[self._order()] if self.who == "trainer-in-order" else found[:])
         common = {"model": self._model(), "train_dataset": dataset, "processing_class": tokenizer,
@@ -98,7 +98,7 @@ class Peer:
 
             trainer = SFTTrainer(args=self._arguments_of_trl(), **common)
             if self.who.startswith("trl") and self.who != "trl-defaults":
-                for _, parameter in adapters.trainable(trainer.model):
+                for _, parameter in adapters.trainable_parameters(trainer.model):
                     parameter.data = parameter.data.to(getattr(torch, self.train.adapter_dtype))
         else:
             collate = DataCollatorForSeq2Seq(tokenizer)
@@ -113,7 +113,7 @@ class Peer:
 
         def make(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
             def factor(step: int) -> float:
-                return schedule.learning_rate(step, num_training_steps, self.train) / self.train.learning_rate
+                return schedule.compute_learning_rate(step, num_training_steps, self.train) / self.train.learning_rate
 
             trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or trainer.optimizer, factor)
             return trainer.lr_scheduler
@@ -190,13 +190,13 @@ class Peer:
     def validation_loss(self) -> float:
         """Mean over all answer tokens of the validation rows, as our loop computes it."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
-        rows = token_files.rows(self.layout.data, "validation")
+        rows = token_files.load_rows(self.layout.data, "validation")
         everything = list(range(len(rows)))
         size = self.settings.machine.micro_batch_rows
         with torch.no_grad():
             total = sum(
                 float(answer_nll(model, batch.input_ids, batch.labels).double().sum())
-                for piece in micro_batches(everything, rows.lengths.tolist(), size)
-                for batch in [Sequences.of(rows, [[row] for row in piece], self.device)]
+                for piece in split_micro_batches(everything, rows.lengths.tolist(), size)
+                for batch in [SequenceBatch.of(rows, [[row] for row in piece], self.device)]
             )
         return total / rows.trained(everything)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source, Split
-from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
 from ratchet.config.train import Train
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
@@ -59,7 +59,7 @@ class Cell:
     peers: tuple[str, ...] = ("trl-packed", "trl-padded", "trainer")
 
 
-def build(folder: Path, cell: Cell, given: Path | None) -> Layout:
+def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
     """A project whose stages base and prepare have run.
 
     Args:
@@ -67,7 +67,7 @@ def build(folder: Path, cell: Cell, given: Path | None) -> Layout:
         cell: what is to be trained.
         given: JSON lines with `question` and `answer`; None: made here.
     """
-    layout = Layout(folder)
+    layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
@@ -79,7 +79,7 @@ def build(folder: Path, cell: Cell, given: Path | None) -> Layout:
     return layout
 
 
-def _bundled(layout: Layout, cell: Cell) -> Settings:
+def _bundled(layout: ProjectLayout, cell: Cell) -> Settings:
     """The project that `ratchet init` makes, with its own base, pre-trained for fewer steps."""
     shutil.copytree(BUNDLED / "text", layout.text, dirs_exist_ok=True)
     with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
@@ -87,16 +87,17 @@ def _bundled(layout: Layout, cell: Cell) -> Settings:
     with (layout.raw / "support.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows(rows)
     return Settings(
-        base=Base(tiny=Tiny(steps=40)),
+        base=Base(tiny=TinyModelSettings(steps=40)),
         prepare=Prepare(
-            sources=(Source(files="data/raw/support.csv"),), columns=Columns(prompt="request", response="intent"),
-            task="labels", max_tokens=cell.max_tokens, split=Split(validation=0.1, test=0.15),
+            sources=(SourceSettings(files="data/raw/support.csv"),),
+            columns=ColumnSettings(prompt="request", response="intent"),
+            task="labels", max_tokens=cell.max_tokens, split=SplitSettings(validation=0.1, test=0.15),
         ),
         train=cell.train, machine=cell.machine,
     )  # fmt: skip
 
 
-def _asked(layout: Layout, cell: Cell, given: Path | None) -> Settings:
+def _asked(layout: ProjectLayout, cell: Cell, given: Path | None) -> Settings:
     """Questions with worked answers, and a random model."""
     rows = list(_rows_of(given)) if given else list(_rows_like_gsm8k())
     with (layout.raw / "rows.jsonl").open("w", encoding="utf-8") as stream:
@@ -106,8 +107,9 @@ def _asked(layout: Layout, cell: Cell, given: Path | None) -> Settings:
     return Settings(
         base=Base(source="model"),
         prepare=Prepare(
-            sources=(Source(files="data/raw/rows.jsonl"),), columns=Columns(prompt="question", response="answer"),
-            task="text", max_tokens=cell.max_tokens, split=Split(validation=0.1, test=0.05),
+            sources=(SourceSettings(files="data/raw/rows.jsonl"),),
+            columns=ColumnSettings(prompt="question", response="answer"),
+            task="text", max_tokens=cell.max_tokens, split=SplitSettings(validation=0.1, test=0.05),
         ),
         train=cell.train, machine=cell.machine,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from small_project import SETTINGS, build
 from ratchet.cli.command_line import STAGES
 from ratchet.config import params_file
 from ratchet.runs.journal import Journal
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 RATCHET = [sys.executable, "-m", "ratchet"]
 DVC = [sys.executable, "-m", "dvc"]
@@ -57,7 +57,7 @@ def times(command: Sequence[str], rounds: int, folder: Path | None = None) -> li
     return found[1:]
 
 
-def trained(folder: Path) -> Layout:
+def trained(folder: Path) -> ProjectLayout:
     """A project with a finished run."""
     layout = build(folder)
     short = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 1})})
@@ -66,7 +66,7 @@ def trained(folder: Path) -> Layout:
     return layout
 
 
-def lengthened(layout: Layout) -> int:
+def lengthened(layout: ProjectLayout) -> int:
     """Let the journal of a project's only run tell of many more steps; how many events it then has."""
     path = next(layout.runs.glob("*/journal.jsonl"))
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -22,13 +22,13 @@ from small_project import SETTINGS, build, linked
 
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.console.callback import Console
+from ratchet.console.callback import ConsoleCallback
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.stages.train import train
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.store import Store
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.store import MlflowStore
 
 STEP_S = 1 / 20
 """The fastest training that the target speaks of."""
@@ -50,7 +50,7 @@ def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
             "machine": SETTINGS.machine.model_copy(update={"checkpoint_every": 1_000_000}),
         }
     )
-    with Store(project).connected():  # making MLflow's database takes 6 s, once a project
+    with MlflowStore(project).connected():  # making MLflow's database takes 6 s, once a project
         pass
     bare, logged = [], []
     for number in range(rounds):
@@ -72,7 +72,7 @@ def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
     ]
 
 
-def supervised(layout: Layout, mlflow: bool, seconds: float) -> tuple[float, float]:
+def supervised(layout: ProjectLayout, mlflow: bool, seconds: float) -> tuple[float, float]:
     """CPU seconds of the supervisor for each second of training, and steps a second."""
     command = [sys.executable, "-m", "ratchet", "--project", str(layout.root), "train"]
     if not mlflow:
@@ -91,7 +91,7 @@ def supervised(layout: Layout, mlflow: bool, seconds: float) -> tuple[float, flo
         process.wait(PATIENCE_S)
 
 
-def steps_done(process: "subprocess.Popen[bytes]", layout: Layout, at_least: int) -> int:
+def steps_done(process: "subprocess.Popen[bytes]", layout: ProjectLayout, at_least: int) -> int:
     """Steps in the journal, once there are so many."""
     deadline_s = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < deadline_s:
@@ -102,9 +102,9 @@ def steps_done(process: "subprocess.Popen[bytes]", layout: Layout, at_least: int
     raise SystemExit(f"{layout.root}: the training ended, or did not begin; see worker.log in {layout.runs}")
 
 
-def events_of(layout: Layout) -> list[Event]:
+def events_of(layout: ProjectLayout) -> list[JournalEvent]:
     """Of the only run of a project."""
-    return [event for path in layout.runs.glob("*/journal.jsonl") for event in Reader(path).read()]
+    return [event for path in layout.runs.glob("*/journal.jsonl") for event in JournalReader(path).read()]
 
 
 def cpu_s(process: int) -> float:
@@ -126,7 +126,7 @@ def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
                 heartbeat.beat("step")
             journal.append(
                 "step", step=step, loss=draw.random(), learning_rate=draw.random(), grad_norm=draw.random(),
-                trained_tokens=1234, input_tokens=5678, batch=digests.of_json(batch)[: digests.SHORT], step_s=0.05,
+                trained_tokens=1234, input_tokens=5678, batch=digests.hash_json(batch)[: digests.SHORT], step_s=0.05,
             )  # fmt: skip
         found.append((time.perf_counter() - began_s) / steps)
         journal.close()
@@ -136,9 +136,9 @@ def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
 
 def main(arguments: Sequence[str]) -> None:
     """Train the project until asked to stop."""
-    layout = Layout(Path(arguments[0]))
+    layout = ProjectLayout(Path(arguments[0]))
     settings: Settings = params_file.load(layout.params)
-    train(layout, settings, lambda _: [Console()], lambda *_: None)
+    train(layout, settings, lambda _: [ConsoleCallback()], lambda *_: None)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from small_project import build
 from waiting_overhead import PATIENCE_S, cpu_s, events_of
 
 from ratchet.config import params_file
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 FIRST_VERSION = "2705fea"
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ class Version:
     """A version of this project, and a project that its stages base and prepare have run in."""
 
     source: Path
-    layout: Layout
+    layout: ProjectLayout
 
     def run(self, *words: str) -> None:
         """One verb. Raises CalledProcessError when it fails."""
@@ -77,7 +77,7 @@ def rows_of_start(scratch: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def first_version(scratch: Path, ours: Layout) -> Version | None:
+def first_version(scratch: Path, ours: ProjectLayout) -> Version | None:
     """The first version and its project; None when git, or the commit, is not there."""
     source = scratch / "first"
     source.mkdir()
@@ -89,7 +89,7 @@ def first_version(scratch: Path, ours: Layout) -> Version | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     subprocess.run(["tar", "-x", "-C", str(source)], input=packed.stdout, check=True)
-    layout = Layout(scratch / "first-project")
+    layout = ProjectLayout(scratch / "first-project")
     for mine, its in ((ours.raw, layout.raw), (ours.text, layout.text)):
         shutil.copytree(mine, its)
     for folder in (layout.tasks, layout.mlruns, layout.experiments):

@@ -19,7 +19,7 @@ import pytest
 
 from ratchet.config import params_file, schema
 from ratchet.storage import files
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 
 # Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -44,10 +44,10 @@ def sound_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
     """An empty project with default settings; nothing in it comes from the environment."""
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
-    layout = Layout(tmp_path / "my project")  # a space, as in many a home directory
+    layout = ProjectLayout(tmp_path / "my project")  # a space, as in many a home directory
     layout.experiments.mkdir(parents=True)
     layout.params.write_text(params_file.dump(schema.Settings()), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
@@ -65,7 +65,7 @@ def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tracked_project(project: Layout, mlflow_template: Path) -> Layout:
+def tracked_project(project: ProjectLayout, mlflow_template: Path) -> ProjectLayout:
     """A project whose MLflow database exists and is empty."""
     project.mlruns.mkdir()
     shutil.copyfile(mlflow_template, project.mlflow_database)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 
 ROOT = Path(__file__).parents[1]
 BEGUN = datetime(2026, 11, 2, 12, tzinfo=UTC)
@@ -215,7 +215,7 @@ def test_cost_of_an_interruption_on_the_simulated_clock(module: Module) -> None:
 
     def see(kind: str, clock_s: float, **data: Any) -> None:
         world.clock_s = clock_s
-        world.see(Event(kind, 0.0, 1, data))
+        world.see(JournalEvent(kind, 0.0, 1, data))
 
     see("ready", 1.0, start_step=0)
     for step in range(1, 6):

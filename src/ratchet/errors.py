@@ -62,7 +62,7 @@ class SettingsError(InputError):
     """params.yaml or a command-line option is wrong."""
 
 
-class TooLargeError(SettingsError):
+class InsufficientMemoryError(SettingsError):
     """A training that needs more memory than there is, by its forecast, even with one row at a time."""
 
     def __init__(self, text: str, needed_bytes: int, available_bytes: int) -> None:
@@ -78,15 +78,15 @@ class BaseModelError(InputError):
     """The base model or its tokenizer is missing, incomplete or not the pinned one."""
 
 
-class DamagedError(InputError):
+class DamagedFileError(InputError):
     """A sealed file or directory does not hold the bytes that its manifest names."""
 
 
-class BusyError(InputError):
+class LockHeldError(InputError):
     """Another process holds the lock of what we want to write."""
 
 
-class HeldError(BusyError):
+class LeaseHeldError(LockHeldError):
     """Another machine holds the run in its mirror: it may end, give the run back, or vanish, so repeating helps."""
 
     exit_code = EXIT_INTERRUPTED
@@ -110,11 +110,11 @@ class RunFailedError(RatchetError):
     """Training ended without a result."""
 
 
-class DivergedError(RatchetError):
+class DivergenceError(RatchetError):
     """More steps went wrong than `train.guards` puts up with; the weights are those of the last good step."""
 
 
-class CorruptedError(RatchetError):
+class NonFiniteStateError(RatchetError):
     """Weights or optimizer states in memory are NaN or infinite; nothing of them is ever sealed."""
 
 
@@ -126,7 +126,7 @@ class TrackingError(RatchetError):
     """MLflow's database or artifacts cannot be read or written; training does not need them."""
 
 
-class SchemaError(TrackingError):
+class TrackingSchemaError(TrackingError):
     """MLflow's database was written by another version of MLflow; somebody has to migrate it, or to install that."""
 
     exit_code = EXIT_INPUT
@@ -149,7 +149,7 @@ class EndpointError(RatchetError):
     advice = "; repeat"
 
 
-class UnfitError(RatchetError):
+class UnsuitableMachineError(RatchetError):
     """This machine is not good enough for the work; nothing was begun, and another one may be."""
 
     exit_code = EXIT_UNFIT

@@ -24,7 +24,7 @@ JITTER = 0.25
 
 
 @dataclass(frozen=True)
-class Answer:
+class PostResult:
     """Of one try."""
 
     told: bool
@@ -35,7 +35,7 @@ class Answer:
     """The server asked for at least so much patience."""
 
 
-def problem(address: str) -> str | None:
+def find_address_problem(address: str) -> str | None:
     """What is wrong with an address, without repeating it; None: nothing."""
     try:
         parts = urlsplit(address)
@@ -51,7 +51,7 @@ def problem(address: str) -> str | None:
     return None
 
 
-def fault_of_endpoint(address: str) -> str | None:
+def find_endpoint_problem(address: str) -> str | None:
     """The same of a server of models, whose address stands in settings and records: no secret may be in it."""
     try:
         parts = urlsplit(address)
@@ -63,59 +63,59 @@ def fault_of_endpoint(address: str) -> str | None:
         return "has no host and port that could be; write https://HOST/v1"
     if any(not " " < c < "\x7f" for c in address):
         return "holds characters that no address has; write https://HOST/v1"
-    return problem(address)
+    return find_address_problem(address)
 
 
-def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
     """One try, with a deadline for all of it: a server that sends a byte now and then is not waited for.
 
     Args:
-        address: one that has no `problem`.
+        address: one that has no `find_address_problem`.
         body: JSON.
         headers: beside those that say so.
         timeout_s: the deadline.
     """
-    answers: list[Answer] = []
+    answers: list[PostResult] = []
     trying = threading.Thread(target=lambda: answers.append(_exchange(address, body, headers, timeout_s)), daemon=True)
     trying.start()
     trying.join(timeout_s)
-    return answers[0] if answers else Answer(False, f"no answer within {timeout_s:g} s")
+    return answers[0] if answers else PostResult(False, f"no answer within {timeout_s:g} s")
 
 
-def tried(times: int) -> str:
+def format_tries(times: int) -> str:
     """`1 try`, `3 tries`."""
     return f"{times} tr{'y' if times == 1 else 'ies'}"
 
 
-def pause_s(number: int, answer: Answer) -> float:
+def compute_pause_s(number: int, answer: PostResult) -> float:
     """How long to wait before try `number` (the first is 0) after this answer: doubled each time, from 1 s on."""
     doubled = float(2 ** (number - 1)) * (1 + random.random() * JITTER)
     return min(max(doubled, answer.wait_s), LONGEST_WAIT_S)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class _RedirectBlocker(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *about: object) -> None:
         """Follow nothing: the answer stays what it is."""
 
 
-def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
-    opener = urllib.request.build_opener(_NoRedirect)
+def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
+    opener = urllib.request.build_opener(_RedirectBlocker)
     if _is_loopback(str(urlsplit(address).hostname)):
-        opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(_RedirectBlocker, urllib.request.ProxyHandler({}))
     try:
-        request = urllib.request.Request(  # noqa: S310 (`problem` saw the scheme)
+        request = urllib.request.Request(  # noqa: S310 (`find_address_problem` saw the scheme)
             address, body, {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}, method="POST"
         )
         with opener.open(request, timeout=timeout_s) as response:
-            return Answer(True, f"HTTP {response.status}")
+            return PostResult(True, f"HTTP {response.status}")
     except urllib.error.HTTPError as error:
         with error:
-            return refusal(error.code, error.headers.get("Retry-After"))
+            return interpret_status(error.code, error.headers.get("Retry-After"))
     except (InvalidURL, ValueError):  # whose texts may hold the address
-        return Answer(False, "no address that a request could be sent to", again=False)
+        return PostResult(False, "no address that a request could be sent to", again=False)
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return Answer(False, f"{type(reason).__name__}: {reason}".rstrip(": "))
+        return PostResult(False, f"{type(reason).__name__}: {reason}".rstrip(": "))
 
 
 def _is_loopback(host: str) -> bool:
@@ -125,15 +125,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def refusal(status: int, retry_after: str | None) -> Answer:
+def interpret_status(status: int, retry_after: str | None) -> PostResult:
     """What a status means that is no 200: whether another try may help, and how long the server wants it to wait."""
     text = f"HTTP {status} {phrases.get(status, '')}".rstrip()
     if 300 <= status < 400:
-        return Answer(False, f"{text}: redirects are not followed; write the address that it leads to", again=False)
-    return Answer(False, text, again=status >= 500 or status == 429, wait_s=_seconds(retry_after))
+        return PostResult(False, f"{text}: redirects are not followed; write the address that it leads to", again=False)
+    return PostResult(False, text, again=status >= 500 or status == 429, wait_s=_parse_retry_after(retry_after))
 
 
-def _seconds(retry_after: str | None) -> float:
+def _parse_retry_after(retry_after: str | None) -> float:
     """Retry-After: seconds, or a date (RFC 9110, 10.2.3); what is neither asks for nothing."""
     if retry_after is None:
         return 0.0

@@ -37,35 +37,35 @@ _ORDINARY = {
 }  # fmt: skip
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text without secrets, for whoever may read it. Doing it again changes nothing.
 
     Cut a text after this, not before: half a secret is not known any more.
     """
-    values = _values(_secrets())
+    values = _secret_value_pattern(_current_secrets())
     if values is not None:
         text = values.sub(HIDDEN, text)
-    return _shapes().sub(_without, text)
+    return _secret_shape_pattern().sub(_replace_secret, text)
 
 
-def reveals(text: str) -> bool:
+def contains_secret(text: str) -> bool:
     """Whether a text that is kept for everybody to read holds a secret: a password or token in an address, or one
     that is known by its shape. The environment is not asked: what it holds may be an ordinary name elsewhere."""
-    return any(found.lastgroup in (None, "k1", "k5") for found in _shapes().finditer(text))
+    return any(found.lastgroup in (None, "k1", "k5") for found in _secret_shape_pattern().finditer(text))
 
 
-def complain(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write it to standard error, without secrets. Never raises: a terminal that is gone is nobody's to mend."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(redacted(text))
+        sys.stderr.write(redact(text))
         sys.stderr.flush()
 
 
 @contextlib.contextmanager
-def shielded() -> Iterator[None]:
+def redact_stderr() -> Iterator[None]:
     """For this long, nothing that Python writes to standard error has a secret: not what libraries print either."""
     whole = sys.stderr
-    shield = cast(TextIO, _Shield(whole))
+    shield = cast(TextIO, _RedactingStream(whole))
     sys.stderr = shield
     try:
         yield
@@ -74,7 +74,7 @@ def shielded() -> Iterator[None]:
             sys.stderr = whole
 
 
-class _Shield:
+class _RedactingStream:
     """A stream that writes what is left of a text; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -84,7 +84,7 @@ class _Shield:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._stream.write(redacted(text))
+        self._stream.write(redact(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -92,43 +92,43 @@ class _Shield:
             self.write(line)
 
 
-def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For `sys.excepthook`: as Python does it, without secrets."""
-    complain("".join(traceback.format_exception(kind, error, trace)))
+    write_stderr("".join(traceback.format_exception(kind, error, trace)))
 
 
-def environment() -> dict[str, str]:
+def build_secret_free_environment() -> dict[str, str]:
     """The environment of now without what holds secrets, for programs that are not ours."""
     return {
         name: value
         for name, value in os.environ.items()
-        if not (_concerns(name) or _in_variable(name, value) or reveals(value))
+        if not (_is_secret_variable(name) or _secrets_in_variable(name, value) or contains_secret(value))
     }
 
 
-def _secrets() -> frozenset[str]:
+def _current_secrets() -> frozenset[str]:
     """Values of now: a library may have set some since the last time."""
     found: set[str] = set()
     for name, value in os.environ.items():
-        if _concerns(name) or "://" in value:
-            found.update(_in_variable(name, value))
+        if _is_secret_variable(name) or "://" in value:
+            found.update(_secrets_in_variable(name, value))
     return frozenset(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _concerns(name: str) -> bool:
+def _is_secret_variable(name: str) -> bool:
     if _IS_ABOUT_SECRETS.search(name):
         return False
     return bool(_SAYS_SECRET.search(name) or _MAY_BE_SECRET.search(name))
 
 
 @functools.lru_cache(maxsize=1024)
-def _in_variable(name: str, value: str) -> tuple[str, ...]:
+def _secrets_in_variable(name: str, value: str) -> tuple[str, ...]:
     """What of a variable's value must not be seen."""
     found = []
     if parts := re.match(r"[A-Za-z][\w+.-]*://([^/\s@]*):([^/\s]*)@", value):  # an address of a database, a proxy
         found += [parts[2], unquote(parts[2])]
-    if _concerns(name) and not _is_ordinary(name, value):
+    if _is_secret_variable(name) and not _is_ordinary(name, value):
         found.append(value)
     return tuple(one for one in found if len(one) >= SHORTEST)
 
@@ -145,15 +145,15 @@ def _is_ordinary(name: str, value: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _values(secrets: frozenset[str]) -> re.Pattern[str] | None:
+def _secret_value_pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
     """One expression for all secrets in all ways of writing, the longest first: one may hold another."""
-    ways = {way for secret in secrets for way in _written(secret)}
+    ways = {way for secret in secrets for way in _spellings(secret)}
     if not ways:
         return None
     return re.compile("|".join(re.escape(way) for way in sorted(ways, key=lambda way: (-len(way), way))))
 
 
-def _written(secret: str) -> Iterator[str]:
+def _spellings(secret: str) -> Iterator[str]:
     yield secret
     yield quote(secret, safe="")
     yield quote(secret)
@@ -196,10 +196,10 @@ _SHAPES = (
 
 
 @functools.cache
-def _shapes() -> re.Pattern[str]:
+def _secret_shape_pattern() -> re.Pattern[str]:
     """Made when it is needed: compiling takes longer than `ratchet --help`."""
     return re.compile("|".join(_SHAPES), re.DOTALL)
 
 
-def _without(found: re.Match[str]) -> str:
+def _replace_secret(found: re.Match[str]) -> str:
     return next((kept for kept in found.groups() if kept is not None), "") + HIDDEN

@@ -36,25 +36,25 @@ FULL = params_file.dump(Settings())
     ids=lambda value: str(value) if isinstance(value, str) and "." in value and ":" not in value else "",
 )
 def test_one_line_changes(key: str, value: Any, old: str, new: str) -> None:
-    after = params_file.amended(FULL, {key: value})
+    after = params_file.amend_text(FULL, {key: value})
     assert differing(FULL, after) == [f"- {old}", f"+ {new}"]
-    assert params_file.parse(after) == params_file.changed(Settings(), {key: value})
+    assert params_file.parse(after) == params_file.apply_changes(Settings(), {key: value})
 
 
 def test_comments_quotes_blank_lines_and_order_stay() -> None:
     text = "# mine\nmachine: {threads: 2}\n\ntrain:\n  alpha: '7'  # seven\n  rank:   4 # four\n\n\n# the end\n"
-    after = params_file.amended(text, {"train.rank": 8, "machine.threads": 1})
+    after = params_file.amend_text(text, {"train.rank": 8, "machine.threads": 1})
     assert after == text.replace("4 # four", "8 # four").replace("{threads: 2}", "{threads: 1}")
 
 
 def test_a_list_becomes_a_word_on_its_key_s_own_line() -> None:
     text = "train:\n  targets:\n    - q_proj  # why not\n    - v_proj\n  rank: 4"
-    assert params_file.amended(text, {"train.targets": "all"}) == "train:\n  targets: all\n  rank: 4"
+    assert params_file.amend_text(text, {"train.targets": "all"}) == "train:\n  targets: all\n  rank: 4"
 
 
 def test_a_key_that_is_not_written_comes_at_the_end_of_its_section_with_its_sentence() -> None:
     text = "train:\n    rank: 4\n\n# rest\nmachine:\n    threads: 2\n"
-    after = params_file.amended(text, {"train.epochs": 2.0, "machine.micro_batch_rows": 1, "prepare.max_tokens": 99})
+    after = params_file.amend_text(text, {"train.epochs": 2.0, "machine.micro_batch_rows": 1, "prepare.max_tokens": 99})
     assert after.splitlines() == [
         "train:",
         "    rank: 4",
@@ -84,7 +84,7 @@ def test_a_key_that_is_not_written_comes_at_the_end_of_its_section_with_its_sent
 )
 def test_what_cannot_be_changed_alone_is_left_to_its_owner(text: str, changes: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="cannot be changed without touching other keys"):
-        params_file.amended(text, changes)
+        params_file.amend_text(text, changes)
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_settings_that_are_not_valid_before_or_after_are_refused(
     text: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
-        params_file.amended(text, changes)
+        params_file.amend_text(text, changes)

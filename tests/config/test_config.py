@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source, Split
-from ratchet.config.evaluation import Judge
-from ratchet.config.export import Also, Onnx
-from ratchet.config.gate import RULES, AtLeast, ExportParity, Hook, MustImprove, MustNotRegress
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.evaluation import JudgeSettings
+from ratchet.config.export import AdditionalAdapterSettings, OnnxSettings
+from ratchet.config.gate import RULES, AtLeastRule, ExportParityRule, HookSettings, MustImproveRule, MustNotRegressRule
 from ratchet.config.schema import Base, Section, Settings
-from ratchet.config.selection import Reward, Select
+from ratchet.config.selection import RewardSettings, Select
 from ratchet.config.sweep import DIRECTIONS, Sweep
-from ratchet.config.train import Distill, Train
+from ratchet.config.train import DistillSettings, Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
 
@@ -338,10 +338,10 @@ def test_each_rule_becomes_its_class() -> None:
         "    - {rule: export_parity, max_logit_difference: 1e-3, min_greedy_agreement: 1}\n"
     ).gate.rules
     assert rules == (
-        MustImprove(rule="must_improve", metric="accuracy", over="champion", by=0.01),
-        MustNotRegress(rule="must_not_regress", metric="answer_loss", against="champion", margin=0.02),
-        AtLeast(rule="at_least", metric="accuracy", value=1.0),
-        ExportParity(rule="export_parity", max_logit_difference=0.001, min_greedy_agreement=1.0),
+        MustImproveRule(rule="must_improve", metric="accuracy", over="champion", by=0.01),
+        MustNotRegressRule(rule="must_not_regress", metric="answer_loss", against="champion", margin=0.02),
+        AtLeastRule(rule="at_least", metric="accuracy", value=1.0),
+        ExportParityRule(rule="export_parity", max_logit_difference=0.001, min_greedy_agreement=1.0),
     )
 
 
@@ -451,10 +451,10 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "labels": lambda rng: rng.choice([[], ["ham", "no spam"], ["null", "1.5", "\U0001f642"]]),
     "length_bins": lambda rng: sorted(rng.sample(range(1, 5000), 3)),
     "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
-    "sources": lambda rng: several(rng, [Source], 1, 3),
+    "sources": lambda rng: several(rng, [SourceSettings], 1, 3),
     "rules": lambda rng: several(rng, RULES, 1, 4),
-    "hooks": lambda rng: several(rng, [Hook], 0, 2),
-    "also": lambda rng: several(rng, [Also], 0, 2),
+    "hooks": lambda rng: several(rng, [HookSettings], 0, 2),
+    "also": lambda rng: several(rng, [AdditionalAdapterSettings], 0, 2),
     "types": lambda rng: rng.choice([[], ["q8_0"], ["f16", "q4_k_m"]]),
     "shard_size": lambda rng: rng.choice([1, 4_000_000_000]),
     "space": lambda rng: {key: random_knob(rng) for key in rng.sample(KNOBS, rng.randint(1, len(KNOBS)))},
@@ -510,14 +510,14 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["validation"], found["test"] = found["validation"] / 2, found["test"] / 2
     # Of what excludes each other, one is kept.
     exclusive = {
-        Split: [["group"], ["stratify"], ["time"]],
-        Source: [["files"], ["dataset", "revision"]],
-        Columns: [["prompt", "response", "system"], ["messages"]],
+        SplitSettings: [["group"], ["stratify"], ["time"]],
+        SourceSettings: [["files"], ["dataset", "revision"]],
+        ColumnSettings: [["prompt", "response", "system"], ["messages"]],
     }.get(section, [[]])
     kept = rng.choice(exclusive)
     found |= {name: None for names in exclusive for name in names if name not in kept}
-    found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not Split}
-    if section is Columns and found["prompt"] is not None and found["prompt"] == found["response"]:
+    found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not SplitSettings}
+    if section is ColumnSettings and found["prompt"] is not None and found["prompt"] == found["response"]:
         found["response"] += " too"
     if section is Train:  # adapters go with what they go with; each way must survive
         ways = [
@@ -526,11 +526,11 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             {"adapter": "dora", "initialization": "zero"},
         ]
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
-    if section is Distill and found["top_k"] is None:
+    if section is DistillSettings and found["top_k"] is None:
         found["asked"] = "during"
-    if section is Judge:
+    if section is JudgeSettings:
         found["against"] = rng.choice([["base"], ["champion", "base"], ["anchor", "champion"]])
-    if section is Onnx:
+    if section is OnnxSettings:
         found["types"] = rng.choice([[], ["fp32", "int8"]])
     if section is Settings and rng.random() < 0.5:
         found["evaluate"]["forms"] = ["merged"]
@@ -541,15 +541,15 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     if section is Sweep and len(found["objectives"]) > 1:  # nothing orders trials by several figures
         found["pruner"]["kind"] = "none"
         found["sampler"]["kind"] = rng.choice(["tpe", "gp", "random", "grid"])
-    if section is Hook:
+    if section is HookSettings:
         found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:
         found["trust_remote_code"] = rng.choice([None, found["source"]])
-    if section is Source and found["split"] in ("validation", "test"):
+    if section is SourceSettings and found["split"] in ("validation", "test"):
         found["weight"] = 1
     if section is Prepare and any(one["weight"] != 1 for one in found["sources"]):  # both say how often rows come
         found["balance"]["by"] = None
-    if section is Reward and not found["command"]:
+    if section is RewardSettings and not found["command"]:
         found |= {"minimum": None, "choose": False}
     if section is Select:
         found |= {"format": rng.choice([None, "json", "labels", r"\d+"]), "final": rng.choice([None, r"= (\d+)$"])}

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
-from ratchet.console.log_lines import Telling, summary, unit_of
-from ratchet.console.run_screen import panel, table
-from ratchet.console.text_layout import Size
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import Answering, Vitals
-from ratchet.runs.run_source import Aside
+from ratchet.console.log_lines import RunEventFormatter, step_unit, summarize_run
+from ratchet.console.run_screen import render_panel, render_table
+from ratchet.console.text_layout import ScreenSize
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import GenerationProgress, ProgressView
+from ratchet.runs.run_source import SidecarState
 
 LIVE = {
     "rows": 64, "held_tokens": 12_800, "waiting": 20, "budget_tokens": 40_000, "available_bytes": 20 * GIB,
@@ -18,12 +18,12 @@ LIVE = {
 }  # fmt: skip
 
 
-def eventful() -> list[Event]:
+def eventful() -> list[JournalEvent]:
     """A generation to which much has happened."""
-    found: list[Event] = []
+    found: list[JournalEvent] = []
 
     def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
-        found.append(Event(kind, T + t, attempt, data))
+        found.append(JournalEvent(kind, T + t, attempt, data))
 
     for attempt, (start, end) in enumerate(((0, 200), (200, 500)), start=1):
         said("attempt", start, attempt, pid=1, code_version="1")
@@ -40,16 +40,16 @@ def eventful() -> list[Event]:
     return found
 
 
-def vitals(events: list[Event] | None = None) -> Vitals:
-    found = Vitals(answering=Answering())
+def vitals(events: list[JournalEvent] | None = None) -> ProgressView:
+    found = ProgressView(answering=GenerationProgress())
     for event in eventful() if events is None else events:
         found.see(event)
     return found
 
 
-def shown(width: int, height: int, encoding: str = "utf-8", events: list[Event] | None = None) -> list[str]:
-    size = Size(width, height, encoding)
-    return drawn(panel("generation abc", vitals(events), Aside(running=True), T + 511, size), size)
+def shown(width: int, height: int, encoding: str = "utf-8", events: list[JournalEvent] | None = None) -> list[str]:
+    size = ScreenSize(width, height, encoding)
+    return drawn(render_panel("generation abc", vitals(events), SidecarState(running=True), T + 511, size), size)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -83,7 +83,7 @@ def test_all_of_it_on_a_large_screen() -> None:
 
 
 def test_whoever_says_nothing_of_batches_has_no_line_of_them() -> None:
-    events = [Event(one.kind, one.t, one.attempt, {k: None if k in LIVE else v for k, v in one.data.items()})
+    events = [JournalEvent(one.kind, one.t, one.attempt, {k: None if k in LIVE else v for k, v in one.data.items()})
               for one in eventful()]  # fmt: skip
     text = "\n".join(shown(120, 40, events=events))
     assert "under way" not in text
@@ -94,7 +94,7 @@ def test_whoever_says_nothing_of_batches_has_no_line_of_them() -> None:
 def test_damaged_events_change_nothing() -> None:
     damage = ({}, {"step": "x"}, {"step": 600, "tokens": None, "seconds": 1})
     whole = vitals().answering
-    damaged = vitals([*eventful(), *(Event("answered", T, 2, data) for data in damage)]).answering
+    damaged = vitals([*eventful(), *(JournalEvent("answered", T, 2, data) for data in damage)]).answering
     assert damaged is not None
     assert whole is not None
     assert (damaged.finishes, damaged.tokens) == (whole.finishes, whole.tokens)
@@ -103,7 +103,7 @@ def test_damaged_events_change_nothing() -> None:
 def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
     begun = [one for one in eventful() if one.kind in ("attempt", "ready")][:2]
     bursts = [
-        Event("answered", T + 10 * n, 1, {"step": 20 * (n // 2), "tokens": 1, "seconds": 10.0, "finish": {}})
+        JournalEvent("answered", T + 10 * n, 1, {"step": 20 * (n // 2), "tokens": 1, "seconds": 10.0, "finish": {}})
         for n in range(1, 41)
     ]  # twenty answers every twenty seconds
     left = vitals([*begun, *bursts]).outlook.left(T + 400)
@@ -113,14 +113,21 @@ def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
 
 
 def test_beside_trainings_in_a_table_and_in_lines() -> None:
-    found, size = vitals(), Size(120, 10)
-    lines = drawn(table([("abc", found, Aside(running=True)), ("def", Vitals(), Aside())], T + 511, size), size)
+    found, size = vitals(), ScreenSize(120, 10)
+    lines = drawn(
+        render_table(
+            [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())], T + 511, size
+        ),
+        size,
+    )
     assert "answering" in lines[1]
     assert "510/2000" in lines[1]
     assert " 86" in lines[1]
-    assert summary(found, Aside(running=True), T + 511).startswith("answering, answer 510/2000, about 25 min")
+    assert summarize_run(found, SidecarState(running=True), T + 511).startswith(
+        "answering, answer 510/2000, about 25 min"
+    )
     said: list[str] = []
-    telling = Telling(said.append, "abc ", unit_of(found))
+    telling = RunEventFormatter(said.append, "abc ", step_unit(found))
     for event in eventful()[:2]:
         telling.event(event)
     telling.figures(found, T + 511)

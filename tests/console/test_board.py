@@ -19,10 +19,10 @@ from rich.cells import cell_len
 import sweep_example
 from faked_terminal import Faked
 from ratchet.console import sweep_table
-from ratchet.console.sweep_table import Board
-from ratchet.runs.journal import Event
-from ratchet.runs.status import Progress, replay
-from ratchet.storage.records.sweep import SweepReport, Take, Trial
+from ratchet.console.sweep_table import SweepConsole
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.status import RunProgress, replay_events
+from ratchet.storage.records.sweep import SweepReport, Trial, TrialExecution
 
 HERE = Path(__file__).parent
 WHOLE = sweep_example.report(40, finals=False).model_copy(update={"wanted_trials": 60})
@@ -32,16 +32,16 @@ def part(count: int) -> SweepReport:
     return sweep_example.report(count, finals=False).model_copy(update={"wanted_trials": 60})
 
 
-def at_work(report: SweepReport) -> dict[int, Progress]:
+def at_work(report: SweepReport) -> dict[int, RunProgress]:
     """Every trial that runs is at step 50 of 180, on its second attempt."""
     step = {"step": 50, "loss": 2.0, "learning_rate": 1e-3, "trained_tokens": 5, "input_tokens": 900, "step_s": 0.1}
     events = [
-        Event("attempt", 1.0, 2, {}),
-        Event("ready", 1.0, 2, {"planned_steps": 180, "start_step": 0}),
-        Event("step", 2.0, 2, step),
-        Event("validation", 3.0, 2, {"step": 50, "loss": 1.75321, "seconds": 0.2, "improved": True}),
+        JournalEvent("attempt", 1.0, 2, {}),
+        JournalEvent("ready", 1.0, 2, {"planned_steps": 180, "start_step": 0}),
+        JournalEvent("step", 2.0, 2, step),
+        JournalEvent("validation", 3.0, 2, {"step": 50, "loss": 1.75321, "seconds": 0.2, "improved": True}),
     ]
-    return {trial.number: replay(events) for trial in report.trials if not trial.is_over}
+    return {trial.number: replay_events(events) for trial in report.trials if not trial.is_over}
 
 
 class Clock:
@@ -61,14 +61,14 @@ def changed(report: SweepReport, **fields: Any) -> SweepReport:
 
 RUNNING = Trial(
     number=0, values={"train.rank": 16, "train.alpha": 32.0, "train.targets": ("q", "v")}, run_id="a" * 12,
-    state="running", begun=1.0, takes=(Take(worker="node/1", begun=1.0, seen=2.0),),
+    state="running", begun=1.0, takes=(TrialExecution(worker="node/1", begun=1.0, seen=2.0),),
 )  # fmt: skip
 ONE = WHOLE.model_copy(update={"trials": (RUNNING,), "best": (), "wanted_trials": 3})
 
 
 def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     stream, clock = io.StringIO(), Clock()
-    view = Board(stream, clock)
+    view = SweepConsole(stream, clock)
     news: list[list[str]] = []
 
     def show(report: SweepReport) -> None:
@@ -79,7 +79,7 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
         news.append(stream.read().splitlines())
 
     show(ONE)
-    taken = (*RUNNING.takes, Take(worker="node/2", begun=3.0, seen=4.0))
+    taken = (*RUNNING.takes, TrialExecution(worker="node/2", begun=3.0, seen=4.0))
     show(changed(ONE, takes=taken))
     show(changed(ONE, takes=(*taken[:1], taken[1].model_copy(update={"seen": 9.0})), curve={320: 2.0}))
     pruned = changed(ONE, state="pruned", takes=taken, reason="number 5 of 9", ended=9.0)
@@ -110,7 +110,7 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
 
 def test_what_was_over_before_is_not_told_again() -> None:
     stream = io.StringIO()
-    view = Board(stream)
+    view = SweepConsole(stream)
     view.show(WHOLE, {}, 2)
     lines = stream.getvalue().splitlines()
     running = [trial for trial in WHOLE.trials if not trial.is_over]
@@ -121,7 +121,7 @@ def test_what_was_over_before_is_not_told_again() -> None:
 
 def test_hostile_and_unencodable_texts() -> None:
     stream = io.StringIO()
-    view = Board(stream)
+    view = SweepConsole(stream)
     view.show(ONE, {}, 1)
     reason = f"{sweep_example.HOSTILE}\nsecond line"
     values = {"train.rank": 16, "train.targets": sweep_example.HOSTILE}
@@ -133,7 +133,7 @@ def test_hostile_and_unencodable_texts() -> None:
     assert "stopped: " in text
     raw = io.BytesIO()
     ascii_only = io.TextIOWrapper(raw, encoding="ascii")
-    Board(ascii_only).close(ONE.model_copy(update={"stopped": "Speicher voll: größer geht nicht"}))
+    SweepConsole(ascii_only).close(ONE.model_copy(update={"stopped": "Speicher voll: größer geht nicht"}))
     ascii_only.flush()
     assert b"gr??er" in raw.getvalue()
 
@@ -144,7 +144,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
     monkeypatch.delenv("CI", raising=False)
     stream = Faked()
     monkeypatch.setattr(sys, "stdout", stream)
-    view = Board(stream)
+    view = SweepConsole(stream)
     view.show(ONE, {}, 1)
     assert (sys.stdout is stream) == (not live)
     stream.gone = BrokenPipeError(errno.EPIPE, "nobody reads")
@@ -154,7 +154,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
     view.close(WHOLE)
     assert ("\x1b" in stream.getvalue()) == live
     closed = io.StringIO()
-    view = Board(closed)
+    view = SweepConsole(closed)
     closed.close()
     view.show(ONE, {}, 1)
     view.close(ONE)
@@ -163,10 +163,10 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
 @pytest.mark.parametrize("metrics", [("validation_loss",), ("accuracy", "memory_bytes")])
 def test_columns_fit_into_any_width_and_the_first_ones_are_always_there(metrics: tuple[str, ...]) -> None:
     report = sweep_example.report(40, finals=False, metrics=metrics)
-    trials = sweep_table.listed(report, 20)
-    made = sweep_table.columns(report, trials, at_work(report))
+    trials = sweep_table.select_trials(report, 20)
+    made = sweep_table.build_columns(report, trials, at_work(report))
     for width in range(24, 240):
-        chosen = sweep_table.fitting(made, width, "~")
+        chosen = sweep_table.fit_columns(made, width, "~")
         titles = [column.title for column in chosen]
         assert titles[:2] == ["trial", "state"]
         for place in range(len(trials)):
@@ -181,18 +181,20 @@ def test_columns_fit_into_any_width_and_the_first_ones_are_always_there(metrics:
 
 def test_what_was_cut_off_of_a_reason_is_marked() -> None:
     failed = changed(ONE, state="failed", reason="memory ran out: 漢字漢字漢字漢字, and more", ended=2.0)
-    made = sweep_table.columns(failed, failed.trials, {})
+    made = sweep_table.build_columns(failed, failed.trials, {})
     for width in range(24, 100):
-        [why] = [column.cells[0] for column in sweep_table.fitting(made, width, "…") if column.title == "why"] or [""]
+        [why] = [column.cells[0] for column in sweep_table.fit_columns(made, width, "…") if column.title == "why"] or [
+            ""
+        ]
         whole = made[-1].cells[0]
         assert why in ("", whole) or (why.endswith("…") and whole.startswith(why[:-1]))
     assert why == whole
 
 
 def test_rows_are_running_trials_then_the_best_then_the_latest() -> None:
-    listed = sweep_table.listed(WHOLE, 10)
+    listed = sweep_table.select_trials(WHOLE, 10)
     running = [trial for trial in WHOLE.trials if not trial.is_over]
-    cells = {column.title: column.cells[0] for column in sweep_table.columns(WHOLE, running[:1], at_work(WHOLE))}
+    cells = {column.title: column.cells[0] for column in sweep_table.build_columns(WHOLE, running[:1], at_work(WHOLE))}
     assert (cells["step"], cells["loss"], cells["tokens/s"], cells["tries"]) == ("50/180", "1.7532", "9,000", "2")
     assert listed[: len(running)] == running
     assert listed[len(running)].number == WHOLE.best[0]
@@ -201,7 +203,7 @@ def test_rows_are_running_trials_then_the_best_then_the_latest() -> None:
     assert len(listed) == 10
     continued = {trial.continues for trial in WHOLE.trials} - {None}
     assert continued
-    assert not continued & {trial.number for trial in sweep_table.listed(WHOLE, 100)}
+    assert not continued & {trial.number for trial in sweep_table.select_trials(WHOLE, 100)}
 
 
 class Shown:
@@ -232,8 +234,8 @@ class Shown:
 PLAYED = """\
 import sys
 from test_board import at_work, part
-from ratchet.console.sweep_table import Board
-view = Board(sys.stdout)
+from ratchet.console.sweep_table import SweepConsole
+view = SweepConsole(sys.stdout)
 for count in (0, 1, 8, 20, 39):
     view.show(part(count), at_work(part(count)), 2)
     if count == 8:
@@ -298,7 +300,7 @@ def test_what_cannot_draw_gets_lines(environment: dict[str, str]) -> None:
 
 def test_a_frame_is_one_write() -> None:
     stream = Faked()
-    view = sweep_table.Screen(stream, time.time)
+    view = sweep_table.LiveSweepTable(stream, time.time)
     view.show(WHOLE, {}, 2)
     before = stream.writes
     for _ in range(5):

@@ -10,17 +10,17 @@ import pytest
 from rich.text import Text
 
 from faked_terminal import Faked
-from ratchet.console.live_region import Canvas
-from ratchet.console.text_layout import is_live, writable
+from ratchet.console.live_region import LiveRegion
+from ratchet.console.text_layout import encode_safely, is_live_terminal
 from tmux_screen import Screen, needs_tmux
 
 SCRIPT = """\
 import logging, sys, time
 from rich.text import Text
-from ratchet.console.live_region import Canvas
+from ratchet.console.live_region import LiveRegion
 for number in range(30):
     print("before", number)
-canvas = Canvas(sys.stdout)
+canvas = LiveRegion(sys.stdout)
 canvas.open()
 log = logging.StreamHandler()
 seen = set()
@@ -74,7 +74,7 @@ def test_a_terminal_that_is_gone_is_told_to_who_draws_and_streams_are_given_back
 ) -> None:
     stream = Faked()
     monkeypatch.setattr(sys, "stdout", stream)
-    canvas = Canvas(stream)
+    canvas = LiveRegion(stream)
     canvas.open()
     assert sys.stdout is not stream
     print("above")
@@ -94,8 +94,8 @@ def test_a_terminal_that_is_gone_is_told_to_who_draws_and_streams_are_given_back
 ABANDONED = """\
 import sys
 from rich.text import Text
-from ratchet.console.live_region import Canvas
-canvas = Canvas(sys.stdout)
+from ratchet.console.live_region import LiveRegion
+canvas = LiveRegion(sys.stdout)
 canvas.open()
 canvas.draw(lambda size: Text("picture"))
 raise SystemExit(3)
@@ -112,8 +112,8 @@ def test_a_process_that_ends_without_a_word_leaves_a_cursor(tmp_path: Path) -> N
 
 def test_a_closed_stream_and_a_canvas_that_was_never_opened() -> None:
     stream = Faked()
-    Canvas(stream).close()
-    canvas = Canvas(stream)
+    LiveRegion(stream).close()
+    canvas = LiveRegion(stream)
     canvas.draw(lambda size: Text("nothing"))
     assert stream.getvalue() == ""
     canvas.open()
@@ -125,7 +125,7 @@ def test_a_closed_stream_and_a_canvas_that_was_never_opened() -> None:
 
 def test_frame_is_one_write_and_too_large_a_picture_is_cut() -> None:
     stream = Faked()
-    canvas = Canvas(stream)
+    canvas = LiveRegion(stream)
     canvas.open()
     for _ in range(3):
         before, at = stream.writes, stream.tell()
@@ -150,16 +150,16 @@ def test_live_streams_and_writable_letters(name: str, value: str, live: bool, mo
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv(name, value)
-    assert is_live(Faked()) is live
-    assert not is_live(io.StringIO())
-    assert writable("größer", "ascii") == "gr??er"
-    assert writable("größer", "utf-8") == "größer"
+    assert is_live_terminal(Faked()) is live
+    assert not is_live_terminal(io.StringIO())
+    assert encode_safely("größer", "ascii") == "gr??er"
+    assert encode_safely("größer", "utf-8") == "größer"
 
 
 def test_lines_above_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Faked()
-    canvas = Canvas(stream)
+    canvas = LiveRegion(stream)
     canvas.open()
     canvas.draw(lambda size: Text("picture"))
     at = stream.tell()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from faked_terminal import Faked
-from ratchet.console.callback import Console
-from ratchet.runs.callbacks import Audience
-from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.console.callback import ConsoleCallback
+from ratchet.runs.callbacks import CallbackList
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 
 
-def event(kind: str, **data: Any) -> Event:
-    return Event(kind, 5.0, 1, data)
+def event(kind: str, **data: Any) -> JournalEvent:
+    return JournalEvent(kind, 5.0, 1, data)
 
 
 OWN = event("attempt", pid=os.getpid(), code_version="1")
@@ -44,10 +44,12 @@ BUDGET = {"step": 3, "phase": "train", "failed_tokens": 1000}
         (event("budget", action="grow", budget={"tokens": None}, **BUDGET),
          "step 3: micro-batch of train has no limit of its own any more: there was room for a while"),
     ],
-    ids=lambda value: value.kind if isinstance(value, Event) else "",
+    ids=lambda value: value.kind if isinstance(value, JournalEvent) else "",
 )  # fmt: skip
-def test_what_is_out_of_the_ordinary_has_a_line(news: Event, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Console().see([OWN, news])
+def test_what_is_out_of_the_ordinary_has_a_line(
+    news: JournalEvent, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ConsoleCallback().see([OWN, news])
     assert capsys.readouterr().out == f"  {line}\n"
 
 
@@ -58,7 +60,8 @@ OLD, NEW = event("notice", text="old"), event("notice", text="new")
 @pytest.mark.parametrize(
     ("batches", "lines"),
     [
-        ([[event("attempt", pid=1, code_version="1"), OLD, OWN, NEW], [Event("notice", 0.0, 1, {"text": "past"})]],
+        ([[event("attempt", pid=1, code_version="1"), OLD, OWN, NEW],
+          [JournalEvent("notice", 0.0, 1, {"text": "past"})]],
          ["notice: new", "notice: past"]),
         ([[OLD], [OWN, NEW]], ["notice: new"]),
         ([[OWN, *map(event, KINDS), NEW]], ["notice: new"]),
@@ -66,9 +69,9 @@ OLD, NEW = event("notice", text="old"), event("notice", text="new")
     ids=["of an earlier supervisor, and of a clock that is late", "before this attempt", "damaged"],
 )  # fmt: skip
 def test_only_whole_events_of_this_attempt_are_shown(
-    batches: list[list[Event]], lines: list[str], capsys: pytest.CaptureFixture[str]
+    batches: list[list[JournalEvent]], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console()
+    console = ConsoleCallback()
     for batch in batches:
         console.see(batch)
     console.finish("FINISHED")
@@ -96,7 +99,7 @@ def test_screen_is_drawn_and_its_last_state_stays(
     else:
         monkeypatch.delenv("NO_COLOR", raising=False)
     with redirect_stdout(terminal):
-        console = Console()
+        console = ConsoleCallback()
         console.see([event("notice", text="old"), OWN, READY])
         assert sys.stdout is not terminal
         print("said by another")
@@ -115,7 +118,7 @@ def test_screen_is_drawn_and_its_last_state_stays(
 
 def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
     with redirect_stdout(terminal):
-        console = Console()
+        console = ConsoleCallback()
         console.see([event("attempt", pid=1), READY, STEP, event("finished", step=1, reason="completed")])
         console.finish("FINISHED")
         assert terminal.getvalue() == ""
@@ -128,7 +131,7 @@ def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
 @pytest.mark.parametrize("at_the_end", [False, True], ids=["in a frame", "at the end"])
 def test_broken_terminal_ends_the_show_and_is_reported_once(terminal: Faked, gone: Exception, at_the_end: bool) -> None:
     with redirect_stdout(terminal):
-        console = Console()
+        console = ConsoleCallback()
         console.see([OWN, READY])
         terminal.gone = gone
         with pytest.raises(type(gone)):
@@ -147,7 +150,7 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
     ours, theirs = pty.openpty()
     journal = Journal(tmp_path / "journal.jsonl", attempt=1)
     with open(theirs, "w", encoding="utf-8") as stream:  # noqa: PTH123 (a descriptor)
-        audience = Audience([Console(stream=stream)], journal)
+        audience = CallbackList([ConsoleCallback(stream=stream)], journal)
         audience.start()
         journal.append("attempt", pid=os.getpid(), code_version="1")
         read = b""
@@ -160,7 +163,7 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
         with suppress(OSError):
             stream.close()
     journal.close()
-    notices = [e.data["text"] for e in Reader(journal.path).read() if e.kind == "notice"]
+    notices = [e.data["text"] for e in JournalReader(journal.path).read() if e.kind == "notice"]
     assert len(notices) == 1
     assert "console failed (OSError: [Errno 5]" in notices[0]
     for one in threading.enumerate():
@@ -188,11 +191,12 @@ def test_what_cannot_draw_gets_lines(tmp_path: Path, environment: dict[str, str]
 
 LINES = """\
 import os
-from ratchet.runs.journal import Event
-from ratchet.console.callback import Console
-console = Console()
+from ratchet.runs.journal import JournalEvent
+from ratchet.console.callback import ConsoleCallback
+console = ConsoleCallback()
 step = dict(step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
-console.see([Event("attempt", 1.0, 1, {"pid": os.getpid()}), Event("alert", 1.0, 1, {"text": "storage fails"}),
-             Event("ready", 1.0, 1, {"planned_steps": 50, "start_step": 0}), Event("step", 2.0, 1, step)])
+console.see([JournalEvent("attempt", 1.0, 1, {"pid": os.getpid()}),
+             JournalEvent("alert", 1.0, 1, {"text": "storage fails"}),
+             JournalEvent("ready", 1.0, 1, {"planned_steps": 50, "start_step": 0}), JournalEvent("step", 2.0, 1, step)])
 console.finish("FINISHED")
 """

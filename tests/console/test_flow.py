@@ -5,14 +5,14 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from ratchet.console.text_layout import Flow, wrapped
+from ratchet.console.text_layout import StreamingTextWrapper, wrap_text
 
 WORDS = ["a", "the", "word", "extraordinarily", "1,234,567.89", "größer", "한국어", "👍", "✔️", "ñandu", "x-y"]
 
 
 def flowed(text: str, width: int, seed: int = 0) -> str:
     """The text as it is written when it comes in pieces of one to seven letters."""
-    draw, flow, found, at = random.Random(seed), Flow(lambda: width), "", 0
+    draw, flow, found, at = random.Random(seed), StreamingTextWrapper(lambda: width), "", 0
     while at < len(text):
         size = draw.randint(1, 7)
         found += flow.feed(text[at : at + size])
@@ -46,7 +46,7 @@ def _lines_of(line: str, width: int) -> int:
 
 
 def test_a_word_that_is_whole_or_begins_a_line_is_not_waited_for() -> None:
-    flow = Flow(lambda: 12)
+    flow = StreamingTextWrapper(lambda: 12)
     pieces = ["Be", "gin", " a", " lon", "g", "w", "ord", "\n", "en", "d"]
     assert [flow.feed(piece) for piece in pieces] == ["Be", "gin", "", " a", "", "\nlongw", "ord", "\n", "en", "d"]
     assert flow.close() == ""
@@ -87,7 +87,7 @@ def test_lines_of_a_text(text: str, width: int, expected: str) -> None:
 )
 def test_terminal_that_is_resized(pieces: list[tuple[int, str]], expected: str) -> None:
     width = 0
-    flow = Flow(lambda: width)
+    flow = StreamingTextWrapper(lambda: width)
     found = ""
     for width, text in pieces:  # noqa: B007 (the flow asks for it)
         found += flow.feed(text)
@@ -103,5 +103,5 @@ def test_code_stays_as_it_is(fence: str) -> None:
 
 def test_whole_lines_go_on_as_far_in_as_they_began() -> None:
     text = "run\n  alert: \x1b[33mmemory of 1,234 bytes\x1b[0m is not enough"
-    assert wrapped(text, 22) == "run\n  alert: \x1b[33mmemory of\n  1,234 bytes\x1b[0m is not\n  enough"
-    assert wrapped(text, 0) == text
+    assert wrap_text(text, 22) == "run\n  alert: \x1b[33mmemory of\n  1,234 bytes\x1b[0m is not\n  enough"
+    assert wrap_text(text, 0) == text

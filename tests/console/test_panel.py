@@ -5,21 +5,29 @@ from typing import Any
 import pytest
 
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
-from ratchet.console.log_lines import Telling, summary
-from ratchet.console.run_screen import panel, table
-from ratchet.console.text_layout import ASCII, UNICODE, Size, bar, glyphs, scale_of, sparkline
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import Vitals
-from ratchet.runs.replication_protocol import Mirrored
-from ratchet.runs.run_source import Aside
+from ratchet.console.log_lines import RunEventFormatter, summarize_run
+from ratchet.console.run_screen import render_panel, render_table
+from ratchet.console.text_layout import (
+    ASCII,
+    UNICODE,
+    ScreenSize,
+    choose_glyphs,
+    draw_bar,
+    draw_sparkline,
+    sparkline_range,
+)
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import ProgressView
+from ratchet.runs.replication_protocol import ReplicationState
+from ratchet.runs.run_source import SidecarState
 
 
-def eventful() -> list[Event]:
+def eventful() -> list[JournalEvent]:
     """A training of two ranks to which everything has happened."""
-    found: list[Event] = []
+    found: list[JournalEvent] = []
 
     def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
-        found.append(Event(kind, T + t, attempt, data))
+        found.append(JournalEvent(kind, T + t, attempt, data))
 
     forecast = {"phases": [{"phase": "steady", "parts": {"weights": 6 * GIB}}], "notes": []}
     for attempt, (start, end) in enumerate(((0, 60), (50, 120)), start=1):
@@ -48,23 +56,25 @@ def eventful() -> list[Event]:
     return found
 
 
-def vitals(events: list[Event] | None = None) -> Vitals:
-    found = Vitals()
+def vitals(events: list[JournalEvent] | None = None) -> ProgressView:
+    found = ProgressView()
     for event in eventful() if events is None else events:
         found.see(event)
     return found
 
 
-MIRROR = Mirrored(place="p", token=1, node="n", lock=(1, 2), durable_steps=(100,), in_flight=120, behind_bytes=3 * GIB,
-                  failed_since=T)  # fmt: skip
-ASIDE = Aside(running=True, saving=120, mirror=MIRROR)
+MIRROR = ReplicationState(
+    place="p", token=1, node="n", lock=(1, 2), durable_steps=(100,), in_flight=120, behind_bytes=3 * GIB,
+    failed_since=T,
+)  # fmt: skip
+ASIDE = SidecarState(running=True, saving=120, mirror=MIRROR)
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", **changes: Any) -> list[str]:
     """The eventful training on such a screen."""
-    size = Size(width, height, encoding)
+    size = ScreenSize(width, height, encoding)
     run = {"vitals": vitals(), "aside": ASIDE} | changes
-    return drawn(panel("run abc", run["vitals"], run["aside"], T + 125, size), size)
+    return drawn(render_panel("run abc", run["vitals"], run["aside"], T + 125, size), size)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp437"])
@@ -80,7 +90,7 @@ def test_it_fits(width: int, height: int, encoding: str) -> None:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_run_that_has_only_begun_fits_too(width: int, height: int, kinds: tuple[str, ...]) -> None:
     few = [event for event in eventful()[:10] if event.kind in kinds]
-    assert_fits(shown(width, height, vitals=vitals(few), aside=Aside()), width, height)
+    assert_fits(shown(width, height, vitals=vitals(few), aside=SidecarState()), width, height)
 
 
 def test_all_of_it_on_a_large_screen() -> None:
@@ -102,7 +112,10 @@ def test_all_of_it_on_a_large_screen() -> None:
     assert "time left not known yet" in "\n".join(shown(120, 40, vitals=vitals(few[:begun])))
     assert "about " in text
     assert "told nothing" not in text
-    assert "! told nothing for 1 h" in drawn(panel("x", vitals(), ASIDE, T + 4_000, Size(80, 9)), Size(80, 9))[0]
+    assert (
+        "! told nothing for 1 h"
+        in drawn(render_panel("x", vitals(), ASIDE, T + 4_000, ScreenSize(80, 9)), ScreenSize(80, 9))[0]
+    )
 
 
 def test_the_little_that_fits_says_what_matters_most() -> None:
@@ -117,14 +130,14 @@ def test_the_little_that_fits_says_what_matters_most() -> None:
 @pytest.mark.parametrize(
     ("aside", "events", "state"),
     [
-        (Aside(), None, "not running"),
-        (Aside(), [], "not begun"),
-        (Aside(running=True), [], "loading"),
-        (ASIDE, [*eventful(), Event("finished", T + 130, 2, {"step": 1, "reason": "completed"})], "finished"),
+        (SidecarState(), None, "not running"),
+        (SidecarState(), [], "not begun"),
+        (SidecarState(running=True), [], "loading"),
+        (ASIDE, [*eventful(), JournalEvent("finished", T + 130, 2, {"step": 1, "reason": "completed"})], "finished"),
     ],
     ids=["gone", "not begun", "loading", "finished"],
 )
-def test_states_in_words(aside: Aside, events: list[Event] | None, state: str) -> None:
+def test_states_in_words(aside: SidecarState, events: list[JournalEvent] | None, state: str) -> None:
     lines = shown(80, 20, vitals=vitals(events), aside=aside)
     assert lines[0].startswith(f"run abc  {state}")
 
@@ -132,9 +145,9 @@ def test_states_in_words(aside: Aside, events: list[Event] | None, state: str) -
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
-    size = Size(width, height)
-    rows = [(f"run-{number:02}", vitals(), ASIDE if number % 2 else Aside()) for number in range(count)]
-    lines = drawn(table(rows, T + 125, size), size)
+    size = ScreenSize(width, height)
+    rows = [(f"run-{number:02}", vitals(), ASIDE if number % 2 else SidecarState()) for number in range(count)]
+    lines = drawn(render_table(rows, T + 125, size), size)
     assert_fits(lines, width, height)
     if count:
         assert lines[0].split()[0] == "run"
@@ -144,7 +157,7 @@ def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
 
 
 def test_columns_of_a_table() -> None:
-    head, row, *_ = drawn(table([("abcdef", vitals(), ASIDE)], T + 125, Size(120, 9)), Size(120, 9))
+    head, row, *_ = drawn(render_table([("abcdef", vitals(), ASIDE)], T + 125, ScreenSize(120, 9)), ScreenSize(120, 9))
     assert head.split() == [
         "run", "state", "step", "left", "loss", "validation", "tokens/s", "checkpoint", "attempts", "alerts",
     ]  # fmt: skip
@@ -153,25 +166,25 @@ def test_columns_of_a_table() -> None:
 
 def test_curves_are_drawn_where_their_steps_are() -> None:
     points = [(step, float(step)) for step in range(1, 9)]
-    assert sparkline(points, (1, 8), (1.0, 8.0), 8, UNICODE) == "▁▂▃▄▅▆▇█"
-    assert sparkline(points[4:], (1, 8), (1.0, 8.0), 8, UNICODE) == "    ▅▆▇█"
-    assert sparkline(points, (1, 8), (1.0, 8.0), 4, ASCII) == "_-=#"
-    assert sparkline([(3, 7.0)], (3, 3), (7.0, 7.0), 3, UNICODE)[0] == "▁"
-    assert scale_of([1.0] * 98 + [2.0, 900.0]) == (1.0, 1.0)
+    assert draw_sparkline(points, (1, 8), (1.0, 8.0), 8, UNICODE) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline(points[4:], (1, 8), (1.0, 8.0), 8, UNICODE) == "    ▅▆▇█"
+    assert draw_sparkline(points, (1, 8), (1.0, 8.0), 4, ASCII) == "_-=#"
+    assert draw_sparkline([(3, 7.0)], (3, 3), (7.0, 7.0), 3, UNICODE)[0] == "▁"
+    assert sparkline_range([1.0] * 98 + [2.0, 900.0]) == (1.0, 1.0)
 
 
 def test_bars() -> None:
-    assert bar(0.5, 8, UNICODE) == "████····"
-    assert bar(0.5625, 8, UNICODE) == "████▌···"
-    assert bar(2.0, 4, UNICODE, mark=0.5) == "██┃█"
-    assert bar(-1.0, 4, ASCII, mark=1.0) == "...|"
-    assert glyphs("cp437") is ASCII
-    assert glyphs("no such") is ASCII
+    assert draw_bar(0.5, 8, UNICODE) == "████····"
+    assert draw_bar(0.5625, 8, UNICODE) == "████▌···"
+    assert draw_bar(2.0, 4, UNICODE, mark=0.5) == "██┃█"
+    assert draw_bar(-1.0, 4, ASCII, mark=1.0) == "...|"
+    assert choose_glyphs("cp437") is ASCII
+    assert choose_glyphs("no such") is ASCII
 
 
 def test_lines_of_several_runs_bear_their_names() -> None:
     found: list[str] = []
-    telling = Telling(found.append, "abc: ")
+    telling = RunEventFormatter(found.append, "abc: ")
     run = vitals()
     for event in eventful():
         telling.event(event)
@@ -181,6 +194,6 @@ def test_lines_of_several_runs_bear_their_names() -> None:
     assert found[-1].startswith("abc: step 121/1200: loss 0.7")
     assert found[-1].endswith(", about 18 min left")
     assert len([line for line in found if line.startswith("abc: step 121/1200")]) == 1
-    assert summary(run, Aside(running=True), T + 125).startswith("training, step 121/1200, loss 0.7")
-    assert summary(run, Aside(), T + 125).startswith("not running, step 121/1200, loss 0.7")
-    assert "left" not in summary(run, Aside(), T + 125)
+    assert summarize_run(run, SidecarState(running=True), T + 125).startswith("training, step 121/1200, loss 0.7")
+    assert summarize_run(run, SidecarState(), T + 125).startswith("not running, step 121/1200, loss 0.7")
+    assert "left" not in summarize_run(run, SidecarState(), T + 125)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows, micro_batches
+from ratchet.data.batches import BatchPlan, TokenRows, split_micro_batches
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
 
@@ -181,10 +181,10 @@ def test_a_split_without_rows_is_refused(kind: Batching) -> None:
 
 
 def test_micro_batches_put_rows_of_like_length_together() -> None:
-    pieces = micro_batches([10, 11, 12, 13, 14], [5, 90, 6, 91, 7], 2)
+    pieces = split_micro_batches([10, 11, 12, 13, 14], [5, 90, 6, 91, 7], 2)
     assert [sorted(piece) for piece in pieces] == [[11, 13], [12, 14], [10]]
-    assert micro_batches([4, 2, 9], [7, 7, 7], 2) == [[4, 2], [9]]  # equal lengths stay in order
-    assert micro_batches([], [], 4) == []
+    assert split_micro_batches([4, 2, 9], [7, 7, 7], 2) == [[4, 2], [9]]  # equal lengths stay in order
+    assert split_micro_batches([], [], 4) == []
 
 
 @LAWS
@@ -194,11 +194,11 @@ def test_micro_batches_keep_to_rows_and_padded_tokens_and_lose_nothing(
 ) -> None:
     rows = [1000 - k for k in range(len(lengths))]
     of_row = dict(zip(rows, lengths, strict=True))
-    pieces = micro_batches(rows, lengths, micro, max_tokens)
+    pieces = split_micro_batches(rows, lengths, micro, max_tokens)
     flat = [row for piece in pieces for row in piece]
     assert sorted(flat) == sorted(rows)
     # The order of rows is the one without a budget: only the cuts are others.
-    assert flat == [row for piece in micro_batches(rows, lengths, micro) for row in piece]
+    assert flat == [row for piece in split_micro_batches(rows, lengths, micro) for row in piece]
     for piece, following in zip_longest(pieces, pieces[1:]):
         padded = len(piece) * max(of_row[row] for row in piece)
         assert len(piece) <= micro
@@ -212,10 +212,12 @@ def test_micro_batches_keep_to_rows_and_padded_tokens_and_lose_nothing(
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 12))
 def test_a_budget_that_holds_every_piece_changes_nothing(lengths: list[int], micro: int) -> None:
     rows = list(range(len(lengths)))
-    pieces = micro_batches(rows, lengths, micro)
+    pieces = split_micro_batches(rows, lengths, micro)
     assert len(pieces) == math.ceil(len(rows) / micro)
     largest = micro * max(lengths)
-    assert micro_batches(rows, lengths, micro, largest) == micro_batches(rows, lengths, micro, None) == pieces
+    assert (
+        split_micro_batches(rows, lengths, micro, largest) == split_micro_batches(rows, lengths, micro, None) == pieces
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_a_budget_that_holds_every_piece_changes_nothing(lengths: list[int], mic
 )
 def test_micro_batches_of_a_budget(max_tokens: int, expected: list[list[int]]) -> None:
     """Lengths by row: 5, 10, 2, 6, 4; longest first."""
-    assert micro_batches([0, 1, 2, 3, 4], [5, 10, 2, 6, 4], 8, max_tokens) == expected
+    assert split_micro_batches([0, 1, 2, 3, 4], [5, 10, 2, 6, 4], 8, max_tokens) == expected
 
 
 INPUT_IDS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -238,44 +240,44 @@ LABELS = [[5, MASKED, 7], [8], [MASKED, MASKED, 11, 12]]
 
 
 def test_rows_of_an_arrow_table_in_pieces_are_those_of_the_lists() -> None:
-    listed = Rows.from_lists(INPUT_IDS, LABELS)
+    listed = TokenRows.from_lists(INPUT_IDS, LABELS)
     ints = pa.list_(pa.int32())
     schema = pa.schema([("input_ids", ints), ("labels", ints)])
     whole = pa.table({"input_ids": INPUT_IDS, "labels": LABELS}, schema=schema)
     pieces = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2)])
     for table in (whole, pieces):
-        rows = Rows.from_arrow(table)
+        rows = TokenRows.from_arrow(table)
         assert len(rows) == 3
         assert rows.lengths.tolist() == [3, 1, 4]
         for name in ("input_ids", "labels", "offsets"):
             assert np.array_equal(getattr(rows, name), getattr(listed, name))
         assert rows.input_ids.dtype == rows.labels.dtype == np.int32
-    assert len(Rows.from_arrow(whole.slice(1, 0))) == 0
-    assert Rows.from_arrow(whole.slice(1, 2)).padded([[1]]).input_ids.tolist() == [INPUT_IDS[2]]
+    assert len(TokenRows.from_arrow(whole.slice(1, 0))) == 0
+    assert TokenRows.from_arrow(whole.slice(1, 2)).padded([[1]]).input_ids.tolist() == [INPUT_IDS[2]]
 
 
 def test_rows_of_one_piece_are_not_copied() -> None:
     """A million rows of 250 tokens are 2 GB; they stay in the file that is mapped."""
     values = pa.array(np.arange(1000, dtype=np.int32))
     lists = pa.ListArray.from_arrays(pa.array(np.arange(0, 1001, 10, dtype=np.int32)), values)
-    rows = Rows.from_arrow(pa.table({"input_ids": lists, "labels": lists}))
+    rows = TokenRows.from_arrow(pa.table({"input_ids": lists, "labels": lists}))
     assert rows.input_ids.ctypes.data == values.buffers()[1].address
 
 
 def test_a_row_with_fewer_labels_than_ids_is_refused() -> None:
     with pytest.raises(DataError, match="more token ids than labels"):
-        Rows.from_lists([[1, 2], [3]], [[1], [2, 3]])
+        TokenRows.from_lists([[1, 2], [3]], [[1], [2, 3]])
 
 
 def test_tokens_are_counted_without_padding_and_first_ones_are_not_learned() -> None:
-    rows = Rows.from_lists(INPUT_IDS, LABELS)
+    rows = TokenRows.from_lists(INPUT_IDS, LABELS)
     assert rows.tokens([0, 2]) == 7
     assert [rows.trained([row]) for row in range(3)] == [1, 0, 2]
     assert rows.trained([2, 0]) == 3
 
 
 def test_a_pack_counts_positions_anew_and_masks_first_labels() -> None:
-    batch = Rows.from_lists(INPUT_IDS, LABELS).padded([[2, 0], [1]])
+    batch = TokenRows.from_lists(INPUT_IDS, LABELS).padded([[2, 0], [1]])
     assert batch.input_ids.tolist() == [[9, 10, 11, 12, 5, 6, 7], [8, 0, 0, 0, 0, 0, 0]]
     assert batch.labels.tolist() == [[MASKED, MASKED, 11, 12, MASKED, MASKED, 7], [MASKED] * 7]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0] * 7]

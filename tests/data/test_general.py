@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.data import general_text
-from ratchet.data.leakage import Benchmarks
+from ratchet.data.leakage import BenchmarkIndex
 from ratchet.errors import DataError
 from ratchet.models import tiny_model
 
@@ -22,8 +22,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_our_text_is_long_and_says_nothing_twice() -> None:
-    pieces = general_text.own_text().strip().split("\n\n")
-    words = general_text.own_text().split()
+    pieces = general_text.read_bundled_text().strip().split("\n\n")
+    words = general_text.read_bundled_text().split()
     assert len(pieces) > 70
     assert 6000 <= len(words) <= 8000
     sentences = [s for piece in pieces for s in re.split(r"(?<=[.?!]) ", piece)]
@@ -31,23 +31,23 @@ def test_our_text_is_long_and_says_nothing_twice() -> None:
 
 
 def test_our_text_shares_no_13_words_with_what_the_bundled_project_learns_from() -> None:
-    benchmark = Benchmarks({"general": general_text.own_text().split("\n\n")}, 13)
+    benchmark = BenchmarkIndex({"general": general_text.read_bundled_text().split("\n\n")}, 13)
     seen = 0
     for path in [*BUNDLED.glob("text/*.txt"), *BUNDLED.glob("raw/support.*")]:
         for line in path.read_text(encoding="utf-8").splitlines():
             assert benchmark.matches(line) == []
             seen += 1
     assert seen > 5000
-    assert benchmark.matches("so " + general_text.own_text()[300:600])  # it would be found
+    assert benchmark.matches("so " + general_text.read_bundled_text()[300:600])  # it would be found
 
 
 def test_blocks_are_the_text_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = general_text.own_text()
-    found = general_text.blocks(text, tokenizer, block_tokens=50, blocks=40)
+    text = general_text.read_bundled_text()
+    found = general_text.split_into_blocks(text, tokenizer, block_tokens=50, blocks=40)
     assert [len(block) for block in found] == [50] * 40
     assert text.startswith(tokenizer.decode([token for block in found for token in block]))
-    assert found == general_text.blocks(text, tokenizer, block_tokens=50, blocks=40)
-    assert general_text.blocks(text, tokenizer, block_tokens=50, blocks=30) == found[:30]
+    assert found == general_text.split_into_blocks(text, tokenizer, block_tokens=50, blocks=40)
+    assert general_text.split_into_blocks(text, tokenizer, block_tokens=50, blocks=30) == found[:30]
 
 
 def test_blocks_begin_as_the_tokenizer_begins_texts(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -58,7 +58,7 @@ def test_blocks_begin_as_the_tokenizer_begins_texts(tokenizer: PreTrainedTokeniz
         single=f"{tiny_model.END_OF_TEXT} $A", pair=None, special_tokens=[(tiny_model.END_OF_TEXT, first)]
     )
     plain, begun = (
-        general_text.blocks("one two three four " * 40, one, block_tokens=10, blocks=5)
+        general_text.split_into_blocks("one two three four " * 40, one, block_tokens=10, blocks=5)
         for one in (tokenizer, beginning)
     )
     assert begun == [[first, *block] for block in plain]
@@ -78,4 +78,4 @@ def test_too_little_text_is_refused(
     tokenizer: PreTrainedTokenizerFast, text: str, block_tokens: int, blocks: int, said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        general_text.blocks(text, tokenizer, block_tokens, blocks)
+        general_text.split_into_blocks(text, tokenizer, block_tokens, blocks)

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from ratchet.config.data import Source
+from ratchet.config.data import SourceSettings
 from ratchet.data import sources
 from ratchet.errors import DataError
 
@@ -97,12 +97,12 @@ class Hub(BaseHTTPRequestHandler):
 # The endpoint and the offline switch are read when the library is imported: every attempt needs a process of its own.
 ATTEMPT = """
 import json, sys
-from ratchet.config.data import Source
+from ratchet.config.data import SourceSettings
 from ratchet.data import sources as hub
 from ratchet.errors import DataError
 for settings in json.loads(sys.argv[1]):
     try:
-        print(json.dumps(list(hub.records(Source(**settings)))))
+        print(json.dumps(list(hub.read_hub_records(SourceSettings(**settings)))))
     except DataError as error:
         print(json.dumps(str(error)))
 """
@@ -159,7 +159,7 @@ def test_the_pinned_rows_come_from_the_hub_and_then_from_the_cache(tmp_path: Pat
 @pytest.mark.parametrize("revision", ["main", "v1.0", PINNED[:12], "A" * 40])
 def test_a_revision_that_may_move_is_refused(revision: str) -> None:
     with pytest.raises(DataError, match="is no commit; give the 40 digits"):
-        next(sources.records(Source(dataset="org/name", revision=revision)))
+        next(sources.read_hub_records(SourceSettings(dataset="org/name", revision=revision)))
 
 
 def test_a_folder_of_the_datasets_name_is_not_read_in_its_place(
@@ -170,4 +170,4 @@ def test_a_folder_of_the_datasets_name_is_not_read_in_its_place(
     (folder / "train.jsonl").write_text('{"text": "planted", "label": 0}\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is a folder org/name here"):
-        next(sources.records(Source(dataset="org/name", revision=PINNED)))
+        next(sources.read_hub_records(SourceSettings(dataset="org/name", revision=PINNED)))

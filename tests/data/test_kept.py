@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 
 import tiny_project
-from ratchet.config.data import Columns, Duplicates, Limits, Prepare, Source, Split
+from ratchet.config.data import (
+    ColumnSettings,
+    DeduplicationSettings,
+    DropLimitSettings,
+    Prepare,
+    SourceSettings,
+    SplitSettings,
+)
 from ratchet.config.schema import Base, Settings
 from ratchet.data import token_files
 from ratchet.data.splits import SPLITS
 from ratchet.errors import DataError
 from ratchet.runs.directory import RunSpec
 from ratchet.stages import base, init, prepare
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 
 
@@ -42,16 +49,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return layout.tiny_model
 
 
-def project(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Layout, Settings]:
-    layout = Layout(root)
+def project(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[ProjectLayout, Settings]:
+    layout = ProjectLayout(root)
     for folder in (layout.raw, layout.tasks):
         folder.mkdir(parents=True, exist_ok=True)
     (layout.raw / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (layout.tasks / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    (layout.tasks / "answers.yaml").write_text(init.harness_task_yaml(8), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     chosen = Prepare(
-        sources=(Source(files="data/raw/rows.jsonl"),), columns=Columns(prompt="prompt", response="response"),
-        duplicates=Duplicates(near=None), **changes,
+        sources=(SourceSettings(files="data/raw/rows.jsonl"),),
+        columns=ColumnSettings(prompt="prompt", response="response"),
+        duplicates=DeduplicationSettings(near=None), **changes,
     )  # fmt: skip
     settings = Settings(base=Base(source=str(model)), prepare=chosen)
     tiny_project.save(layout, settings)
@@ -60,24 +68,24 @@ def project(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any)
     return layout, settings
 
 
-def prepared(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Layout, DatasetCard]:
+def prepared(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[ProjectLayout, DatasetCard]:
     layout, settings = project(root, model, rows, **changes)
     prepare.prepare(layout, settings)
     return layout, DatasetCard.load(layout.dataset_card)
 
 
-def written(layout: Layout) -> dict[str, tuple[dict[str, str], str | None]]:
+def written(layout: ProjectLayout) -> dict[str, tuple[dict[str, str], str | None]]:
     """Fields and group of every row, by its answer and the end of its prompt."""
     found = {}
     for split in SPLITS:
-        data = token_files.read(layout.data, split)
+        data = token_files.open_split(layout.data, split)
         for text, fields, group in zip(data["conversation"], data["fields"], data["group"], strict=True):
             found[json.loads(text)["messages"][0]["content"]] = (json.loads(fields), group)
     return found
 
 
 def test_fields_and_the_group_of_the_split_stay_with_their_rows_as_text(tmp_path: Path, model: Path) -> None:
-    rows, split = records(), Split(group="thread", validation=0.2, test=0.3)
+    rows, split = records(), SplitSettings(group="thread", validation=0.2, test=0.3)
     layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency", "known"), split=split)
     found = written(layout)
     assert len(found) == card.rows_out == 60
@@ -141,7 +149,7 @@ def test_a_field_that_no_record_has_is_named_with_its_neighbours(tmp_path: Path,
 def test_a_value_that_cannot_be_kept_is_a_malformed_row(tmp_path: Path, model: Path, value: Any, said: str) -> None:
     rows = records()
     rows[7]["channel"] = value
-    layout, card = prepared(tmp_path, model, rows, keep=("channel",), limits=Limits(malformed=0.05))
+    layout, card = prepared(tmp_path, model, rows, keep=("channel",), limits=DropLimitSettings(malformed=0.05))
     assert card.dropped["malformed"].count == 1
     assert "rows.jsonl:8: field 'channel' (prepare.keep)" in card.dropped["malformed"].examples[0]
     assert said in card.dropped["malformed"].examples[0]
@@ -158,4 +166,4 @@ def test_rows_prepared_before_there_were_fields_are_refused(tmp_path: Path, mode
     with pa.ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(DataError, match="dvc repro -f prepare"):
-        token_files.read(layout.data, "test")
+        token_files.open_split(layout.data, "test")

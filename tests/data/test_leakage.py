@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.data.deduplication import words
-from ratchet.data.leakage import Benchmarks, Match
+from ratchet.data.deduplication import split_words
+from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
 
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
 QUESTION = (
@@ -20,8 +20,8 @@ SHORT = "How many legs do three spiders and a beetle have?"
 
 def plain(names: dict[str, Sequence[str]], text: str, ngram_words: int) -> list[str]:
     """Benchmarks that match, by the definition alone."""
-    found = words(text)
-    lines = [words(line) for line in text.splitlines()]
+    found = split_words(text)
+    lines = [split_words(line) for line in text.splitlines()]
 
     def matches(document: list[str]) -> bool:
         length = min(ngram_words, len(document))
@@ -30,16 +30,16 @@ def plain(names: dict[str, Sequence[str]], text: str, ngram_words: int) -> list[
         runs = [document[i : i + length] for i in range(len(document) - length + 1)]
         return any(found[i : i + length] in runs for i in range(len(found) - length + 1))
 
-    return [name for name, documents in names.items() if any(matches(words(document)) for document in documents)]
+    return [name for name, documents in names.items() if any(matches(split_words(document)) for document in documents)]
 
 
 def one(text: str, *documents: str, ngram_words: int = 13) -> list[str]:
     """Words that a text shares with a benchmark of these documents."""
-    return [match.words for match in Benchmarks({"bench": documents}, ngram_words).matches(text)]
+    return [match.words for match in BenchmarkIndex({"bench": documents}, ngram_words).matches(text)]
 
 
 def test_thirteen_words_are_a_match_and_twelve_are_none() -> None:
-    asked = words(QUESTION)
+    asked = split_words(QUESTION)
     for start in range(len(asked) - 12):
         run = asked[start : start + 13]
         assert one(f"Well: {' '.join(run)} or so", QUESTION) == [" ".join(run)]
@@ -49,18 +49,18 @@ def test_thirteen_words_are_a_match_and_twelve_are_none() -> None:
 
 def test_case_punctuation_and_line_breaks_hide_nothing() -> None:
     text = QUESTION.upper().replace(" ", " -- ").replace("KILOMETRES", "**Kilo\u00admetres**\n\n")
-    assert one(f"Tell me\n{text}\nAt noon", QUESTION) == [" ".join(words(QUESTION)[:13])]
+    assert one(f"Tell me\n{text}\nAt noon", QUESTION) == [" ".join(split_words(QUESTION)[:13])]
 
 
 def test_shorter_documents_of_eight_words_are_one_run() -> None:
-    assert len(words(SHORT)) == 10
-    assert one(f"Question: {SHORT} Answer: 30", SHORT) == [" ".join(words(SHORT))]
+    assert len(split_words(SHORT)) == 10
+    assert one(f"Question: {SHORT} Answer: 30", SHORT) == [" ".join(split_words(SHORT))]
     assert one("How many legs do three spiders and a beetle own?", SHORT) == []
     for count, expected in ((8, ["how many legs do three spiders and a"]), (7, [])):
-        document = " ".join(words(SHORT)[:count])
+        document = " ".join(split_words(SHORT)[:count])
         assert one(f"Question: {document} Answer: 30", document) == expected
     other = SHORT.replace("beetle have", "wasp have")
-    assert one(f"{SHORT.removesuffix('?')} together {other}", SHORT, other) == [" ".join(words(SHORT))]
+    assert one(f"{SHORT.removesuffix('?')} together {other}", SHORT, other) == [" ".join(split_words(SHORT))]
 
 
 @pytest.mark.parametrize(
@@ -80,23 +80,27 @@ def test_documents_too_short_for_a_run_match_whole_lines(text: str, shared: list
 
 
 def test_documents_without_words_match_nothing() -> None:
-    assert Benchmarks({}, 13).matches(QUESTION) == Benchmarks({"bench": []}, 13).matches(QUESTION) == []
-    checked = Benchmarks({"bench": ["", "?!", "🙂"]}, 13)
+    assert BenchmarkIndex({}, 13).matches(QUESTION) == BenchmarkIndex({"bench": []}, 13).matches(QUESTION) == []
+    checked = BenchmarkIndex({"bench": ["", "?!", "🙂"]}, 13)
     assert (checked.documents, checked.unchecked) == ({"bench": 3}, {"bench": 3})
     assert checked.matches("") == checked.matches("?!") == checked.matches("🙂\n\n") == []
 
 
 def test_every_benchmark_is_named_once_with_its_first_words() -> None:
-    asked = words(QUESTION)
-    checked = Benchmarks(
+    asked = split_words(QUESTION)
+    checked = BenchmarkIndex(
         {"b": [QUESTION, f"Again: {QUESTION}"], "a": [QUESTION], "none": [], "other": [SHORT], "tiny": ["It is late"]},
         13,
     )
     assert checked.documents == {"b": 2, "a": 1, "none": 0, "other": 1, "tiny": 1}
     assert checked.unchecked == {"b": 0, "a": 0, "none": 0, "other": 0, "tiny": 1}
     found = checked.matches(f"{QUESTION} And again: {QUESTION}\nIt is late")
-    assert found == [Match("b", " ".join(asked[:13])), Match("a", " ".join(asked[:13])), Match("tiny", "it is late")]
-    assert checked.matches(f"{SHORT}") == [Match("other", " ".join(words(SHORT)))]
+    assert found == [
+        LeakageMatch("b", " ".join(asked[:13])),
+        LeakageMatch("a", " ".join(asked[:13])),
+        LeakageMatch("tiny", "it is late"),
+    ]
+    assert checked.matches(f"{SHORT}") == [LeakageMatch("other", " ".join(split_words(SHORT)))]
 
 
 def test_texts_without_spaces_match_by_character() -> None:
@@ -107,16 +111,16 @@ def test_texts_without_spaces_match_by_character() -> None:
 
 def test_equal_hashes_of_other_words_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratchet.data.leakage._powers", lambda root, count: np.zeros(count, dtype=np.uint64))
-    text = " ".join(reversed(words(f"{QUESTION} {SHORT}")))
+    text = " ".join(reversed(split_words(f"{QUESTION} {SHORT}")))
     assert one(text, QUESTION, SHORT) == []
-    assert one(f"{SHORT} Well.", SHORT) == [" ".join(words(SHORT))]
+    assert one(f"{SHORT} Well.", SHORT) == [" ".join(split_words(SHORT))]
 
 
 def test_texts_much_longer_than_any_document_are_searched_to_the_end() -> None:
     chance = random.Random(0)
-    noise = " ".join(chance.choices(words(QUESTION) + words(SHORT), k=60_000))
+    noise = " ".join(chance.choices(split_words(QUESTION) + split_words(SHORT), k=60_000))
     assert one(noise, QUESTION) == []
-    assert one(f"{noise} {QUESTION}", QUESTION) == [" ".join(words(QUESTION)[:13])]
+    assert one(f"{noise} {QUESTION}", QUESTION) == [" ".join(split_words(QUESTION)[:13])]
 
 
 text_lines = st.lists(st.lists(st.sampled_from("abAB"), max_size=12).map(" ".join), max_size=4).map("\n".join)
@@ -126,10 +130,12 @@ text_lines = st.lists(st.lists(st.sampled_from("abAB"), max_size=12).map(" ".joi
 @given(st.lists(st.lists(text_lines, max_size=4), max_size=3), st.lists(text_lines, max_size=6), st.integers(5, 14))
 def test_matches_are_those_of_the_definition(documents: list[list[str]], texts: list[str], ngram_words: int) -> None:
     names: dict[str, Sequence[str]] = {f"bench{number}": texts for number, texts in enumerate(documents)}
-    checked = Benchmarks(names, ngram_words)
+    checked = BenchmarkIndex(names, ngram_words)
     for text in [*texts, *(f"b\n{document} a" for of_one in documents for document in of_one)]:
         matches = checked.matches(text)
         assert [match.benchmark for match in matches] == plain(names, text, ngram_words)
         for match in matches:
-            assert f" {match.words} " in f" {' '.join(words(text))} "
-            assert any(f" {match.words} " in f" {' '.join(words(document))} " for document in names[match.benchmark])
+            assert f" {match.words} " in f" {' '.join(split_words(text))} "
+            assert any(
+                f" {match.words} " in f" {' '.join(split_words(document))} " for document in names[match.benchmark]
+            )

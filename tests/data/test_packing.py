@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.data.batches import Packing, fill_rate, pack
+from ratchet.data.batches import PackingPlan, fill_rate, pack_rows
 from ratchet.errors import DataError, SettingsError
 
 LEDGER = settings(max_examples=100, deadline=None, derandomize=True)
@@ -34,7 +34,7 @@ def row_by_row(lengths: list[int], capacity: int) -> list[int]:
 @given(splits(), st.integers(0, 5), st.integers(0, 5))
 def test_every_row_is_in_one_pack_and_no_pack_is_over_full(split: tuple[list[int], int], seed: int, epoch: int) -> None:
     lengths, capacity = split
-    packs = pack(lengths, capacity, seed, epoch)
+    packs = pack_rows(lengths, capacity, seed, epoch)
     assert sorted(row for rows in packs for row in rows) == list(range(len(lengths)))
     assert all(1 <= sum(lengths[row] for row in rows) <= capacity for rows in packs)
     tokens = sum(lengths[row] for rows in packs for row in rows)
@@ -46,7 +46,7 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_full(split: tuple[list[int
 @given(splits())
 def test_packs_are_those_of_best_fit_decreasing(split: tuple[list[int], int]) -> None:
     lengths, capacity = split
-    packs = pack(lengths, capacity, 0, 0)
+    packs = pack_rows(lengths, capacity, 0, 0)
     assert sorted(sum(lengths[row] for row in rows) for rows in packs) == row_by_row(lengths, capacity)
 
 
@@ -58,15 +58,15 @@ def test_how_full_packs_are_depends_on_the_lengths_alone(split: tuple[list[int],
     order.shuffle(shuffled)  # type: ignore[attr-defined]
 
     def fills(rows: list[int], seed: int, epoch: int) -> list[list[int]]:
-        return sorted(sorted(rows[k] for k in found) for found in pack(rows, capacity, seed, epoch))
+        return sorted(sorted(rows[k] for k in found) for found in pack_rows(rows, capacity, seed, epoch))
 
     assert fills(lengths, 0, 0) == fills(shuffled, 0, 0) == fills(lengths, 3, 8)
 
 
 def test_packs_are_a_function_of_seed_and_epoch() -> None:
     lengths = np.random.default_rng(0).lognormal(mean=5.15, sigma=0.42, size=3000).astype(int).clip(40, 800)
-    assert pack(lengths, 1024, 1, 2) == pack(lengths.tolist(), 1024, 1, 2)
-    drawn = [pack(lengths, 1024, seed, epoch) for seed, epoch in [(1, 2), (2, 1), (1, 3), (0, 0)]]
+    assert pack_rows(lengths, 1024, 1, 2) == pack_rows(lengths.tolist(), 1024, 1, 2)
+    drawn = [pack_rows(lengths, 1024, seed, epoch) for seed, epoch in [(1, 2), (2, 1), (1, 3), (0, 0)]]
     assert len({str(packs) for packs in drawn}) == 4
     together = [{frozenset(rows) for rows in packs if len(rows) > 1} for packs in drawn]
     assert len(together[0] & together[2]) < 0.1 * len(together[0])  # other rows meet in another epoch
@@ -74,15 +74,15 @@ def test_packs_are_a_function_of_seed_and_epoch() -> None:
 
 def test_the_packs_never_change() -> None:
     """A golden value: other packs would give a resumed run other batches than it began with."""
-    assert pack([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=0) == [[6], [0, 2], [1, 5, 4, 7], [3]]
-    assert pack([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=1) == [[6], [0, 1], [2, 5, 3, 7], [4]]
+    assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=0) == [[6], [0, 2], [1, 5, 4, 7], [3]]
+    assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=1) == [[6], [0, 1], [2, 5, 3, 7], [4]]
 
 
 @pytest.mark.parametrize("capacity", [1024, 32_768])
 def test_a_million_rows_are_packed(capacity: int) -> None:
     """In about half a second: an algorithm of quadratic time would not end."""
     lengths = np.random.default_rng(1).integers(1, capacity + 1, 1_000_000)
-    packs = Packing(lengths, capacity).epoch(0, 0)
+    packs = PackingPlan(lengths, capacity).epoch(0, 0)
     assert np.array_equal(np.sort(packs.rows), np.arange(len(lengths)))
     fill = np.add.reduceat(lengths[packs.rows], packs.offsets[:-1])
     assert fill.max() <= capacity
@@ -91,11 +91,11 @@ def test_a_million_rows_are_packed(capacity: int) -> None:
 
 def test_rows_that_fit_no_pack_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"train\.pack_tokens: 64, but row 2 has 65 tokens.*prepare\.max_tokens"):
-        pack([3, 64, 65, 5], 64, 0, 0)
+        pack_rows([3, 64, 65, 5], 64, 0, 0)
     with pytest.raises(DataError, match="row 1 has no tokens"):
-        pack([3, 0], 64, 0, 0)
+        pack_rows([3, 0], 64, 0, 0)
 
 
 def test_no_rows_make_no_packs() -> None:
-    assert pack([], 64, 0, 0) == []
+    assert pack_rows([], 64, 0, 0) == []
     assert fill_rate([], [], 64) == 0.0

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.data import Duplicates
-from ratchet.data.deduplication import Cluster, Signatures, banding, clusters, exact_key, shingles, words
+from ratchet.config.data import DeduplicationSettings
+from ratchet.data.deduplication import (
+    MinHashSignatures,
+    RowCluster,
+    choose_banding,
+    cluster_duplicates,
+    exact_key,
+    shingle_text,
+    split_words,
+)
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 VOCABULARY = ["".join(random.Random(i).choices(string.ascii_lowercase, k=6)) for i in range(4000)]
@@ -22,7 +30,7 @@ def similarity(one: str, other: str, width: int = 3) -> float:
     """Jaccard similarity of word shingles, written down once more, plainly."""
 
     def runs(text: str) -> set[tuple[str, ...]]:
-        found = words(text) or [text]
+        found = split_words(text) or [text]
         return {tuple(found[i : i + width]) for i in range(max(1, len(found) - width + 1))}
 
     return len(runs(one) & runs(other)) / len(runs(one) | runs(other))
@@ -34,14 +42,14 @@ def found(
     rank: Sequence[int] | None = None,
     text_of: Callable[[int], str] | None = None,
     **chosen: object,
-) -> list[Cluster]:
-    duplicates = Duplicates.model_validate(chosen)
+) -> list[RowCluster]:
+    duplicates = DeduplicationSettings.model_validate(chosen)
     ranks = np.array(range(len(texts)) if rank is None else rank, dtype=np.int64)
-    keys = Signatures(duplicates).of(texts)
-    return clusters(keys, ranks, text_of or texts.__getitem__, duplicates, lambda rows: None)
+    keys = MinHashSignatures(duplicates).of(texts)
+    return cluster_duplicates(keys, ranks, text_of or texts.__getitem__, duplicates, lambda rows: None)
 
 
-def dropped(result: list[Cluster]) -> dict[int, int]:
+def dropped(result: list[RowCluster]) -> dict[int, int]:
     """Kept row of every dropped one."""
     return {row: cluster.kept for cluster in result for row in cluster.dropped}
 
@@ -78,20 +86,20 @@ def spoilt(text: list[str], changes: int, seed: int) -> list[str]:
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
-    assert words(text) == expected
+    assert split_words(text) == expected
 
 
 @PROPERTY
 @given(st.text(st.characters(max_codepoint=127)))
 def test_plain_text_is_read_as_any_other(text: str) -> None:
-    assert words(text) == words(f"{text} é")[:-1]
+    assert split_words(text) == split_words(f"{text} é")[:-1]
 
 
 @PROPERTY
 @given(st.text())
 def test_words_have_no_case_and_no_space_and_say_themselves(text: str) -> None:
-    assert words(" ".join(words(text))) == words(text)
-    assert all(word == word.casefold() and not any(letter.isspace() for letter in word) for word in words(text))
+    assert split_words(" ".join(split_words(text))) == split_words(text)
+    assert all(word == word.casefold() and not any(letter.isspace() for letter in word) for word in split_words(text))
 
 
 @PROPERTY
@@ -112,7 +120,7 @@ def test_exact_keys_tell_other_texts_apart(one: str, other: str) -> None:
 
 
 def test_lone_surrogates_are_text_like_any_other() -> None:
-    assert words("a \ud800 b") == ["a", "b"]
+    assert split_words("a \ud800 b") == ["a", "b"]
     assert exact_key("\ud800") != exact_key("\ud801")
     assert dropped(found(["\ud800", "\ud800", "\ud801"])) == {1: 0}
 
@@ -122,12 +130,13 @@ def test_lone_surrogates_are_text_like_any_other() -> None:
 
 def test_keys_are_the_same_in_every_process_and_batch() -> None:
     texts = [" ".join(prose(row, 700)) for row in range(120)] + ["", "hi", "🙂"]
-    together = Signatures(Duplicates()).of(texts)
-    assert together.shape == (123, Signatures(Duplicates()).bands)
-    alone = Signatures(Duplicates())
+    together = MinHashSignatures(DeduplicationSettings()).of(texts)
+    assert together.shape == (123, MinHashSignatures(DeduplicationSettings()).bands)
+    alone = MinHashSignatures(DeduplicationSettings())
     assert all(np.array_equal(alone.of([text])[0], keys) for text, keys in zip(texts, together, strict=True))
     code = (
-        "from ratchet.config.data import Duplicates\nfrom ratchet.data.deduplication import Signatures\n"
+        "from ratchet.config.data import DeduplicationSettings as Duplicates\n"
+        "from ratchet.data.deduplication import MinHashSignatures as Signatures\n"
         "print(*Signatures(Duplicates()).of(['It was the best of times, it was the worst of times.', 'ok'])[:, 0])"
     )
     done = [
@@ -141,18 +150,21 @@ def test_keys_are_the_same_in_every_process_and_batch() -> None:
 
 
 def test_no_texts_give_no_keys() -> None:
-    assert Signatures(Duplicates()).of([]).shape == (0, Signatures(Duplicates()).bands)
+    assert MinHashSignatures(DeduplicationSettings()).of([]).shape == (
+        0,
+        MinHashSignatures(DeduplicationSettings()).bands,
+    )
     assert found([]) == []
 
 
 @pytest.mark.parametrize("changes", [1, 4, 12])
 def test_band_keys_agree_as_often_as_minhash_says(changes: int) -> None:
     """A band of r rows agrees with probability s^r: the library's estimate has no bias."""
-    chosen = Duplicates(near=0.3, permutations=128)  # two rows a band: many bands to count
-    bands, rows = banding(0.3, 128)
+    chosen = DeduplicationSettings(near=0.3, permutations=128)  # two rows a band: many bands to count
+    bands, rows = choose_banding(0.3, 128)
     texts = [prose(("bias", pair)) for pair in range(150)]
-    one = Signatures(chosen).of([" ".join(text) for text in texts])
-    other = Signatures(chosen).of([" ".join(spoilt(text, changes, 0)) for text in texts])
+    one = MinHashSignatures(chosen).of([" ".join(text) for text in texts])
+    other = MinHashSignatures(chosen).of([" ".join(spoilt(text, changes, 0)) for text in texts])
     true = similarity(" ".join(texts[0]), " ".join(spoilt(texts[0], changes, 0)))
     expected = true**rows
     agreed = float((one == other).mean())
@@ -164,12 +176,12 @@ def test_band_keys_agree_as_often_as_minhash_says(changes: int) -> None:
     ("near", "permutations"), [(0.3, 128), (0.5, 64), (0.8, 128), (0.9, 128), (0.95, 1024), (0.8, 16)]
 )
 def test_banding_finds_most_pairs_at_the_threshold_and_nearly_all_above(near: float, permutations: int) -> None:
-    bands, rows = banding(near, permutations)
+    bands, rows = choose_banding(near, permutations)
     assert bands * rows <= permutations
     assert 1 - (1 - near**rows) ** bands > 0.8
     above = (1 + 2 * near) / 3
     assert 1 - (1 - above**rows) ** bands > 0.94
-    assert banding(0.8, 128) == (16, 8)  # as the settings describe it
+    assert choose_banding(0.8, 128) == (16, 8)  # as the settings describe it
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
@@ -214,7 +226,7 @@ def test_dropped_rows_are_similar_to_a_better_row_and_kept_candidates_are_not(
         assert rank[kept] < rank[row]
         assert similarity(texts[row], texts[kept]) >= near
     left = [row for row in range(len(texts)) if row not in gone]
-    keys = Signatures(Duplicates(near=near)).of([texts[row] for row in left])
+    keys = MinHashSignatures(DeduplicationSettings(near=near)).of([texts[row] for row in left])
     for i, one in enumerate(left):
         for j, other in enumerate(left[:i]):
             assert not (keys[i] == keys[j]).any() or similarity(texts[one], texts[other]) < near
@@ -225,26 +237,34 @@ def test_the_threshold_itself_counts_as_near(near: float, gone: dict[int, int]) 
     texts = ["a b c d e f g h i j k", "a b c d e f g h i j k l"]
     assert similarity(*texts) == 0.9
     keys, ranks = np.zeros((2, 1), np.uint64), np.arange(2)
-    assert dropped(clusters(keys, ranks, texts.__getitem__, Duplicates(near=near), lambda rows: None)) == gone
+    assert (
+        dropped(cluster_duplicates(keys, ranks, texts.__getitem__, DeduplicationSettings(near=near), lambda rows: None))
+        == gone
+    )
 
 
 def test_threshold_one_takes_only_equal_words() -> None:
     text = " ".join(prose("one"))
     texts = [text, text.upper() + "!", f"{text} more", text.replace(" ", "\n")]
-    assert found(texts, near=1.0) == [Cluster(0, (1, 3))]
+    assert found(texts, near=1.0) == [RowCluster(0, (1, 3))]
 
 
 def test_without_a_threshold_nothing_is_compared() -> None:
     told: list[int] = []
-    assert clusters(np.zeros((3, 1), np.uint64), np.arange(3), str, Duplicates(near=None), told.append) == []
+    assert (
+        cluster_duplicates(
+            np.zeros((3, 1), np.uint64), np.arange(3), str, DeduplicationSettings(near=None), told.append
+        )
+        == []
+    )
     assert told == [3]
     with pytest.raises(ValueError, match=r"duplicates\.near is null"):
-        Signatures(Duplicates(near=None))
+        MinHashSignatures(DeduplicationSettings(near=None))
 
 
 def test_short_texts_are_compared_whole() -> None:
     texts = ["Yes.", "yes", "No.", "yes no", "Yes, no!", "", " ", "🙂", "🙁", "🙂 ", "yes no yes"]
-    assert found(texts) == [Cluster(0, (1,)), Cluster(3, (4,)), Cluster(5, (6,)), Cluster(7, (9,))]
+    assert found(texts) == [RowCluster(0, (1,)), RowCluster(3, (4,)), RowCluster(5, (6,)), RowCluster(7, (9,))]
 
 
 @pytest.mark.parametrize(
@@ -253,8 +273,10 @@ def test_short_texts_are_compared_whole() -> None:
 def test_of_several_similar_rows_the_one_that_shares_most_keys_counts_then_the_best(
     keys: list[list[int]], kept: int
 ) -> None:
-    found = clusters(np.array(keys, np.uint64), np.arange(3), lambda row: "same", Duplicates(), lambda rows: None)
-    assert found == [Cluster(kept, (2,))]
+    found = cluster_duplicates(
+        np.array(keys, np.uint64), np.arange(3), lambda row: "same", DeduplicationSettings(), lambda rows: None
+    )
+    assert found == [RowCluster(kept, (2,))]
 
 
 def test_many_texts_without_words_are_no_crowd() -> None:
@@ -287,8 +309,8 @@ def test_a_crowd_of_equal_rows_takes_linear_time() -> None:
     read = Counted(texts)
     told: list[int] = []
     keys = np.zeros((len(texts), 16), np.uint64)
-    result = clusters(keys, np.arange(len(texts))[::-1], read, Duplicates(), told.append)
-    assert result == [Cluster(19_999, tuple(reversed(range(19_999))))]
+    result = cluster_duplicates(keys, np.arange(len(texts))[::-1], read, DeduplicationSettings(), told.append)
+    assert result == [RowCluster(19_999, tuple(reversed(range(19_999))))]
     assert read.calls == len(texts)
     assert told == sorted(told)
     assert told[-1] == len(texts)
@@ -311,6 +333,8 @@ def test_a_crowd_with_the_same_boilerplate_takes_linear_time(monkeypatch: pytest
     texts = [f"{boilerplate} {' '.join(prose(row, 12))}" for row in range(2000)]
     texts.append(f"{texts[1900]} indeed")
     assert 0.6 < similarity(texts[0], texts[1]) < 0.75
-    monkeypatch.setattr("ratchet.data.deduplication.shingles", lambda text, width: Comparing(shingles(text, width)))
+    monkeypatch.setattr(
+        "ratchet.data.deduplication.shingle_text", lambda text, width: Comparing(shingle_text(text, width))
+    )
     assert dropped(found(texts)) == {2000: 1900}
     assert Comparing.comparisons < 300 * len(texts)

@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ratchet.data import readers
-from ratchet.data.conversation import Fault
+from ratchet.data.conversation import MalformedRecord
 from ratchet.data.readers import MAX_RECORD_BYTES, Record
 from ratchet.errors import EXIT_INPUT, DataError
 
@@ -54,7 +54,7 @@ def written(rows: list[dict[str, Any]], ending: str) -> bytes:
 def read(folder: Path, name: str, content: bytes | str) -> list[Record]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return list(readers.read(path, name))
+    return list(readers.read_records(path, name))
 
 
 def fields(records: list[Record]) -> list[dict[str, Any]]:
@@ -97,13 +97,13 @@ def test_every_format_gives_the_same_records_however_compressed(tmp_path: Path, 
 )
 def test_every_record_knows_where_it_begins(tmp_path: Path, name: str, content: str, places: list[str]) -> None:
     records = read(tmp_path, name, content)
-    assert [record.where if isinstance(record, Fault) else record[0] for record in records] == places
+    assert [record.where if isinstance(record, MalformedRecord) else record[0] for record in records] == places
 
 
 def test_parquet_places_go_through_row_groups(tmp_path: Path) -> None:
     rows = [{"prompt": str(number), "n": number} for number in range(2500)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
-    records = list(readers.read(tmp_path / "a.parquet", "a.parquet"))
+    records = list(readers.read_records(tmp_path / "a.parquet", "a.parquet"))
     assert records == [(f"a.parquet[{number}]", row) for number, row in enumerate(rows)]
 
 
@@ -169,7 +169,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
         path.write_bytes(gzip.compress(content, 1, mtime=0) if packed else content)
         del content
         tracemalloc.start()
-        count = sum(1 for _ in readers.read(path, path.name))
+        count = sum(1 for _ in readers.read_records(path, path.name))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert count == rows
@@ -218,7 +218,7 @@ def test_a_bad_line_is_counted_and_the_next_one_read(tmp_path: Path, line: str, 
 )
 def test_a_bad_element_is_counted_and_the_next_one_read(tmp_path: Path, value: str, says: str) -> None:
     records = read(tmp_path, "a.json", '[{"a": 1}, ' + value + ', {"a": 2}]')
-    assert records == [("a.json[0]", {"a": 1}), Fault("a.json[1]", says), ("a.json[2]", {"a": 2})]
+    assert records == [("a.json[0]", {"a": 1}), MalformedRecord("a.json[1]", says), ("a.json[2]", {"a": 2})]
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
@@ -229,12 +229,12 @@ def test_a_line_of_fifty_megabytes_is_counted_and_never_held(tmp_path: Path, pac
     path.write_bytes(content)
     del content
     tracemalloc.start()
-    records = list(readers.read(path, path.name))
+    records = list(readers.read_records(path, path.name))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert records == [
         (f"{path.name}:1", {"a": "1"}),
-        Fault(f"{path.name}:2", f"a line of {len(long):,} bytes; at most 16 MiB are read"),
+        MalformedRecord(f"{path.name}:2", f"a line of {len(long):,} bytes; at most 16 MiB are read"),
         (f"{path.name}:3", {"a": "2"}),
     ]
     assert peak < 3 * MAX_RECORD_BYTES
@@ -244,7 +244,7 @@ def test_the_longest_record_is_read_and_a_longer_one_is_not(tmp_path: Path) -> N
     longest = '{"a": "' + "x" * (MAX_RECORD_BYTES - 10) + '"}\n'
     assert len(longest) == MAX_RECORD_BYTES
     assert isinstance(read(tmp_path, "a.jsonl", longest)[0], tuple)
-    assert isinstance(read(tmp_path, "a.jsonl", longest.replace("x", "xx", 1))[0], Fault)
+    assert isinstance(read(tmp_path, "a.jsonl", longest.replace("x", "xx", 1))[0], MalformedRecord)
     longer = '[{"a": "' + "x" * (MAX_RECORD_BYTES + 1) + '"}, {"a": "2"}]'
     found, after = read(tmp_path, "a.json", longer)
     assert found.where == "a.json[0]"
@@ -262,7 +262,7 @@ def test_the_longest_record_is_read_and_a_longer_one_is_not(tmp_path: Path) -> N
 )
 def test_a_bad_row_of_a_table_is_counted_and_the_next_one_read(tmp_path: Path, line: str, says: str) -> None:
     records = read(tmp_path, "a.csv", f'p,r\nx,y\n"1\n2",z\n{line}\nx,y\n')
-    assert [record for record in records if isinstance(record, Fault)] == [Fault("a.csv:5", says)]
+    assert [record for record in records if isinstance(record, MalformedRecord)] == [MalformedRecord("a.csv:5", says)]
     assert len(records) == 4
 
 
@@ -297,7 +297,7 @@ def test_whatever_a_file_holds_is_read_or_refused(
     except DataError as error:
         assert str(error).startswith(name)
     else:
-        assert all(isinstance(record, Fault) or isinstance(record[1], dict) for record in records)
+        assert all(isinstance(record, MalformedRecord) or isinstance(record[1], dict) for record in records)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad files
@@ -489,6 +489,6 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(Is a directory\)"):
-        list(readers.read(tmp_path / "a.jsonl", "a.jsonl"))
+        list(readers.read_records(tmp_path / "a.jsonl", "a.jsonl"))
     with pytest.raises(DataError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
-        list(readers.read(tmp_path / "b.jsonl", "b.jsonl"))
+        list(readers.read_records(tmp_path / "b.jsonl", "b.jsonl"))

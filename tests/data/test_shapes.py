@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.data import Columns, Shape
+from ratchet.config.data import ColumnSettings, Shape
 from ratchet.data import schema_detection
-from ratchet.data.conversation import Conversation, Fault, Row
+from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow
 from ratchet.errors import EXIT_INPUT, DataError
 
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
@@ -22,9 +22,11 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-def convert(*records: dict[str, Any], shape: Shape = "auto", **columns: str) -> tuple[str, list[Row | Fault]]:
+def convert(
+    *records: dict[str, Any], shape: Shape = "auto", **columns: str
+) -> tuple[str, list[SourceRow | MalformedRecord]]:
     """What a source of these records is taken for, and what it gives."""
-    reading = schema_detection.settle(records, shape, Columns(**columns), "data/raw/a.jsonl")
+    reading = schema_detection.detect_schema(records, shape, ColumnSettings(**columns), "data/raw/a.jsonl")
     found = [
         row for number, fields in enumerate(records, start=1) for row in reading.rows(f"a.jsonl:{number}", fields, 3)
     ]
@@ -35,7 +37,7 @@ def convert(*records: dict[str, Any], shape: Shape = "auto", **columns: str) -> 
 def conversation(record: dict[str, Any], shape: Shape = "auto", **columns: str) -> Conversation:
     """The only conversation that a record gives."""
     [row] = convert(record, shape=shape, **columns)[1]
-    assert isinstance(row, Row), row
+    assert isinstance(row, SourceRow), row
     assert row.where == "a.jsonl:1"
     assert row.fields == record
     return row.conversation
@@ -55,7 +57,7 @@ def detail(record: dict[str, Any], shape: Shape = "auto", **columns: str) -> str
     }
     first = next((rows for column, rows in good.items() if column in record), {"prompt": "a", "response": "b"})
     fault = convert(first, first, record, shape=shape, **columns)[1][-1]
-    assert isinstance(fault, Fault), fault
+    assert isinstance(fault, MalformedRecord), fault
     assert fault.where.startswith("a.jsonl:3")
     fault.detail.encode()  # a terminal can show it
     return fault.detail
@@ -129,8 +131,8 @@ def test_self_instruct_gives_a_row_for_each_instance() -> None:
         assert one.conversation.messages == turn("Translate.\n\neins", "one")
         assert one.fields is record
         assert two.conversation.messages == turn("Translate.", "two")
-        assert three == Fault("a.jsonl:1[2]", "instance is text, expected an object with input and output", 3)
-        assert four == Fault("a.jsonl:1[3]", "no column 'output'; found: input", 3)
+        assert three == MalformedRecord("a.jsonl:1[2]", "instance is text, expected an object with input and output", 3)
+        assert four == MalformedRecord("a.jsonl:1[3]", "no column 'output'; found: input", 3)
 
 
 def test_the_input_stands_below_the_instruction() -> None:
@@ -160,8 +162,8 @@ def test_the_likelier_pair_of_columns_is_taken_and_named() -> None:
 def test_a_stray_record_does_not_decide() -> None:
     described, rows = convert({"prompt": "a", "response": "b"}, *[{"question": "a", "answer": "b"}] * 3)
     assert described == "columns question, answer"
-    assert rows[0] == Fault("a.jsonl:1", "no column 'question'; found: prompt, response", 3)
-    assert all(isinstance(row, Row) for row in rows[1:])
+    assert rows[0] == MalformedRecord("a.jsonl:1", "no column 'question'; found: prompt, response", 3)
+    assert all(isinstance(row, SourceRow) for row in rows[1:])
 
 
 def test_named_columns_are_taken_whatever_else_there_is() -> None:
@@ -182,14 +184,14 @@ def test_a_system_column_is_found_even_if_few_records_have_one() -> None:
     records = [{"question": "a", "answer": "b"}] * 30
     described, rows = convert(*records, {"question": "a", "answer": "b", "system_prompt": "Be brief."})
     assert described == "columns question, answer, system in `system_prompt`"
-    assert [len(row.conversation.messages) for row in rows if isinstance(row, Row)] == [2] * 30 + [3]
+    assert [len(row.conversation.messages) for row in rows if isinstance(row, SourceRow)] == [2] * 30 + [3]
 
 
 def test_an_optional_column_that_comes_late_is_not_lost() -> None:
-    reading = schema_detection.settle([{"instruction": "a", "output": "b"}], "auto", Columns(), "a")
+    reading = schema_detection.detect_schema([{"instruction": "a", "output": "b"}], "auto", ColumnSettings(), "a")
     [row] = reading.rows("a:101", {"instruction": "a", "input": "x", "output": "b", "system": "s"})
     assert row.conversation.messages == turn("a\n\nx", "b", "s")
-    reading = schema_detection.settle([{"messages": turn("a", "b")}], "auto", Columns(), "a")
+    reading = schema_detection.detect_schema([{"messages": turn("a", "b")}], "auto", ColumnSettings(), "a")
     [row] = reading.rows("a:101", {"messages": turn("a", "b"), "tools": [TOOL]})
     assert row.conversation.tools == [TOOL]
 
@@ -447,11 +449,11 @@ def test_whatever_a_record_holds_it_is_a_conversation_that_can_be_written_or_a_f
     good = GOOD[shape]
     values = {column: JSON_VALUES | (TURNS if column == "messages" else st.text()) for column in good}
     record = data.draw(st.fixed_dictionaries({}, optional={**values, "tools": JSON_VALUES, "system": JSON_VALUES}))
-    reading = schema_detection.settle([good], shape, Columns(), "a")
+    reading = schema_detection.detect_schema([good], shape, ColumnSettings(), "a")
     rows = list(reading.rows("a:1", record))
     assert rows
     for row in rows:
-        if isinstance(row, Fault):
+        if isinstance(row, MalformedRecord):
             row.detail.encode()
             continue
         found = row.conversation

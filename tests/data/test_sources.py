@@ -12,8 +12,8 @@ import pytest
 
 from ratchet.config.data import Prepare
 from ratchet.data import sources
-from ratchet.data.conversation import Fault, Row
-from ratchet.data.sources import Sources
+from ratchet.data.conversation import MalformedRecord, SourceRow
+from ratchet.data.sources import SourceReader
 from ratchet.errors import EXIT_INPUT, DataError
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -43,13 +43,13 @@ def put(root: Path, name: str, content: str | bytes) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def read(root: Path, *listed: Any, **settings: Any) -> list[Row | Fault]:
-    return list(Sources(root, prepare(*listed, **settings)).rows())
+def read(root: Path, *listed: Any, **settings: Any) -> list[SourceRow | MalformedRecord]:
+    return list(SourceReader(root, prepare(*listed, **settings)).rows())
 
 
-def texts(rows: list[Row | Fault]) -> list[tuple[str, str]]:
-    assert all(isinstance(row, Row) for row in rows), rows
-    return [(row.conversation.prompt, row.conversation.response) for row in rows if isinstance(row, Row)]
+def texts(rows: list[SourceRow | MalformedRecord]) -> list[tuple[str, str]]:
+    assert all(isinstance(row, SourceRow) for row in rows), rows
+    return [(row.conversation.prompt, row.conversation.response) for row in rows if isinstance(row, SourceRow)]
 
 
 def refusal(root: Path, *listed: Any, **settings: Any) -> str:
@@ -67,7 +67,7 @@ def test_sources_come_in_order_each_with_its_shape_and_number(tmp_path: Path) ->
     put(tmp_path, "b.jsonl", '{"prompt": "1", "response": "x"}\n\n{"prompt": "2", "response": "x"}\n')
     put(tmp_path, "a.csv", "question,answer\n3,x\n")
     put(tmp_path, "c.json", json.dumps([{"messages": [{"role": "user", "content": "4"}]}]))
-    found = Sources(tmp_path, prepare("b.jsonl", "a.csv", "c.json"))
+    found = SourceReader(tmp_path, prepare("b.jsonl", "a.csv", "c.json"))
     assert found.shapes == ["", "", ""]
     rows = list(found.rows())
     assert [(row.where, row.source) for row in rows] == [
@@ -85,7 +85,7 @@ def test_a_glob_is_its_files_by_name(tmp_path: Path) -> None:
     for name in ("part/2.jsonl", "part/10.jsonl.gz", "part/deep/1.jsonl", "other.csv", "part/.hidden.jsonl"):
         row = json.dumps({"question": name, "answer": "x"})
         put(tmp_path, name, gzip.compress(row.encode()) if name.endswith("gz") else row)
-    found = Sources(tmp_path, prepare("part/*.jsonl*"))
+    found = SourceReader(tmp_path, prepare("part/*.jsonl*"))
     assert list(found.files[0]) == ["data/raw/part/10.jsonl.gz", "data/raw/part/2.jsonl"]
     assert [prompt for prompt, _ in texts(list(found.rows()))] == ["part/10.jsonl.gz", "part/2.jsonl"]
     assert len(read(tmp_path, "**/*.jsonl")) == 2
@@ -123,19 +123,19 @@ def test_bad_records_are_faults_of_their_source_and_stay_in_order(tmp_path: Path
     put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b"}')
     lines = ["no JSON"] * 250 + ['{"question": "a", "answer": "b"}', '{"question": "a"}', "[]"] + ["no JSON"] * 250
     put(tmp_path, "b.jsonl", "\n".join(lines))
-    found = Sources(tmp_path, prepare("a.jsonl", "b.jsonl"))
+    found = SourceReader(tmp_path, prepare("a.jsonl", "b.jsonl"))
     rows = list(found.rows())[1:]
     assert [row.where for row in rows] == [f"data/raw/b.jsonl:{number}" for number in range(1, 504)]
     assert {row.source for row in rows} == {1}
-    assert [number for number, row in enumerate(rows) if isinstance(row, Row)] == [250]
+    assert [number for number, row in enumerate(rows) if isinstance(row, SourceRow)] == [250]
     assert rows[251].detail == "no column 'answer'; found: question"
     assert found.shapes[1] == "columns question, answer"
 
 
 def test_a_source_of_faults_only_is_counted_and_has_no_shape(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", "no JSON\n" * 150)
-    found = Sources(tmp_path, prepare("a.jsonl"))
-    assert sum(isinstance(row, Fault) for row in found.rows()) == 150
+    found = SourceReader(tmp_path, prepare("a.jsonl"))
+    assert sum(isinstance(row, MalformedRecord) for row in found.rows()) == 150
     assert found.shapes == ["nothing: no record could be read"]
 
 
@@ -144,7 +144,7 @@ def test_a_field_that_divides_the_rows_must_be_text_that_can_be_written(tmp_path
     put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b", "who": "half \\ud83d"}')
     assert len(texts(read(tmp_path, "a.jsonl"))) == 1
     assert read(tmp_path, "a.jsonl", split={setting: "who"}) == [
-        Fault("data/raw/a.jsonl:1", "field 'who' holds half a surrogate pair, which is no text", 0)
+        MalformedRecord("data/raw/a.jsonl:1", "field 'who' holds half a surrogate pair, which is no text", 0)
     ]
 
 
@@ -153,7 +153,7 @@ def test_a_field_that_divides_the_rows_must_be_text_that_can_be_written(tmp_path
 def test_real_files_are_recognised_to_the_last_row(tmp_path: Path, name: str) -> None:
     (tmp_path / "data" / "raw").mkdir(parents=True)
     (tmp_path / "data" / "raw" / name).symlink_to(REAL / name)
-    found = Sources(tmp_path, prepare(name))
+    found = SourceReader(tmp_path, prepare(name))
     rows = texts(list(found.rows()))
     assert (found.shapes[0], len(rows)) == REAL_SHAPES[name]
     assert all(prompt for prompt, _ in rows)
@@ -179,7 +179,7 @@ def test_a_source_outside_data_raw_is_refused(tmp_path: Path, name: str) -> None
         path.write_text("prompt,response\na,b\n")
     (tmp_path / "data" / "raw").mkdir()
     with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw or data/taught; DVC would"):
-        Sources(tmp_path, Prepare.model_validate({"sources": [name]}))
+        SourceReader(tmp_path, Prepare.model_validate({"sources": [name]}))
 
 
 def test_a_missing_file_is_refused_with_those_there_are(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_unknown_ending_is_refused_before_anything_is_read(tmp_path: Path) ->
     put(tmp_path, "b.txt", "x")
     for pattern in ("b.txt", "*"):
         with pytest.raises(DataError, match=r"data/raw/b\.txt: cannot read \.txt; known: \.json, "):
-            Sources(tmp_path, prepare("a.csv" if pattern != "*" else "b.txt", pattern))
+            SourceReader(tmp_path, prepare("a.csv" if pattern != "*" else "b.txt", pattern))
 
 
 def test_a_file_of_two_sources_is_refused(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_source_without_rows_is_refused(tmp_path: Path, name: str, content: st
 
 def test_a_damaged_file_ends_the_reading(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl.gz", gzip.compress(b'{"prompt": "1", "response": "x"}\n' * 99)[:-4])
-    rows = Sources(tmp_path, prepare("a.jsonl.gz")).rows()
+    rows = SourceReader(tmp_path, prepare("a.jsonl.gz")).rows()
     with pytest.raises(DataError, match=r"data/raw/a\.jsonl\.gz: gzip data that ends early"):
         list(rows)
 
@@ -247,12 +247,12 @@ def test_documents_are_all_texts_of_a_record(tmp_path: Path) -> None:
     tasks = tmp_path / "data" / "tasks"
     tasks.mkdir()
     (tasks / "c.json").write_text('[{"q": "seven"}]')
-    assert sources.documents(tmp_path, ["data/raw/*", "data/tasks/c.json", "data/raw/b.csv"]) == {
+    assert sources.read_evaluation_sets(tmp_path, ["data/raw/*", "data/tasks/c.json", "data/raw/b.csv"]) == {
         "data/raw/a.jsonl": ["one\ntwo\nthree\nfour", ""],
         "data/raw/b.csv": ["five\nsix"],
         "data/tasks/c.json": ["seven"],
     }
-    assert sources.documents(tmp_path, []) == {}
+    assert sources.read_evaluation_sets(tmp_path, []) == {}
 
 
 @pytest.mark.parametrize(
@@ -267,17 +267,17 @@ def test_documents_are_all_texts_of_a_record(tmp_path: Path) -> None:
 def test_half_an_evaluation_set_is_refused(tmp_path: Path, content: str, says: str) -> None:
     put(tmp_path, "a.jsonl", content)
     with pytest.raises(DataError) as caught:
-        sources.documents(tmp_path, ["data/raw/a.jsonl"])
+        sources.read_evaluation_sets(tmp_path, ["data/raw/a.jsonl"])
     assert str(caught.value).startswith(says)
 
 
 def test_a_deeply_nested_document_is_read(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", '{"q": ' + "[" * 900 + '"deep"' + "]" * 900 + "}")
-    assert sources.documents(tmp_path, ["data/raw/a.jsonl"]) == {"data/raw/a.jsonl": ["deep"]}
+    assert sources.read_evaluation_sets(tmp_path, ["data/raw/a.jsonl"]) == {"data/raw/a.jsonl": ["deep"]}
 
 
 @pytest.mark.parametrize("name", ["elsewhere/a.jsonl", "data/raw/none.jsonl", "data/raw/a.txt"])
 def test_an_evaluation_set_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     put(tmp_path, "a.txt", "x")
     with pytest.raises(DataError, match=r"not below data/raw or data/tasks|no such file|cannot read \.txt"):
-        sources.documents(tmp_path, [name])
+        sources.read_evaluation_sets(tmp_path, [name])

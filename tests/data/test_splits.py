@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ratchet.config.data import Prepare, Split
-from ratchet.data.conversation import Conversation, Row
-from ratchet.data.splits import LENGTH, SPLITS, Divider, normalised, split_of
+from ratchet.config.data import Prepare, SplitSettings
+from ratchet.data.conversation import Conversation, SourceRow
+from ratchet.data.splits import LENGTH, SPLITS, SplitAssigner, assign_split, normalize_text
 from ratchet.errors import DataError
 
 PROMPTS = [f"request number {i} about {random.Random(i).choice('abcdefgh')}" for i in range(10_000)]
 
 
-def shares(split: Split) -> dict[str, float]:
-    found = [split_of(prompt, split) for prompt in PROMPTS]
+def shares(split: SplitSettings) -> dict[str, float]:
+    found = [assign_split(prompt, split) for prompt in PROMPTS]
     return {name: found.count(name) / len(found) for name in SPLITS}
 
 
 @pytest.mark.parametrize(("validation", "test"), [(0.1, 0.15), (0.05, 0.05), (0.3, 0.3), (0.01, 0.9), (0.45, 0.5)])
 def test_the_wanted_fractions_hold(validation: float, test: float) -> None:
-    found = shares(Split(validation=validation, test=test))
+    found = shares(SplitSettings(validation=validation, test=test))
     for name, wanted in {"validation": validation, "test": test, "train": 1 - validation - test}.items():
         five_sigma = 5 * math.sqrt(wanted * (1 - wanted) / len(PROMPTS))
         assert abs(found[name] - wanted) < five_sigma, name
@@ -44,45 +44,49 @@ def test_the_wanted_fractions_hold(validation: float, test: float) -> None:
     ],
 )
 def test_the_same_request_in_other_case_or_spacing_is_in_the_same_split(other: str) -> None:
-    assert normalised(other) == normalised("Where is my card")
+    assert normalize_text(other) == normalize_text("Where is my card")
     for seed in range(50):
-        assert split_of(other, Split(seed=seed)) == split_of("Where is my card", Split(seed=seed))
+        assert assign_split(other, SplitSettings(seed=seed)) == assign_split(
+            "Where is my card", SplitSettings(seed=seed)
+        )
 
 
 def test_only_case_and_the_amount_of_white_space_are_ignored() -> None:
-    assert normalised("STRASSE") == normalised("straße")
-    assert len({normalised(prompt) for prompt in PROMPTS}) == len(PROMPTS)
-    assert normalised("re sent") != normalised("resent")
+    assert normalize_text("STRASSE") == normalize_text("straße")
+    assert len({normalize_text(prompt) for prompt in PROMPTS}) == len(PROMPTS)
+    assert normalize_text("re sent") != normalize_text("resent")
 
 
 def test_another_seed_divides_otherwise() -> None:
-    one, two = Split(seed=0), Split(seed=1)
-    moved = sum(split_of(p, one) != split_of(p, two) for p in PROMPTS) / len(PROMPTS)
+    one, two = SplitSettings(seed=0), SplitSettings(seed=1)
+    moved = sum(assign_split(p, one) != assign_split(p, two) for p in PROMPTS) / len(PROMPTS)
     expected = 1 - (0.15**2 + 0.1**2 + 0.75**2)  # as independent draws would differ
     assert moved == pytest.approx(expected, abs=0.03)
 
 
 def test_test_rows_stay_when_the_shares_change() -> None:
-    def tests(split: Split) -> set[str]:
-        return {p for p in PROMPTS if split_of(p, split) == "test"}
+    def tests(split: SplitSettings) -> set[str]:
+        return {p for p in PROMPTS if assign_split(p, split) == "test"}
 
-    assert tests(Split(validation=0.1)) == tests(Split(validation=0.4))
-    assert tests(Split(test=0.1)) < tests(Split(test=0.2))
+    assert tests(SplitSettings(validation=0.1)) == tests(SplitSettings(validation=0.4))
+    assert tests(SplitSettings(test=0.1)) < tests(SplitSettings(test=0.2))
 
 
 def test_where_known_prompts_lie_never_changes() -> None:
     """A golden value: another division would make test rows of old models into training rows of new ones."""
-    found = {prompt: split_of(prompt, Split()) for prompt in "aflnqt"}
+    found = {prompt: assign_split(prompt, SplitSettings()) for prompt in "aflnqt"}
     assert found == {"a": "train", "f": "validation", "l": "test", "n": "validation", "q": "test", "t": "test"}
 
 
-def row(prompt: str, source: int = 0, answer: str = "yes", **fields: Any) -> Row:
+def row(prompt: str, source: int = 0, answer: str = "yes", **fields: Any) -> SourceRow:
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Row("rows.jsonl:1", Conversation(messages), source, fields)
+    return SourceRow("rows.jsonl:1", Conversation(messages), source, fields)
 
 
-def divided(rows: Sequence[Row], split: Split, sources: Sequence[Any] = ("data/raw/rows.jsonl",)) -> list[str]:
-    divider = Divider(Prepare(sources=tuple(sources), split=split))
+def divided(
+    rows: Sequence[SourceRow], split: SplitSettings, sources: Sequence[Any] = ("data/raw/rows.jsonl",)
+) -> list[str]:
+    divider = SplitAssigner(Prepare(sources=tuple(sources), split=split))
     for one in rows:
         assert divider.fault(one) is None
         divider.add(one)
@@ -96,30 +100,30 @@ TEXTS = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=60)
 @SETTINGS
 @given(TEXTS, TEXTS, st.randoms(use_true_random=False))
 def test_by_content_no_added_row_moves_an_old_one(old: list[str], new: list[str], shuffle: random.Random) -> None:
-    before = dict(zip(old, divided([row(text) for text in old], Split()), strict=True))
+    before = dict(zip(old, divided([row(text) for text in old], SplitSettings()), strict=True))
     everything = [*old, *new]
     shuffle.shuffle(everything)
-    after = dict(zip(everything, divided([row(text) for text in everything], Split()), strict=True))
+    after = dict(zip(everything, divided([row(text) for text in everything], SplitSettings()), strict=True))
     assert {text: after[text] for text in before} == before
-    assert before == {text: split_of(text, Split()) for text in old}
+    assert before == {text: assign_split(text, SplitSettings()) for text in old}
 
 
 @SETTINGS
 @given(st.lists(st.tuples(st.integers(0, 8), st.text(min_size=1, max_size=9)), min_size=1, max_size=60))
 def test_rows_of_a_group_stay_together_and_added_rows_move_none(pairs: list[tuple[int, str]]) -> None:
     rows = [row(text, user=user) for user, text in pairs]
-    found = divided(rows, Split(group="user"))
+    found = divided(rows, SplitSettings(group="user"))
     homes: dict[int, set[str]] = {}
     for (user, _), split in zip(pairs, found, strict=True):
         homes.setdefault(user, set()).add(split)
     assert all(len(splits) == 1 for splits in homes.values())
-    assert divided(rows[: len(rows) // 2 + 1], Split(group="user")) == found[: len(rows) // 2 + 1]
+    assert divided(rows[: len(rows) // 2 + 1], SplitSettings(group="user")) == found[: len(rows) // 2 + 1]
 
 
 @SETTINGS
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10_000)), min_size=1, max_size=200))
 def test_in_every_stratum_the_fractions_hold_to_a_row(pairs: list[tuple[str, int]]) -> None:
-    wanted = Split(validation=0.2, test=0.2, stratify="kind")
+    wanted = SplitSettings(validation=0.2, test=0.2, stratify="kind")
     unique = sorted({(number, kind) for kind, number in pairs})
     rows = [row(f"{kind} {number}", kind=kind) for number, kind in unique]
     found = divided(rows, wanted)
@@ -135,38 +139,40 @@ def test_in_every_stratum_the_fractions_hold_to_a_row(pairs: list[tuple[str, int
 
 def test_a_stratum_of_few_rows_is_learned_from_and_large_shares_leave_a_row_for_training() -> None:
     rows = [row(f"{i}", kind="rare" if i == 0 else "often") for i in range(40)]
-    assert divided(rows, Split(stratify="kind"))[0] == "train"
-    three = divided([row(f"{i}", kind="one") for i in range(3)], Split(validation=0.4, test=0.5, stratify="kind"))
+    assert divided(rows, SplitSettings(stratify="kind"))[0] == "train"
+    three = divided(
+        [row(f"{i}", kind="one") for i in range(3)], SplitSettings(validation=0.4, test=0.5, stratify="kind")
+    )
     assert sorted(three) == ["test", "train", "validation"]
 
 
 def test_equal_prompts_in_two_strata_stay_together() -> None:
     rows = [row(f"{i}", kind=kind) for i in range(50) for kind in ("x", "y")]
-    found = divided(rows, Split(stratify="kind"))
+    found = divided(rows, SplitSettings(stratify="kind"))
     assert found[0::2] == found[1::2]
 
 
 def test_length_strata_are_powers_of_two_of_characters() -> None:
     rows = [row("long " * 40 + str(i)) if i % 2 else row(f"s{i}", answer="") for i in range(80)]
-    found = divided(rows, Split(stratify=LENGTH, test=0.25, validation=0.25))
+    found = divided(rows, SplitSettings(stratify=LENGTH, test=0.25, validation=0.25))
     for parity in (0, 1):
         assert Counter(found[parity::2]) == {"train": 20, "validation": 10, "test": 10}
 
 
 def test_by_time_the_newest_rows_are_test_and_a_prompt_counts_as_its_latest() -> None:
     rows = [row(f"{day}", at=f"2024-01-{day:02}") for day in range(1, 31)] + [row("1", at="2024-02-01")]
-    found = divided(rows, Split(time="at", validation=0.1, test=0.1))
+    found = divided(rows, SplitSettings(time="at", validation=0.1, test=0.1))
     assert found[0] == found[-1] == "test"  # asked again, and that is the newest
     assert [day for day, split in enumerate(found[:30], 1) if split == "test"] == [1, 29, 30]
     assert [day for day, split in enumerate(found[:30], 1) if split == "validation"] == [26, 27, 28]
-    numbers = divided([row(str(n), at=n) for n in range(10)], Split(time="at", validation=0.1, test=0.1))
+    numbers = divided([row(str(n), at=n) for n in range(10)], SplitSettings(time="at", validation=0.1, test=0.1))
     assert numbers == ["train"] * 8 + ["validation", "test"]
 
 
 def test_a_source_with_a_split_of_its_own_takes_that_split_from_nobody_else() -> None:
     sources = ({"files": "data/raw/a"}, {"files": "data/raw/b", "split": "test"})
     rows = [row(f"{i}", source=i % 2) for i in range(400)]
-    found = divided(rows, Split(), sources)
+    found = divided(rows, SplitSettings(), sources)
     assert set(found[1::2]) == {"test"}
     assert set(found[0::2]) == {"train", "validation"}
 
@@ -174,31 +180,36 @@ def test_a_source_with_a_split_of_its_own_takes_that_split_from_nobody_else() ->
 @pytest.mark.parametrize(
     ("split", "fields", "words"),
     [
-        (Split(group="user"), {}, "no field 'user' (prepare.split.group)"),
-        (Split(stratify="kind"), {"kind": None}, "no field 'kind'"),
-        (Split(stratify="kind"), {"kind": ["a"]}, "holds a list"),
-        (Split(time="at"), {"at": "yesterday"}, "no date and no number: 'yesterday'"),
-        (Split(time="at"), {"at": "nan"}, "no date"),
-        (Split(time="at"), {"at": True}, "no date"),
+        (SplitSettings(group="user"), {}, "no field 'user' (prepare.split.group)"),
+        (SplitSettings(stratify="kind"), {"kind": None}, "no field 'kind'"),
+        (SplitSettings(stratify="kind"), {"kind": ["a"]}, "holds a list"),
+        (SplitSettings(time="at"), {"at": "yesterday"}, "no date and no number: 'yesterday'"),
+        (SplitSettings(time="at"), {"at": "nan"}, "no date"),
+        (SplitSettings(time="at"), {"at": True}, "no date"),
     ],
 )
-def test_a_row_without_a_usable_field_is_a_fault(split: Split, fields: dict[str, Any], words: str) -> None:
-    assert words in Divider(Prepare(split=split)).fault(row("p", **fields))
+def test_a_row_without_a_usable_field_is_a_fault(split: SplitSettings, fields: dict[str, Any], words: str) -> None:
+    assert words in SplitAssigner(Prepare(split=split)).fault(row("p", **fields))
 
 
 def test_dates_and_numbers_in_one_field_are_refused() -> None:
     with pytest.raises(DataError, match="dates in some rows and numbers in others"):
-        divided([row("a", at="2024-01-31"), row("b", at="20240201")], Split(time="at"))
+        divided([row("a", at="2024-01-31"), row("b", at="20240201")], SplitSettings(time="at"))
 
 
 def test_two_ways_to_divide_exclude_each_other() -> None:
     with pytest.raises(ValidationError, match="group and time exclude each other"):
-        Split(group="a", time="b")
+        SplitSettings(group="a", time="b")
 
 
 def test_the_order_of_rows_does_not_matter() -> None:
     rows = [row(f"{i}", kind=str(i % 7), at=i % 13) for i in range(300)]
     shuffled = np.random.default_rng(0).permutation(len(rows))
-    for split in (Split(), Split(stratify="kind"), Split(time="at"), Split(stratify=LENGTH)):
+    for split in (
+        SplitSettings(),
+        SplitSettings(stratify="kind"),
+        SplitSettings(time="at"),
+        SplitSettings(stratify=LENGTH),
+    ):
         before, after = divided(rows, split), divided([rows[i] for i in shuffled], split)
         assert [before[i] for i in shuffled] == after

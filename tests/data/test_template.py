@@ -23,9 +23,15 @@ from chat_families import (
     user,
 )
 from ratchet.data import tokenization
-from ratchet.data.chat_template import any_of
-from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
-from ratchet.data.tokenization import Encoder, encode, merge_system, prompt_ids, shorten
+from ratchet.data.chat_template import alternation_pattern
+from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, Message, RefusedConversation
+from ratchet.data.tokenization import (
+    ConversationEncoder,
+    encode_conversation,
+    encode_prompt,
+    merge_system_messages,
+    truncate_conversation,
+)
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model
 
@@ -41,14 +47,16 @@ def chat(*messages: Message, tools: list[Any] | None = None) -> Conversation:
     return Conversation(list(messages), tools)
 
 
-def one(tok: PreTrainedTokenizerFast, conversation: Conversation, turns: Any = "all") -> Encoded | Refused:
-    [result] = Encoder(tok, turns).encode([("f.csv:7", conversation)])
+def one(
+    tok: PreTrainedTokenizerFast, conversation: Conversation, turns: Any = "all"
+) -> EncodedConversation | RefusedConversation:
+    [result] = ConversationEncoder(tok, turns).encode([("f.csv:7", conversation)])
     return result
 
 
-def learned(tok: PreTrainedTokenizerFast, encoded: Encoded | Refused) -> list[str]:
+def learned(tok: PreTrainedTokenizerFast, encoded: EncodedConversation | RefusedConversation) -> list[str]:
     """The pieces of text that are learned from, control tokens shown."""
-    assert isinstance(encoded, Encoded), encoded
+    assert isinstance(encoded, EncodedConversation), encoded
     pieces: list[list[int]] = []
     for position, label in enumerate(encoded.labels):
         if label != MASKED:
@@ -66,25 +74,25 @@ QUESTION, ANSWER = user("the card is lost"), assistant("it is blocked")
 
 def test_one_conversation_is_encoded_like_a_batch() -> None:
     tok = chatml()
-    encoded = encode(tok, chat(QUESTION, ANSWER), "f:1")
+    encoded = encode_conversation(tok, chat(QUESTION, ANSWER), "f:1")
     assert encoded == one(tok, chat(QUESTION, ANSWER))
     assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
     assert encoded.labels[-2:] == [tok.eos_token_id, MASKED]  # the line break after the end is not learned
-    assert Encoder(tok).end_of_turn == "<|im_end|>"
+    assert ConversationEncoder(tok).end_of_turn == "<|im_end|>"
 
 
 def test_a_prompt_ends_where_the_assistant_begins() -> None:
     tok = chatml()
-    prompt = prompt_ids(tok, chat(QUESTION, ANSWER).question)
+    prompt = encode_prompt(tok, chat(QUESTION, ANSWER).question)
     assert tok.decode(prompt) == "<|im_start|>user\nthe card is lost<|im_end|>\n<|im_start|>assistant\n"
-    encoded = encode(tok, chat(QUESTION, ANSWER), "f:1")
+    encoded = encode_conversation(tok, chat(QUESTION, ANSWER), "f:1")
     assert encoded.input_ids[: len(prompt)] == prompt
     assert encoded.labels[: len(prompt) + 1] == [*[MASKED] * len(prompt), encoded.input_ids[len(prompt)]]
 
 
 def test_a_conversation_without_an_answer_has_no_learned_token() -> None:
     for answers in ([], [assistant("  ")]):
-        assert encode(chatml(), chat(QUESTION, *answers), "f:1").trained == 0
+        assert encode_conversation(chatml(), chat(QUESTION, *answers), "f:1").trained == 0
 
 
 def test_content_in_parts_is_learned_as_the_template_writes_it() -> None:
@@ -106,8 +114,12 @@ def test_flags_belong_to_each_row_and_are_not_shown_to_the_template() -> None:
     tok.chat_template = tok.chat_template.replace("assistant\\n' }}{% endif", "assistant2\\n' }}{% endif")
     first = chat(QUESTION, {**ANSWER, "train": True}, user("two"), {**ANSWER, "train": False})
     second = chat(QUESTION, {**ANSWER, "weight": 0}, user("two"), {**ANSWER, "weight": 1})
-    a, b = Encoder(tok, "flagged").encode([("f:1", first), ("f:2", second)])
-    assert a.input_ids == b.input_ids == encode(tok, chat(QUESTION, ANSWER, user("two"), ANSWER), "f:3").input_ids
+    a, b = ConversationEncoder(tok, "flagged").encode([("f:1", first), ("f:2", second)])
+    assert (
+        a.input_ids
+        == b.input_ids
+        == encode_conversation(tok, chat(QUESTION, ANSWER, user("two"), ANSWER), "f:3").input_ids
+    )
     last_learned = max(i for i, label in enumerate(a.labels) if label != MASKED)
     assert last_learned < b.labels.index(b.input_ids[-2])
     assert learned(tok, a) == learned(tok, b) == ["it is blocked<|im_end|>"]
@@ -138,9 +150,9 @@ def test_white_space_that_a_tokenizer_counts_to_no_token_is_learned() -> None:
 )
 def test_a_control_token_in_a_text_is_refused(conversation: Conversation, found: str) -> None:
     """Learned, it would end or begin turns in the middle of a text."""
-    assert one(chatml(), conversation) == Refused("control_token", found)
+    assert one(chatml(), conversation) == RefusedConversation("control_token", found)
     with pytest.raises(DataError, match=rf"^f:1: {re.escape(found)}; mend the row"):
-        encode(chatml(), conversation, "f:1")
+        encode_conversation(chatml(), conversation, "f:1")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -149,7 +161,7 @@ def test_a_control_token_in_a_text_is_refused(conversation: Conversation, found:
     st.text("<|abc ", max_size=12),
 )
 def test_every_control_token_is_found_in_any_text(names: set[str], text: str) -> None:
-    found = re.search(any_of(names), text)
+    found = re.search(alternation_pattern(names), text)
     assert (found is not None) == any(name in text for name in names)
     assert found is None or found[0] in names
 
@@ -160,20 +172,22 @@ def test_roles_that_the_template_refuses_are_refused_in_its_own_words() -> None:
     assert refused.reason == "refused"
     assert refused.detail.startswith("the chat template raises TemplateError: After the optional system message")
     with pytest.raises(DataError, match=r"cannot write a conversation of user, user \(TemplateError"):
-        prompt_ids(tok, chat(QUESTION, user("again")))
+        encode_prompt(tok, chat(QUESTION, user("again")))
 
 
 def test_refused_rows_leave_the_others_as_they_are() -> None:
     tok = tokenizer_of("Gemma")
     good, bad = chat(QUESTION, ANSWER), chat(system("x"), QUESTION, ANSWER)
-    results = Encoder(tok).encode([("f:1", good), ("f:2", bad), ("f:3", chat(user("<bos>"), ANSWER)), ("f:4", good)])
-    assert [isinstance(result, Refused) for result in results] == [False, True, True, False]
+    results = ConversationEncoder(tok).encode(
+        [("f:1", good), ("f:2", bad), ("f:3", chat(user("<bos>"), ANSWER)), ("f:4", good)]
+    )
+    assert [isinstance(result, RefusedConversation) for result in results] == [False, True, True, False]
     assert results[0] == results[3] == one(tok, good)
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
     refused = one(chatml(), chat(QUESTION, assistant("\ud83d")))
-    assert refused == Refused("refused", "a text holds half of a surrogate pair, which is no character")
+    assert refused == RefusedConversation("refused", "a text holds half of a surrogate pair, which is no character")
 
 
 def test_a_tokenizer_that_loses_characters_refuses_the_rows_that_show_it() -> None:
@@ -181,9 +195,9 @@ def test_a_tokenizer_that_loses_characters_refuses_the_rows_that_show_it() -> No
     tok = word_level(words)
     good, lost = one(tok, chat(user("it"), assistant("is lost"))), one(tok, chat(user("it"), assistant("is gone")))
     assert learned(tok, good) == ["is lost</s>"]
-    assert lost == Refused("refused", "the tokenizer loses characters: 'is gone</s>' becomes 'is<unk></s>'")
+    assert lost == RefusedConversation("refused", "the tokenizer loses characters: 'is gone</s>' becomes 'is<unk></s>'")
     with pytest.raises(DataError, match=r"cannot write a trial conversation back: .* 'Two\.</s>' becomes '<unk></s>'"):
-        Encoder(word_level(words[:-2]))
+        ConversationEncoder(word_level(words[:-2]))
 
 
 def word_level(words: list[str]) -> PreTrainedTokenizerFast:
@@ -243,17 +257,19 @@ FORGETTING = assistant_as("(message['content'] if loop.last else message['conten
 def test_a_template_that_cannot_be_trained_on_is_refused_at_once(text: str, says: str) -> None:
     tok = chatml(text)
     with pytest.raises(DataError, match=re.escape(says)):
-        Encoder(tok)
+        ConversationEncoder(tok)
     with pytest.raises(DataError, match=r"^f\.csv:7: .*" + re.escape(says)):
-        encode(tok, chat(QUESTION, ANSWER), "f.csv:7")
+        encode_conversation(tok, chat(QUESTION, ANSWER), "f.csv:7")
 
 
 def test_a_template_that_lacks_eos_or_repeats_bos_is_refused() -> None:
     bare = MISTRAL.replace("|trim + eos_token", "|trim")
     with pytest.raises(DataError, match=r"write \{\{ eos_token \}\} right after the answer"):
-        Encoder(tokenizer(bare, END, ("<s>", "[INST]", "[/INST]"), "<s>"))
+        ConversationEncoder(tokenizer(bare, END, ("<s>", "[INST]", "[/INST]"), "<s>"))
     with pytest.raises(DataError, match="writes the BOS token twice"):
-        Encoder(tokenizer("{{ bos_token }}" + GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>"), "<bos>"))
+        ConversationEncoder(
+            tokenizer("{{ bos_token }}" + GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>"), "<bos>")
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,13 +285,13 @@ def test_a_change_that_only_some_rows_show_is_refused_with_the_first_of_them(tex
     good = ("f:1", chat(QUESTION, ANSWER))
     last = re.escape(repr(bad.response))
     with pytest.raises(DataError, match=rf"^f:2: the chat template changes an answer \(last answer: {last}\)"):
-        Encoder(chatml(text)).encode([good, ("f:2", bad), ("f:3", chat(QUESTION, ANSWER))])
-    assert Encoder(chatml(text)).encode([good]) == Encoder(chatml()).encode([good])
+        ConversationEncoder(chatml(text)).encode([good, ("f:2", bad), ("f:3", chat(QUESTION, ANSWER))])
+    assert ConversationEncoder(chatml(text)).encode([good]) == ConversationEncoder(chatml()).encode([good])
 
 
 def test_a_template_may_change_earlier_answers_where_only_the_last_is_learned() -> None:
     rows = [("f:2", chat(QUESTION, ANSWER, user("two"), assistant("so it is")))]
-    [last] = Encoder(chatml(FORGETTING), "last").encode(rows)
+    [last] = ConversationEncoder(chatml(FORGETTING), "last").encode(rows)
     assert learned(chatml(), last) == ["so it is<|im_end|>"]
 
 
@@ -286,7 +302,9 @@ def test_a_template_may_rewrite_what_the_system_says_but_not_what_the_user_asks(
     assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
     assert "Be kind." in tok.decode(encoded.input_ids)
     refused = one(tok, chat(user("help!"), ANSWER))
-    assert refused == Refused("refused", "the chat template leaves out or changes what the user says: 'help!'")
+    assert refused == RefusedConversation(
+        "refused", "the chat template leaves out or changes what the user says: 'help!'"
+    )
 
 
 def glued(template_text: str) -> PreTrainedTokenizerFast:
@@ -310,9 +328,9 @@ PLAIN = (
 def test_a_token_that_holds_prompt_and_answer_is_refused_with_its_row() -> None:
     rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("(so)")))]
     with pytest.raises(DataError, match=r"^f:2: one token holds the end of the prompt and the beginning of the answer"):
-        Encoder(glued(PLAIN.replace("SPACE", ""))).encode(rows)
-    spaced = Encoder(glued(PLAIN.replace("SPACE", " "))).encode(rows)
-    assert all(isinstance(encoded, Encoded) for encoded in spaced)
+        ConversationEncoder(glued(PLAIN.replace("SPACE", ""))).encode(rows)
+    spaced = ConversationEncoder(glued(PLAIN.replace("SPACE", " "))).encode(rows)
+    assert all(isinstance(encoded, EncodedConversation) for encoded in spaced)
 
 
 def test_a_prompt_that_is_tokenised_otherwise_with_its_answer_is_refused_with_its_row() -> None:
@@ -323,8 +341,8 @@ def test_a_prompt_that_is_tokenised_otherwise_with_its_answer_is_refused_with_it
     )
     rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("x")))]
     with pytest.raises(DataError, match=r"^f:2: the tokenizer splits the prompt otherwise once the answer follows"):
-        Encoder(tok).encode(rows)
-    assert learned(tok, Encoder(tok).encode(rows[:1])[0]) == ["it is blocked</s>"]
+        ConversationEncoder(tok).encode(rows)
+    assert learned(tok, ConversationEncoder(tok).encode(rows[:1])[0]) == ["it is blocked</s>"]
 
 
 def test_line_breaks_may_grow_together_with_those_of_the_answer() -> None:
@@ -423,7 +441,7 @@ def test_a_tool_call_is_learned_and_its_result_is_not() -> None:
     ]
     assert learned(tok, one(tok, chat(*ASKED, tools=[ADD]))) == [call]
     encoded = one(tok, chat(*ASKED, tools=[ADD]))
-    prompt = prompt_ids(tok, chat(*ASKED[:1], tools=[ADD]))
+    prompt = encode_prompt(tok, chat(*ASKED[:1], tools=[ADD]))
     assert encoded.input_ids[: len(prompt)] == prompt
     assert '"description": "Add."' in tok.decode(prompt)
 
@@ -448,25 +466,27 @@ def test_a_template_that_leaves_tool_calls_out_stops_the_stage() -> None:
 
 def test_system_messages_are_merged_into_the_first_question() -> None:
     brief, developer = system("be brief"), {"role": "developer", "content": "be kind"}
-    merged = merge_system(chat(brief, developer, QUESTION, ANSWER, user("two"), tools=[ADD]))
+    merged = merge_system_messages(chat(brief, developer, QUESTION, ANSWER, user("two"), tools=[ADD]))
     assert merged == chat(user("be brief\n\nbe kind\n\nthe card is lost"), ANSWER, user("two"), tools=[ADD])
-    assert merge_system(chat(QUESTION, ANSWER)) == chat(QUESTION, ANSWER)
-    assert merge_system(chat(brief, ANSWER)) == chat(brief, ANSWER)
-    assert merge_system(chat(system(""), QUESTION)) == chat(QUESTION)
+    assert merge_system_messages(chat(QUESTION, ANSWER)) == chat(QUESTION, ANSWER)
+    assert merge_system_messages(chat(brief, ANSWER)) == chat(brief, ANSWER)
+    assert merge_system_messages(chat(system(""), QUESTION)) == chat(QUESTION)
     picture = {"type": "image", "url": "x"}
-    parts = merge_system(chat(brief, user([picture]), ANSWER)).messages[0]["content"]
+    parts = merge_system_messages(chat(brief, user([picture]), ANSWER)).messages[0]["content"]
     assert parts == [{"type": "text", "text": "be brief\n\n"}, picture]
-    assert isinstance(one(tokenizer_of("Gemma"), merge_system(chat(brief, QUESTION, ANSWER))), Encoded)
+    assert isinstance(
+        one(tokenizer_of("Gemma"), merge_system_messages(chat(brief, QUESTION, ANSWER))), EncodedConversation
+    )
 
 
 # Cutting
 
 
-def encoded_of(*runs: tuple[int, bool]) -> Encoded:
+def encoded_of(*runs: tuple[int, bool]) -> EncodedConversation:
     """Runs of (tokens, learned); the ids count up."""
     learned_at = [learned for tokens, learned in runs for _ in range(tokens)]
     ids = list(range(100, 100 + len(learned_at)))
-    return Encoded(ids, [i if at else MASKED for i, at in zip(ids, learned_at, strict=True)])
+    return EncodedConversation(ids, [i if at else MASKED for i, at in zip(ids, learned_at, strict=True)])
 
 
 TWO = encoded_of((5, False), (4, True), (3, False), (4, True), (1, False))
@@ -489,20 +509,20 @@ TWO = encoded_of((5, False), (4, True), (3, False), (4, True), (1, False))
     ],
 )
 def test_a_conversation_is_cut_inside_its_last_answer(most: int, ids: list[int] | None) -> None:
-    cut = shorten(TWO, most)
+    cut = truncate_conversation(TWO, most)
     labels = dict(zip(TWO.input_ids, TWO.labels, strict=True))
-    assert cut == (Encoded(ids, [labels[i] for i in ids]) if ids else None)
+    assert cut == (EncodedConversation(ids, [labels[i] for i in ids]) if ids else None)
 
 
 def test_nothing_is_left_of_a_cut_conversation_without_answers() -> None:
-    assert shorten(encoded_of((9, False)), 5) is None
-    assert shorten(encoded_of((9, False)), 9) == encoded_of((9, False))
+    assert truncate_conversation(encoded_of((9, False)), 5) is None
+    assert truncate_conversation(encoded_of((9, False)), 9) == encoded_of((9, False))
 
 
 def test_a_cut_conversation_ends_like_a_whole_one() -> None:
     tok = tokenizer_of("Llama 3")
-    encoded = encode(tok, chat(QUESTION, assistant("it was so " * 30)), "f:1")
-    cut = shorten(encoded, encoded.input_ids.index(encoded.labels[-1], 90) - 20)
+    encoded = encode_conversation(tok, chat(QUESTION, assistant("it was so " * 30)), "f:1")
+    cut = truncate_conversation(encoded, encoded.input_ids.index(encoded.labels[-1], 90) - 20)
     [text] = learned(tok, cut)
     assert text.startswith("it was so it was so")
     assert text.endswith("<|eot_id|>")
@@ -521,8 +541,8 @@ def saved(tmp_path: Path) -> Path:
 
 def test_data_does_not_depend_on_the_day(saved: Path) -> None:
     tok = base_model.load_tokenizer(saved)
-    assert "Today Date: 26 Jul 2024\n" in tok.decode(encode(tok, chat(QUESTION, ANSWER), "f:1").input_ids)
-    assert "Today Date: 26 Jul 2024\n" in tok.decode(prompt_ids(tok, chat(QUESTION)))
+    assert "Today Date: 26 Jul 2024\n" in tok.decode(encode_conversation(tok, chat(QUESTION, ANSWER), "f:1").input_ids)
+    assert "Today Date: 26 Jul 2024\n" in tok.decode(encode_prompt(tok, chat(QUESTION)))
 
 
 def test_a_template_from_a_file_takes_the_place_of_the_tokenizers_own(saved: Path, tmp_path: Path) -> None:
@@ -530,7 +550,7 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizers_own(saved: Pat
     mine.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML.replace("<|im_end|>", "<|eot_id|>"))
     tok = base_model.load_tokenizer(saved, mine)
     assert learned(tok, one(tok, chat(QUESTION, ANSWER))) == ["it is blocked<|eot_id|>"]
-    assert tok.decode(prompt_ids(tok, chat(QUESTION))).startswith("2024-07-26<|im_start|>user\n")
+    assert tok.decode(encode_prompt(tok, chat(QUESTION))).startswith("2024-07-26<|im_start|>user\n")
     (saved / "chat_template.jinja").unlink()
     with pytest.raises(BaseModelError, match="has no chat template"):
         base_model.load_tokenizer(saved)
@@ -567,5 +587,5 @@ def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path: Path) -> None:
 def test_a_named_template_is_chosen_when_there_are_tools(saved: Path) -> None:
     tok = base_model.load_tokenizer(saved)
     tok.chat_template = {"default": CHATML.replace("<|im_end|>", "<|eot_id|>"), "tool_use": LLAMA_3}
-    assert "<|im_start|>" in tok.decode(prompt_ids(tok, chat(QUESTION)))
-    assert "<|start_header_id|>" in tok.decode(prompt_ids(tok, chat(QUESTION, tools=[ADD])))
+    assert "<|im_start|>" in tok.decode(encode_prompt(tok, chat(QUESTION)))
+    assert "<|start_header_id|>" in tok.decode(encode_prompt(tok, chat(QUESTION, tools=[ADD])))

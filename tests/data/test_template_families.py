@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_families import CHATML, FAMILIES, assistant, system, tokenizer, tokenizer_of, user
-from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
-from ratchet.data.tokenization import Encoder, prompt_ids
+from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, Message, RefusedConversation
+from ratchet.data.tokenization import ConversationEncoder, encode_prompt
 
 THINKING = {"Qwen 3", "DeepSeek R1"}
 """Families whose prompt and text differ by a thinking block."""
 
 
-def encode(name: str, messages: Sequence[Message], turns: Any = "all") -> Encoded:
-    [encoded] = Encoder(tokenizer_of(name), turns).encode([("f:1", Conversation(list(messages)))])
-    assert isinstance(encoded, Encoded)
+def encode(name: str, messages: Sequence[Message], turns: Any = "all") -> EncodedConversation:
+    [encoded] = ConversationEncoder(tokenizer_of(name), turns).encode([("f:1", Conversation(list(messages)))])
+    assert isinstance(encoded, EncodedConversation)
     return encoded
 
 
-def spans(encoded: Encoded) -> list[range]:
+def spans(encoded: EncodedConversation) -> list[range]:
     """Runs of learned positions."""
     learned = [i for i, label in enumerate(encoded.labels) if label != MASKED]
     begins = [i for i in learned if i - 1 not in learned]
@@ -29,7 +29,7 @@ def spans(encoded: Encoded) -> list[range]:
     return [range(a, b) for a, b in zip(begins, ends, strict=True)]
 
 
-def learned(name: str, encoded: Encoded) -> list[str]:
+def learned(name: str, encoded: EncodedConversation) -> list[str]:
     """The text of each span, without what the family says first, and without its end of turn."""
     family, tok = FAMILIES[name], tokenizer_of(name)
     texts = []
@@ -86,8 +86,10 @@ def test_all_turns_the_last_one_or_flagged_ones_are_learned(name: str) -> None:
 def test_a_system_message_is_read_and_not_learned_or_refused(name: str) -> None:
     messages = [system("be brief"), *CHAT]
     if FAMILIES[name].system == "refused":
-        [refused] = Encoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
-        assert refused == Refused("refused", "the chat template raises TemplateError: System role not supported")
+        [refused] = ConversationEncoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
+        assert refused == RefusedConversation(
+            "refused", "the chat template raises TemplateError: System role not supported"
+        )
         return
     encoded = encode(name, messages)
     assert "be brief" in tokenizer_of(name).decode(encoded.input_ids)
@@ -98,7 +100,7 @@ def test_a_system_message_is_read_and_not_learned_or_refused(name: str) -> None:
 def test_what_is_learned_begins_where_the_prompt_of_inference_ends(name: str) -> None:
     encoded = encode(name, CHAT)
     for turn, span in zip((1, 3, 5), spans(encoded), strict=True):
-        prompt = prompt_ids(tokenizer_of(name), Conversation(CHAT[:turn]))
+        prompt = encode_prompt(tokenizer_of(name), Conversation(CHAT[:turn]))
         assert encoded.input_ids[: len(prompt)] == prompt
         assert span.start == len(prompt)
 
@@ -106,7 +108,9 @@ def test_what_is_learned_begins_where_the_prompt_of_inference_ends(name: str) ->
 @pytest.mark.parametrize("name", sorted(THINKING))
 def test_a_prompt_that_differs_by_a_thinking_block_is_taken(name: str) -> None:
     encoded = encode(name, CHAT[:2])
-    shown = tokenizer_of(name).decode(prompt_ids(tokenizer_of(name), Conversation(CHAT[:1]))).removesuffix("<think>\n")
+    shown = (
+        tokenizer_of(name).decode(encode_prompt(tokenizer_of(name), Conversation(CHAT[:1]))).removesuffix("<think>\n")
+    )
     assert tokenizer_of(name).decode(encoded.input_ids[: spans(encoded)[0].start]) == shown
 
 
@@ -115,10 +119,10 @@ def test_many_rows_at_once_are_encoded_as_one_by_one(name: str) -> None:
     """The first rows of a structure are measured, later ones placed by counting, and odd ones measured again."""
     answers = ["it was so", "so", "", "  two\n\nlines ", "日本語 🙂", "\n\nnews", "1 2 3", "a" * 40, "it was so"] * 130
     rows = [(f"f:{i}", Conversation([user(f"question {i}"), assistant(text)])) for i, text in enumerate(answers)]
-    together = Encoder(tokenizer_of(name)).encode(rows)
-    alone = Encoder(tokenizer_of(name))
+    together = ConversationEncoder(tokenizer_of(name)).encode(rows)
+    alone = ConversationEncoder(tokenizer_of(name))
     assert together[-27:] == [alone.encode([row])[0] for row in rows[-27:]]
-    again = [encoded for encoded in together if isinstance(encoded, Encoded)]
+    again = [encoded for encoded in together if isinstance(encoded, EncodedConversation)]
     assert len(again) == len(rows)
     assert [encoded.trained == 0 for encoded in again] == [text == "" for text in answers]
 
@@ -134,7 +138,7 @@ ODD = [
 def test_any_answer_is_learned_as_it_is(name: str, answer: str) -> None:
     messages = [user(f"the card is lost {answer}"), assistant(answer), user(answer), assistant(f"{answer} {answer}")]
     if FAMILIES[name].pieces and answer == "▁":  # SentencePiece takes it for a space, so it would be learned as one
-        [refused] = Encoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
+        [refused] = ConversationEncoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
         assert refused.detail.startswith("the tokenizer loses characters: '▁")
         return
     assert same(name, learned(name, encode(name, messages)), [answer, f"{answer} {answer}"])
@@ -157,12 +161,14 @@ def test_random_conversations_keep_the_proof(name: str, turns: list[tuple[str, s
     assert same(name, learned(name, encoded), [answer for _, answer in turns])
     tok, begin = tokenizer_of(name), spans(encoded)[-1].start
     if name not in THINKING:  # where white space grows together, tokens differ, and nothing else
-        asked = tok.decode(prompt_ids(tok, Conversation(messages[:-1])))
+        asked = tok.decode(encode_prompt(tok, Conversation(messages[:-1])))
         assert tok.decode(encoded.input_ids[:begin]).rstrip() == asked.rstrip()
 
 
 def test_padding_and_truncation_of_earlier_callers_do_not_reach_the_rows() -> None:
     tok = tokenizer(CHATML, "<|im_end|>", ("<|im_start|>",))
-    plain = Encoder(tok).encode([("f:1", Conversation(CHAT))])
+    plain = ConversationEncoder(tok).encode([("f:1", Conversation(CHAT))])
     tok(["a", "the card is lost"], padding=True, truncation=True, max_length=5)
-    assert Encoder(tok).encode([("f:1", Conversation(CHAT)), ("f:2", Conversation(CHAT[:2]))])[0] == plain[0]
+    assert (
+        ConversationEncoder(tok).encode([("f:1", Conversation(CHAT)), ("f:2", Conversation(CHAT[:2]))])[0] == plain[0]
+    )

@@ -8,24 +8,24 @@ import pyarrow as pa
 import pytest
 
 from ratchet.data import token_files
-from ratchet.data.conversation import MASKED, Conversation, Encoded
+from ratchet.data.conversation import MASKED, Conversation, EncodedConversation
 from ratchet.data.splits import SPLITS
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.storage import files
 
 COUNT = 2500
 """Rows: three batches of the file."""
 
 
-def sample(number: int) -> token_files.Sample:
+def sample(number: int) -> token_files.PreparedRow:
     ids = list(range(number % 7 + 1))
     said = Conversation([{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "yes"}])
-    return token_files.Sample.of(said, Encoded(ids, [MASKED if token % 2 else token for token in ids]))
+    return token_files.PreparedRow.of(said, EncodedConversation(ids, [MASKED if token % 2 else token for token in ids]))
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    spool, writers = token_files.Spool(tmp_path / "spool"), token_files.SplitWriters(tmp_path)
+    spool, writers = token_files.PreparedRowSpool(tmp_path / "spool"), token_files.SplitWriters(tmp_path)
     spool.add([sample(number) for number in range(COUNT)], 0)
     for table in spool.tables():
         writers.write("train", table.drop(["row"]))
@@ -34,24 +34,24 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_rows_and_lengths_are_those_of_the_library(data: Path) -> None:
-    library, rows = token_files.read(data, "train"), token_files.rows(data, "train")
+    library, rows = token_files.open_split(data, "train"), token_files.load_rows(data, "train")
     assert len(library) == len(rows) == COUNT
     assert [rows.input_ids[a:b].tolist() for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)] == list(
         library["input_ids"]
     )
     assert rows.labels.tolist() == [label for labels in library["labels"] for label in labels]
-    assert token_files.lengths(data, "train").tolist() == rows.lengths.tolist()
-    assert token_files.lengths(data, "train").dtype == np.int64
+    assert token_files.read_lengths(data, "train").tolist() == rows.lengths.tolist()
+    assert token_files.read_lengths(data, "train").dtype == np.int64
 
 
 def test_a_split_without_rows_has_none(data: Path) -> None:
     for split in SPLITS:
         if split != "train":
-            assert len(token_files.rows(data, split)) == len(token_files.lengths(data, split)) == 0
+            assert len(token_files.load_rows(data, split)) == len(token_files.read_lengths(data, split)) == 0
 
 
 def test_rows_stay_when_their_file_is_replaced(data: Path) -> None:
-    rows = token_files.rows(data, "train")
+    rows = token_files.load_rows(data, "train")
     before = rows.input_ids.tolist()
     (data / "other").write_bytes(bytes((data / "train.arrow").stat().st_size))
     (data / "other").replace(data / "train.arrow")
@@ -62,14 +62,14 @@ def test_data_of_an_earlier_version_is_refused(data: Path) -> None:
     old = pa.table({"id": ["a"], "input_ids": [[1]], "labels": [[1]]})
     with pa.ipc.new_stream(str(data / "train.arrow"), old.schema) as stream:
         stream.write_table(old)
-    for read in (token_files.read, token_files.rows, token_files.lengths):
+    for read in (token_files.open_split, token_files.load_rows, token_files.read_lengths):
         with pytest.raises(DataError, match=r"earlier version .no conversation.; run `dvc repro -f prepare`"):
             read(data, "train")
 
 
 def test_what_the_library_leaves_beside_mapped_rows_is_named_and_can_be_removed(data: Path) -> None:
-    files.seal(data, "data")
-    rows = token_files.read(data, "train")
+    files.seal_directory(data, "data")
+    rows = token_files.open_split(data, "train")
     for add in (1, 2):
         rows.map(lambda row, add=add: {"length": len(row["input_ids"]) + add})
     caches = sorted(data.glob("cache-*.arrow"))
@@ -77,8 +77,8 @@ def test_what_the_library_leaves_beside_mapped_rows_is_named_and_can_be_removed(
     said = (
         rf"{re.escape(str(caches[0]))} and 1 more: not named in the manifest \(`map` of `datasets` left it\); remove,"
     )
-    with pytest.raises(DamagedError, match=said):
-        files.verify(data, "data")
+    with pytest.raises(DamagedFileError, match=said):
+        files.verify_sealed(data, "data")
     for cache in caches:
         cache.unlink()
-    files.verify(data, "data")
+    files.verify_sealed(data, "data")

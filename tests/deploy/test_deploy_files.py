@@ -14,7 +14,7 @@ from ratchet import errors
 from ratchet.cli import arguments, command_line
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -156,12 +156,12 @@ def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None
     assert pod["priorityClassName"] == KUBERNETES["PriorityClass"]["metadata"]["name"]
     told = re.search(r"machine\.rendezvous: (\S+?)\.?\n", TEXTS["kubernetes.yaml"])
     assert told is not None and told[1].startswith(f"{name}-0.{pod['subdomain']}:")
-    assert arguments.parser(command_line.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
+    assert arguments.build_parser(command_line.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
 
 
 def test_requirements_of_a_node_are_valid_options() -> None:
     [asked] = re.findall(r"ratchet (doctor .*)", SKY["run"])
-    options = arguments.parser(command_line.COMMANDS).parse_args(asked.split())
+    options = arguments.build_parser(command_line.COMMANDS).parse_args(asked.split())
     assert options.require
 
 
@@ -172,7 +172,7 @@ def executable(folder: Path, name: str, text: str) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, project: Layout) -> dict[str, str]:
+def cluster(tmp_path: Path, project: ProjectLayout) -> dict[str, str]:
     """Commands of Slurm with this machine as both nodes; `ratchet` records where it was started."""
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -196,7 +196,7 @@ def cluster(tmp_path: Path, project: Layout) -> dict[str, str]:
 
 @pytest.mark.parametrize(("ends", "requeued"), [(0, ""), (75, "requeue 123456\n"), (2, "")])
 def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
-    ends: int, requeued: str, cluster: dict[str, str], project: Layout, tmp_path: Path
+    ends: int, requeued: str, cluster: dict[str, str], project: ProjectLayout, tmp_path: Path
 ) -> None:
     for _ in range(2):  # the second time, copies are there
         (tmp_path / "asked").write_text("", encoding="utf-8")
@@ -209,7 +209,7 @@ def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
         trained = (tmp_path / "trained").read_text(encoding="utf-8").splitlines()
         wanted = "train --nodes 2 --rendezvous n1:23456"
         assert sorted(trained) == sorted([f"{project.root} {wanted}", f"{copy} {wanted}"])
-        understood = arguments.parser(command_line.COMMANDS).parse_args(wanted.split())
+        understood = arguments.build_parser(command_line.COMMANDS).parse_args(wanted.split())
         given = {"nodes": understood.nodes, "rendezvous": understood.rendezvous}
         machine = params_file.load(copy / "params.yaml", given).machine
         assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")

@@ -10,7 +10,7 @@ from rouge_score import rouge_scorer
 from ratchet.config.evaluation import Evaluate
 from ratchet.errors import SettingsError
 from ratchet.evaluation import answer_metrics
-from ratchet.evaluation.answer_metrics import Measured
+from ratchet.evaluation.answer_metrics import AnswerMetric
 
 EXPECTED = [
     "The cat sat on the mat.", "It is 42.", "a dog barks loudly at night", "", "the", "naïve café owners",
@@ -24,30 +24,30 @@ TOKEN_F1 = [1.0, 2 / 4, 1.0, 1.0, 0.0, 2 * 2 / 6, 1.0, 1.0]
 """By hand: articles, case and punctuation do not count; `the` has no word left, `mat` one."""
 
 
-def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict[str, Measured]:
+def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict[str, AnswerMetric]:
     given = [[answer] for answer in ANSWERS] if answers is None else answers
-    return {one.name: one for one in answer_metrics.measure(EXPECTED, given, settings, "exact_match")}
+    return {one.name: one for one in answer_metrics.score_answers(EXPECTED, given, settings, "exact_match")}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Measured]:
+def found() -> dict[str, AnswerMetric]:
     return measured(Evaluate(measures=("token_f1", "bleu", "rouge", "chrf", "length")))
 
 
-def values(one: Measured) -> list[float]:
+def values(one: AnswerMetric) -> list[float]:
     assert one.values is not None
     return one.values
 
 
-def test_exactly_the_expected_answer(found: dict[str, Measured]) -> None:
+def test_exactly_the_expected_answer(found: dict[str, AnswerMetric]) -> None:
     assert values(found["exact_match"]) == [0, 0, 0, 1, 0, 0, 0, 1]
     assert found["exact_match"].metric.value == 2 / 8
     assert found["exact_match"].metric.unit == "proportion"
-    stripped = answer_metrics.measure(["yes "], [[" yes\n"]], Evaluate(), "accuracy")
+    stripped = answer_metrics.score_answers(["yes "], [[" yes\n"]], Evaluate(), "accuracy")
     assert [(m.name, m.values) for m in stripped] == [("accuracy", [1.0])]
 
 
-def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: dict[str, Measured]) -> None:
+def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: dict[str, AnswerMetric]) -> None:
     sentences = [
         sacrebleu.sentence_bleu(a, [e], use_effective_order=True).score for a, e in zip(ANSWERS, EXPECTED, strict=True)
     ]
@@ -63,7 +63,9 @@ def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: d
 
 
 @pytest.mark.parametrize("kind", ["rouge1", "rouge2", "rougeL"])
-def test_rouge_is_that_of_rouge_score_for_ascii_and_reads_other_scripts(kind: str, found: dict[str, Measured]) -> None:
+def test_rouge_is_that_of_rouge_score_for_ascii_and_reads_other_scripts(
+    kind: str, found: dict[str, AnswerMetric]
+) -> None:
     scorer = rouge_scorer.RougeScorer([kind])
     plain = [i for i, text in enumerate(EXPECTED) if text.isascii()]
     right = [scorer.score(EXPECTED[i], ANSWERS[i])[kind].fmeasure for i in plain]
@@ -74,7 +76,7 @@ def test_rouge_is_that_of_rouge_score_for_ascii_and_reads_other_scripts(kind: st
         assert values(found[kind])[6] == 1.0
 
 
-def test_length_has_no_direction(found: dict[str, Measured]) -> None:
+def test_length_has_no_direction(found: dict[str, AnswerMetric]) -> None:
     assert values(found["length_words"]) == [len(answer.split()) for answer in ANSWERS]
     assert values(found["length_characters"]) == [len(answer) for answer in ANSWERS]
     assert {found[name].metric.better for name in ("length_words", "length_characters")} == {"unknown"}
@@ -92,20 +94,20 @@ def test_length_has_no_direction(found: dict[str, Measured]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_json(answer: str, valid: int) -> None:
-    one = answer_metrics.measure(["x"], [[answer]], Evaluate(answer_format="json"), "exact_match")
+    one = answer_metrics.score_answers(["x"], [[answer]], Evaluate(answer_format="json"), "exact_match")
     assert {m.name: m.values for m in one}["format_validity"] == [valid]
 
 
 def test_a_regular_expression_must_match_all_of_an_answer() -> None:
     answers = [["12"], [" 12 "], ["12 apples"], ["x12"], ["\N{ARABIC-INDIC DIGIT ONE}"]]
-    one = answer_metrics.measure(["x"] * 5, answers, Evaluate(answer_format=r"[0-9]+"), "exact_match")
+    one = answer_metrics.score_answers(["x"] * 5, answers, Evaluate(answer_format=r"[0-9]+"), "exact_match")
     assert {m.name: m.values for m in one}["format_validity"] == [1, 1, 0, 0, 0]
 
 
 def test_an_endless_regular_expression_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_metrics, "LONGEST_S", 0.5)
     with pytest.raises(SettingsError, match=r"evaluate.answer_format: '\(a\+\)\+b' took more than 0.5 s on 1 answers"):
-        answer_metrics.measure(["x"], [["a" * 60]], Evaluate(answer_format="(a+)+b"), "exact_match")
+        answer_metrics.score_answers(["x"], [["a" * 60]], Evaluate(answer_format="(a+)+b"), "exact_match")
 
 
 def test_of_several_answers_a_row_has_the_mean() -> None:
@@ -126,7 +128,7 @@ def test_only_answered_rows_are_measured() -> None:
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    def corpus(seed: int) -> Measured:
+    def corpus(seed: int) -> AnswerMetric:
         return measured(Evaluate(measures=("bleu",), seed=seed))["corpus_bleu"]
 
     assert corpus(1) == corpus(1)
@@ -142,5 +144,5 @@ def test_modules_of_the_library_that_lie_elsewhere_are_not_taken_for_ours(
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "evaluate_modules", raising=False)
-    [found] = answer_metrics.measure(["yes"], [["yes"]], Evaluate(measures=()), "accuracy")
+    [found] = answer_metrics.score_answers(["yes"], [["yes"]], Evaluate(measures=()), "accuracy")
     assert found.values == [1.0]

@@ -12,31 +12,31 @@ from sklearn.metrics import accuracy_score, average_precision_score, brier_score
 
 import made_answers
 from made_answers import of_labels, record, write
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.evaluation import answer_analysis
-from ratchet.evaluation.answer_analysis import Panel, panel
+from ratchet.evaluation.answer_analysis import AnswerAnalysis, analyze_answers
 from ratchet.reports import answers_page
-from ratchet.storage.output_card import card_of
+from ratchet.storage.output_card import card_path
 
 LABELS = ("billing", "refund", "other")
 
 
-def judged(path: Path, task: str = "text") -> Panel:
-    return panel(answer_analysis.read(path, task), seed=0)
+def judged(path: Path, task: str = "text") -> AnswerAnalysis:
+    return analyze_answers(answer_analysis.read_generation(path, task), seed=0)
 
 
-def notes(found: Panel) -> str:
-    return "\n".join(answer_analysis.notes(found))
+def notes(found: AnswerAnalysis) -> str:
+    return "\n".join(answer_analysis.describe_omissions(found))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Panel]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], AnswerAnalysis]:
     records = of_labels(LABELS, 400)
     path = write(tmp_path_factory.mktemp("made") / "a.jsonl", records, labels=LABELS, keep=["topic", "row"])
     return records, judged(path)
 
 
-def test_answers_by_label_are_those_of_scikit_learn(made: tuple[list[dict[str, Any]], Panel]) -> None:
+def test_answers_by_label_are_those_of_scikit_learn(made: tuple[list[dict[str, Any]], AnswerAnalysis]) -> None:
     records, found = made
     expected, said = ([one[name] for one in records] for name in ("reference", "answer"))
     assert found.labels is not None
@@ -52,14 +52,14 @@ def test_answers_by_label_are_those_of_scikit_learn(made: tuple[list[dict[str, A
 
 
 def test_likelihoods_give_curves_and_calibration_as_scikit_learn_does(
-    made: tuple[list[dict[str, Any]], Panel],
+    made: tuple[list[dict[str, Any]], AnswerAnalysis],
 ) -> None:
     records, found = made
     assert found.labels is not None
     likely = found.labels.likely
     assert likely is not None
     assert (likely.n, likely.left_out) == (400, 0)
-    shares = answer_analysis.probabilities([list(one["label_log_probabilities"].values()) for one in records])
+    shares = answer_analysis.label_probabilities([list(one["label_log_probabilities"].values()) for one in records])
     expected = np.array([LABELS.index(one["reference"]) for one in records])
     for place, label in enumerate(LABELS):
         own = average_precision_score(expected == place, shares[:, place])
@@ -81,12 +81,12 @@ def test_a_model_that_means_its_probabilities_is_calibrated_and_one_that_is_too_
     sure = draw.uniform(0.5, 1.0, 20_000)
     expected = ["a" if hit else "b" for hit in draw.random(20_000) < sure]
     honest = [[math.log(p), math.log(1 - p)] for p in sure]
-    assert answer_analysis.calibration(("a", "b"), expected, honest).error < 0.02
+    assert answer_analysis.compute_calibration(("a", "b"), expected, honest).error < 0.02
     boastful = [[3 * a, 3 * b] for a, b in honest]
-    assert answer_analysis.calibration(("a", "b"), expected, boastful).error > 0.1
+    assert answer_analysis.compute_calibration(("a", "b"), expected, boastful).error > 0.1
 
 
-def test_errors_by_category_and_fields_with_too_many_values(made: tuple[list[dict[str, Any]], Panel]) -> None:
+def test_errors_by_category_and_fields_with_too_many_values(made: tuple[list[dict[str, Any]], AnswerAnalysis]) -> None:
     records, found = made
     assert set(found.categories) == {"topic"}
     assert found.many == {"row": 400}
@@ -121,7 +121,7 @@ def test_answers_that_are_no_label_are_counted_and_shown(tmp_path: Path) -> None
     assert found.labels.classes["b"]["precision"] == 0.0
     assert found.finishes["invalid"][0] == 1
     assert "the model gave numbers that are none (NaN): 1" in notes(found)
-    assert "2 of 3" in answer_analysis.described(found)
+    assert "2 of 3" in answer_analysis.format_analysis(found)
     none = judged(write(tmp_path / "b.jsonl", [record(n, "?", "a") for n in range(3)], labels=("a", "b")))
     assert none.labels is not None
     assert none.labels.figures["accuracy"].value == 0.0
@@ -154,14 +154,14 @@ def test_an_answer_that_is_right_is_a_possible_one(tmp_path: Path) -> None:
     assert found.unparseable.first == [("q4", "x", "stop")]
     assert found.answers.vocabulary == ("a", "b", "c", "d")
     assert "1 of 5 answers are none of the 2 labels, nor of the 2 references beside them" in "\n".join(
-        answer_analysis.lines(path, "text")
+        answer_analysis.summarize_generation(path, "text")
     )
     other = judged(write(tmp_path / "b.jsonl", [record(n, "b", "a") for n in range(3)], labels=("a", "b")))
     assert other.labels is not None
     assert other.labels.confusion.matrix == ((0, 3),), "a label that is no reference is possible, too"
     assert other.unparseable is not None
     assert other.unparseable.count == 0
-    for text in (answer_analysis.described(other), answers_page.page(other)):
+    for text in (answer_analysis.format_analysis(other), answers_page.render(other)):
         assert "answers that are nobody" in text
 
 
@@ -215,29 +215,29 @@ def test_without_references_lengths_and_ends_are_told(tmp_path: Path) -> None:
     assert found.tokens is not None
     assert (found.tokens.least, found.tokens.greatest) == (1, 4)
     assert {name: count for name, (count, _) in found.finishes.items()} == {"stop": 3, "length": 1}
-    assert "No prompt has a reference" in answer_analysis.described(found)
+    assert "No prompt has a reference" in answer_analysis.format_analysis(found)
 
 
 def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [record(0, "a", "a")])
     with pytest.raises(SettingsError, match=r"no such file; `ratchet generate"):
-        answer_analysis.read(tmp_path / "gone.jsonl", "text")
+        answer_analysis.read_generation(tmp_path / "gone.jsonl", "text")
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace('"a"', '"b"', 1), encoding="utf-8")
-    with pytest.raises(DamagedError, match=r"was changed since it was written"):
-        answer_analysis.read(path, "text")
-    card = card_of(path)
+    with pytest.raises(DamagedFileError, match=r"was changed since it was written"):
+        answer_analysis.read_generation(path, "text")
+    card = card_path(path)
     assert json.loads(card.read_bytes())["spec"] == made_answers.spec().model_dump(mode="json")
     path.write_text(whole, encoding="utf-8")
     text = card.read_text(encoding="utf-8")
     card.write_text("{}", encoding="utf-8")
     with pytest.raises(SettingsError, match=r"no output of `ratchet generate` \(a.jsonl.card.json is no card of"):
-        answer_analysis.read(path, "text")
+        answer_analysis.read_generation(path, "text")
     card.unlink()
     with pytest.raises(SettingsError, match=r"no a.jsonl.card.json lies beside it"):
-        answer_analysis.read(path, "text")
+        answer_analysis.read_generation(path, "text")
     card.write_text(text, encoding="utf-8")
-    assert len(answer_analysis.read(path, "text").prompts) == 1
+    assert len(answer_analysis.read_generation(path, "text").prompts) == 1
 
 
 @pytest.mark.parametrize(
@@ -253,5 +253,5 @@ def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:
 def test_damaged_records_are_refused(changed: dict[str, Any], samples: int, said: str, tmp_path: Path) -> None:
     one = record(0, "a", "a") | changed | {"tokens": 1}
     path = write(tmp_path / "a.jsonl", [one], labels=("a", "b"), samples=samples)
-    with pytest.raises(DamagedError, match=said):
-        answer_analysis.read(path, "text")
+    with pytest.raises(DamagedFileError, match=said):
+        answer_analysis.read_generation(path, "text")

@@ -35,7 +35,7 @@ from harness_cases import (
     write,
     write_tasks,
 )
-from ratchet.config.evaluation import Harness
+from ratchet.config.evaluation import HarnessSettings
 from ratchet.data import harness_tasks
 from ratchet.errors import SettingsError
 from ratchet.evaluation import harness
@@ -77,7 +77,7 @@ class Counting:
 
 
 def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(bench: Bench, ours: Any, tmp_path: Path) -> None:
-    settings = Harness(tasks=TASKS)
+    settings = HarnessSettings(tasks=TASKS)
     child = os.fork()
     if child == 0:
         try:
@@ -109,8 +109,8 @@ def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path
     (folder / "drawn.yaml").write_text(text.replace("task: write", "task: drawn"))
     (folder / "own.py").write_text((bench.tasks / "own.py").read_text())
 
-    def drawn(recall: harness.Recall) -> list[harness.TaskResult]:
-        settings = Harness(tasks=("drawn",))
+    def drawn(recall: harness.HarnessResultCache) -> list[harness.HarnessTaskResult]:
+        settings = HarnessSettings(tasks=("drawn",))
         return harness.run(bench.model, bench.tokenizer, settings, bench.root, folder, BATCH_ROWS, recall)
 
     @dataclass
@@ -134,7 +134,7 @@ def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path
     folder = write_tasks(root)
 
     def digest(fewshot: int | None = None, limit: int | None = None) -> str:
-        settings = Harness(tasks=("choice",), fewshot=fewshot, limit=limit)
+        settings = HarnessSettings(tasks=("choice",), fewshot=fewshot, limit=limit)
         return run(bench, root, folder, settings)[0].digest
 
     same = digest()
@@ -150,7 +150,7 @@ def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path
     assert same not in changed
 
 
-def run(bench: Bench, root: Path, folder: Path, settings: Harness) -> list[harness.TaskResult]:
+def run(bench: Bench, root: Path, folder: Path, settings: HarnessSettings) -> list[harness.HarnessTaskResult]:
     """Tasks of another project's folder."""
     return harness.run(bench.model, bench.tokenizer, settings, root, folder, BATCH_ROWS, ScoreStore(None))
 
@@ -166,34 +166,34 @@ def with_equal_documents(root: Path) -> Path:
 def test_equal_documents_are_named(bench: Bench, tmp_path: Path) -> None:
     folder = with_equal_documents(tmp_path)
     with pytest.raises(SettingsError, match=r"task choice: documents 5 and 23 are the same \([0-9a-f]{12}\)"):
-        run(bench, tmp_path, folder, Harness(tasks=("choice",)))
+        run(bench, tmp_path, folder, HarnessSettings(tasks=("choice",)))
 
 
 def test_scores_that_are_no_number_stay_so(bench: Bench, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
     (folder / "own.py").write_text("def letters(references, predictions, **_):\n    return float('nan')\n")
-    [found] = run(bench, tmp_path, folder, Harness(tasks=("write",)))
+    [found] = run(bench, tmp_path, folder, HarnessSettings(tasks=("write",)))
     assert all(math.isnan(value) for value in of(found, "letters").values.values())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Harness(tasks=("nothing",)), r"no task 'nothing' in .*there are: both, choice, last, read, write"),
-        (Harness(tasks=("choice",), library=("choice",)), "'choice' is in tasks and in library"),
-        (Harness(tasks=("torn",)), r"torn.yaml: no task of the harness"),
-        (Harness(tasks=("gone",)), r"cannot load gone \(FileNotFoundError"),
-        (Harness(tasks=("loose",)), "loose is several tasks without a mean .*name them instead: last, choice"),
-        (Harness(tasks=("long",)), "cannot run long: .*must be less than model's maximum sequence length"),
+        (HarnessSettings(tasks=("nothing",)), r"no task 'nothing' in .*there are: both, choice, last, read, write"),
+        (HarnessSettings(tasks=("choice",), library=("choice",)), "'choice' is in tasks and in library"),
+        (HarnessSettings(tasks=("torn",)), r"torn.yaml: no task of the harness"),
+        (HarnessSettings(tasks=("gone",)), r"cannot load gone \(FileNotFoundError"),
+        (HarnessSettings(tasks=("loose",)), "loose is several tasks without a mean .*name them instead: last, choice"),
+        (HarnessSettings(tasks=("long",)), "cannot run long: .*must be less than model's maximum sequence length"),
         (
-            Harness(tasks=("wide",)),
+            HarnessSettings(tasks=("wide",)),
             r"evaluate\.harness\.tasks: the harness cannot run wide: document 7: a continuation has \d+ "
             "tokens, and the model reads 160 at most; change that document, or take it out",
         ),
     ],
     ids=["unknown", "both", "torn", "no data", "group", "too long", "long choice"],
 )
-def test_what_cannot_be_run_is_said(bench: Bench, settings: Harness, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_said(bench: Bench, settings: HarnessSettings, message: str, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
     if settings.tasks != ("nothing",):
         (folder / "torn.yaml").write_text("task: [torn\n")
@@ -214,7 +214,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     from lm_eval.tasks import TaskManager
 
     return lambda folder: monkeypatch.setattr(
-        harness, "_library", lambda: TaskManager(include_path=str(folder), include_defaults=False)
+        harness, "_index_bundled_tasks", lambda: TaskManager(include_path=str(folder), include_defaults=False)
     )
 
 
@@ -230,9 +230,9 @@ def test_a_library_task_whose_data_cannot_be_fetched(
     with pytest.raises(
         SettingsError, match=r"library: the data of arc_easy cannot be had .*'allenai/ai2_arc'.*network"
     ):
-        bench.run(Harness(library=("arc_easy",)))
+        bench.run(HarnessSettings(library=("arc_easy",)))
     with pytest.raises(SettingsError, match=r"no task 'arc_eazy'; perhaps arc_easy"):
-        bench.run(Harness(library=("arc_eazy",)))
+        bench.run(HarnessSettings(library=("arc_eazy",)))
 
 
 def test_a_library_s_documents_may_be_the_same(
@@ -241,7 +241,7 @@ def test_a_library_s_documents_may_be_the_same(
     """Nobody here can mend them: they are counted, and still pair one to one."""
     folder = with_equal_documents(tmp_path)
     library(folder)
-    [found] = run(bench, tmp_path, folder, Harness(library=("choice",)))
+    [found] = run(bench, tmp_path, folder, HarnessSettings(library=("choice",)))
     values = of(found, "acc").values
     assert len(values) == ROWS + 1
     twice = next(key for key in values if key.endswith("#2"))
@@ -251,7 +251,7 @@ def test_a_library_s_documents_may_be_the_same(
 def test_the_caller_s_random_numbers_and_folder_stay(bench: Bench) -> None:
     random.seed(5)
     expected, before = random.Random(5).random(), Path.cwd()
-    bench.run(Harness(tasks=("read",), limit=2))
+    bench.run(HarnessSettings(tasks=("read",), limit=2))
     assert random.random() == expected
     assert Path.cwd() == before
 
@@ -267,19 +267,19 @@ def test_the_caller_s_random_numbers_and_folder_stay(bench: Bench) -> None:
 )  # fmt: skip
 def test_a_task_s_fingerprint_is_of_all_that_it_is_made_of(task: str, file: str, changed: bool, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
-    before = harness_tasks.fingerprints(["choice", "write", "both"], tmp_path, folder)
+    before = harness_tasks.fingerprint_tasks(["choice", "write", "both"], tmp_path, folder)
     assert sorted(before) == ["both", "choice", "write"]
     (folder / file).write_text((folder / file).read_text() + "\n")
-    assert (harness_tasks.fingerprints([task], tmp_path, folder)[task] != before[task]) is changed
+    assert (harness_tasks.fingerprint_tasks([task], tmp_path, folder)[task] != before[task]) is changed
 
 
 def test_fingerprints_of_tasks_that_are_gone_or_torn(tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
-    before = harness_tasks.fingerprints(["choice"], tmp_path, folder)
+    before = harness_tasks.fingerprint_tasks(["choice"], tmp_path, folder)
     (folder / "choice.jsonl").unlink()
-    assert harness_tasks.fingerprints(["choice"], tmp_path, folder) != before
+    assert harness_tasks.fingerprint_tasks(["choice"], tmp_path, folder) != before
     (folder / "choice.yaml").write_text("task: [choice")
-    assert harness_tasks.fingerprints(["choice", "unknown"], tmp_path, folder) == {}
+    assert harness_tasks.fingerprint_tasks(["choice", "unknown"], tmp_path, folder) == {}
 
 
 def test_fingerprints_need_no_harness() -> None:

@@ -18,23 +18,30 @@ import tiny_project
 from held_out_cases import SETTINGS, damage, ids, launch, layout, made, scorer, wait_for  # noqa: F401 (fixtures)
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
-from ratchet.errors import BaseModelError, DamagedError, DataError, DivergedError, MemoryExhaustedError, SettingsError
+from ratchet.errors import (
+    BaseModelError,
+    DamagedFileError,
+    DataError,
+    DivergenceError,
+    MemoryExhaustedError,
+    SettingsError,
+)
 from ratchet.evaluation import rows, validation_scoring
 from ratchet.evaluation.scorer import Scorer
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.loss import answer_nll
-from ratchet.models.scoring import Likelihood
+from ratchet.models.scoring import RowLikelihood
 from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import HeldOut, HeldOutJob, path_in
+from ratchet.storage.records.evaluation import HeldOutJob, HeldOutScores, held_out_path
 from ratchet.tuning import validation_scores
 
 CPU = torch.device("cpu")
 
 
-def loaded(layout: Layout, run_id: str) -> Any:
+def loaded(layout: ProjectLayout, run_id: str) -> Any:
     """The model as training holds it, without anything of what is tested here."""
     base, paths = BaseCard.load(layout.base_card), RunPaths(layout.runs / run_id)
     model = loading.load(base_model.locate(layout, base), base, RunSpec.load(paths.spec).train, CPU)
@@ -55,14 +62,14 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, asked = loads(monkeypatch), [ids["first"], ids["plain"], ids["second"]]
-    found = validation_scoring.answer(layout, launch(asked))
+    found = validation_scoring.score_runs(layout, launch(asked))
     assert seen == ["nf4", "none"]
     assert [one.run_id for one in found] == asked
     assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
-    validation = token_files.read(layout.data, "validation")
+    validation = token_files.open_split(layout.data, "validation")
     for one in found:
         model, own = loaded(layout, one.run_id), []
         for row in validation:
@@ -77,7 +84,7 @@ def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
 
 
 def test_answers_are_scored_as_in_evaluate(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model answers nonsense, so the truth is made to be what it answers: for some rows, and nearly for another."""
     answered: list[list[str]] = []
@@ -98,13 +105,13 @@ def test_answers_are_scored_as_in_evaluate(
 
     monkeypatch.setattr(Scorer, "answers", answers)
     monkeypatch.setattr(rows, "read", read)
-    validation_scoring.answer(layout, launch([ids["first"]], ("accuracy",)))
+    validation_scoring.score_runs(layout, launch([ids["first"]], ("accuracy",)))
     first, second, third = (one[0] for one in answered[:3])
     assert first and second and third
     truth[:] = [f" {first}\n", f"{second} zebra", third]
     data = DatasetCard.load(layout.dataset_card)
-    path_in(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(data)).unlink()
-    [found] = validation_scoring.answer(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
+    held_out_path(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(data)).unlink()
+    [found] = validation_scoring.score_runs(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
     assert found.values["accuracy"][:3] == (1.0, 0.0, 1.0)
     assert found.values["exact_match"] == found.values["accuracy"]
     assert sum(found.values["accuracy"][3:]) == 0
@@ -112,39 +119,39 @@ def test_answers_are_scored_as_in_evaluate(
     assert 0 < found.values["token_f1"][1] < 1
 
 
-def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: dict[str, str]) -> None:
-    [all_rows] = validation_scoring.answer(layout, launch([ids["first"]]))
-    [some] = validation_scoring.answer(layout, launch([ids["first"]], rows=5))
-    [more] = validation_scoring.answer(layout, launch([ids["first"]], rows=10_000))
+def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: ProjectLayout, ids: dict[str, str]) -> None:
+    [all_rows] = validation_scoring.score_runs(layout, launch([ids["first"]]))
+    [some] = validation_scoring.score_runs(layout, launch([ids["first"]], rows=5))
+    [more] = validation_scoring.score_runs(layout, launch([ids["first"]], rows=10_000))
     assert some.ids == all_rows.ids[:5]
     assert some.values["validation_loss"] == pytest.approx(all_rows.values["validation_loss"][:5], rel=1e-4)
     assert more.ids == all_rows.ids
-    assert not set(all_rows.ids) & set(token_files.read(layout.data, "test")["id"])
+    assert not set(all_rows.ids) & set(token_files.open_split(layout.data, "test")["id"])
 
 
 def test_kept_scores_are_reused_unless_damaged_or_of_another_adapter(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = launch([ids["first"], ids["second"]])
-    before = validation_scoring.answer(layout, asked)
+    before = validation_scoring.score_runs(layout, asked)
     seen = loads(monkeypatch)
-    assert validation_scoring.answer(layout, asked) == before
+    assert validation_scoring.score_runs(layout, asked) == before
     assert seen == []
-    path = path_in(layout.runs / ids["second"], asked.question(DatasetCard.load(layout.dataset_card)))
+    path = held_out_path(layout.runs / ids["second"], asked.question(DatasetCard.load(layout.dataset_card)))
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"tokens": [\n    ', b'"tokens": [\n    1', 1))
     assert path.read_bytes() != whole
-    with pytest.raises(DamagedError, match="not as it was written"):
-        HeldOut.load(path)
-    assert validation_scoring.answer(layout, asked) == before
+    with pytest.raises(DamagedFileError, match="not as it was written"):
+        HeldOutScores.load(path)
+    assert validation_scoring.score_runs(layout, asked) == before
     assert seen == ["nf4"]
     assert path.read_bytes() == whole
-    other = HeldOut.load(path).model_copy(update={"adapter_digest": "0" * 64}).sealed()
+    other = HeldOutScores.load(path).model_copy(update={"adapter_digest": "0" * 64}).sealed()
     other.save(path)
-    assert validation_scoring.answer(layout, asked) == before  # of another adapter
+    assert validation_scoring.score_runs(layout, asked) == before  # of another adapter
 
 
-def test_questions_differ_only_by_what_changes_scores(layout: Layout) -> None:
+def test_questions_differ_only_by_what_changes_scores(layout: ProjectLayout) -> None:
     data = DatasetCard.load(layout.dataset_card)
     one = launch(["a"], ("validation_loss",)).question(data)
     assert launch(["a", "b"], ("validation_loss",), threads=7).question(data) == one
@@ -157,23 +164,23 @@ def test_questions_differ_only_by_what_changes_scores(layout: Layout) -> None:
 
 
 def test_exhausted_memory_halves_all_batches(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, failing = Scorer.likelihoods, [ids["second"]]
-    exact = validation_scoring.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=4))
+    exact = validation_scoring.score_runs(layout, launch([ids["first"], ids["second"]], evaluation_rows=4))
     for one in exact:
-        path_in(layout.runs / one.run_id, one.question).unlink()
+        held_out_path(layout.runs / one.run_id, one.question).unlink()
     shutil.rmtree(layout.scores)
     sizes: list[int] = []
 
-    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
+    def likelihoods(self: Scorer, *asked: Any) -> list[RowLikelihood]:
         sizes.append(self.batch_rows)
         if failing and self.batch_rows == 8 and len(sizes) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return before(self, *asked)
 
     monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
-    found = validation_scoring.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=8))
+    found = validation_scoring.score_runs(layout, launch([ids["first"], ids["second"]], evaluation_rows=8))
     assert sizes == [8, 8, 4, 4]
     assert [one.arithmetic["batch_rows"] for one in found] == [4, 4]
     assert [one.values for one in found] == [one.values for one in exact]
@@ -182,11 +189,11 @@ def test_exhausted_memory_halves_all_batches(
 COMPUTED = Scorer.likelihoods
 
 
-def exhausted(*_: Any) -> list[Likelihood]:
+def exhausted(*_: Any) -> list[RowLikelihood]:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def with_nan(*asked: Any) -> list[Likelihood]:
+def with_nan(*asked: Any) -> list[RowLikelihood]:
     return [replace(one, nll=math.nan) if i == 2 else one for i, one in enumerate(COMPUTED(*asked))]
 
 
@@ -194,25 +201,34 @@ def with_nan(*asked: Any) -> list[Likelihood]:
     ("broken", "kind", "text"),
     [
         (exhausted, MemoryExhaustedError, "a single row"),
-        (with_nan, DivergedError, r"no number for 1 of \d+ validation rows"),
+        (with_nan, DivergenceError, r"no number for 1 of \d+ validation rows"),
     ],
 )
 def test_failed_scores_are_an_error_and_not_kept(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch, broken: Any, kind: type[Exception], text: str
+    layout: ProjectLayout,
+    ids: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: Any,
+    kind: type[Exception],
+    text: str,
 ) -> None:
     monkeypatch.setattr(Scorer, "likelihoods", broken)
     with pytest.raises(kind, match=text):
-        validation_scoring.answer(layout, launch([ids["first"]], evaluation_rows=4))
+        validation_scoring.score_runs(layout, launch([ids["first"]], evaluation_rows=4))
     assert not list((layout.runs / ids["first"]).glob("*held_out*"))
 
 
-def change_card(layout: Layout, **changes: Any) -> None:
+def change_card(layout: ProjectLayout, **changes: Any) -> None:
     DatasetCard.load(layout.dataset_card).model_copy(update=changes).save(layout.dataset_card)
 
 
-REFUSED: dict[str, tuple[Callable[[Layout, str], None], type[Exception], str]] = {
-    "damaged adapter": (damage, DamagedError, "adapter_model"),
-    "no result": (lambda layout, run_id: shutil.rmtree(layout.runs / run_id / "result"), DamagedError, "not sealed"),
+REFUSED: dict[str, tuple[Callable[[ProjectLayout, str], None], type[Exception], str]] = {
+    "damaged adapter": (damage, DamagedFileError, "adapter_model"),
+    "no result": (
+        lambda layout, run_id: shutil.rmtree(layout.runs / run_id / "result"),
+        DamagedFileError,
+        "not sealed",
+    ),
     "other data": (lambda layout, _: change_card(layout, digest="0" * 64), DataError, "other data"),
     "other base": (lambda layout, _: change_card(layout, base_digest="0" * 64), BaseModelError, "another base"),
     "text task": (lambda layout, _: change_card(layout, task="text"), SettingsError, "exact_match"),
@@ -221,31 +237,35 @@ REFUSED: dict[str, tuple[Callable[[Layout, str], None], type[Exception], str]] =
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
-    layout: Layout, ids: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it, kind, text = REFUSED[what]
     break_it(layout, ids["second"])
     seen = loads(monkeypatch)
     with pytest.raises(kind, match=text):
-        validation_scoring.answer(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
+        validation_scoring.score_runs(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
     assert seen == []
 
 
-def test_unknown_runs_and_metrics_are_refused(layout: Layout, ids: dict[str, str]) -> None:
+def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout, ids: dict[str, str]) -> None:
     with pytest.raises(DataError, match="no result"):
-        validation_scores.ask(layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
+        validation_scores.score_runs(
+            layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",))
+        )
     with pytest.raises(SettingsError, match="train_seconds"):
-        validation_scores.figures(layout, SETTINGS, ids["first"], ["train_seconds"])
+        validation_scores.score_run(layout, SETTINGS, ids["first"], ["train_seconds"])
 
 
-def test_arguments_hold_no_password(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_hold_no_password(
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
     monkeypatch.setattr(validation_scores, "SCORER", (sys.executable, "-c", script))
     machine = SETTINGS.machine.model_copy(update={"studies": "postgresql://user:opensesame@host/name"})
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml with such an address is refused
     job = HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        validation_scores.ask(layout, settings, job)
+        validation_scores.score_runs(layout, settings, job)
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 
@@ -254,7 +274,9 @@ class _EnoughError(Exception):
     """Ends the wait."""
 
 
-def test_exception_while_waiting_ends_it(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_while_waiting_ends_it(
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     marks = layout.root / "marks"
     marks.mkdir()
     script = f"""
@@ -273,13 +295,15 @@ time.sleep(600)
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        validation_scores.ask(layout, SETTINGS, HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look)
+        validation_scores.score_runs(
+            layout, SETTINGS, HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look
+        )
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_the_process_dies_with_its_parent(layout: Layout, ids: dict[str, str]) -> None:
+def test_the_process_dies_with_its_parent(layout: ProjectLayout, ids: dict[str, str]) -> None:
     command = scorer(layout, launch([ids["first"]]))
     script = (
         "import os, subprocess, sys, time\n"
@@ -306,7 +330,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_process_with_another_parent_than_named_does_not_begin(layout: Layout, ids: dict[str, str]) -> None:
+def test_a_process_with_another_parent_than_named_does_not_begin(layout: ProjectLayout, ids: dict[str, str]) -> None:
     done = subprocess.run(
         scorer(layout, launch([ids["first"]]), str(os.getpid() + 1)), capture_output=True, check=False,
         env=tiny_project.environment(),

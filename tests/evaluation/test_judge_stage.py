@@ -14,10 +14,10 @@ from ratchet.errors import EndpointError, SettingsError
 from ratchet.stages import evaluate
 from ratchet.storage import files
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import EvalReport, judged_file
+from ratchet.storage.records.evaluation import EvaluationReport, judged_file
 from scripted_endpoint import JSON, Said, chat, served
 
-SETTINGS: Settings = params_file.changed(
+SETTINGS: Settings = params_file.apply_changes(
     tiny_project.SETTINGS,
     {"evaluate.harness.tasks": [], "evaluate.generate_rows": 8, "evaluate.latency_rows": 0,
      "evaluate.general.blocks": 4, "machine.endpoint.tries": 1},
@@ -31,24 +31,24 @@ def longest(body: JSON, _: int) -> Said:
 
 
 def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_track", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_log_to_mlflow", lambda *_: None)
     torch.set_num_threads(1)
     layout = tiny_project.prepared(tmp_path / "project")
     tiny_project.adapted(layout, SETTINGS, strength=0.5)
     evaluate.evaluate(layout, SETTINGS, lambda _: None)
-    plain = EvalReport.load(layout.eval_report)
+    plain = EvaluationReport.load(layout.eval_report)
     assert plain.judged is None and not (layout.evaluate / "judge").exists()
 
     with served(longest) as server:
-        wanted = params_file.changed(SETTINGS, {"evaluate.judge.address": server.url})
+        wanted = params_file.apply_changes(SETTINGS, {"evaluate.judge.address": server.url})
         said = evaluate.evaluate(layout, wanted, lambda _: None)
         first = files.read_manifest(layout.evaluate)
         count = len(server.got)
         evaluate.evaluate(layout, wanted, lambda _: None)
         assert len(server.got) == count, "verdicts are kept"
-    files.verify(layout.evaluate, "evaluation")
+    files.verify_sealed(layout.evaluate, "evaluation")
     assert files.read_manifest(layout.evaluate) == first
-    found = EvalReport.load(layout.eval_report)
+    found = EvaluationReport.load(layout.eval_report)
     assert found.judged is not None and set(found.judged.comparisons) == {"base"}
     one = found.judged.comparisons["base"]
     assert one.rows == 8 and one.wins + one.ties + one.losses == 8
@@ -63,4 +63,4 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
         evaluate.evaluate(layout, wanted, lambda _: None)
     assert files.read_manifest(layout.evaluate) == first, "the last evaluation stays"
     with pytest.raises(SettingsError, match="no file x below"):
-        evaluate.evaluate(layout, params_file.changed(wanted, {"evaluate.judge.rubric": "x"}), lambda _: None)
+        evaluate.evaluate(layout, params_file.apply_changes(wanted, {"evaluate.judge.rubric": "x"}), lambda _: None)

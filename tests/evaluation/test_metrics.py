@@ -18,7 +18,7 @@ from ratchet.evaluation.metrics import OTHER
     ("hits", "n"), [(0, 1), (1, 1), (0, 10), (10, 10), (1, 10), (5, 10), (1, 1000), (770, 1000), (999, 1000), (3, 7)]
 )
 def test_a_proportion_has_wilsons_interval(hits: int, n: int) -> None:
-    found = metrics.proportion([1.0] * hits + [0.0] * (n - hits))
+    found = metrics.proportion_metric([1.0] * hits + [0.0] * (n - hits))
     wilson = stats.binomtest(hits, n).proportion_ci(0.95, method="wilson")
     assert (found.value, found.n) == (pytest.approx(hits / n), n)
     assert found.low == pytest.approx(wilson.low, abs=1e-12)
@@ -30,7 +30,7 @@ def test_a_proportion_has_wilsons_interval(hits: int, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 5, 400])
 def test_a_mean_loss_has_the_normal_interval(n: int) -> None:
     losses = np.random.default_rng(n).exponential(2.0, n)
-    found = metrics.mean_loss(losses.tolist())
+    found = metrics.mean_loss_metric(losses.tolist())
     low, high = stats.norm.interval(0.95, loc=losses.mean(), scale=stats.sem(losses))
     assert (found.value, found.low, found.high) == pytest.approx((losses.mean(), low, high))
     assert (found.n, found.better, found.kind) == (n, "lower", "mean")
@@ -48,13 +48,13 @@ def test_a_mean_loss_has_the_normal_interval(n: int) -> None:
     ids=["all tokens together", "sure", "guessing", "hopeless", "no number"],
 )
 def test_perplexity(nll: list[float], tokens: list[int], expected: float) -> None:
-    found = metrics.perplexity(nll, tokens)
+    found = metrics.perplexity_metric(nll, tokens)
     assert found.value == pytest.approx(expected, nan_ok=True)
     assert (found.n, found.better, found.kind) == (len(nll), "lower", "perplexity")
 
 
 def test_perplexity_of_equal_rows_has_no_width() -> None:
-    found = metrics.perplexity([3 * math.log(50), 4 * math.log(50)], [3, 4])
+    found = metrics.perplexity_metric([3 * math.log(50), 4 * math.log(50)], [3, 4])
     assert (found.low, found.high) == pytest.approx((50.0, 50.0))
 
 
@@ -62,7 +62,7 @@ def test_the_interval_of_perplexity_is_the_delta_methods() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 30, 200)
     nll = tokens * rng.exponential(1.5, 200)
-    found = metrics.perplexity(nll.tolist(), tokens.tolist())
+    found = metrics.perplexity_metric(nll.tolist(), tokens.tolist())
     ratio = nll.sum() / tokens.sum()
     variance = np.var(nll - ratio * tokens, ddof=1) / (200 * tokens.mean() ** 2)
     half = stats.norm.ppf(0.975) * math.sqrt(variance)
@@ -76,19 +76,19 @@ def test_the_interval_of_perplexity_holds_as_often_as_it_says() -> None:
     for _ in range(rounds):
         tokens = rng.integers(1, 10, 100)
         nll = [float(rng.gamma(2.0 * t, 0.75)) for t in tokens]  # mean 1.5 nats for each token
-        found = metrics.perplexity(nll, tokens.tolist())
+        found = metrics.perplexity_metric(nll, tokens.tolist())
         held += found.low <= truth <= found.high
     assert held / rounds == pytest.approx(0.95, abs=0.03)
 
 
 def test_scores_of_zero_and_one_with_a_direction_are_a_proportion_and_others_a_mean() -> None:
-    assert metrics.mean_score([1.0, 0.0, 1.0], "higher") == metrics.proportion([1.0, 0.0, 1.0])
-    mean = metrics.mean_score([0.2, 0.4], "higher")
+    assert metrics.mean_score_metric([1.0, 0.0, 1.0], "higher") == metrics.proportion_metric([1.0, 0.0, 1.0])
+    mean = metrics.mean_score_metric([0.2, 0.4], "higher")
     assert (mean.value, mean.better, mean.unit) == (pytest.approx(0.3), "higher", "mean of samples")
-    assert metrics.mean_score([1.0, 0.0], "lower").better == "lower"
-    unknown = metrics.mean_score([1.0, 0.0], "unknown", "words")
+    assert metrics.mean_score_metric([1.0, 0.0], "lower").better == "lower"
+    unknown = metrics.mean_score_metric([1.0, 0.0], "unknown", "words")
     assert (unknown.better, unknown.unit, unknown.value) == ("unknown", "words", 0.5)
-    assert math.isnan(metrics.mean_score([0.5, math.nan], "higher").value)
+    assert math.isnan(metrics.mean_score_metric([0.5, math.nan], "higher").value)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_scores_of_zero_and_one_with_a_direction_are_a_proportion_and_others_a_m
 def test_results_of_each_class_by_hand(
     expected: list[str], answered: list[str], named: dict[str, tuple[float, ...]], labels: Any, matrix: Any
 ) -> None:
-    found, confusion = metrics.per_class(expected, answered)
+    found, confusion = metrics.score_classes(expected, answered)
     for label, figures in named.items():
         assert found[label] == pytest.approx(dict(zip(("precision", "recall", "f1", "support"), figures, strict=True)))
     assert list(found) == list(named)
@@ -124,7 +124,7 @@ def test_results_of_each_class_by_hand(
 
 
 def test_a_label_with_the_name_of_the_last_column_keeps_its_rows() -> None:
-    named, confusion = metrics.per_class([OTHER, "a"], [OTHER, "nonsense"])
+    named, confusion = metrics.score_classes([OTHER, "a"], [OTHER, "nonsense"])
     assert named[OTHER]["recall"] == 1.0
     assert len(confusion.matrix) == len(confusion.labels) == 2
 
@@ -133,8 +133,8 @@ def test_sums_are_those_of_exact_arithmetic() -> None:
     """Nats of very different size: a running sum in float64 loses the small ones."""
     nll, tokens = [1e16, 1.0, 1.0, -1e16, 6.0], [1, 1, 1, 1, 4]
     exact = sum(map(Fraction, nll)) / sum(tokens)
-    assert metrics.perplexity(nll, tokens).value == math.exp(exact)
-    assert metrics.mean_loss([0.1] * 10).value == float(sum([Fraction(0.1)] * 10) / 10)
+    assert metrics.perplexity_metric(nll, tokens).value == math.exp(exact)
+    assert metrics.mean_loss_metric([0.1] * 10).value == float(sum([Fraction(0.1)] * 10) / 10)
 
 
 def labelled(seed: int, rows: int = 300, labels: str = "abcde") -> tuple[list[str], list[str]]:
@@ -147,7 +147,7 @@ def labelled(seed: int, rows: int = 300, labels: str = "abcde") -> tuple[list[st
 @pytest.mark.parametrize("seed", range(3))
 def test_label_figures_are_scikit_learns(seed: int) -> None:
     expected, answered = labelled(seed)
-    found = metrics.label_figures(expected, answered, seed=0)
+    found = metrics.compute_label_metrics(expected, answered, seed=0)
     labels = sorted(set(expected))
     for average in ("macro", "micro"):
         right = f1_score(expected, answered, labels=labels, average=average, zero_division=0.0)
@@ -156,13 +156,13 @@ def test_label_figures_are_scikit_learns(seed: int) -> None:
     assert found["balanced_accuracy"].value == pytest.approx(recalls)
     assert {one.kind for one in found.values()} == {"figure"}
     assert all(one.low < one.value < one.high for one in found.values())
-    assert found == metrics.label_figures(expected, answered, seed=0)
-    assert found != metrics.label_figures(expected, answered, seed=8)
-    assert metrics.majority(["a", "b", "a", "c"]) == 0.5
+    assert found == metrics.compute_label_metrics(expected, answered, seed=0)
+    assert found != metrics.compute_label_metrics(expected, answered, seed=8)
+    assert metrics.majority_share(["a", "b", "a", "c"]) == 0.5
 
 
 def test_the_interval_of_macro_f1_is_as_wide_as_macro_f1_varies() -> None:
-    values = [metrics.label_figures(*labelled(seed), seed=0)["macro_f1"] for seed in range(100, 160)]
+    values = [metrics.compute_label_metrics(*labelled(seed), seed=0)["macro_f1"] for seed in range(100, 160)]
     spread = np.std([one.value for one in values])
     widths = np.mean([(one.high - one.low) / (2 * stats.norm.ppf(0.975)) for one in values])
     assert widths == pytest.approx(spread, rel=0.25)
@@ -179,7 +179,7 @@ def scored(rows: int = 200, seed: int = 0) -> tuple[list[str], list[str], np.nda
 
 def test_curves_rank_rows_by_a_label_s_share_of_probability() -> None:
     labels, expected, scores = scored()
-    found = metrics.curves(labels, expected, scores.tolist())
+    found = metrics.precision_recall_curves(labels, expected, scores.tolist())
     shares = special.softmax(scores, axis=1)
     for i, label in enumerate(labels):
         truth = [answer == label for answer in expected]
@@ -192,19 +192,21 @@ def test_curves_rank_rows_by_a_label_s_share_of_probability() -> None:
 
 def test_curves_of_unlikely_sure_single_and_missing_scores() -> None:
     labels, expected, scores = scored()
-    plain = metrics.curves(labels, expected, scores.tolist())["a"]["average_precision"]
+    plain = metrics.precision_recall_curves(labels, expected, scores.tolist())["a"]["average_precision"]
     shifted = scores - np.linspace(0, 5000, len(scores))[:, None]  # long answers: every label is unlikely
-    assert metrics.curves(labels, expected, shifted.tolist())["a"]["average_precision"] == pytest.approx(plain)
+    assert metrics.precision_recall_curves(labels, expected, shifted.tolist())["a"][
+        "average_precision"
+    ] == pytest.approx(plain)
     # Shares of probability would all be 1 and 0 in float64. By odds of `a`: 900 (a), 850 (b), 800 (a), -900 (b),
     # that is precision 1 at the first hit and 2/3 at the second.
     sure = [[0.0, -800.0], [0.0, -900.0], [-900.0, 0.0], [0.0, -850.0]]
-    found = metrics.curves(["a", "b"], ["a", "a", "b", "b"], sure)
+    found = metrics.precision_recall_curves(["a", "b"], ["a", "a", "b", "b"], sure)
     assert found["a"]["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
-    assert metrics.curves(["a"], ["a", "a"], [[-1.0], [-2.0]])["a"]["average_precision"] == 1.0
+    assert metrics.precision_recall_curves(["a"], ["a", "a"], [[-1.0], [-2.0]])["a"]["average_precision"] == 1.0
     scores[3, 1] = math.nan
-    without = metrics.curves(labels, expected, scores.tolist())
+    without = metrics.precision_recall_curves(labels, expected, scores.tolist())
     assert all(math.isnan(one["average_precision"]) and one["precision"] == [] for one in without.values())
-    assert math.isnan(metrics.average_precision(labels, expected, scores.tolist(), seed=0).value)
+    assert math.isnan(metrics.mean_average_precision(labels, expected, scores.tolist(), seed=0).value)
 
 
 def test_resamples_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +214,9 @@ def test_resamples_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     labels = ["a", "b", "c"]
     expected = [draw.choice(labels) for _ in range(60)]
     scores = [[draw.gauss(label == one, 1.0) for label in labels] for one in expected]
-    whole = metrics.average_precision(labels, expected, scores, seed=1)
+    whole = metrics.mean_average_precision(labels, expected, scores, seed=1)
     monkeypatch.setattr(metrics, "WEIGHTS_AT_ONCE", 7 * len(expected))
-    assert metrics.average_precision(labels, expected, scores, seed=1) == whole
+    assert metrics.mean_average_precision(labels, expected, scores, seed=1) == whole
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -222,8 +224,10 @@ def test_macro_average_precision_is_the_mean_of_scikit_learns(ties: bool) -> Non
     labels, expected, scores = scored()
     if ties:
         scores = scores.round()
-    found = metrics.average_precision([*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()], seed=0)
-    curves = metrics.curves([*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()])
+    found = metrics.mean_average_precision(
+        [*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()], seed=0
+    )
+    curves = metrics.precision_recall_curves([*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()])
     assert found.value == pytest.approx(np.mean([one["average_precision"] for one in curves.values()]))
     assert sorted(curves) == labels
     assert found.low < found.value < found.high

@@ -70,7 +70,7 @@ ASKED: dict[str, Callable[[Scorer], Any]] = {
 def test_every_row_gets_its_own_in_the_order_of_the_rows(model: Any) -> None:
     one = scorer(model)
     for found, ids, labels in zip(one.likelihoods(ROWS, LABELS), ROWS, LABELS, strict=True):
-        alone = scoring.likelihoods(model, [ids], [labels], 0)[0]
+        alone = scoring.score_rows(model, [ids], [labels], 0)[0]
         assert (found.tokens, found.prompt_tokens) == (2, len(ids) - 3)
         assert (found.nll, found.prompt_nll) == pytest.approx((alone.nll, alone.prompt_nll), rel=1e-6)
     for found, ids in zip(one.text(ROWS), ROWS, strict=True):
@@ -78,7 +78,7 @@ def test_every_row_gets_its_own_in_the_order_of_the_rows(model: Any) -> None:
     for answers, ids in zip(one.answers(Numbers(), ROWS, [2], GREEDY), ROWS, strict=True):
         assert answers == [Numbers().decode(scoring.generate(model, [ids], [2], 5, 0)[0], True).strip()]
     for scores, ids in zip(one.label_scores(ROWS, CHOICES), ROWS, strict=True):
-        assert scores == pytest.approx(label_room.label_scores(model, [ids], CHOICES, 1, 0)[0], rel=1e-6)
+        assert scores == pytest.approx(label_room.score_labels(model, [ids], CHOICES, 1, 0)[0], rel=1e-6)
 
 
 def test_drawn_answers_do_not_depend_on_the_batch(model: Any) -> None:
@@ -180,6 +180,9 @@ def test_kept_results_are_not_computed_again_also_after_a_kill(tmp_path: Path, k
 
 def test_streams_of_noise_are_distinct() -> None:
     names = {
-        token_choice.stream(seed, row, sample) for seed in (0, 1, 10) for row in ("1", "11") for sample in (0, 1, 11)
+        token_choice.noise_stream_key(seed, row, sample)
+        for seed in (0, 1, 10)
+        for row in ("1", "11")
+        for sample in (0, 1, 11)
     }
     assert len(names) == 3 * 2 * 3

@@ -40,7 +40,7 @@ def clock(model: Any, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(model: Any, clock: Clock) -> None:
     prompts = [[5] * length for length in (30, 10, 11, 12)]
-    found = evaluator.measure(model, 0, prompts, [], 3)
+    found = evaluator.measure_cost(model, 0, prompts, [], 3)
     assert clock.passes == [(1, n) for length in (30, 30, 10, 11, 12) for n in (length, 1, 1)]
     assert (found.rows, found.device) == (4, "cpu")
     assert (found.latency_s, found.latency_p95_s) == (13.5, 32.0)  # of 32, 12, 13, 14 s
@@ -50,14 +50,14 @@ def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(model
 
 @pytest.mark.usefixtures("clock")
 def test_the_slowest_of_twenty_answers_is_beyond_the_95th_percentile(model: Any) -> None:
-    found = evaluator.measure(model, 0, [[5] * length for length in range(1, 21)], [], 1)
+    found = evaluator.measure_cost(model, 0, [[5] * length for length in range(1, 21)], [], 1)
     assert (found.latency_s, found.latency_p95_s) == (10.5, 19.0)
 
 
 @pytest.mark.usefixtures("clock")
 def test_speed_counts_the_generated_tokens(model: Any) -> None:
     end = scoring.generate(model, [[5, 6]], [], 4, 0)[0][0]
-    assert evaluator.measure(model, 0, [[5, 6]], [end], 4).tokens_per_s == pytest.approx(1 / 2)
+    assert evaluator.measure_cost(model, 0, [[5, 6]], [end], 4).tokens_per_s == pytest.approx(1 / 2)
 
 
 def test_peak_memory_is_reset_before_measuring(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +67,8 @@ def test_peak_memory_is_reset_before_measuring(model: Any, monkeypatch: pytest.M
         order.append(what)
         return value
 
-    monkeypatch.setattr(capacity, "forget_peak", lambda: note("forgotten", True))
+    monkeypatch.setattr(capacity, "reset_peak", lambda: note("forgotten", True))
     monkeypatch.setattr(capacity, "peak_resident_bytes", lambda: note("read", 12345))
     model.model.layers[0].register_forward_hook(lambda *_: order.append("pass"))
-    assert evaluator.measure(model, 0, [[5, 6]], [], 1).memory_bytes == 12345
+    assert evaluator.measure_cost(model, 0, [[5, 6]], [], 1).memory_bytes == 12345
     assert order == ["forgotten", "pass", "pass", "read"]

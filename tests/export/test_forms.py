@@ -15,13 +15,13 @@ from forms_cases import (
     trained,  # noqa: F401 (a fixture)
     with_export,
 )
-from ratchet.config.export import Also, Export, Gguf
+from ratchet.config.export import AdditionalAdapterSettings, Export, GgufSettings
 from ratchet.config.schema import Settings
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.export.inputs import Job
+from ratchet.export.inputs import ExportJob
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ModelBundle
 
 
 def test_another_update_than_the_adapters_is_not_judged_by_the_adapters_scores() -> None:
@@ -30,7 +30,7 @@ def test_another_update_than_the_adapters_is_not_judged_by_the_adapters_scores()
 
 
 def test_too_little_room_is_told_before_anything_is_loaded(
-    run: Callable[[Settings], Bundle], monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Settings], ModelBundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ratchet.storage import disk
 
@@ -45,7 +45,7 @@ def test_too_little_room_is_told_before_anything_is_loaded(
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
-    run: Callable[[Settings], Bundle], trained: Layout
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout
 ) -> None:
     other = trained.root / "other"
     files.make_directory(other)
@@ -53,25 +53,29 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
         (other / path.name).write_bytes(path.read_bytes())
     config = json.loads((other / "adapter_config.json").read_bytes())
     (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "f" * 64}))
-    wanted = PLAIN.model_copy(update={"also": (Also(adapter="other"),)})
+    wanted = PLAIN.model_copy(update={"also": (AdditionalAdapterSettings(adapter="other"),)})
     with pytest.raises(BaseModelError, match="f" * 12):
         run(with_export(wanted, forms=("merged",)))
     with pytest.raises(SettingsError, match=r"export\.also: gone: no saved adapter there"):
-        run(with_export(PLAIN.model_copy(update={"also": (Also(adapter="gone"),)}), forms=("merged",)))
+        run(
+            with_export(
+                PLAIN.model_copy(update={"also": (AdditionalAdapterSettings(adapter="gone"),)}), forms=("merged",)
+            )
+        )
     with pytest.raises(SettingsError, match=r"nowhere"):
         run(with_export(PLAIN.model_copy(update={"modules": ("nowhere",)}), forms=("merged",)))
 
 
 def test_a_type_that_needs_a_tool_is_refused_without_it(
-    run: Callable[[Settings], Bundle], monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Settings], ModelBundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SettingsError, match=r"q4_k_m is made by llama.cpp's llama-quantize"):
-        run(with_export(PLAIN.model_copy(update={"gguf": Gguf(types=("q4_k_m",))})))
+        run(with_export(PLAIN.model_copy(update={"gguf": GgufSettings(types=("q4_k_m",))})))
 
 
-def test_what_is_to_be_tried_follows_from_the_base(trained: Layout) -> None:
-    job = Job.__new__(Job)
+def test_what_is_to_be_tried_follows_from_the_base(trained: ProjectLayout) -> None:
+    job = ExportJob.__new__(ExportJob)
     for wanted, quantization, ways in (
         ("auto", "nf4", ("original", "dequantized")), ("auto", "none", ("dequantized",)),
         ("original", "nf4", ("original",)),
@@ -99,5 +103,5 @@ def test_a_base_that_a_format_cannot_carry_is_refused_before_anything_is_trained
     with pytest.raises(SettingsError, match=r"gpt2.*carries Llama, Mistral, Qwen2"):
         base.base(layout, settings, lambda _: None)
     assert not layout.base.exists()
-    onnx = EVERY.model_copy(update={"gguf": Gguf()})
+    onnx = EVERY.model_copy(update={"gguf": GgufSettings()})
     base.base(layout, settings.model_copy(update={"export": onnx}), lambda _: None)

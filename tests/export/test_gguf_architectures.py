@@ -63,15 +63,15 @@ def made(family: str, changes: dict[str, Any]) -> Any:
 
 def file_of(model: Any, tmp_path: Path) -> Path:
     directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
-    writer.require(directory, ["f32"], None)
-    writer.write(directory, tmp_path / "model.gguf", "f32", gguf_models.nothing)
+    writer.require_exportable(directory, ["f32"], None)
+    writer.write_gguf(directory, tmp_path / "model.gguf", "f32", gguf_models.nothing)
     return tmp_path / "model.gguf"
 
 
 @pytest.mark.parametrize("case", EXACT)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
     model = made(*EXACT[case])
-    with llama.opened(file_of(model, tmp_path), 1, 64) as runtime:
+    with llama.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
         found = runtime.log_probabilities(IDS, range(len(IDS)))
         answer = runtime.generate(IDS[:20], 12, [])
     assert np.abs(found - expected(model, IDS)).max() < 2e-5
@@ -89,7 +89,7 @@ class FromTable(torch.nn.Module):
 @pytest.mark.parametrize("case", GELU)
 def test_gemma_differs_by_the_runtimes_own_gelu(case: str, tmp_path: Path) -> None:
     model = made(*GELU[case])
-    with llama.opened(file_of(model, tmp_path), 1, 64) as runtime:
+    with llama.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
         found = runtime.log_probabilities(IDS, range(len(IDS)))
     plain = np.abs(found - expected(model, IDS)).max()
     for layer in model.model.layers:
@@ -126,39 +126,41 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BaseModelError, match=message) as raised:
-        writer.require(config_only(tmp_path, family, **changes), ["q8_0"], None)
+        writer.require_exportable(config_only(tmp_path, family, **changes), ["q8_0"], None)
     assert "config.json" in str(raised.value)
 
 
 def test_an_architecture_that_is_not_carried_needs_the_converter_of_llama_cpp(tmp_path: Path) -> None:
     directory, checkout = config_only(tmp_path / "hf", "olmo2"), tmp_path / "llama.cpp"
     checkout.mkdir()
-    assert not writer.is_carried(directory)
+    assert not writer.is_supported(directory)
     for place in (None, checkout):
         with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
-            writer.require(directory, ["q8_0"], place)
+            writer.require_exportable(directory, ["q8_0"], place)
     (checkout / architectures.CONVERTER).write_text("")
-    writer.require(directory, ["q8_0"], checkout)
+    writer.require_exportable(directory, ["q8_0"], checkout)
 
 
 def test_a_config_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
     (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     with pytest.raises(BaseModelError, match=r"config\.json: transformers does not understand it"):
-        writer.require(directory, ["f32"], None)
+        writer.require_exportable(directory, ["f32"], None)
 
 
 def test_the_context_ends_where_a_window_that_the_config_uses_would_begin(tmp_path: Path) -> None:
     for family in ("mistral", "phi3"):
-        model = architectures.of(config_only(tmp_path / family, family, sliding_window=32))
+        model = architectures.read_architecture(config_only(tmp_path / family, family, sliding_window=32))
         assert model.context_tokens == 32
         assert "window" in model.notes[0]
-    model = architectures.of(config_only(tmp_path / "qwen2", "qwen2", sliding_window=32, use_sliding_window=False))
+    model = architectures.read_architecture(
+        config_only(tmp_path / "qwen2", "qwen2", sliding_window=32, use_sliding_window=False)
+    )
     assert (model.context_tokens, model.notes) == (families.POSITIONS, ())
 
 
 def test_types_that_no_row_fits_are_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
-    writer.require(directory, ["q4_0", "q4_k_m"], None)
+    writer.require_exportable(directory, ["q4_0", "q4_k_m"], None)
     with pytest.raises(SettingsError, match=r"export\.gguf\.types: tq1_0: it holds rows of multiples of 256"):
-        writer.require(directory, ["q8_0", "tq1_0"], None)
+        writer.require_exportable(directory, ["q8_0", "tq1_0"], None)

@@ -37,7 +37,7 @@ def made(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
 
 def written(directory: Path, folder: Path, type_: PlainType = "f32") -> Path:
-    writer.write(directory, folder / "model.gguf", type_, gguf_models.nothing)
+    writer.write_gguf(directory, folder / "model.gguf", type_, gguf_models.nothing)
     return folder / "model.gguf"
 
 
@@ -61,7 +61,7 @@ def test_every_type_holds_what_its_quantiser_makes_of_the_weights(
     assert np.array_equal(norm.data, weights["model.layers.0.input_layernorm.weight"].numpy())
     assert found["output.weight"].tensor_type == (wanted if wanted in (Q.F32, Q.F16, Q.BF16) else Q.Q8_0)
     assert found["token_embd.weight"].tensor_type == wanted
-    with llama.opened(file, 1, 64) as runtime:
+    with llama.open_runtime(file, 1, 64) as runtime:
         assert np.isfinite(runtime.log_probabilities([5, 6], [1])).all()
 
 
@@ -85,8 +85,8 @@ def test_tensors_that_a_type_does_not_suit_have_another(
     family: str, changes: dict[str, Any], type_: PlainType, types: dict[str, Any], notes: Any, tmp_path: Path
 ) -> None:
     directory = made(tmp_path / "hf", family, **changes)
-    writer.require(directory, [type_], None)
-    told = writer.write(directory, tmp_path / "model.gguf", type_, gguf_models.nothing)
+    writer.require_exportable(directory, [type_], None)
+    told = writer.write_gguf(directory, tmp_path / "model.gguf", type_, gguf_models.nothing)
     found = tensors(tmp_path / "model.gguf")
     assert {name: found[name].tensor_type if name in found else None for name in types} == types
     assert notes is None or told == notes
@@ -94,7 +94,7 @@ def test_tensors_that_a_type_does_not_suit_have_another(
 
 def test_queries_and_keys_change_places_and_nothing_else() -> None:
     rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of four: halves (0 1 | 2 3), (4 5 | 6 7)
-    assert gguf_tensors.neighbours(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf_tensors.interleave_halves(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 @pytest.mark.parametrize("type_", ["f32", "q5_1"])
@@ -138,8 +138,8 @@ def test_the_size_is_known_before_and_progress_reaches_it(directory: Path, tmp_p
     told: list[tuple[str, int, int]] = []
     for type_ in ("f32", "q4_1"):
         file = tmp_path / f"{type_}.gguf"
-        writer.write(directory, file, type_, lambda *what: told.append(what))
-        assert file.stat().st_size == writer.size_bytes(directory, type_)
+        writer.write_gguf(directory, file, type_, lambda *what: told.append(what))
+        assert file.stat().st_size == writer.gguf_size_bytes(directory, type_)
         assert told[-1] == (f"gguf {type_}", file.stat().st_size, file.stat().st_size)
     assert [done for _, done, _ in told if _ == told[0][2]] == sorted(done for _, done, _ in told if _ == told[0][2])
 

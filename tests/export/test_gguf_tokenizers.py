@@ -40,18 +40,18 @@ def exported(tokenizer: Any, tmp_path: Path, family: str = "llama") -> tuple[Any
     model = gguf_models.make(family, seed=1, vocab_size=gguf_models.ROWS, num_hidden_layers=1)
     directory = gguf_models.save(model, tokenizer, tmp_path / "hf")
     file = tmp_path / "model.gguf"
-    notes = writer.write(directory, file, "f16", gguf_models.nothing)
+    notes = writer.write_gguf(directory, file, "f16", gguf_models.nothing)
     return AutoTokenizer.from_pretrained(directory), file, notes
 
 
-def cut_otherwise(runtime: llama.Llama, tokenizer: Any, texts: Sequence[str]) -> list[str]:
+def cut_otherwise(runtime: llama.LlamaRuntime, tokenizer: Any, texts: Sequence[str]) -> list[str]:
     due = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return [text for text, ids in zip(texts, due, strict=True) if runtime.token_ids(text) != ids]
 
 
 def assert_same_ids(file: Path, tokenizer: Any, texts: Sequence[str], chat: Any = None) -> None:
     """Of these texts, and of a conversation."""
-    with llama.opened(file, 1, 64) as runtime:
+    with llama.open_runtime(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, texts) == []
         if chat:
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
@@ -80,7 +80,7 @@ def test_a_wrong_rule_would_be_seen(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.count(b"\x05\0\0\0\0\0\0\0qwen2") == 1
     file.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0gpt-2"))
-    with llama.opened(file, 1, 64) as runtime:
+    with llama.open_runtime(file, 1, 64) as runtime:
         assert len(cut_otherwise(runtime, tokenizer, TEXTS)) > 5
 
 
@@ -98,7 +98,7 @@ def test_what_llama_cpp_only_comes_near_to_is_said(
 ) -> None:
     tokenizer, file, notes = exported(gguf_models.byte_level(**made), tmp_path)
     assert said in notes[0]
-    with llama.opened(file, 1, 64) as runtime:
+    with llama.open_runtime(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, texts) == texts
         assert len(cut_otherwise(runtime, tokenizer, TEXTS)) <= 3
 
@@ -127,7 +127,7 @@ def test_a_space_before_the_first_word_is_right_in_conversations(template: str, 
 def test_without_a_template_it_is_right_in_plain_texts(tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, None, add_bos_token=True, add_eos_token=True), tmp_path)
     assert "llama.cpp after special tokens, too" in " ".join(notes)
-    with llama.opened(file, 1, 64) as runtime:
+    with llama.open_runtime(file, 1, 64) as runtime:
         plain = [text for text in TEXTS if not text.startswith((" ", "▁")) and "<" not in text]
         assert cut_otherwise(runtime, tokenizer, plain) == []
         whole = runtime._server.tokenize("a", whole=True)
@@ -185,17 +185,17 @@ def test_special_tokens_that_swallow_spaces(tmp_path: Path) -> None:
 
 
 def test_a_name_decides_whether_spaces_are_swallowed() -> None:
-    assert writer.name_for("Phi-3-mini, fine-tuned", True) == "Phi-3-mini, fine-tuned"
-    assert writer.name_for("Phi-3-mini, fine-tuned", False) == "Phi 3-mini, fine-tuned"
-    assert writer.name_for("Something", True) == "Something (Phi-3)"
-    assert writer.name_for("Something", False) == "Something"
+    assert writer.gguf_model_name("Phi-3-mini, fine-tuned", True) == "Phi-3-mini, fine-tuned"
+    assert writer.gguf_model_name("Phi-3-mini, fine-tuned", False) == "Phi 3-mini, fine-tuned"
+    assert writer.gguf_model_name("Something", True) == "Something (Phi-3)"
+    assert writer.gguf_model_name("Something", False) == "Something"
 
 
 def test_another_models_name_swallows_nothing(tmp_path: Path) -> None:
     model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, num_hidden_layers=1)
     directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path)
     (directory / "README.md").write_text("---\n---\n# Phi-3, in name only\n")
-    writer.write(directory, tmp_path / "model.gguf", "f16", gguf_models.nothing)
+    writer.write_gguf(directory, tmp_path / "model.gguf", "f16", gguf_models.nothing)
     assert_same_ids(tmp_path / "model.gguf", AutoTokenizer.from_pretrained(directory), ["<|im_end|>  a"])
 
 
@@ -254,7 +254,7 @@ def test_a_template_that_fails_is_refused(tmp_path: Path) -> None:
     tokenizer = gguf_models.byte_level()
     tokenizer.chat_template = "{{ raise_exception('only with tools') }}"
     with pytest.raises(BaseModelError, match="chat template fails for a plain question: only with tools"):
-        writer.require(saved(tokenizer, tmp_path), ["f16"], None)
+        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], None)
 
 
 def punctuated(written: dict[str, Any]) -> None:
@@ -278,20 +278,20 @@ def punctuated(written: dict[str, Any]) -> None:
 def test_what_llama_cpp_lacks_is_refused_by_name(change: Any, said: str, tmp_path: Path) -> None:
     directory = saved(changed(gguf_models.byte_level(), change), tmp_path)
     with pytest.raises(BaseModelError, match="GGUF cannot represent this tokenizer.*" + said):
-        writer.require(directory, ["f16"], None)
+        writer.require_exportable(directory, ["f16"], None)
 
 
 def test_an_unknown_pattern_is_refused_and_shown(tmp_path: Path) -> None:
     directory = saved(gguf_models.byte_level(steps=[r"\p{N}{1,2}|\s+"]), tmp_path)
     with pytest.raises(BaseModelError, match=r"divides texts by \\p\{N\}\{1,2\}\|\\s\+, and llama\.cpp has nothing"):
-        writer.require(directory, ["f16"], None)
+        writer.require_exportable(directory, ["f16"], None)
 
 
 def test_whole_words_first_matter_only_where_merges_do_not_reach(tmp_path: Path) -> None:
     reached = changed(gguf_models.byte_level(), lambda written: written["model"].update(ignore_merges=True))
     assert gguf_vocabulary.read_vocabulary(saved(reached, tmp_path), gguf_models.ROWS).pre == "gpt-2"
     with pytest.raises(BaseModelError, match="ignore_merges is true, with the rule `gpt-2`"):
-        writer.require(saved(gguf_models.byte_level(whole_words=True), tmp_path), ["f16"], None)
+        writer.require_exportable(saved(gguf_models.byte_level(whole_words=True), tmp_path), ["f16"], None)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_whole_words_first_matter_only_where_merges_do_not_reach(tmp_path: Path)
 def test_other_kinds_are_refused(model: Any, tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=END, chat_template=CHAT)
     with pytest.raises(BaseModelError, match=r"cannot represent this tokenizer: it is a (WordPiece|Unigram)"):
-        writer.require(saved(tokenizer, tmp_path), ["f16"], None)
+        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], None)
 
 
 def test_pieces_that_are_merged_in_one_way_only_are_refused(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_pieces_that_are_merged_in_one_way_only_are_refused(tmp_path: Path) -> N
         written["model"]["merges"] = first
 
     with pytest.raises(BaseModelError, match="are never merged to"):
-        writer.require(saved(changed(pieces(tmp_path, None), fewer), tmp_path), ["f16"], None)
+        writer.require_exportable(saved(changed(pieces(tmp_path, None), fewer), tmp_path), ["f16"], None)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

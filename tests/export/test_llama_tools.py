@@ -10,7 +10,7 @@ import pytest
 from ratchet.config.export import GgufType
 from ratchet.errors import SettingsError
 from ratchet.export.gguf import llama_cpp_tools
-from ratchet.export.gguf.llama_cpp_tools import Tools
+from ratchet.export.gguf.llama_cpp_tools import LlamaCppTools
 
 FAKE = """#!{python}
 import json, os, sys
@@ -52,7 +52,7 @@ def test_quantize_is_called_as_llama_cpp_wants_it(
     tool = fake(tmp_path / "tools" / "llama-quantize", QUANTIZES)
     target = tmp_path / "model-q4_k_m.gguf"
     target.write_bytes(b"older")
-    llama_cpp_tools.quantize(Tools(tool, None), source, target, "q4_k_m", 3)
+    llama_cpp_tools.quantize_gguf(LlamaCppTools(tool, None), source, target, "q4_k_m", 3)
     assert target.read_bytes() == b"GGUF wholeQ4_K_M"
     arguments, environment = called(tool)
     assert arguments[0] == str(source)
@@ -67,7 +67,7 @@ def test_convert_is_run_offline_by_this_python(tmp_path: Path) -> None:
     tool.chmod(0o644)  # a script, not a program
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    llama_cpp_tools.convert(Tools(None, tool), tmp_path / "hf", tmp_path / "model.gguf", "bf16")
+    llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, tool), tmp_path / "hf", tmp_path / "model.gguf", "bf16")
     assert (tmp_path / "model.gguf").read_bytes() == b"GGUF{}"
     arguments, environment = called(tool)
     assert arguments[:-1] == [str(tmp_path / "hf"), "--outtype", "bf16", "--outfile"]
@@ -91,7 +91,7 @@ def test_convert_is_run_offline_by_this_python(tmp_path: Path) -> None:
 def test_a_tool_that_fails_leaves_nothing_and_is_quoted(source: Path, tmp_path: Path, body: str, said: str) -> None:
     tool = fake(tmp_path / "tools" / "llama-quantize", body)
     with pytest.raises(SettingsError, match=said) as raised:
-        llama_cpp_tools.quantize(Tools(tool, None), source, tmp_path / "model.gguf", "q4_k_m", 1)
+        llama_cpp_tools.quantize_gguf(LlamaCppTools(tool, None), source, tmp_path / "model.gguf", "q4_k_m", 1)
     assert str(tool) in str(raised.value)
     assert left(tmp_path) == set()
 
@@ -101,7 +101,7 @@ def test_a_tool_that_is_no_program_here(source: Path, tmp_path: Path) -> None:
     tool.write_bytes(b"\x7fELF nonsense")
     tool.chmod(0o755)
     with pytest.raises(SettingsError, match="cannot be started"):
-        llama_cpp_tools.quantize(Tools(tool, None), source, tmp_path / "model.gguf", "q4_k_m", 1)
+        llama_cpp_tools.quantize_gguf(LlamaCppTools(tool, None), source, tmp_path / "model.gguf", "q4_k_m", 1)
 
 
 @pytest.mark.parametrize("place", ["", "bin", "build/bin"], ids=["beside", "bin", "build"])
@@ -110,44 +110,44 @@ def test_both_are_found_where_llama_cpp_has_them(tmp_path: Path, place: str, mon
     root = tmp_path / "llama.cpp"
     quantize = fake(root / place / "llama-quantize", QUANTIZES)
     convert = fake(root / "convert_hf_to_gguf.py", CONVERTS)
-    assert llama_cpp_tools.find(root) == Tools(quantize, convert)
+    assert llama_cpp_tools.find_tools(root) == LlamaCppTools(quantize, convert)
 
 
 def test_quantize_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = fake(tmp_path / "programs" / "llama-quantize", QUANTIZES)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{tool.parent}")
-    assert llama_cpp_tools.find(None) == Tools(tool, None)
+    assert llama_cpp_tools.find_tools(None) == LlamaCppTools(tool, None)
     convert = fake(tmp_path / "checkout" / "convert_hf_to_gguf.py", CONVERTS)
-    assert llama_cpp_tools.find(tmp_path / "checkout") == Tools(tool, convert)
+    assert llama_cpp_tools.find_tools(tmp_path / "checkout") == LlamaCppTools(tool, convert)
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert llama_cpp_tools.find(None) == Tools(None, None)
+    assert llama_cpp_tools.find_tools(None) == LlamaCppTools(None, None)
     with pytest.raises(SettingsError, match=r"machine\.llama_cpp: .*no such directory"):
-        llama_cpp_tools.find(tmp_path / "none")
+        llama_cpp_tools.find_tools(tmp_path / "none")
     fake(tmp_path / "llama-quantize", QUANTIZES).chmod(0o644)  # not executable
     with pytest.raises(SettingsError, match=r"machine\.llama_cpp: neither llama-quantize nor convert_hf_to_gguf\.py"):
-        llama_cpp_tools.find(tmp_path)
+        llama_cpp_tools.find_tools(tmp_path)
 
 
 def test_types_that_need_the_tool_are_refused_early(tmp_path: Path) -> None:
-    llama_cpp_tools.require(Tools(None, None), ["f32", "q8_0", "q4_0"])
-    llama_cpp_tools.require(Tools(tmp_path, None), ["q8_0", "q4_k_m"])
+    llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["f32", "q8_0", "q4_0"])
+    llama_cpp_tools.require_quantizer(LlamaCppTools(tmp_path, None), ["q8_0", "q4_k_m"])
     with pytest.raises(SettingsError, match="q6_k is made by"):
-        llama_cpp_tools.require(Tools(None, None), ["q8_0", "q6_k", "q4_k_m"])
+        llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["q8_0", "q6_k", "q4_k_m"])
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", "q4_0"])
 def test_without_tools_the_message_says_what_to_do(source: Path, tmp_path: Path, kind: GgufType) -> None:
     with pytest.raises(SettingsError, match=rf"{kind} is made by llama\.cpp's llama-quantize.*machine\.llama_cpp"):
-        llama_cpp_tools.quantize(Tools(None, None), source, tmp_path / "m.gguf", kind, 1)
+        llama_cpp_tools.quantize_gguf(LlamaCppTools(None, None), source, tmp_path / "m.gguf", kind, 1)
     with pytest.raises(SettingsError, match=r"convert_hf_to_gguf\.py.*machine\.llama_cpp"):
-        llama_cpp_tools.convert(Tools(None, None), tmp_path, tmp_path / "m.gguf")
+        llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, None), tmp_path, tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_the_converter_writes_some_types_only(tmp_path: Path, kind: GgufType) -> None:
     tool = fake(tmp_path / "convert_hf_to_gguf.py", CONVERTS)
     with pytest.raises(SettingsError, match=f"does not write {kind}"):
-        llama_cpp_tools.convert(Tools(None, tool), tmp_path, tmp_path / "m.gguf", kind)
+        llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, tool), tmp_path, tmp_path / "m.gguf", kind)

@@ -8,10 +8,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from ratchet.config.export import Export
-from ratchet.config.train import AdaLora, Train
+from ratchet.config.train import AdaLoraSettings, Train
 from ratchet.models import model_card
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.training import Analysis, ModuleAnalysis
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 
 HUB = BaseCard(
     source="some-lab/Some-1B-Instruct", revision="0123abcd" * 5, digest="d" * 64, files={},
@@ -36,7 +36,7 @@ def module(update: float, rank: float) -> ModuleAnalysis:
     )  # fmt: skip
 
 
-ANALYSIS = Analysis(
+ANALYSIS = AdapterAnalysis(
     steps=(1,), modules={"a": module(1.0, 4.0), "b": module(2.0, 8.0), "c": module(0.1, 2.0)}, still=("c",), advice=(),
 )  # fmt: skip
 
@@ -52,12 +52,12 @@ def front(text: str) -> dict[str, Any]:
 
 
 def test_the_hub_reads_the_front_of_both_cards() -> None:
-    adapter = model_card.of_adapter(HUB, Train(), REPORT)
+    adapter = model_card.render_for_adapter(HUB, Train(), REPORT)
     assert front(adapter) == {
         "library_name": "peft", "pipeline_tag": "text-generation", "base_model": "some-lab/Some-1B-Instruct",
         "base_model_relation": "adapter", "license": "apache-2.0", "tags": ["lora", "qlora", "ratchet"],
     }  # fmt: skip
-    model = model_card.of_model(HUB, Train(), REPORT, Export())
+    model = model_card.render_for_model(HUB, Train(), REPORT, Export())
     assert front(model) == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": "some-lab/Some-1B-Instruct",
         "base_model_relation": "finetune", "license": "apache-2.0", "tags": ["lora", "ratchet"],
@@ -68,7 +68,9 @@ def test_the_hub_reads_the_front_of_both_cards() -> None:
 
 
 def test_figures_are_those_of_the_records() -> None:
-    found = rows(model_card.of_model(HUB, Train(rank=8, alpha=24, targets="attention"), REPORT, MERGED, ANALYSIS))
+    found = rows(
+        model_card.render_for_model(HUB, Train(rank=8, alpha=24, targets="attention"), REPORT, MERGED, ANALYSIS)
+    )
     assert found["Weights that learned"] == "8,388,608 of 6,746,804,224 (0.12%)"
     assert found["Rank"] == "8"
     assert found["Alpha"] == "24; updates are multiplied by alpha / rank"
@@ -86,7 +88,11 @@ def test_figures_are_those_of_the_records() -> None:
         (Train(adapter="dora"), "Method", "DoRA"),
         (Train(rank_stabilized=True), "Alpha", "32; updates are multiplied by alpha / sqrt(rank), rsLoRA"),
         (Train(rank_pattern={"q_proj": 4}), "Rank", "16; q_proj: 4"),
-        (Train(adapter="adalora", adalora=AdaLora(target_rank=8)), "Rank", "16 at first, 8 on average at the end"),
+        (
+            Train(adapter="adalora", adalora=AdaLoraSettings(target_rank=8)),
+            "Rank",
+            "16 at first, 8 on average at the end",
+        ),
         (Train(quantization="none", initialization="pissa"), "Begun as", "principal singular vectors"),
         (Train(quantization="none"), "Held in training as", "not quantised"),
         (Train(quantization="fp4", double_quantization=False), "Held in training as", "constants in float32"),
@@ -96,21 +102,21 @@ def test_figures_are_those_of_the_records() -> None:
     ids=["dora", "rslora", "pattern", "adalora", "pissa", "none", "fp4", "loraplus", "regex"],
 )
 def test_what_was_set_is_said(train: Train, row: str, said: str) -> None:
-    assert said in rows(model_card.of_adapter(HUB, train, REPORT))[row]
+    assert said in rows(model_card.render_for_adapter(HUB, train, REPORT))[row]
 
 
 def test_analysis_is_summed_up() -> None:
-    text = model_card.of_adapter(HUB, Train(), REPORT, ANALYSIS)
+    text = model_card.render_for_adapter(HUB, Train(), REPORT, ANALYSIS)
     assert "3 modules have an adapter. The update is 10.00% of a module's weights at the median, 20.00% at most" in text
     assert "effective rank (Roy and Vetterli 2007) is 4.0 of 16" in text
     assert "1 of them barely moved: `c`." in text
-    assert "What training did" not in model_card.of_adapter(HUB, Train(), REPORT)
+    assert "What training did" not in model_card.render_for_adapter(HUB, Train(), REPORT)
 
 
 def test_added_tokens_are_named_and_can_break_nothing() -> None:
     tokens = ("<|tool|>", "a\nb", *(f"<{number}>" for number in range(20)))
     base = BaseCard(**{**HUB.model_dump(), "added_tokens": tokens})
-    text = model_card.of_adapter(base, Train(), REPORT)
+    text = model_card.render_for_adapter(base, Train(), REPORT)
     said = rows(text)["Added tokens"]
     assert said.startswith("22: `<\\|tool\\|>`, `a\\nb`, `<0>`")
     assert said.endswith("and 10 more; their rows of the embeddings were learned")
@@ -121,7 +127,10 @@ def test_added_tokens_are_named_and_can_break_nothing() -> None:
 
 @pytest.mark.parametrize("base", [TINY, LOCAL], ids=["tiny", "directory"])
 def test_a_base_that_is_not_from_the_hub_is_named_by_what_it_is(base: BaseCard) -> None:
-    for text in (model_card.of_adapter(base, Train(), REPORT), model_card.of_model(base, Train(), REPORT, Export())):
+    for text in (
+        model_card.render_for_adapter(base, Train(), REPORT),
+        model_card.render_for_model(base, Train(), REPORT, Export()),
+    ):
         assert "base_model" not in front(text)
         assert "/home" not in text
         assert rows(text)["Model"].startswith("not from the hub, LlamaForCausalLM")
@@ -130,5 +139,5 @@ def test_a_base_that_is_not_from_the_hub_is_named_by_what_it_is(base: BaseCard) 
 
 def test_a_licence_that_is_no_identifier_is_another_one() -> None:
     base = BaseCard(**{**HUB.model_dump(), "licence": 'My "own": licence'})
-    found = front(model_card.of_adapter(base, Train(), REPORT))
+    found = front(model_card.render_for_adapter(base, Train(), REPORT))
     assert (found["license"], found["license_name"]) == ("other", 'My "own": licence')

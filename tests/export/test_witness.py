@@ -34,20 +34,20 @@ def asked(directory: Path) -> Callable[[Sequence[Sequence[int]]], list[torch.Ten
 
 
 def test_a_whole_file_is_the_model(path: Path, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reader.difference(path, directory, ROWS, asked(directory)) == (0.0, None)
+    assert reader.compare_logits(path, directory, ROWS, asked(directory)) == (0.0, None)
     assert "de-quantizing" not in capsys.readouterr().err
 
 
 def test_what_rounding_costs_is_seen(path: Path, directory: Path) -> None:
     half = tiny_gguf.write(directory, path.with_name("half.gguf"), "f16")
     eighth = tiny_gguf.write(directory, path.with_name("q8_0.gguf"), "q8_0")
-    (a, _), (b, _) = (reader.difference(one, directory, ROWS, asked(directory)) for one in (half, eighth))
+    (a, _), (b, _) = (reader.compare_logits(one, directory, ROWS, asked(directory)) for one in (half, eighth))
     assert 0 < a < b < 5
 
 
 def test_another_model_is_seen(path: Path, directory: Path, tmp_path: Path) -> None:
     other = tiny_gguf.directory(tmp_path / "other", seed=1)
-    found, note = reader.difference(path, other, ROWS, asked(other))
+    found, note = reader.compare_logits(path, other, ROWS, asked(other))
     assert found > 1
     assert note is None
 
@@ -65,7 +65,7 @@ def test_settings_that_the_loader_loses_are_told_to_it(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     tiny_gguf.tokenizer().save_pretrained(directory)
     path = tiny_gguf.write(directory, tmp_path / "model.gguf")
-    found, note = reader.difference(path, directory, ROWS, asked(directory))
+    found, note = reader.compare_logits(path, directory, ROWS, asked(directory))
     assert found == 0.0
     assert "does not read head_dim from the file" in note
 
@@ -83,7 +83,7 @@ def test_files_that_it_cannot_read(
     path: Path, directory: Path, tmp_path: Path, old: bytes, new: bytes, said: str
 ) -> None:
     bad = tiny_gguf.patched(path, tmp_path / "bad.gguf", old, new)
-    found, why = reader.difference(bad, directory, ROWS, lambda rows: pytest.fail("asked in vain"))
+    found, why = reader.compare_logits(bad, directory, ROWS, lambda rows: pytest.fail("asked in vain"))
     assert found is None
     assert said in why
 
@@ -97,14 +97,14 @@ def test_tensors_without_a_place_are_counted(tmp_path: Path) -> None:
                 parameter.fill_(0.5)
     model.save_pretrained(directory)
     path = tiny_gguf.write(directory, tmp_path / "model.gguf")
-    assert reader.difference(path, directory, ROWS, asked(directory)) == (
+    assert reader.compare_logits(path, directory, ROWS, asked(directory)) == (
         0.0, "transformers' GGUF loader does not read attention_bias from the file; it was told",
     )  # fmt: skip
 
 
 def test_it_is_not_tried_where_memory_is_short(path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    little = capacity.Capacity(total_bytes=10**9, available_bytes=capacity.resident_bytes() + 1000)
-    monkeypatch.setattr(capacity, "of_host", lambda: little)
-    found, why = reader.difference(path, directory, ROWS, asked(directory))
+    little = capacity.MemoryCapacity(total_bytes=10**9, available_bytes=capacity.resident_bytes() + 1000)
+    monkeypatch.setattr(capacity, "measure_host", lambda: little)
+    found, why = reader.compare_logits(path, directory, ROWS, asked(directory))
     assert found is None
     assert "GB of memory" in why

@@ -3,8 +3,8 @@
 import numpy as np
 
 from gate_cases import Models, evidence, gate
-from ratchet.config.gate import MustNotRegress, Reference
-from ratchet.gate.decision import judge
+from ratchet.config.gate import MustNotRegressRule, Reference
+from ratchet.gate.decision import decide_verdict
 from ratchet.storage.records.gate import Champion, ChampionFile
 
 ROWS, CANDIDATES, LOSS = 1000, 20, 0.005
@@ -19,7 +19,9 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
     ids = [f"s{k}" for k in range(ROWS)]
     champion = anchor = (draw.random(ROWS) < ACCURACY).astype(float)
     accuracy, promotions = ACCURACY, 0  # of the champion, in truth
-    rules = [MustNotRegress(rule="must_not_regress", metric="accuracy", margin=MARGIN, against=who) for who in against]
+    rules = [
+        MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=MARGIN, against=who) for who in against
+    ]
     for _ in range(CANDIDATES):
         # So many right answers become wrong and so many wrong ones right that half a point is lost.
         lost, won = (DISCORDANCE + LOSS) / 2 / accuracy, (DISCORDANCE - LOSS) / 2 / (1 - accuracy)
@@ -30,7 +32,7 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
             for name, scores in (("candidate", candidate), ("champion", champion), ("anchor", anchor))
         }  # type: ignore[assignment]
         file = ChampionFile(champion=NEXT if promotions else FIRST, anchor=FIRST)
-        if judge(evidence(models, file), gate(*rules, discordance=DISCORDANCE)).decision == "PROMOTE":
+        if decide_verdict(evidence(models, file), gate(*rules, discordance=DISCORDANCE)).decision == "PROMOTE":
             champion, promotions, accuracy = candidate, promotions + 1, accuracy - LOSS
     return LOSS * promotions, float(anchor.mean() - champion.mean())
 

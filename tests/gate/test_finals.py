@@ -10,24 +10,24 @@ import pytest
 from scipy import special, stats
 
 from ratchet.gate import finalists, paired_test
-from ratchet.gate.finalists import Contender, Contest, behind, decide
-from ratchet.gate.paired_test import Pairs, Plan
-from ratchet.storage.records.sweep import Cost, Finals, Measure
+from ratchet.gate.finalists import FinalistComparator, FinalistScores, choose_winner, find_trailing
+from ratchet.gate.paired_test import PairedScores, PairedTestPlan
+from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost
 
-HIGH = Contest(Measure(metric="token_f1", direction="maximize"), 0.95, resamples=499)
-LOW = Contest(Measure(metric="validation_loss", direction="minimize"), 0.95, resamples=499)
+HIGH = FinalistComparator(SweepObjective(metric="token_f1", direction="maximize"), 0.95, resamples=499)
+LOW = FinalistComparator(SweepObjective(metric="validation_loss", direction="minimize"), 0.95, resamples=499)
 ROWS = 60
 
 
-def contender(number: int, scores: Any, parameters: int = 0, **more: Any) -> Contender:
-    cost = more.pop("cost", Cost(trainable_parameters=parameters))
-    return Contender(number, {"train.rank": number}, tuple(f"run{number}-{i}" for i in range(len(scores))), scores,
+def contender(number: int, scores: Any, parameters: int = 0, **more: Any) -> FinalistScores:
+    cost = more.pop("cost", TrainingCost(trainable_parameters=parameters))
+    return FinalistScores(number, {"train.rank": number}, tuple(f"run{number}-{i}" for i in range(len(scores))), scores,
                      cost, **more)  # fmt: skip
 
 
 def drawn(
     rng: np.random.Generator, means: Sequence[float], count: int | Sequence[int] = 3, spread: float = 0.1
-) -> list[Contender]:
+) -> list[FinalistScores]:
     """Finalists of these true means: rows that are hard for all, for one, for one training; and seeds that differ."""
     shared = rng.normal(0, 1, ROWS)
     counts = [count] * len(means) if isinstance(count, int) else count
@@ -40,7 +40,7 @@ def drawn(
     ]
 
 
-def leads(found: Finals) -> bool:
+def leads(found: FinalRound) -> bool:
     """Whether the leader was called better than each of the others."""
     return all(one.better for one in found.comparisons)
 
@@ -51,7 +51,7 @@ def leads(found: Finals) -> bool:
 def test_a_loss_is_the_ratio_of_sums_with_a_mean_for_each_seed() -> None:
     nats, weights = np.array([[2.0, 9.0], [4.0, 9.0]]), [1.0, 3.0]
     other = nats + np.array([1.0, 0.0])
-    found = decide(replace(LOW, weights=weights), [contender(5, other), contender(2, nats)])
+    found = choose_winner(replace(LOW, weights=weights), [contender(5, other), contender(2, nats)])
     assert [one.number for one in found.finalists] == [2, 5]
     assert found.finalists[0].means == (11 / 4, 13 / 4)
     assert found.finalists[0].mean == 3.0
@@ -66,21 +66,21 @@ def test_with_one_seed_it_is_the_gate_s_comparison_at_half_the_level(kind: str, 
     rng = np.random.default_rng(4)
     own, other = rng.normal(1.5, 0.3, ROWS), rng.normal(1.0, 0.3, ROWS)
     groups = [f"g{row // 3}" if row % 2 else None for row in range(ROWS)] if grouped else None
-    plan = Plan(0.975, 0.8, 0.1, 499, 0)
+    plan = PairedTestPlan(0.975, 0.8, 0.1, 499, 0)
     if kind == "loss":
         own, other = other, own
         weights = rng.integers(1, 9, ROWS).astype(float).tolist()
         contest = replace(LOW, weights=weights, groups=groups)
-        pairs = Pairs(own.tolist(), other.tolist(), "lower", "perplexity", weights, groups)
+        pairs = PairedScores(own.tolist(), other.tolist(), "lower", "perplexity", weights, groups)
         expected = paired_test.compare(pairs, 0.0, plan)
         value, low = (-np.log1p(-x) for x in (expected.difference, expected.low))
     else:
         if kind == "binary":
             own, other = (own > 1.2).astype(float), (other > 1.2).astype(float)
         contest = replace(HIGH, groups=groups)
-        expected = paired_test.compare(Pairs(own.tolist(), other.tolist(), "higher", groups=groups), 0.0, plan)
+        expected = paired_test.compare(PairedScores(own.tolist(), other.tolist(), "higher", groups=groups), 0.0, plan)
         value, low = expected.difference, expected.low
-    found = decide(contest, [contender(0, [other]), contender(1, [own])])
+    found = choose_winner(contest, [contender(0, [other]), contender(1, [own])])
     [one] = found.comparisons
     assert (one.difference, one.low) == (pytest.approx(value), pytest.approx(low))
     assert one.p == pytest.approx(2 * expected.p)
@@ -95,18 +95,20 @@ def test_seeds_widen_what_rows_leave_unsure() -> None:
     """Against the sums done here: Welch's degrees of freedom for the seeds, squares of both distances added."""
     rng = np.random.default_rng(0)
     pair = tuple(drawn(rng, [0.1, 0.0], spread=0.2))
-    found = finalists.difference(HIGH, (pair[0], pair[1]), pair, 0.025)
+    found = finalists.compare_pair(HIGH, (pair[0], pair[1]), pair, 0.025)
     a, b = (np.var(one.matrix.mean(axis=1), ddof=1) / 3 for one in pair)
     t = stats.t.ppf(0.975, (a + b) ** 2 / (a**2 / 2 + b**2 / 2))
     alone = paired_test.compare(
-        Pairs(pair[0].rows.tolist(), pair[1].rows.tolist(), "higher"), 0.0, Plan(0.975, 0.8, 0.1, 499, 0)
+        PairedScores(pair[0].rows.tolist(), pair[1].rows.tolist(), "higher"),
+        0.0,
+        PairedTestPlan(0.975, 0.8, 0.1, 499, 0),
     )
     rows = found.row_error * stats.t.ppf(0.975, ROWS - 1)
     assert found.seed_error == pytest.approx(np.sqrt(a + b))
     assert found.value - found.low == pytest.approx(np.hypot(rows, t * found.seed_error))
     assert found.low < alone.low
     assert found.p > alone.p
-    at_p = finalists.difference(HIGH, (pair[0], pair[1]), pair, found.p)
+    at_p = finalists.compare_pair(HIGH, (pair[0], pair[1]), pair, found.p)
     assert at_p.low == pytest.approx(0, abs=0.02)  # the row error follows the level a little
 
 
@@ -115,11 +117,11 @@ def test_one_seed_is_taken_to_vary_as_the_one_that_varies_most() -> None:
     quiet, loud, single = drawn(rng, [1.0, 0.5, 0.0], [3, 3, 1], spread=0.3)
     quiet, loud = sorted((quiet, loud), key=lambda one: one.seed_variance(HIGH) or 0)
     everyone = (quiet, loud, single)
-    found = finalists.difference(HIGH, (quiet, single), everyone, 0.025)
+    found = finalists.compare_pair(HIGH, (quiet, single), everyone, 0.025)
     own, most = quiet.seed_variance(HIGH), loud.seed_variance(HIGH)
     assert own is not None and most is not None and single.seed_variance(HIGH) is None
     assert found.seed_error == pytest.approx(np.sqrt(own / 3 + most))
-    borrowed = finalists.difference(HIGH, (loud, single), everyone, 0.025)
+    borrowed = finalists.compare_pair(HIGH, (loud, single), everyone, 0.025)
     assert borrowed.seed_error == pytest.approx(np.sqrt(most / 3 + most))
     assert "t with 2.0 degrees" in borrowed.method  # one spread, used twice, gives no more certainty
 
@@ -127,7 +129,7 @@ def test_one_seed_is_taken_to_vary_as_the_one_that_varies_most() -> None:
 def test_seeds_that_change_nothing_add_nothing() -> None:
     rng = np.random.default_rng(1)
     own, other = rng.normal(1, 1, ROWS), rng.normal(0, 1, ROWS)
-    one, two = (decide(HIGH, [contender(0, [own] * n), contender(1, [other] * n)]) for n in (1, 3))
+    one, two = (choose_winner(HIGH, [contender(0, [own] * n), contender(1, [other] * n)]) for n in (1, 3))
     assert one.comparisons == two.comparisons
 
 
@@ -135,11 +137,11 @@ def test_directions_are_mirrors_of_each_other() -> None:
     rng = np.random.default_rng(3)
     some = drawn(rng, [0.5, 0.0, 0.2])
     mirrored = [contender(one.number, -one.matrix) for one in some]
-    up, down = decide(HIGH, some), decide(LOW, mirrored)
+    up, down = choose_winner(HIGH, some), choose_winner(LOW, mirrored)
     assert up.comparisons == down.comparisons
     weights = [2.0] * ROWS
     fewer, more = (replace(contest, weights=weights) for contest in (LOW, replace(LOW, measure=HIGH.measure)))
-    down, up = decide(fewer, mirrored), decide(more, some)
+    down, up = choose_winner(fewer, mirrored), choose_winner(more, some)
     for a, b in zip(up.comparisons, down.comparisons, strict=True):
         assert (a.difference, a.low, a.p) == (pytest.approx(b.difference), pytest.approx(b.low), pytest.approx(b.p))
 
@@ -148,7 +150,7 @@ def test_bounds_agree_with_p_values() -> None:
     rng = np.random.default_rng(8)
     seen = set()
     for _ in range(40):
-        found = decide(HIGH, drawn(rng, [0.45, 0.2, 0.1, 0.0]))
+        found = choose_winner(HIGH, drawn(rng, [0.45, 0.2, 0.1, 0.0]))
         leader, *others = found.finalists
         assert [one.number for one in others] == [one.other for one in found.comparisons]
         for one in found.comparisons:
@@ -181,7 +183,9 @@ def test_equal_finalists_are_called_better_as_rarely_as_the_confidence_allows(
     for _ in range(cases):
         some = drawn(rng, means, count, spread)
         wrong += leads(
-            decide(HIGH, [contender(one.number, (one.matrix > 0).astype(float)) for one in some] if binary else some)
+            choose_winner(
+                HIGH, [contender(one.number, (one.matrix > 0).astype(float)) for one in some] if binary else some
+            )
         )
     assert wrong / cases <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / cases)
 
@@ -189,11 +193,11 @@ def test_equal_finalists_are_called_better_as_rarely_as_the_confidence_allows(
 # --------------------------------------------------------------------------------------------------------- who wins
 
 
-def equals(*costs: Cost) -> Finals:
+def equals(*costs: TrainingCost) -> FinalRound:
     """Finalists that differ by nothing that matters; the last leads."""
     rng = np.random.default_rng(2)
     rows = rng.normal(0, 1, ROWS)
-    return decide(
+    return choose_winner(
         HIGH,
         [
             contender(number, rows + rng.normal(0, 1, (2, ROWS)) + 0.001 * number, cost=cost)
@@ -213,7 +217,7 @@ def equals(*costs: Cost) -> Finals:
     ],
 )
 def test_the_cheapest_of_indistinguishable_finalists_wins(costs: list[dict[str, Any]], winner: int, why: str) -> None:
-    found = equals(*(Cost(**cost) for cost in costs))
+    found = equals(*(TrainingCost(**cost) for cost in costs))
     assert not any(one.better for one in found.comparisons)
     assert found.winner == winner
     assert why in found.reason
@@ -222,11 +226,15 @@ def test_the_cheapest_of_indistinguishable_finalists_wins(costs: list[dict[str, 
 
 def test_costs_count_only_among_equals() -> None:
     dear, cheap = drawn(np.random.default_rng(5), [3.0, 0.0])
-    found = decide(HIGH, [replace(dear, cost=Cost(trainable_parameters=10**9)), replace(cheap, cost=Cost())])
+    found = choose_winner(
+        HIGH, [replace(dear, cost=TrainingCost(trainable_parameters=10**9)), replace(cheap, cost=TrainingCost())]
+    )
     assert leads(found)
     assert (found.winner, found.reason.split(" (")[0]) == (0, "trial 0 is better than each of the others")
     three = drawn(np.random.default_rng(6), [0.0, 0.0, -3.0])  # the cheapest is clearly worse
-    found = decide(HIGH, [replace(one, cost=Cost(trainable_parameters=100 - one.number)) for one in three])
+    found = choose_winner(
+        HIGH, [replace(one, cost=TrainingCost(trainable_parameters=100 - one.number)) for one in three]
+    )
     assert found.winner == 1
     assert "trials 0, 1" in found.reason or "trials 1, 0" in found.reason
 
@@ -234,36 +242,36 @@ def test_costs_count_only_among_equals() -> None:
 def test_a_dropped_finalist_is_last_and_does_not_win() -> None:
     rng = np.random.default_rng(6)
     some = drawn(rng, [0.0, 0.0, 0.5])
-    cheap = replace(some[1], dropped="worse", cost=Cost(trainable_parameters=1))
+    cheap = replace(some[1], dropped="worse", cost=TrainingCost(trainable_parameters=1))
     best = replace(some[2], dropped="its machine burned")
-    found = decide(HIGH, [some[0], cheap, best])
+    found = choose_winner(HIGH, [some[0], cheap, best])
     assert [one.number for one in found.finalists] == [0, 2, 1]
     assert found.winner == 0
     assert found.comparisons[0].difference < 0
     assert not found.comparisons[0].better
     everyone = [replace(one, dropped="burned") for one in some]
-    assert decide(HIGH, everyone).winner == 2
+    assert choose_winner(HIGH, everyone).winner == 2
 
 
 @pytest.mark.parametrize("scores", [[], [[]], [[1.0, 2.0]], [[1.0, np.nan, 3.0]], [1.0, 2.0, 3.0]])
 def test_scores_that_cannot_be_compared_are_refused(scores: Any) -> None:
     good = contender(0, [[1.0, 2.0, 3.0]])
-    for function in (lambda some: decide(HIGH, some), lambda some: behind(HIGH, some, 0.01)):
+    for function in (lambda some: choose_winner(HIGH, some), lambda some: find_trailing(HIGH, some, 0.01)):
         with pytest.raises(ValueError, match=r"trial 1: scores (of shape|that are no numbers)"):
             function([good, contender(1, scores)])
     with pytest.raises(ValueError, match="nobody"):
-        decide(HIGH, [])
+        choose_winner(HIGH, [])
 
 
 def test_an_only_finalist_wins() -> None:
-    found = decide(HIGH, [contender(4, [[1.0, 2.0]])])
+    found = choose_winner(HIGH, [contender(4, [[1.0, 2.0]])])
     assert (found.winner, found.comparisons, found.reason) == (4, (), "trial 4 is the only finalist")
 
 
 # --------------------------------------------------------------------------------------------------- dropped early
 
 
-def of_optuna(leader: Contender, other: Contender, threshold: float) -> bool:
+def of_optuna(leader: FinalistScores, other: FinalistScores, threshold: float) -> bool:
     """Whether Optuna's pruner would end the other after the same rows."""
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=threshold))
     best = study.ask()
@@ -282,7 +290,7 @@ def test_who_is_far_behind_is_dropped_as_optuna_does_it() -> None:
     rng, seen = np.random.default_rng(9), set()
     for _ in range(30):
         pair = sorted(drawn(rng, [0.35, 0.0], 2, 0.0), key=HIGH.order)
-        own = set(behind(HIGH, pair, 0.05)) == {pair[1].number}
+        own = set(find_trailing(HIGH, pair, 0.05)) == {pair[1].number}
         assert own == of_optuna(pair[0], pair[1], 0.05)
         seen.add(own)
     assert seen == {True, False}
@@ -291,20 +299,20 @@ def test_who_is_far_behind_is_dropped_as_optuna_does_it() -> None:
 def test_the_leader_is_never_dropped_and_the_reason_names_it() -> None:
     rng = np.random.default_rng(10)
     some = drawn(rng, [0.0, 3.0, 2.9, -1.0], 1, 0.0)
-    found = behind(HIGH, some, 0.01)
+    found = find_trailing(HIGH, some, 0.01)
     assert set(found) - {2} == {0, 3}
     assert found[3].startswith("worse than trial 1 after 1 seed (Wilcoxon signed-rank, p = ")
     mirrored = [contender(one.number, -one.matrix) for one in some]
-    assert behind(LOW, mirrored, 0.01) == found
+    assert find_trailing(LOW, mirrored, 0.01) == found
 
 
 def test_rows_of_one_group_are_no_independent_witnesses() -> None:
     rng = np.random.default_rng(14)
     other = rng.normal(0, 1, ROWS)
     some = [contender(0, [other + 0.3 + rng.normal(0, 0.2, ROWS)]), contender(1, [other])]
-    assert set(behind(HIGH, some, 0.01)) == {1}
-    assert behind(replace(HIGH, groups=["one"] * ROWS), some, 0.01) == {}
-    assert set(behind(replace(HIGH, groups=[None] * ROWS), some, 0.01)) == {1}
+    assert set(find_trailing(HIGH, some, 0.01)) == {1}
+    assert find_trailing(replace(HIGH, groups=["one"] * ROWS), some, 0.01) == {}
+    assert set(find_trailing(replace(HIGH, groups=[None] * ROWS), some, 0.01)) == {1}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 14])
@@ -316,4 +324,4 @@ def test_few_rows_and_ties_drop_no_finalist_without_evidence(rows: int, tie: str
         own[0] = 1.0
     if tie == "answers" and rows > 1:
         own[1] = 1.0
-    assert behind(HIGH, [contender(0, [own]), contender(1, [other])], 0.01) == {}
+    assert find_trailing(HIGH, [contender(0, [own]), contender(1, [other])], 0.01) == {}

@@ -4,7 +4,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
-from ratchet.gate.statistics import wilson
+from ratchet.gate.statistics import wilson_bounds
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (1, 1), (37, 50), (960, 1000)])
@@ -12,19 +12,19 @@ from ratchet.gate.statistics import wilson
 def test_bounds_are_those_of_statsmodels_and_scipy(successes: int, n: int, confidence: float) -> None:
     """A two-sided interval at 2 confidence - 1 has these ends."""
     theirs = proportion_confint(successes, n, alpha=2 * (1 - confidence), method="wilson")
-    assert wilson(successes, n, confidence) == pytest.approx(theirs, abs=1e-12)
+    assert wilson_bounds(successes, n, confidence) == pytest.approx(theirs, abs=1e-12)
     scipys = stats.binomtest(successes, n).proportion_ci(2 * confidence - 1, method="wilson")
-    assert wilson(successes, n, confidence) == pytest.approx((scipys.low, scipys.high), abs=1e-12)
+    assert wilson_bounds(successes, n, confidence) == pytest.approx((scipys.low, scipys.high), abs=1e-12)
 
 
 @pytest.mark.parametrize("n", [3, 10, 49, 1000])
 def test_none_and_all_are_the_ends(n: int) -> None:
-    assert wilson(0, n, 0.95)[0] == 0.0
-    assert wilson(n, n, 0.95)[1] == 1.0
+    assert wilson_bounds(0, n, 0.95)[0] == 0.0
+    assert wilson_bounds(n, n, 0.95)[1] == 1.0
 
 
 def test_fractions_of_a_success_count() -> None:
-    assert wilson(7, 10, 0.95)[0] < wilson(7.5, 10, 0.95)[0] < wilson(8, 10, 0.95)[0]
+    assert wilson_bounds(7, 10, 0.95)[0] < wilson_bounds(7.5, 10, 0.95)[0] < wilson_bounds(8, 10, 0.95)[0]
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_fractions_of_a_success_count() -> None:
 )
 def test_invalid_shares_and_confidences_are_refused(successes: float, n: int, confidence: float, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        wilson(successes, n, confidence)
+        wilson_bounds(successes, n, confidence)

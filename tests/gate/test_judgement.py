@@ -29,30 +29,30 @@ from gate_cases import (
     with_report,
 )
 from ratchet.config.gate import (
-    AboveChance,
-    AtLeast,
-    Budget,
-    ExportParity,
-    Forgetting,
+    AboveChanceRule,
+    AtLeastRule,
+    BudgetRule,
+    ExportParityRule,
+    ForgettingRule,
     Gate,
-    MustImprove,
-    MustNotRegress,
+    MustImproveRule,
+    MustNotRegressRule,
     Reference,
     Rule,
 )
 from ratchet.gate import messages
-from ratchet.gate.decision import judge
+from ratchet.gate.decision import decide_verdict
 from ratchet.storage import files
 from ratchet.storage.records.evaluation import Who
 from ratchet.storage.records.gate import ChampionFile
 
-IMPROVE = MustImprove(rule="must_improve", metric="accuracy")
-KEEP = MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05)
-KEEP_LOSS = MustNotRegress(rule="must_not_regress", metric="answer_loss", margin=0.05)
-FLOOR = AtLeast(rule="at_least", metric="accuracy", value=0.6)
-CHANCE = AboveChance(rule="above_chance", metric="accuracy")
-REMEMBER = Forgetting(rule="forgetting")
-PARITY = ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
+IMPROVE = MustImproveRule(rule="must_improve", metric="accuracy")
+KEEP = MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05)
+KEEP_LOSS = MustNotRegressRule(rule="must_not_regress", metric="answer_loss", margin=0.05)
+FLOOR = AtLeastRule(rule="at_least", metric="accuracy", value=0.6)
+CHANCE = AboveChanceRule(rule="above_chance", metric="accuracy")
+REMEMBER = ForgettingRule(rule="forgetting")
+PARITY = ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
 GOOD: Models = {"base": {"accuracy": right(300, 1000)}, "candidate": {"accuracy": right(800, 1000)}}
 
 
@@ -76,7 +76,7 @@ def against(scores: Values, other: Values, who: Who = "base", name: str = "accur
     ],
 )
 def test_must_improve_over_the_base_by_a_margin(candidate: int, by: float, found: str) -> None:
-    rule = MustImprove(rule="must_improve", metric="accuracy", by=by)
+    rule = MustImproveRule(rule="must_improve", metric="accuracy", by=by)
     one = reason(rule, evidence(against(right(candidate), right(100))))
     assert one.outcome == found
     [compared] = one.comparisons
@@ -89,7 +89,7 @@ def test_must_improve_over_the_base_by_a_margin(candidate: int, by: float, found
 
 @pytest.mark.parametrize(("candidate", "found"), [(1.5, "pass"), (2.0, "undecided"), (2.5, "fail")])
 def test_a_loss_improves_by_falling(candidate: float, found: str) -> None:
-    rule = MustImprove(rule="must_improve", metric="answer_loss")
+    rule = MustImproveRule(rule="must_improve", metric="answer_loss")
     one = reason(rule, evidence(against(spread(candidate), spread(2.001), name="answer_loss")))
     assert one.outcome == found
     assert one.comparisons[0].difference == pytest.approx(2.0 - candidate, abs=0.02)
@@ -98,7 +98,7 @@ def test_a_loss_improves_by_falling(candidate: float, found: str) -> None:
 
 def test_confidence_decides_what_is_beyond_doubt() -> None:
     some = evidence(against(right(104), right(100)))
-    own = MustImprove(rule="must_improve", metric="accuracy", confidence=0.9)
+    own = MustImproveRule(rule="must_improve", metric="accuracy", confidence=0.9)
     assert reason(IMPROVE, some, confidence=0.99).outcome == "undecided"
     assert reason(IMPROVE, some, confidence=0.9).outcome == "pass"
     assert reason(own, some, confidence=0.99).outcome == "pass"
@@ -109,7 +109,7 @@ def test_confidence_decides_what_is_beyond_doubt() -> None:
     [(140, 2.5, "pass"), (60, 1.5, "pass"), (60, 2.0, "undecided"), (60, 2.5, "fail")],
 )
 def test_one_of_several_metrics_suffices_and_all_must_fail(count: int, loss: float, found: str) -> None:
-    rule = MustImprove(rule="must_improve", metric=("accuracy", "answer_loss"))
+    rule = MustImproveRule(rule="must_improve", metric=("accuracy", "answer_loss"))
     models: Models = {
         "candidate": {"accuracy": right(count), "answer_loss": spread(loss)},
         "base": {"accuracy": right(100), "answer_loss": spread(2.001)},
@@ -123,11 +123,11 @@ def test_claims_are_adjusted_together_over_all_rules() -> None:
         "candidate": {name: flipped(right(100), better, worse) for name, better, worse in THREE},
         "base": {name: right(100) for name, *_ in THREE},
     }
-    alone = MustImprove(rule="must_improve", metric="accuracy")
+    alone = MustImproveRule(rule="must_improve", metric="accuracy")
     assert reason(alone, evidence(models)).outcome == "pass"
-    verdict = judge(
+    verdict = decide_verdict(
         evidence(models),
-        gate(alone, MustImprove(rule="must_improve", metric=("harness/a/acc", "harness/b/acc"))),
+        gate(alone, MustImproveRule(rule="must_improve", metric=("harness/a/acc", "harness/b/acc"))),
     )
     first, second = verdict.reasons
     assert [first.outcome, second.outcome] == ["undecided", "undecided"]
@@ -142,7 +142,7 @@ THREE = (("accuracy", 9, 2), ("harness/a/acc", 3, 3), ("harness/b/acc", 2, 3))
 
 
 def test_a_negative_improvement_is_invalid() -> None:
-    rule = MustImprove(rule="must_improve", metric="accuracy", by=-0.05)
+    rule = MustImproveRule(rule="must_improve", metric="accuracy", by=-0.05)
     one = reason(rule, evidence(GOOD))
     assert one.outcome == "invalid"
     assert "must_not_regress with margin 0.05" in one.text
@@ -172,7 +172,7 @@ def test_a_loss_regresses_by_rising(candidate: float, found: str) -> None:
 
 @pytest.mark.parametrize(("new", "found"), [(10.0, "pass"), (10.5, "undecided"), (12.0, "fail")])
 def test_a_perplexity_regresses_by_a_fraction(new: float, found: str) -> None:
-    rule = MustNotRegress(rule="must_not_regress", metric="answer_perplexity", margin=0.05)
+    rule = MustNotRegressRule(rule="must_not_regress", metric="answer_perplexity", margin=0.05)
     models = against(nats(new), nats(10.001), "champion", "answer_perplexity")
     one = reason(rule, evidence(models, CURRENT))
     assert one.outcome == found
@@ -211,9 +211,9 @@ def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) 
     new, old = scores[name]
     new = old if candidate == "equal" else new
     models: Models = {"candidate": {name: new}, "base": {name: old}, "champion": {name: old}}
-    rule = MustNotRegress(rule="must_not_regress", metric=name, margin=0.05)
+    rule = MustNotRegressRule(rule="must_not_regress", metric=name, margin=0.05)
     for found in (evidence(models, CURRENT), evidence({**models, "champion": {}}, NOBODY)):
-        verdict = judge(found, gate(rule))
+        verdict = decide_verdict(found, gate(rule))
         assert verdict.decision == "HOLD"
         assert files.json_bytes(verdict.model_dump(mode="json"))
 
@@ -238,7 +238,7 @@ REFERENCES: tuple[Reference, ...] = ("champion", "anchor")
 
 @pytest.mark.parametrize("which", REFERENCES)
 def test_without_a_reference_there_is_nothing_to_improve_over(which: Reference) -> None:
-    rule = MustImprove(rule="must_improve", metric="accuracy", over=which)
+    rule = MustImproveRule(rule="must_improve", metric="accuracy", over=which)
     one = reason(rule, evidence(GOOD))
     assert one.outcome == "pass"
     assert f"there is no {which} yet" in one.text
@@ -248,7 +248,7 @@ def test_without_a_reference_there_is_nothing_to_improve_over(which: Reference) 
 @pytest.mark.parametrize(("n", "found"), [(10, "undecided"), (247, "undecided"), (248, "pass")])
 def test_without_a_reference_the_samples_must_be_able_to_show_the_margin(which: Reference, n: int, found: str) -> None:
     """248 samples show a loss of five points where a tenth of them is discordant (Connor 1987)."""
-    rule = MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05, against=which)
+    rule = MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05, against=which)
     one = reason(rule, evidence({"base": {"accuracy": right(0, n)}, "candidate": {"accuracy": right(n, n)}}))
     assert one.outcome == found
     assert f"there is no {which} yet" in one.text
@@ -272,26 +272,26 @@ def test_without_a_reference_rows_of_one_group_count_once() -> None:
 @pytest.mark.parametrize("rule", ["must_improve", "must_not_regress"])
 def test_the_candidate_is_not_failed_against_itself(which: Reference, rule: str) -> None:
     rules: dict[str, Rule] = {
-        "must_improve": MustImprove(rule="must_improve", metric="accuracy", over=which),
-        "must_not_regress": MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05, against=which),
+        "must_improve": MustImproveRule(rule="must_improve", metric="accuracy", over=which),
+        "must_not_regress": MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05, against=which),
     }
     itself = ChampionFile(champion=ITSELF, anchor=ITSELF)
     found = evidence({**GOOD, "champion": GOOD["candidate"], "anchor": GOOD["candidate"]}, itself)
-    verdict = judge(found, gate(rules[rule]))
+    verdict = decide_verdict(found, gate(rules[rule]))
     assert (verdict.decision, verdict.is_champion) == ("PROMOTE", True)
     assert (verdict.champion_digest, verdict.anchor_digest) == (MODEL, MODEL)
     assert f"the candidate is the {which}" in verdict.reasons[0].text
-    assert "(it is the champion)" in messages.describe(verdict)
+    assert "(it is the champion)" in messages.describe_verdict(verdict)
 
 
 def test_the_champion_must_still_beat_the_base() -> None:
     models: Models = {"base": {"accuracy": right(160)}, "candidate": {"accuracy": right(10)}}
     itself = ChampionFile(champion=ITSELF, anchor=ITSELF)
-    assert judge(evidence(models, itself), gate(IMPROVE)).decision == "REJECT"
+    assert decide_verdict(evidence(models, itself), gate(IMPROVE)).decision == "REJECT"
 
 
 def test_an_anchor_that_is_the_champion_need_not_be_scored_twice() -> None:
-    rule = MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05, against="anchor")
+    rule = MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05, against="anchor")
     one = reason(rule, evidence({**GOOD, "champion": GOOD["candidate"]}, CURRENT))
     assert (one.outcome, one.comparisons[0].against) == ("pass", "anchor")
 
@@ -303,7 +303,7 @@ def test_an_anchor_that_is_the_champion_need_not_be_scored_twice() -> None:
     ("value", "found"), [(0.74, "pass"), (0.76, "undecided"), (0.84, "undecided"), (0.86, "fail"), (0.0, "pass")]
 )
 def test_at_least_is_decided_by_wilsons_bounds(value: float, found: str) -> None:
-    rule = AtLeast(rule="at_least", metric="accuracy", value=value)  # 160 of 200: .750 to .842, 95 % one-sided
+    rule = AtLeastRule(rule="at_least", metric="accuracy", value=value)  # 160 of 200: .750 to .842, 95 % one-sided
     one = reason(rule, evidence({"candidate": {"accuracy": right(160)}}))
     assert one.outcome == found
     assert "80.0 % (95 % sure: no worse than 75.0 %, no better than 84.2 %; 200 samples)" in one.text
@@ -326,14 +326,14 @@ def test_at_least_is_decided_by_wilsons_bounds(value: float, found: str) -> None
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
 def test_at_least_follows_the_direction_of_the_metric(name: str, scores: Values, value: float, found: str) -> None:
-    one = reason(AtLeast(rule="at_least", metric=name, value=value), evidence({"candidate": {name: scores}}))
+    one = reason(AtLeastRule(rule="at_least", metric=name, value=value), evidence({"candidate": {name: scores}}))
     assert one.outcome == found
     assert ("must be at most" in one.text) is (name != "f1")
 
 
 @pytest.mark.parametrize(("name", "value"), [("accuracy", 60), ("accuracy", -0.1), ("answer_perplexity", 0)])
 def test_a_floor_that_no_figure_can_have_is_invalid(name: str, value: float) -> None:
-    rule = AtLeast(rule="at_least", metric=name, value=value)
+    rule = AtLeastRule(rule="at_least", metric=name, value=value)
     assert reason(rule, evidence({"candidate": {name: right(160)}})).outcome == "invalid"
 
 
@@ -350,12 +350,12 @@ def test_a_figure_within_chance_is_an_alarm(count: int, n: int, found: str) -> N
 
 
 def test_chance_may_be_said_and_must_be_known() -> None:
-    said = AboveChance(rule="above_chance", metric="f1", chance=0.5)
+    said = AboveChanceRule(rule="above_chance", metric="f1", chance=0.5)
     assert reason(said, evidence({"candidate": {"f1": spread(0.7)}})).outcome == "pass"
     assert reason(said, evidence({"candidate": {"f1": spread(0.4)}})).outcome == "fail"
-    unknown = reason(AboveChance(rule="above_chance", metric="f1"), evidence({"candidate": {"f1": spread(0.7)}}))
+    unknown = reason(AboveChanceRule(rule="above_chance", metric="f1"), evidence({"candidate": {"f1": spread(0.7)}}))
     assert (unknown.outcome, "`chance` of this rule" in unknown.text) == ("invalid", True)
-    loss = AboveChance(rule="above_chance", metric="answer_loss", chance=0.5)
+    loss = AboveChanceRule(rule="above_chance", metric="answer_loss", chance=0.5)
     assert reason(loss, evidence({"candidate": {"answer_loss": spread(0.7)}})).outcome == "invalid"
 
 
@@ -416,14 +416,14 @@ def test_forgetting_is_looked_for_in_every_form_that_can_be_compared() -> None:
     ],
 )
 def test_a_budget_is_kept(of: str, at_most: Any, costs: Any, found: str) -> None:
-    rule = Budget.model_validate({"rule": "budget", "of": of, "at_most": at_most})
+    rule = BudgetRule.model_validate({"rule": "budget", "of": of, "at_most": at_most})
     one = reason(rule, with_report(evidence(GOOD), costs=costs))
     assert (one.outcome, one.metric) == (found, of)
 
 
 @pytest.mark.parametrize("costs", [{}, {"candidate": cost(math.nan)}, {"base": cost()}], ids=["none", "nan", "other"])
 def test_a_budget_of_an_unmeasured_cost_is_invalid(costs: Any) -> None:
-    one = reason(Budget(rule="budget", of="latency", at_most=1), with_report(evidence(GOOD), costs=costs))
+    one = reason(BudgetRule(rule="budget", of="latency", at_most=1), with_report(evidence(GOOD), costs=costs))
     assert one.outcome == "invalid"
     assert ("evaluate.latency_rows" in one.text) is ("candidate" not in costs)
 
@@ -439,9 +439,9 @@ def test_the_export_must_answer_like_the_adapter(difference: float, agreement: f
 
 # -------------------------------------------------------------------------------------------- which answer wins, words
 
-UNDECIDED = AtLeast(rule="at_least", metric="accuracy", value=0.8)
-FAIL = AtLeast(rule="at_least", metric="accuracy", value=0.99)
-INVALID = AtLeast(rule="at_least", metric="missing", value=0.1)
+UNDECIDED = AtLeastRule(rule="at_least", metric="accuracy", value=0.8)
+FAIL = AtLeastRule(rule="at_least", metric="accuracy", value=0.99)
+INVALID = AtLeastRule(rule="at_least", metric="missing", value=0.1)
 
 
 @pytest.mark.parametrize(
@@ -459,14 +459,14 @@ INVALID = AtLeast(rule="at_least", metric="missing", value=0.1)
     ids=lambda value: "" if isinstance(value, list) else value,
 )
 def test_the_worst_answer_wins(which: list[Rule], decision: str) -> None:
-    verdict = judge(evidence(GOOD), gate(*which))
+    verdict = decide_verdict(evidence(GOOD), gate(*which))
     assert verdict.decision == decision
     assert [one.metric for one in verdict.reasons] == [getattr(rule, "metric", "") for rule in which]
 
 
 EVERY = (
-    IMPROVE, KEEP, MustImprove(rule="must_improve", metric=("answer_loss", "accuracy"), over="champion"), KEEP_LOSS,
-    FLOOR, CHANCE, REMEMBER, Budget(rule="budget", of="size", at_most=2**30), PARITY,
+    IMPROVE, KEEP, MustImproveRule(rule="must_improve", metric=("answer_loss", "accuracy"), over="champion"), KEEP_LOSS,
+    FLOOR, CHANCE, REMEMBER, BudgetRule(rule="budget", of="size", at_most=2**30), PARITY,
 )  # fmt: skip
 
 
@@ -484,7 +484,9 @@ def test_the_same_evidence_gives_the_same_bytes_in_any_order() -> None:
         who: {name: dict(reversed(scores.items())) for name, scores in reversed(found.items())}
         for who, found in models.items()
     }
-    first, second, turned = (judge(evidence(some, CURRENT), gate(*EVERY)) for some in (models, models, backwards))
+    first, second, turned = (
+        decide_verdict(evidence(some, CURRENT), gate(*EVERY)) for some in (models, models, backwards)
+    )
     assert first.decision == "PROMOTE"
     written = [files.json_bytes(verdict.model_dump(mode="json")) for verdict in (first, second, turned)]
     assert written[0] == written[1] == written[2]
@@ -493,24 +495,26 @@ def test_the_same_evidence_gives_the_same_bytes_in_any_order() -> None:
 def test_the_verdict_names_exactly_what_it_judged() -> None:
     champion = ChampionFile(champion=CHAMPION, anchor=ANCHOR)
     models: Models = {**GOOD, "champion": GOOD["base"], "anchor": GOOD["base"]}
-    verdict = judge(evidence(models, champion, lookups=7), gate(IMPROVE))
+    verdict = decide_verdict(evidence(models, champion, lookups=7), gate(IMPROVE))
     assert (verdict.model_digest, verdict.adapter_digest, verdict.run_id) == (MODEL, "d" * 64, "r1")
     assert (verdict.is_champion, verdict.champion_digest, verdict.anchor_digest) == (False, OLD, ANCHOR.model_digest)
     assert (verdict.gate_set, verdict.lookups) == ("9" * 64, 7)
 
 
 def test_the_verdict_is_described_with_a_line_for_each_rule() -> None:
-    verdict = judge(evidence(GOOD, bundle=bundle(1.0)), gate(IMPROVE, UNDECIDED, PARITY, INVALID))
-    lines = messages.describe(verdict).splitlines()
+    verdict = decide_verdict(evidence(GOOD, bundle=bundle(1.0)), gate(IMPROVE, UNDECIDED, PARITY, INVALID))
+    lines = messages.describe_verdict(verdict).splitlines()
     assert lines[0].startswith(f"INVALID: model {MODEL[:12]}, run r1")
     assert [line.split()[0] for line in lines[1:]] == ["pass", "????", "FAIL", "INVALID"]
     assert "accuracy 50 points better than the base (95 % sure: at least +47" in lines[1]
-    assert "`ratchet promote` makes it champion" in messages.describe(judge(evidence(GOOD), gate(IMPROVE)))
+    assert "`ratchet promote` makes it champion" in messages.describe_verdict(
+        decide_verdict(evidence(GOOD), gate(IMPROVE))
+    )
 
 
 @pytest.mark.parametrize(("looks", "decision"), [(1, "PROMOTE"), (50, "PROMOTE"), (51, "HOLD")])
 def test_too_many_looks_at_one_set_hold(looks: int, decision: str) -> None:
-    verdict = judge(evidence(GOOD, lookups=looks), gate(IMPROVE))
+    verdict = decide_verdict(evidence(GOOD, lookups=looks), gate(IMPROVE))
     assert verdict.decision == decision
     if decision == "HOLD":
         assert (verdict.reasons[-1].rule, "new test rows" in verdict.reasons[-1].text) == ("lookups", True)
@@ -519,7 +523,9 @@ def test_too_many_looks_at_one_set_hold(looks: int, decision: str) -> None:
 @pytest.mark.parametrize(("model", "n", "decision"), [(0, 1000, "REJECT"), (2, 1000, "PROMOTE"), (2, 10, "HOLD")])
 def test_the_default_rules_decide(model: int, n: int, decision: str) -> None:
     """An untrained adapter changes no score, which is no improvement beyond doubt; ten samples decide nothing."""
-    verdict = judge(evidence({"base": everything(0, n), "candidate": everything(model, n)}), Gate(resamples=1000))
+    verdict = decide_verdict(
+        evidence({"base": everything(0, n), "candidate": everything(model, n)}), Gate(resamples=1000)
+    )
     assert verdict.decision == decision
     found = {one.rule: one.outcome for one in verdict.reasons}
     assert (found["must_improve"] == "fail", found["forgetting"]) == (decision == "REJECT", "pass")

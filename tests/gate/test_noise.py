@@ -5,15 +5,15 @@ import math
 import pytest
 
 from gate_cases import Models, evidence, flipped, gate, nats, right, spread, with_noise
-from ratchet.config.gate import Forgetting, MustImprove, MustNotRegress
+from ratchet.config.gate import ForgettingRule, MustImproveRule, MustNotRegressRule
 from ratchet.gate import noise
 from ratchet.gate.evidence import IncomparableError
 
 RULES = gate(
-    MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.03),
-    MustImprove(rule="must_improve", metric=("accuracy", "answer_loss"), by=0.02),
-    MustImprove(rule="must_improve", metric="answer_loss"),
-    Forgetting(rule="forgetting"),
+    MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.03),
+    MustImproveRule(rule="must_improve", metric=("accuracy", "answer_loss"), by=0.02),
+    MustImproveRule(rule="must_improve", metric="answer_loss"),
+    ForgettingRule(rule="forgetting"),
 )
 MODELS: Models = {
     "candidate": {
@@ -23,7 +23,7 @@ MODELS: Models = {
 
 
 def test_a_model_that_repeats_itself_makes_no_noise() -> None:
-    [line] = noise.measured(with_noise(evidence(MODELS), "accuracy", right(100)), RULES)
+    [line] = noise.measure_noise(with_noise(evidence(MODELS), "accuracy", right(100)), RULES)
     assert (line.name, line.n, line.differing, line.found.difference) == ("accuracy", 200, 0, 0.0)
     assert line.margin == 0.02  # the smaller of two rules
     assert line.within
@@ -31,11 +31,11 @@ def test_a_model_that_repeats_itself_makes_no_noise() -> None:
 
 def test_samples_that_differ_are_counted_and_the_difference_has_bounds() -> None:
     again = flipped(right(100), better=9, worse=1)
-    [line] = noise.measured(with_noise(evidence(MODELS), "accuracy", again), RULES)
+    [line] = noise.measure_noise(with_noise(evidence(MODELS), "accuracy", again), RULES)
     assert (line.differing, line.found.difference) == (10, pytest.approx(0.04))
     assert line.found.low < 0.04 < line.found.high
     assert not line.within
-    text = noise.describe([line], (8, 4), 0.95)
+    text = noise.format_noise_table([line], (8, 4), 0.95)
     assert "8 rows at once, then 4" in text
     assert "accuracy  200      10      5.0 %    +4 points" in text
     assert "noisier than the rules about accuracy allow" in text
@@ -44,21 +44,21 @@ def test_samples_that_differ_are_counted_and_the_difference_has_bounds() -> None
 @pytest.mark.parametrize(("name", "margin"), [("answer_loss", 0.02), ("general_perplexity", 0.05), ("f1", None)])
 def test_the_margin_is_the_smallest_that_a_rule_asks_for(name: str, margin: float | None) -> None:
     again = {key: value * (1 + 1e-7) for key, value in MODELS["candidate"][name].items()}
-    [line] = noise.measured(with_noise(evidence(MODELS), name, again), RULES)
+    [line] = noise.measure_noise(with_noise(evidence(MODELS), name, again), RULES)
     assert (line.margin, line.within, line.differing) == (margin, True, line.n)
-    assert "noise stays within" in noise.describe([line], (8, 4), 0.95)
+    assert "noise stays within" in noise.format_noise_table([line], (8, 4), 0.95)
 
 
 def test_a_perplexity_differs_by_a_fraction() -> None:
     again = {key: value + 10 * math.log(1.1) for key, value in MODELS["candidate"]["general_perplexity"].items()}
-    [line] = noise.measured(with_noise(evidence(MODELS), "general_perplexity", again), RULES)
+    [line] = noise.measure_noise(with_noise(evidence(MODELS), "general_perplexity", again), RULES)
     assert line.found.difference == pytest.approx(-0.1)
     assert not line.within
 
 
 def test_missing_and_mismatched_noise_have_different_messages() -> None:
     with pytest.raises(IncomparableError, match="nothing was scored twice yet"):
-        noise.measured(evidence(MODELS), RULES)
+        noise.measure_noise(evidence(MODELS), RULES)
     other = with_noise(evidence(MODELS), "accuracy", right(100), contract="k2")
     with pytest.raises(IncomparableError, match="not what was evaluated"):
-        noise.measured(other, RULES)
+        noise.measure_noise(other, RULES)

@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ratchet.gate import statistics
-from ratchet.gate.paired_test import Found, Pairs, Plan, compare
-from ratchet.gate.statistics import detectable_binary, needed_binary
+from ratchet.gate.paired_test import PairedScores, PairedTestPlan, PairedTestResult, compare
+from ratchet.gate.statistics import detectable_difference, required_pairs
 
-PLAN = Plan(confidence=0.95, power=0.8, discordance=0.1, resamples=2000, seed=0)
+PLAN = PairedTestPlan(confidence=0.95, power=0.8, discordance=0.1, resamples=2000, seed=0)
 Z = float(stats.norm.ppf(0.95))
 
 
-def table(both: int, better: int, worse: int, neither: int) -> Pairs:
+def table(both: int, better: int, worse: int, neither: int) -> PairedScores:
     """Answers with so many pairs of each kind."""
     cells = [(1.0, 1.0)] * both + [(1.0, 0.0)] * better + [(0.0, 1.0)] * worse + [(0.0, 0.0)] * neither
-    return Pairs([new for new, _ in cells], [old for _, old in cells], "higher")
+    return PairedScores([new for new, _ in cells], [old for _, old in cells], "higher")
 
 
-def losses(n: int, gain: float = 0.1, seed: int = 0) -> Pairs:
+def losses(n: int, gain: float = 0.1, seed: int = 0) -> PairedScores:
     rng = np.random.default_rng(seed)
     old = rng.lognormal(0.7, 0.5, n)
-    return Pairs((old - gain + rng.normal(0, 0.4, n)).tolist(), old.tolist(), "lower")
+    return PairedScores((old - gain + rng.normal(0, 0.4, n)).tolist(), old.tolist(), "lower")
 
 
-def nats(n: int, ratio: float = 1.0, seed: int = 0) -> Pairs:
+def nats(n: int, ratio: float = 1.0, seed: int = 0) -> PairedScores:
     """Perplexity that is `ratio` times the old one."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(5, 60, n).astype(float)
     old = rng.lognormal(0.8, 0.4, n)
     new = old + np.log(ratio) + rng.normal(0, 0.1, n)
-    return Pairs((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
+    return PairedScores((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
 
 
-def figures(found: Found) -> tuple[float, ...]:
+def figures(found: PairedTestResult) -> tuple[float, ...]:
     return found.difference, found.low, found.high, found.p, found.detectable
 
 
@@ -49,20 +49,20 @@ def figures(found: Found) -> tuple[float, ...]:
 @pytest.mark.parametrize(
     ("bound", "p", "method"),
     [
-        (-0.05, statistics.score_p(12, 5, 100, -0.05), "Tango score interval"),
-        (0.0, statistics.mid_p(12, 5), "Tango score interval, McNemar mid-p"),
+        (-0.05, statistics.tango_p_value(12, 5, 100, -0.05), "Tango score interval"),
+        (0.0, statistics.mcnemar_mid_p(12, 5), "Tango score interval, McNemar mid-p"),
     ],
 )
 def test_right_and_wrong_answers_are_compared_by_their_discordant_pairs(bound: float, p: float, method: str) -> None:
     found = compare(table(40, 12, 5, 43), bound, PLAN)
     assert (found.better, found.worse, found.n, found.groups) == (12, 5, 100, None)
-    assert (found.low, found.high) == statistics.bounds(12, 5, 100, Z)
+    assert (found.low, found.high) == statistics.tango_bounds(12, 5, 100, Z)
     assert (found.p, found.method) == (p, method)
 
 
 def test_rates_of_errors_count_like_rates_of_right_answers() -> None:
     right = table(30, 9, 4, 20)
-    wrong = Pairs([1 - x for x in right.new], [1 - x for x in right.old], "lower")
+    wrong = PairedScores([1 - x for x in right.new], [1 - x for x in right.old], "lower")
     assert compare(wrong, -0.02, PLAN) == compare(right, -0.02, PLAN)
 
 
@@ -98,7 +98,7 @@ def test_the_pairing_is_used() -> None:
     """The same change on samples of very different difficulty is seen at once; unpaired it would drown."""
     old = [float(difficulty) for difficulty in range(100)]
     new = [x + 0.1 + 0.01 * (k % 2) for k, x in enumerate(old)]
-    found = compare(Pairs(new, old, "higher"), 0.0, PLAN)
+    found = compare(PairedScores(new, old, "higher"), 0.0, PLAN)
     assert 0.09 < found.low < found.difference < found.high < 0.12
 
 
@@ -124,7 +124,9 @@ def test_the_detectable_change_of_a_perplexity_is_a_rise() -> None:
 def test_samples_of_a_group_count_once() -> None:
     """Ten copies of each sample say no more than one."""
     pairs = losses(60)
-    copies = Pairs(list(pairs.new) * 10, list(pairs.old) * 10, "lower", groups=[f"row {k % 60}" for k in range(600)])
+    copies = PairedScores(
+        list(pairs.new) * 10, list(pairs.old) * 10, "lower", groups=[f"row {k % 60}" for k in range(600)]
+    )
     one, many = compare(pairs, 0.0, PLAN), compare(copies, 0.0, PLAN)
     assert (many.n, many.groups, many.method) == (600, 60, "paired BCa bootstrap of groups")
     assert figures(many) == pytest.approx(figures(one))
@@ -149,24 +151,24 @@ def test_answers_that_share_a_group_are_no_independent_answers() -> None:
 
 def test_an_adapter_that_changes_nothing_changes_losses_by_exactly_nothing() -> None:
     scores = [0.5, 1.25, 3.0, 0.1]
-    found = compare(Pairs(scores, scores, "lower"), 0.0, PLAN)
+    found = compare(PairedScores(scores, scores, "lower"), 0.0, PLAN)
     assert (found.difference, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
-    same = compare(Pairs(scores, scores, "lower", "perplexity", [3.0, 4.0, 5.0, 6.0]), -0.05, PLAN)
+    same = compare(PairedScores(scores, scores, "lower", "perplexity", [3.0, 4.0, 5.0, 6.0]), -0.05, PLAN)
     assert (same.difference, same.low, same.high, same.detectable) == (0.0, 0.0, 0.0, 0.0)
     assert same.p < 0.05
 
 
 def test_scores_with_a_ceiling_that_never_differ_leave_the_doubt_of_answers() -> None:
-    found = compare(Pairs([0.5] * 10, [0.5] * 10, "higher"), -0.05, PLAN)
+    found = compare(PairedScores([0.5] * 10, [0.5] * 10, "higher"), -0.05, PLAN)
     answers = compare(table(5, 0, 0, 5), -0.05, PLAN)
     assert (found.low, found.high, found.p) == pytest.approx((answers.low, answers.high, answers.p))
     assert found.detectable == pytest.approx(0.2129, abs=1e-4)
-    assert found.needed == needed_binary(0.05, 0.0, 0.95, 0.8) == 52
+    assert found.needed == required_pairs(0.05, 0.0, 0.95, 0.8) == 52
 
 
 def test_one_changed_score_of_many_proves_nothing() -> None:
     scores = [0.5] * 100
-    found = compare(Pairs([1.0, *scores[1:]], scores, "higher"), -0.02, PLAN)
+    found = compare(PairedScores([1.0, *scores[1:]], scores, "higher"), -0.02, PLAN)
     assert found.low < -0.01
     assert found.p > 0.05
 
@@ -175,14 +177,14 @@ def test_one_changed_score_of_many_proves_nothing() -> None:
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param(Pairs([2.3], [2.1], "lower"), id="loss"),
-        pytest.param(Pairs([230.0], [210.0], "lower", "perplexity", [100.0]), id="perplexity"),
-        pytest.param(Pairs([9e5], [7e5], "lower", "perplexity", [100.0]), id="absurd perplexity"),
-        pytest.param(Pairs([0.4], [0.5], "higher"), id="share"),
-        pytest.param(Pairs([2.3, 2.4], [2.1, 2.0], "lower", groups=["a", "a"]), id="group"),
+        pytest.param(PairedScores([2.3], [2.1], "lower"), id="loss"),
+        pytest.param(PairedScores([230.0], [210.0], "lower", "perplexity", [100.0]), id="perplexity"),
+        pytest.param(PairedScores([9e5], [7e5], "lower", "perplexity", [100.0]), id="absurd perplexity"),
+        pytest.param(PairedScores([0.4], [0.5], "higher"), id="share"),
+        pytest.param(PairedScores([2.3, 2.4], [2.1, 2.0], "lower", groups=["a", "a"]), id="group"),
     ],
 )
-def test_a_single_sample_decides_nothing(pairs: Pairs, bound: float) -> None:
+def test_a_single_sample_decides_nothing(pairs: PairedScores, bound: float) -> None:
     found = compare(pairs, bound, PLAN)
     assert np.isfinite(figures(found)).all()
     assert found.low < min(-0.3, bound) < max(0.3, bound) < found.high
@@ -203,7 +205,7 @@ def test_few_samples_are_held_to_students_t() -> None:
 def test_few_skewed_samples_are_held_to_halls_t() -> None:
     """Nine samples a little better and one much worse: the next bad one is what Student's t does not expect."""
     rises = [-0.1, -0.12, -0.08, -0.1, -0.11, -0.09, -0.1, -0.13, -0.07, 1.0] * 3
-    found = compare(Pairs([2 + rise for rise in rises], [2.0] * 30, "lower"), -0.1, PLAN)
+    found = compare(PairedScores([2 + rise for rise in rises], [2.0] * 30, "lower"), -0.1, PLAN)
     changes = -np.asarray(rises)
     error, skew = stats.sem(changes), stats.skew(changes)
     t = stats.t.ppf(0.95, 29)
@@ -220,8 +222,8 @@ def test_few_skewed_samples_are_held_to_halls_t() -> None:
 def test_answers_are_planned_with_the_discordance_that_was_declared(better: int, worse: int) -> None:
     found = compare(table(100, better, worse, 200 - better - worse), -0.02, PLAN)
     observed = (better + worse) / 300
-    assert found.detectable == detectable_binary(300, min(observed, 0.1), 0.95, 0.8)
-    assert found.needed == (needed_binary(0.02, 0.1, 0.95, 0.8) if found.detectable > 0.02 else None)
+    assert found.detectable == detectable_difference(300, min(observed, 0.1), 0.95, 0.8)
+    assert found.needed == (required_pairs(0.02, 0.1, 0.95, 0.8) if found.detectable > 0.02 else None)
 
 
 def test_nothing_is_needed_where_nothing_is_missing() -> None:
@@ -237,7 +239,7 @@ def test_nothing_is_needed_where_nothing_is_missing() -> None:
     ids=["losses", "perplexities"],
 )
 def test_samples_that_are_needed_detect_the_margin(
-    made: Callable[[int], Pairs], n: int, margin: float, within: float
+    made: Callable[[int], PairedScores], n: int, margin: float, within: float
 ) -> None:
     few = compare(made(n), -margin, PLAN)
     assert few.needed is not None
@@ -255,8 +257,8 @@ SMALL = replace(PLAN, resamples=200)
 quickly = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def of(cells: Sequence[tuple[float, float]], **more: Any) -> Pairs:
-    return Pairs([new for new, _ in cells], [old for _, old in cells], **({"better": "higher"} | more))
+def of(cells: Sequence[tuple[float, float]], **more: Any) -> PairedScores:
+    return PairedScores([new for new, _ in cells], [old for _, old in cells], **({"better": "higher"} | more))
 
 
 @quickly
@@ -281,7 +283,7 @@ def test_the_bound_is_refuted_where_it_is_below_the_lower_end(
 
 
 @pytest.mark.parametrize("pairs", [table(40, 12, 5, 43), losses(50), nats(50)], ids=["answers", "losses", "nats"])
-def test_more_confidence_makes_wider_bounds(pairs: Pairs) -> None:
+def test_more_confidence_makes_wider_bounds(pairs: PairedScores) -> None:
     wide, narrow = (compare(pairs, -0.1, replace(PLAN, confidence=level)) for level in (0.99, 0.9))
     assert wide.low < narrow.low < narrow.difference < narrow.high < wide.high
     assert wide.detectable > narrow.detectable
@@ -294,39 +296,39 @@ RARELY = 0.05 + 4 * (0.05 * 0.95 / CASES) ** 0.5
 Rng = np.random.Generator
 
 
-def k_answers(rng: Rng) -> Pairs:
+def k_answers(rng: Rng) -> PairedScores:
     """Means of four sampled answers, the new model's worse by the margin of 0.05."""
     hard = rng.beta(4, 2, 150)
     new = rng.binomial(4, np.clip(hard - 0.05 / 0.97, 0, 1)) / 4
-    return Pairs(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
+    return PairedScores(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
 
 
-def skewed_losses(rng: Rng) -> Pairs:
+def skewed_losses(rng: Rng) -> PairedScores:
     """Losses that rise by 0.05 on average: most a little, some a lot."""
     old = rng.lognormal(0, 1, 150)
-    return Pairs((old + rng.exponential(0.15, 150) - 0.1).tolist(), old.tolist(), "lower")
+    return PairedScores((old + rng.exponential(0.15, 150) - 0.1).tolist(), old.tolist(), "lower")
 
 
-def conversations(rng: Rng) -> Pairs:
+def conversations(rng: Rng) -> PairedScores:
     """Turns of 60 conversations of 1 to 6 turns, which fail together; worse by 0.05."""
     sizes = rng.integers(1, 7, 60)
     together = np.repeat(rng.normal(-0.05, 0.2, 60), sizes)
     old = rng.normal(2, 1, len(together))
     new = old + together + rng.normal(0, 0.1, len(together))
     names: list[str | None] = [str(k) for k in np.repeat(np.arange(60), sizes)]
-    return Pairs(new.tolist(), old.tolist(), "higher", groups=names)
+    return PairedScores(new.tolist(), old.tolist(), "higher", groups=names)
 
 
-def risen_perplexity(rng: Rng) -> Pairs:
+def risen_perplexity(rng: Rng) -> PairedScores:
     """A perplexity that rose by 5 %."""
     tokens = rng.integers(20, 200, 100).astype(float)
     old = rng.normal(2.5, 0.4, 100)
     new = old + np.log(1.05) + rng.standard_t(5, 100) * 0.2
-    return Pairs((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
+    return PairedScores((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
 
 
 @pytest.mark.parametrize("draw", [k_answers, skewed_losses, conversations, risen_perplexity])
-def test_a_model_that_is_worse_by_the_margin_passes_as_rarely_as_promised(draw: Callable[[Rng], Pairs]) -> None:
+def test_a_model_that_is_worse_by_the_margin_passes_as_rarely_as_promised(draw: Callable[[Rng], PairedScores]) -> None:
     rng, passed = np.random.default_rng(0), 0
     for _ in range(CASES):
         passed += compare(draw(rng), -0.05, replace(PLAN, resamples=400)).low > -0.05
@@ -339,20 +341,20 @@ def test_a_model_that_is_worse_by_the_margin_passes_as_rarely_as_promised(draw: 
 @pytest.mark.parametrize(
     ("pairs", "text"),
     [
-        (Pairs([], [], "higher"), "0 and 0 samples cannot be paired"),
-        (Pairs([1.0], [1.0, 0.0], "higher"), "1 and 2 samples cannot be paired"),
-        (Pairs([1.0, float("nan")], [1.0, 0.0], "higher"), "new: sample 1 has nan"),
-        (Pairs([1.0], [float("inf")], "lower"), "old: sample 0 has inf"),
-        (Pairs([1.0], [1.0], "lower", "perplexity"), "needs the tokens"),
-        (Pairs([1.0], [1.0], "lower", weights=[2.0]), "nothing else has weights"),
-        (Pairs([1.0], [1.0], "lower", "perplexity", [0.0]), "weights: sample 0 has 0.0"),
-        (Pairs([1.0], [1.0], "lower", "perplexity", [1.0, 2.0]), "2 weights of 1 samples"),
-        (Pairs([1.0], [1.0], "higher", "perplexity", [1.0]), "higher perplexity is not better"),
-        (Pairs([1.0], [1.0], "higher", groups=["a", "b"]), "2 groups of 1 samples"),
+        (PairedScores([], [], "higher"), "0 and 0 samples cannot be paired"),
+        (PairedScores([1.0], [1.0, 0.0], "higher"), "1 and 2 samples cannot be paired"),
+        (PairedScores([1.0, float("nan")], [1.0, 0.0], "higher"), "new: sample 1 has nan"),
+        (PairedScores([1.0], [float("inf")], "lower"), "old: sample 0 has inf"),
+        (PairedScores([1.0], [1.0], "lower", "perplexity"), "needs the tokens"),
+        (PairedScores([1.0], [1.0], "lower", weights=[2.0]), "nothing else has weights"),
+        (PairedScores([1.0], [1.0], "lower", "perplexity", [0.0]), "weights: sample 0 has 0.0"),
+        (PairedScores([1.0], [1.0], "lower", "perplexity", [1.0, 2.0]), "2 weights of 1 samples"),
+        (PairedScores([1.0], [1.0], "higher", "perplexity", [1.0]), "higher perplexity is not better"),
+        (PairedScores([1.0], [1.0], "higher", groups=["a", "b"]), "2 groups of 1 samples"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_samples_that_cannot_be_paired_are_refused(pairs: Pairs, text: str) -> None:
+def test_samples_that_cannot_be_paired_are_refused(pairs: PairedScores, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         compare(pairs, 0.0, PLAN)
 
@@ -368,7 +370,7 @@ def test_samples_that_cannot_be_paired_are_refused(pairs: Pairs, text: str) -> N
     ],
     ids=["bound", "confidence", "power", "resamples", "discordance"],
 )
-def test_a_plan_that_is_none_is_refused(bound: float, plan: Plan) -> None:
+def test_a_plan_that_is_none_is_refused(bound: float, plan: PairedTestPlan) -> None:
     with pytest.raises(ValueError, match=r"no number|not between|no plan"):
         compare(losses(5), bound, plan)
 

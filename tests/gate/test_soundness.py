@@ -27,15 +27,15 @@ from gate_cases import (
     with_noise,
     with_report,
 )
-from ratchet.config.gate import AtLeast, ExportParity, Forgetting, MustImprove, MustNotRegress, Rule
-from ratchet.gate.decision import judge
-from ratchet.gate.evidence import Evidence
+from ratchet.config.gate import AtLeastRule, ExportParityRule, ForgettingRule, MustImproveRule, MustNotRegressRule, Rule
+from ratchet.gate.decision import decide_verdict
+from ratchet.gate.evidence import GateEvidence
 from ratchet.storage.records.gate import ChampionFile
 
-IMPROVE = MustImprove(rule="must_improve", metric="accuracy")
-KEEP = MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05)
-FLOOR = AtLeast(rule="at_least", metric="accuracy", value=0.6)
-PARITY = ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
+IMPROVE = MustImproveRule(rule="must_improve", metric="accuracy")
+KEEP = MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05)
+FLOOR = AtLeastRule(rule="at_least", metric="accuracy", value=0.6)
+PARITY = ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
 GOOD: Models = {"base": {"accuracy": right(300, 1000)}, "candidate": {"accuracy": right(800, 1000)}}
 
 # ----------------------------------------------------------------------------------------------------------- identity
@@ -43,18 +43,18 @@ GOOD: Models = {"base": {"accuracy": right(300, 1000)}, "candidate": {"accuracy"
 
 @pytest.mark.parametrize("what", ["adapter", "base", "data", "model"])
 def test_reports_about_different_things_are_invalid(what: str) -> None:
-    verdict = judge(evidence(GOOD, bundle=bundle(**{f"{what}_digest": "8" * 64})), gate(IMPROVE, PARITY))
+    verdict = decide_verdict(evidence(GOOD, bundle=bundle(**{f"{what}_digest": "8" * 64})), gate(IMPROVE, PARITY))
     assert verdict.decision == "INVALID"
     [one] = verdict.reasons
     assert one.rule == "identity"
     assert one.text.startswith(f"the evaluation is of {what} ")
     assert "8" * 12 in one.text
     wrong = bundle(adapter_digest="1" * 64, base_digest="2" * 64, data_digest="3" * 64, run_id="r9")
-    assert len(judge(evidence(GOOD, bundle=wrong), gate(IMPROVE)).reasons) == 4
+    assert len(decide_verdict(evidence(GOOD, bundle=wrong), gate(IMPROVE)).reasons) == 4
 
 
 def test_an_evaluation_before_the_export_is_invalid_and_must_be_repeated() -> None:
-    verdict = judge(with_report(evidence(GOOD), model_digest=None), gate(IMPROVE, PARITY))
+    verdict = decide_verdict(with_report(evidence(GOOD), model_digest=None), gate(IMPROVE, PARITY))
     assert verdict.decision == "INVALID"
     [one] = verdict.reasons
     assert one.rule == "identity"
@@ -64,7 +64,7 @@ def test_an_evaluation_before_the_export_is_invalid_and_must_be_repeated() -> No
 def test_scores_of_another_export_are_invalid() -> None:
     found = evidence({**GOOD, "merged": GOOD["candidate"]})
     other = found.report.scores["merged"].model_copy(update={"model_digest": "8" * 64})
-    verdict = judge(with_report(found, scores={**found.report.scores, "merged": other}), gate(IMPROVE))
+    verdict = decide_verdict(with_report(found, scores={**found.report.scores, "merged": other}), gate(IMPROVE))
     assert (verdict.decision, verdict.reasons[0].rule) == ("INVALID", "identity")
 
 
@@ -78,7 +78,7 @@ def test_a_champion_or_anchor_that_changed_since_the_evaluation_makes_it_invalid
     evaluated: ChampionFile, now: ChampionFile
 ) -> None:
     models: Models = {**GOOD, "champion": GOOD["base"]}
-    verdict = judge(dataclasses.replace(evidence(models, evaluated), champion=now), gate(IMPROVE))
+    verdict = decide_verdict(dataclasses.replace(evidence(models, evaluated), champion=now), gate(IMPROVE))
     assert verdict.decision == "INVALID"
     assert {one.rule for one in verdict.reasons} == {"identity"}
     assert all("dvc repro evaluate" in one.text for one in verdict.reasons)
@@ -86,8 +86,8 @@ def test_a_champion_or_anchor_that_changed_since_the_evaluation_makes_it_invalid
 
 def test_rows_by_which_models_are_chosen_cannot_judge_them() -> None:
     clean = with_report(evidence(GOOD), chosen_by={"sweep": 0})
-    assert judge(clean, gate(IMPROVE)).decision == "PROMOTE"
-    verdict = judge(with_report(evidence(GOOD), chosen_by={"sweep": 3}), gate(IMPROVE))
+    assert decide_verdict(clean, gate(IMPROVE)).decision == "PROMOTE"
+    verdict = decide_verdict(with_report(evidence(GOOD), chosen_by={"sweep": 3}), gate(IMPROVE))
     assert (verdict.decision, verdict.reasons[0].rule) == ("INVALID", "objective")
     assert "3 of the test rows" in verdict.reasons[0].text
     assert "sweep" in verdict.reasons[0].text
@@ -103,7 +103,7 @@ def test_rows_by_which_models_are_chosen_cannot_judge_them() -> None:
     ids=["changed", "new", "gone"],
 )
 def test_a_task_that_is_not_as_it_was_evaluated_makes_it_invalid(now: dict[str, str], says: str) -> None:
-    verdict = judge(evidence(GOOD, tasks_now=now), gate(IMPROVE))
+    verdict = decide_verdict(evidence(GOOD, tasks_now=now), gate(IMPROVE))
     assert (verdict.decision, verdict.reasons[0].rule) == ("INVALID", "tasks")
     assert says in verdict.reasons[0].text
 
@@ -130,8 +130,8 @@ def test_terms_deep_in_a_contract_are_named_by_their_path() -> None:
     assert "seed: nothing and 1, settings.max_new_tokens: 16 and 32" in one.text
 
 
-BLEU = MustImprove(rule="must_improve", metric="bleu")
-BLEU_FLOOR = AtLeast(rule="at_least", metric="bleu", value=0)
+BLEU = MustImproveRule(rule="must_improve", metric="bleu")
+BLEU_FLOOR = AtLeastRule(rule="at_least", metric="bleu", value=0)
 ALL = (IMPROVE, KEEP, FLOOR)
 
 
@@ -141,7 +141,7 @@ ALL = (IMPROVE, KEEP, FLOOR)
         ((BLEU, BLEU_FLOOR), evidence(GOOD), "bleu was not measured for candidate; there is: accuracy"),
         ((IMPROVE,), evidence({**GOOD, "base": {"other": right(3)}}), "for base"),
         ((IMPROVE,), evidence({**GOOD, "candidate": {"other": right(3)}}), "for candidate"),
-        ((Forgetting(rule="forgetting"),), evidence(GOOD), "general_perplexity was not measured"),
+        ((ForgettingRule(rule="forgetting"),), evidence(GOOD), "general_perplexity was not measured"),
         ((KEEP,), with_report(evidence(GOOD, CURRENT), notes=("champion: other tokens",)),
          "no scores of the champion: champion: other tokens"),
         (ALL, evidence({"base": GOOD["base"]}), ""),
@@ -163,7 +163,7 @@ ALL = (IMPROVE, KEEP, FLOOR)
     ],
 )  # fmt: skip
 def test_figures_that_cannot_be_judged_are_invalid_and_the_reason_is_named(
-    rules: tuple[Rule, ...], found: Evidence, says: str
+    rules: tuple[Rule, ...], found: GateEvidence, says: str
 ) -> None:
     for rule in rules:
         one = reason(rule, found)
@@ -174,7 +174,7 @@ def test_a_mean_of_shares_and_one_that_happens_to_be_of_right_and_wrong_are_comp
     """Token F1 of a base that hits nothing is nought in every row."""
     made = evidence({"base": {"token_f1": right(0)}, "candidate": {"token_f1": spread(0.6)}})
     made = with_metric(made, "token_f1", who=("base",), unit="proportion")
-    rule = MustImprove(rule="must_improve", metric=("token_f1",))
+    rule = MustImproveRule(rule="must_improve", metric=("token_f1",))
     assert reason(rule, made).outcome == "pass"
 
 
@@ -208,7 +208,7 @@ def test_samples_that_cannot_be_paired_are_invalid(candidate: Values, base: Valu
 
 @pytest.mark.parametrize("weight", [9.0, 0.0, math.nan])
 def test_a_perplexity_of_other_tokens_is_not_compared(weight: float) -> None:
-    rule = MustImprove(rule="must_improve", metric="answer_perplexity")
+    rule = MustImproveRule(rule="must_improve", metric="answer_perplexity")
     found = evidence({"candidate": {"answer_perplexity": nats(9.0)}, "base": {"answer_perplexity": nats(10.0)}})
     assert reason(rule, found).outcome == "pass"
     changed: Any = {who: dict(by_metric) for who, by_metric in found.samples.items()}
@@ -232,14 +232,14 @@ def test_a_perplexity_of_other_tokens_is_not_compared(weight: float) -> None:
 def test_a_margin_that_no_model_could_miss_is_invalid(margin: float, name: str, champion: ChampionFile) -> None:
     scores = {"accuracy": right(300, 400), "answer_perplexity": nats(9.0), "harness/f1": spread(0.5, width=0.1)}[name]
     models: Models = {who: {name: scores} for who in ("candidate", "base", "champion")}  # type: ignore[misc]
-    keep = reason(MustNotRegress(rule="must_not_regress", metric=name, margin=margin), evidence(models, champion))
-    better = reason(MustImprove(rule="must_improve", metric=name, by=margin), evidence(models, champion))
+    keep = reason(MustNotRegressRule(rule="must_not_regress", metric=name, margin=margin), evidence(models, champion))
+    better = reason(MustImproveRule(rule="must_improve", metric=name, by=margin), evidence(models, champion))
     assert (keep.outcome, better.outcome) == ("invalid", "invalid")
     assert f"{100 * margin:g}" in keep.text
 
 
 def test_a_loss_may_have_a_margin_of_more_than_one() -> None:
-    rule = MustNotRegress(rule="must_not_regress", metric="answer_loss", margin=1.5, against="base")
+    rule = MustNotRegressRule(rule="must_not_regress", metric="answer_loss", margin=1.5, against="base")
     models: Models = {"candidate": {"answer_loss": spread(2.0)}, "base": {"answer_loss": spread(2.001)}}
     assert reason(rule, evidence(models)).outcome == "pass"
 
@@ -247,8 +247,8 @@ def test_a_loss_may_have_a_margin_of_more_than_one() -> None:
 @pytest.mark.parametrize(("again", "found"), [(800, "pass"), (850, "pass"), (860, "invalid"), (740, "invalid")])
 @pytest.mark.parametrize(
     "rule",
-    [MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.05, against="base"),
-     MustImprove(rule="must_improve", metric="accuracy", by=0.05)], ids=lambda rule: rule.rule,
+    [MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05, against="base"),
+     MustImproveRule(rule="must_improve", metric="accuracy", by=0.05)], ids=lambda rule: rule.rule,
 )  # fmt: skip
 def test_a_margin_that_noise_oversteps_is_invalid(rule: Rule, again: int, found: str) -> None:
     one = reason(rule, with_noise(evidence(GOOD), "accuracy", right(again, 1000)))
@@ -259,7 +259,7 @@ def test_a_margin_that_noise_oversteps_is_invalid(rule: Rule, again: int, found:
 def test_forgetting_is_not_judged_when_noise_is_larger() -> None:
     models: Models = {who: {"general_perplexity": nats(30.0)} for who in ("candidate", "base")}  # type: ignore[misc]
     found = evidence(models)
-    rule = Forgetting(rule="forgetting")
+    rule = ForgettingRule(rule="forgetting")
     assert reason(rule, with_noise(found, "general_perplexity", nats(30.5))).outcome == "pass"
     assert reason(rule, with_noise(found, "general_perplexity", nats(33.0))).outcome == "invalid"
 
@@ -271,6 +271,6 @@ def test_noise_of_something_else_says_nothing(changes: Any) -> None:
 
 
 def test_noise_of_other_samples_is_invalid() -> None:
-    rule = MustImprove(rule="must_improve", metric="accuracy", by=0.05)
+    rule = MustImproveRule(rule="must_improve", metric="accuracy", by=0.05)
     one = reason(rule, with_noise(evidence(GOOD), "accuracy", right(800, 999)))
     assert (one.outcome, "other samples" in one.text) == ("invalid", True)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.console.stream_printer import Heard, Page, is_coloured, printable
-from ratchet.inference.backend import Ended, Speech, Spoken
+from ratchet.console.stream_printer import PartialAnswer, StreamPrinter, sanitize_text, supports_colour
+from ratchet.inference.backend import AnswerChunk, AnswerEnd, Speech
 from tmux_screen import Screen, needs_tmux
 
 
 def speech(pieces: Iterable[str], reasoning: Iterable[str] = ()) -> Speech:
     for piece in reasoning:
-        yield Spoken(True, piece)
+        yield AnswerChunk(True, piece)
     for piece in pieces:
-        yield Spoken(False, piece)
-    yield Ended("stop", 1, 1, None)
+        yield AnswerChunk(False, piece)
+    yield AnswerEnd("stop", 1, 1, None)
 
 
 @pytest.mark.parametrize("pieces", [
@@ -26,7 +26,7 @@ def speech(pieces: Iterable[str], reasoning: Iterable[str] = ()) -> Speech:
 ])  # fmt: skip
 def test_a_file_gets_the_answer_unchanged(pieces: tuple[str, ...]) -> None:
     out = io.StringIO()
-    Page(out, reasons=False).answer(speech(pieces, ["Let me see"]), heard := Heard())
+    StreamPrinter(out, reasons=False).answer(speech(pieces, ["Let me see"]), heard := PartialAnswer())
     assert out.getvalue() == f"{''.join(pieces)}\n".removeprefix("\n\n")
     assert heard.answer == "".join(pieces).strip()
 
@@ -37,8 +37,8 @@ class Terminal(io.StringIO):
 
 
 def shown(out: io.StringIO, *, reasons: bool = True) -> str:
-    page = Page(out, reasons=reasons)
-    page.answer(speech(["\n\nIt\x1b[31m is", " wet."], ["\nHm", "m.\n"]), Heard())
+    page = StreamPrinter(out, reasons=reasons)
+    page.answer(speech(["\n\nIt\x1b[31m is", " wet."], ["\nHm", "m.\n"]), PartialAnswer())
     page.note("a note")
     return out.getvalue()
 
@@ -55,26 +55,26 @@ def test_reasoning_is_dim_on_a_terminal_and_marked_by_words_elsewhere(monkeypatc
     assert shown(Terminal()) == plain
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not is_coloured(Terminal())
+    assert not supports_colour(Terminal())
 
 
 def test_colours_are_reset_when_an_answer_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Speech:
-        yield Spoken(True, "Hm")
+        yield AnswerChunk(True, "Hm")
         raise KeyboardInterrupt
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    out, heard = Terminal(), Heard()
+    out, heard = Terminal(), PartialAnswer()
     with pytest.raises(KeyboardInterrupt):
-        Page(out).answer(broken(), heard)
+        StreamPrinter(out).answer(broken(), heard)
     assert out.getvalue() == "\x1b[2mHm\x1b[0m\n"
     assert heard.ended is None
 
 
 def test_blanks_of_other_scripts_are_letters_and_controls_are_not() -> None:
-    assert printable("Bon\u202f: 漢\u3000字, a\xa0b, \u200d\t\n") == "Bon\u202f: 漢\u3000字, a\xa0b, \u200d\t\n"
-    assert printable("\x1b[2J\r\x07\u202e\u2028") == "\ufffd[2J" + "\ufffd" * 4
+    assert sanitize_text("Bon\u202f: 漢\u3000字, a\xa0b, \u200d\t\n") == "Bon\u202f: 漢\u3000字, a\xa0b, \u200d\t\n"
+    assert sanitize_text("\x1b[2J\r\x07\u202e\u2028") == "\ufffd[2J" + "\ufffd" * 4
 
 
 CODE = "x = 1; " * 10 + "end"
@@ -82,12 +82,15 @@ SPEAKS = (
     f"CODE = {CODE!r}"
     + """
 import os, sys, time
-from ratchet.console.stream_printer import Heard, Page
-from ratchet.inference.backend import Ended, Spoken
+from ratchet.console.stream_printer import PartialAnswer
+from ratchet.console.stream_printer import StreamPrinter
+from ratchet.inference.backend import AnswerEnd
+from ratchet.inference.backend import AnswerChunk
 
 def pieces(begin, end):
     for number in range(begin, end):
-        yield from (Spoken(False, text) for text in (f" extraordin", f"arily{number}", " größe", "r", " 단어", "단어"))
+        texts = (f" extraordin", f"arily{number}", " größe", "r", " 단어", "단어")
+        yield from (AnswerChunk(False, text) for text in texts)
 
 def wait_for(columns):
     while os.get_terminal_size().columns != columns:
@@ -96,15 +99,15 @@ def wait_for(columns):
 def speech():
     yield from pieces(100, 130)
     for columns in (61, 33):
-        yield Spoken(False, "\\n\\nresized\\n\\n")
+        yield AnswerChunk(False, "\\n\\nresized\\n\\n")
         wait_for(columns)
         yield from pieces(columns * 10, columns * 10 + 30)
-    yield Spoken(False, "\\n```\\n" + CODE + "\\n```\\n")
-    yield Ended("stop", 1, 1, None)
+    yield AnswerChunk(False, "\\n```\\n" + CODE + "\\n```\\n")
+    yield AnswerEnd("stop", 1, 1, None)
 
-page = Page(sys.stdout)
+page = StreamPrinter(sys.stdout)
 page.head("prompt with a name that is long")
-page.answer(speech(), Heard())
+page.answer(speech(), PartialAnswer())
 page.note("(a note that is longer than the narrow screen)")
 """
 )

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import DamagedError
-from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.spec import ANSWERS, Answer, GenerationPaths, sound
+from ratchet.errors import DamagedFileError
+from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.spec import ANSWERS, GenerationAnswer, GenerationPaths, replace_surrogates
 from ratchet.storage import files
 
 TOTAL = 25
 
 
-def answer(place: int, said: str = "") -> Answer:
-    return Answer(place, said or f'said {place}\u2028 key="token"', "stop", 3, 4, -0.5)
+def answer(place: int, said: str = "") -> GenerationAnswer:
+    return GenerationAnswer(place, said or f'said {place}\u2028 key="token"', "stop", 3, 4, -0.5)
 
 
 @pytest.fixture
@@ -24,8 +24,10 @@ def paths(tmp_path: Path) -> GenerationPaths:
     return GenerationPaths(tmp_path)
 
 
-def opened(paths: GenerationPaths, told: list[str] | None = None, attempt: int = 1, add: range = range(0)) -> Ledger:
-    ledger = Ledger(paths, attempt, TOTAL, (told if told is not None else []).append)
+def opened(
+    paths: GenerationPaths, told: list[str] | None = None, attempt: int = 1, add: range = range(0)
+) -> AnswerLedger:
+    ledger = AnswerLedger(paths, attempt, TOTAL, (told if told is not None else []).append)
     for place in add:
         ledger.add(answer(place))
     return ledger
@@ -145,10 +147,10 @@ def test_a_seal_that_fails_is_made_later(paths: GenerationPaths, monkeypatch: py
 def test_missing_answers_at_the_end_are_an_error(paths: GenerationPaths) -> None:
     ledger = opened(paths, add=range(1))
     ledger.seal(1)
-    with pytest.raises(DamagedError, match="1 of 25 answers"):
+    with pytest.raises(DamagedFileError, match="1 of 25 answers"):
         list(ledger.all())
 
 
 def test_lone_surrogates_are_replaced() -> None:
-    assert sound("a\ud83d") == "a\N{REPLACEMENT CHARACTER}"
-    assert sound("a\ud83d\ude00 ä") == "a\N{GRINNING FACE} ä"
+    assert replace_surrogates("a\ud83d") == "a\N{REPLACEMENT CHARACTER}"
+    assert replace_surrogates("a\ud83d\ude00 ä") == "a\N{GRINNING FACE} ä"

@@ -7,19 +7,19 @@ import pytest
 
 import made_answers
 from ratchet.config.schema import Settings
-from ratchet.console.log_lines import Lines
+from ratchet.console.log_lines import RunLogPrinter
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference import output
-from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.spec import CARD, Answer, Card, GenerationPaths, GenerationStart
+from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.spec import CARD, GenerationAnswer, GenerationCard, GenerationPaths, GenerationStart
 from ratchet.runs.directory import Run
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.runs.supervisor import supervise
 from ratchet.stages import generate
 from ratchet.stages.status import status
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.output_card import card_of
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 
 
 class Asking:
@@ -32,9 +32,9 @@ class Asking:
 
 
 def answers(paths: GenerationPaths, *places: int, seal: int = 0) -> None:
-    ledger = Ledger(paths, 1, 100, lambda text: None)
+    ledger = AnswerLedger(paths, 1, 100, lambda text: None)
     for place in places:
-        ledger.add(Answer(place, "said", "stop", 1, 2, -0.5))
+        ledger.add(GenerationAnswer(place, "said", "stop", 1, 2, -0.5))
     if seal:
         assert ledger.seal(seal)
     ledger.close()
@@ -48,7 +48,7 @@ def stopped(run: Run, settings: Settings) -> str:
 
 
 def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     run = Run.open(layout.generations, made_answers.spec())
     paths = GenerationPaths(run.paths.root)
     assert stopped(run, Settings()).endswith("stopped on request; repeat to go on (0 answers are kept)")
@@ -79,8 +79,8 @@ def test_words_for_the_device(
     said: list[str] = []
     monkeypatch.setattr("os.getpid", lambda: 5)
     ready = {"start_step": start, "planned_steps": 1000, "device": device, "compute_dtype": numbers}
-    events = [Event("attempt", 1.0, 1, {"pid": 5}), Event("ready", 2.0, 1, ready)]
-    Lines(said.append).see(events)
+    events = [JournalEvent("attempt", 1.0, 1, {"pid": 5}), JournalEvent("ready", 2.0, 1, ready)]
+    RunLogPrinter(said.append).see(events)
     assert said == [line]
 
 
@@ -89,7 +89,7 @@ def test_a_late_failure_leaves_no_partial_output(ending: str, tmp_path: Path, mo
     paths = GenerationPaths(tmp_path / "run")
     paths.result.mkdir(parents=True)
     made_answers.write(paths.result / "answers.jsonl", [made_answers.record(1, "b", None)])
-    card_of(paths.result / "answers.jsonl").rename(paths.result / CARD)
+    card_path(paths.result / "answers.jsonl").rename(paths.result / CARD)
     target = tmp_path / "out" / f"a{ending}"
 
     def full(operation: files.Operation, path: Path) -> None:
@@ -99,13 +99,13 @@ def test_a_late_failure_leaves_no_partial_output(ending: str, tmp_path: Path, mo
     with monkeypatch.context() as patched:
         patched.setattr(files, "before", full)
         with pytest.raises(StorageError, match=r"Not a directory; all answers are kept in .*result"):
-            generate._written(paths, target, "m", 0)
-    assert [path.name for path in target.parent.iterdir()] == [card_of(target).name]
-    assert output.write(paths, target, "m", 0).answers == 1
+            generate._write_answers(paths, target, "m", 0)
+    assert [path.name for path in target.parent.iterdir()] == [card_path(target).name]
+    assert output.write_output(paths, target, "m", 0).answers == 1
 
 
 def test_words_for_a_single_answer(tmp_path: Path) -> None:
     made_answers.write(tmp_path / "a.jsonl", [made_answers.record(1, "b", None)])
-    card = Card.load(card_of(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
+    card = GenerationCard.load(card_path(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
     said = generate.describe(card, tmp_path / "a.jsonl")
     assert "1 answer to 1 prompt (1 stop); 1 record left out" in said

@@ -41,7 +41,7 @@ def test_likelihoods_equal_those_of_prompt_and_label_alone(whole: Generation, ch
     asked = [json.loads(line)["prompt"] for line in whole.prompts.read_text(encoding="utf-8").splitlines()]
     for record, text in zip(records[::2], asked, strict=True):
         conversation = Conversation([{"role": "user", "content": text}])
-        prompt = tokenization.prompt_ids(words, conversation)
+        prompt = tokenization.encode_prompt(words, conversation)
         for label in LABELS:
             answer = words(label + "<|im_end|>", add_special_tokens=False).input_ids
             with torch.no_grad():
@@ -81,7 +81,7 @@ def test_batches_make_room_for_likelihoods_and_give_same_bytes(
             raise MemoryError("at first for every prompt")
         return compute(model, prompts, *more)
 
-    monkeypatch.setattr(torch_backend.label_room, "label_scores", scarce)
+    monkeypatch.setattr(torch_backend.label_room, "score_labels", scarce)
     # Rows begin together and would end together; with less room some are under way when others end.
     limit_tokens(200)
     made = make(COUNT, **HOW)
@@ -132,7 +132,7 @@ def test_labels_that_cannot_be_answers_are_refused(
     made = make(COUNT, **(HOW | {"labels": labels}))
     assert made.work() == EXIT_INPUT
     with pytest.raises(SettingsError, match=expected):
-        torch_backend.ids_of(chat_model.tokenizer(), made.settings.generate)
+        torch_backend.label_token_ids(chat_model.tokenizer(), made.settings.generate)
     assert not made.events("ready")
 
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_changes_labels_is_refused() -> None:
     words = chat_model.tokenizer()
     words.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(SettingsError, match=r"generate.labels: .*'Water'"):
-        torch_backend.ids_of(words, Generate(labels=("Water",)))
+        torch_backend.label_token_ids(words, Generate(labels=("Water",)))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_base_and_adapter_answer_each_in_its_own_way(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "p", SETTINGS)
     prompts = write_prompts(tmp_path / "p.jsonl", COUNT)
     with pytest.raises(DataError, match=r"no trained adapter is there; run `dvc repro train`"):
-        model_reference.meant("adapter", layout, SETTINGS)
+        model_reference.resolve_model("adapter", layout, SETTINGS)
     tiny_project.adapted(layout, SETTINGS, strength=0.5)
     said, likely = {}, {}
     for name in ("base", "adapter"):

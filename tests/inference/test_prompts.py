@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from generations import SETTINGS, with_generate
-from ratchet.config.data import Columns, Prepare
+from ratchet.config.data import ColumnSettings, Prepare
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError
 from ratchet.inference import prompts
-from ratchet.inference.prompts import Prompt, Source
+from ratchet.inference.prompts import Prompt, PromptSource
 
 
 def read(path: Path, settings: Settings = SETTINGS) -> list[Prompt]:
-    return list(Source(path, settings).prompts())
+    return list(PromptSource(path, settings).prompts())
 
 
 def lines(path: Path, *records: Any) -> Path:
@@ -78,7 +78,7 @@ def test_every_file_format_gives_the_same_prompts(tmp_path: Path) -> None:
         writer.writerows(records)
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet")
-    found = {p.name: Source(p, SETTINGS).measured() for p in sorted(tmp_path.iterdir())}
+    found = {p.name: PromptSource(p, SETTINGS).measured() for p in sorted(tmp_path.iterdir())}
     assert len(set(found.values())) == 1
     assert len(found) == 5
 
@@ -99,7 +99,7 @@ def test_system_text_of_settings_is_for_prompts_without_one_and_can_be_merged(tm
 def test_columns_of_prepare_and_of_generate_are_used(tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", {"said": "a", "odd": "b", "wanted": "r", "prompt": "c", "answer": "s"})
     for response, reference in (("wanted", "r"), ("absent", "s")):
-        columns = Prepare(columns=Columns(prompt="odd", response=response))
+        columns = Prepare(columns=ColumnSettings(prompt="odd", response=response))
         [found] = read(path, SETTINGS.model_copy(update={"prepare": columns}))
         assert (said(found), found.reference) == ([("user", "b")], reference)
     [found] = read(path, with_generate(column="said"))
@@ -125,9 +125,9 @@ def test_fields_of_a_record_that_are_kept(tmp_path: Path) -> None:
 def test_prompts_kept_with_a_run_are_those_that_were_read(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     path = lines(tmp_path / "p.jsonl", {"prompt": "ä\u2028", "tools": tools}, {"prompt": "b"})
-    source = Source(path, SETTINGS)
+    source = PromptSource(path, SETTINGS)
     source.keep(tmp_path / "kept", 2)
-    assert list(prompts.kept(tmp_path / "kept")) == read(path)
+    assert list(prompts.read_prompts(tmp_path / "kept")) == read(path)
     with pytest.raises(DataError, match="changed while it was read"):
         source.keep(tmp_path / "again", 3)
     assert not (tmp_path / "again").exists()
@@ -138,8 +138,8 @@ def test_records_without_a_prompt_are_refused_or_counted(tmp_path: Path) -> None
     with pytest.raises(
         DataError, match=r"3 of its records are no prompts.*generate.skip_faults(.|\n)*p.jsonl:2: .*empty"
     ):
-        Source(path, SETTINGS).measured()
-    source = Source(path, with_generate(skip_faults=True))
+        PromptSource(path, SETTINGS).measured()
+    source = PromptSource(path, with_generate(skip_faults=True))
     assert source.measured()[0] == 2
     assert source.fault_count == 3
     assert [prompt.id for prompt in source.prompts()] == ["1", "4"]
@@ -172,13 +172,13 @@ def test_unusable_files_are_refused(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
-        Source(tmp_path / name, with_generate(**generate)).measured()
+        PromptSource(tmp_path / name, with_generate(**generate)).measured()
 
 
 def test_references_outside_of_the_labels_are_noted(tmp_path: Path) -> None:
     labels = ("ham", "spam ", "eggs", "f" * 40, "balance_not_updated_after_cheque_or_cash_deposit")
     path = lines(tmp_path / "p.jsonl", *({"text": "a", "label": one} for one in labels), {"text": "b"})
-    source = Source(path, with_generate(labels=["ham", "spam"]))
+    source = PromptSource(path, with_generate(labels=["ham", "spam"]))
     source.measured()
     assert source.notes() == [
         "5 of them have a reference",
@@ -189,7 +189,7 @@ def test_references_outside_of_the_labels_are_noted(tmp_path: Path) -> None:
 
 def test_repeated_ids_are_noted(tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", *({"id": one, "text": "a"} for one in ("x", "y", "x", "x", "y" * 50, "y")))
-    source = Source(path, SETTINGS)
+    source = PromptSource(path, SETTINGS)
     for _ in range(2):
         source.measured()
         assert source.notes() == [
@@ -202,7 +202,7 @@ def test_digest_depends_on_ids_order_system_text_references_and_kept_fields(tmp_
 
     def digest(*records: Any, **generate: Any) -> str:
         path = lines(tmp_path / "p.jsonl", *records)
-        return Source(path, with_generate(keep=["topic"], **generate)).measured()[1]
+        return PromptSource(path, with_generate(keep=["topic"], **generate)).measured()[1]
 
     others = [
         digest(b, a),

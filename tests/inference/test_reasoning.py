@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.inference.reasoning import Parts, Splitter, split
+from ratchet.inference.reasoning import ReasoningParts, ReasoningSplitter, split_reasoning
 
 MARKS = ("<think>", "</think>")
 
@@ -12,23 +12,23 @@ MARKS = ("<think>", "</think>")
 @pytest.mark.parametrize(
     ("text", "opened", "parts"),
     [
-        ("It is 4.", False, Parts(None, "It is 4.")),
-        ("<think>2 and 2</think>\n\nIt is 4.", False, Parts("2 and 2", "It is 4.")),
-        ("2 and 2</think>It is 4.", True, Parts("2 and 2", "It is 4.")),
-        ("2 and 2</think>It is 4.", False, Parts("2 and 2", "It is 4.")),
-        ("<think>2 and", False, Parts("2 and", "")),
-        ("2 and", True, Parts("2 and", "")),
-        ("<think></think>4", False, Parts("", "4")),
-        ("<think>a</think>b<think>c</think>d", False, Parts("ac", "bd")),
-        ("a <thin> b < c", False, Parts(None, "a <thin> b < c")),
-        ("<think>a</thi", False, Parts("a</thi", "")),
-        ("", False, Parts(None, "")),
+        ("It is 4.", False, ReasoningParts(None, "It is 4.")),
+        ("<think>2 and 2</think>\n\nIt is 4.", False, ReasoningParts("2 and 2", "It is 4.")),
+        ("2 and 2</think>It is 4.", True, ReasoningParts("2 and 2", "It is 4.")),
+        ("2 and 2</think>It is 4.", False, ReasoningParts("2 and 2", "It is 4.")),
+        ("<think>2 and", False, ReasoningParts("2 and", "")),
+        ("2 and", True, ReasoningParts("2 and", "")),
+        ("<think></think>4", False, ReasoningParts("", "4")),
+        ("<think>a</think>b<think>c</think>d", False, ReasoningParts("ac", "bd")),
+        ("a <thin> b < c", False, ReasoningParts(None, "a <thin> b < c")),
+        ("<think>a</thi", False, ReasoningParts("a</thi", "")),
+        ("", False, ReasoningParts(None, "")),
     ],
     ids=["none", "usual", "opened", "first mark left out", "cut", "opened and cut", "empty", "twice", "like a mark",
          "cut in a mark", "nothing"],
 )  # fmt: skip
-def test_reasoning_and_answer_are_separated(text: str, opened: bool, parts: Parts) -> None:
-    assert split(text, MARKS, opened) == parts
+def test_reasoning_and_answer_are_separated(text: str, opened: bool, parts: ReasoningParts) -> None:
+    assert split_reasoning(text, MARKS, opened) == parts
 
 
 @given(
@@ -38,7 +38,7 @@ def test_reasoning_and_answer_are_separated(text: str, opened: bool, parts: Part
 )
 def test_pieces_give_the_same_parts_as_the_whole(parts: list[str], length: int, opened: bool) -> None:
     text = "".join(parts)
-    whole, pieces = Splitter(MARKS, opened), Splitter(MARKS, opened)
+    whole, pieces = ReasoningSplitter(MARKS, opened), ReasoningSplitter(MARKS, opened)
     at_once = [*whole.feed(text), *whole.close()]
     slowly = [one for i in range(0, len(text), length) for one in pieces.feed(text[i : i + length])]
     slowly += pieces.close()

@@ -9,43 +9,43 @@ import made_answers
 from generations import Generation, project, with_generate
 from ratchet.errors import EXIT_OK, SettingsError
 from ratchet.inference import output
-from ratchet.inference.prompts import Source
-from ratchet.inference.spec import Card
-from ratchet.storage.output_card import card_of
+from ratchet.inference.prompts import PromptSource
+from ratchet.inference.spec import GenerationCard
+from ratchet.storage.output_card import card_path
 
 
 def test_a_refusal_names_the_prompts_only_where_the_records_changed(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"text": "a", "n": 1}\n', encoding="utf-8")
-    kept, plain = Source(path, with_generate(keep=["n"])), Source(path, with_generate())
+    kept, plain = PromptSource(path, with_generate(keep=["n"])), PromptSource(path, with_generate())
     of_kept = made_answers.spec(keep=["n"]).model_copy(update={"prompts_digest": kept.measured()[1]})
     of_plain = made_answers.spec().model_copy(update={"prompts_digest": plain.measured()[1]})
     there = made_answers.write(tmp_path / "o.jsonl", [made_answers.record(1, "b", None)])
-    card = Card.load(card_of(there)).model_copy(update={"spec": of_plain})
-    card.save(card_of(there))
+    card = GenerationCard.load(card_path(there)).model_copy(update={"spec": of_plain})
+    card.save(card_path(there))
     with pytest.raises(SettingsError, match=r"differs in generate\.keep; remove it"):
-        output.is_there(there, of_kept, kept.digest_with)
+        output.is_complete(there, of_kept, kept.digest_with)
     path.write_text('{"text": "c", "n": 1}\n', encoding="utf-8")
     changed = of_kept.model_copy(update={"prompts_digest": kept.measured()[1]})
     with pytest.raises(SettingsError, match=r"differs in generate\.keep, prompts_digest; remove it"):
-        output.is_there(there, changed, kept.digest_with)
+        output.is_complete(there, changed, kept.digest_with)
     assert kept.digest_with(made_answers.spec(keep=["gone"]).generate) is None
 
 
 def test_a_refusal_says_why_the_card_is_not_valid(tmp_path: Path) -> None:
     spec, there = made_answers.spec(), made_answers.write(tmp_path / "o.jsonl", [made_answers.record(1, "b", None)])
-    assert output.is_there(there, spec, lambda _: None)
-    about = Card.load(card_of(there))
+    assert output.is_complete(there, spec, lambda _: None)
+    about = GenerationCard.load(card_path(there))
     for strange in ('{"rows": 7}', "no JSON"):
-        card_of(there).write_text(strange, encoding="utf-8")
+        card_path(there).write_text(strange, encoding="utf-8")
         with pytest.raises(SettingsError, match=r"not by `ratchet generate` \(o.jsonl.card.json is no card of that\);"):
-            output.is_there(there, spec, lambda _: None)
-    card_of(there).unlink()
+            output.is_complete(there, spec, lambda _: None)
+    card_path(there).unlink()
     with pytest.raises(SettingsError, match=r"not by `ratchet generate` \(no o.jsonl.card.json lies beside it\); re"):
-        output.is_there(there, spec, lambda _: None)
-    about.save(card_of(there))
+        output.is_complete(there, spec, lambda _: None)
+    about.save(card_path(there))
     there.unlink()
-    assert not output.is_there(there, spec, lambda _: None)
+    assert not output.is_complete(there, spec, lambda _: None)
 
 
 def test_output_holds_references_and_fields_in_both_formats(tmp_path: Path, chat_directory: Path) -> None:
@@ -57,7 +57,7 @@ def test_output_holds_references_and_fields_in_both_formats(tmp_path: Path, chat
     assert [(one["reference"], one["fields"]) for one in made.records()] == [("it", {"topic": "sea"}), (None, {"n": 1})]
     assert (made.paths.prompts / "prompts.jsonl").is_file()
     table = tmp_path / "out.parquet"
-    card = output.write(made.paths, table, "m", 0)
+    card = output.write_output(made.paths, table, "m", 0)
     assert pq.read_table(table).column("fields").to_pylist() == ['{"topic": "sea"}', '{"n": 1}']
-    assert list(output.read(table, card)) == made.records()
-    assert Card.model_validate_json(card_of(table).read_bytes()) == card
+    assert list(output.read_records(table, card)) == made.records()
+    assert GenerationCard.model_validate_json(card_path(table).read_bytes()) == card

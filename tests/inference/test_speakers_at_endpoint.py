@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from generations import SETTINGS, Generation, project, with_generate, write_prompts
-from ratchet.config.machine import Endpoint
+from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK
 from scripted_endpoint import JSON, Said, Script, chat, error, served
 
 COUNT = 12
 QUICK = SETTINGS.model_copy(
-    update={"machine": SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=2, pause_s=0.001)})}
+    update={"machine": SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(tries=2, pause_s=0.001)})}
 )
 
 

@@ -9,12 +9,12 @@ import pytest
 from generations import SETTINGS, project
 from ratchet.errors import InputError
 from ratchet.inference import model_reference
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> ProjectLayout:
     return project(tmp_path / "p")
 
 
@@ -32,19 +32,19 @@ def layout(tmp_path: Path) -> Layout:
     ],
 )
 def test_a_missing_model_is_refused_with_the_command_that_makes_it(
-    name: str, words: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    name: str, words: str, layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(layout.root)
     ChampionFile().save(layout.champion)
     with pytest.raises(InputError, match=re.compile(words, re.DOTALL)):
-        model_reference.meant(name, layout, SETTINGS)
+        model_reference.resolve_model(name, layout, SETTINGS)
 
 
-def test_a_directory_is_identified_by_its_content(layout: Layout, tmp_path: Path, chat_directory: Path) -> None:
+def test_a_directory_is_identified_by_its_content(layout: ProjectLayout, tmp_path: Path, chat_directory: Path) -> None:
     other = tmp_path / "elsewhere"
     shutil.copytree(chat_directory, other)
-    first = model_reference.meant(str(chat_directory), layout, SETTINGS)
-    assert model_reference.meant(str(other), layout, SETTINGS).model == first.model
+    first = model_reference.resolve_model(str(chat_directory), layout, SETTINGS)
+    assert model_reference.resolve_model(str(other), layout, SETTINGS).model == first.model
     config = (other / "generation_config.json").read_text(encoding="utf-8")
     (other / "generation_config.json").write_text(config + " ", encoding="utf-8")
-    assert model_reference.meant(str(other), layout, SETTINGS).model != first.model
+    assert model_reference.resolve_model(str(other), layout, SETTINGS).model != first.model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def saved_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> ProjectLayout:
     import tiny_project
 
     return tiny_project.write(tmp_path / "project")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import families
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
 from ratchet.models import adapters, loading, model_spec, targets
 from ratchet.models.device import Model
 
@@ -57,17 +57,17 @@ def logits(model: Model) -> Tensor:
 def learn(model: Model, train: Train, steps: int = STEPS) -> list[float]:
     """Some optimizer steps on one batch; the losses."""
     model.train()
-    optimizer = torch.optim.AdamW([p for _, p in adapters.trainable(model)], lr=0.02)
+    optimizer = torch.optim.AdamW([p for _, p in adapters.trainable_parameters(model)], lr=0.02)
     losses = []
     for step in range(1, steps + 1):
         torch.manual_seed(step)
         predicted = model(input_ids=IDS, use_cache=False).logits[:, :-1].float()
         loss = nn.functional.cross_entropy(predicted.flatten(0, 1), IDS[:, 1:].flatten())
         loss.backward()
-        if (penalty := adapters.penalty(model)) is not None:
+        if (penalty := adapters.orthogonality_penalty(model)) is not None:
             (train.adalora.orthogonality * penalty).backward()
         optimizer.step()
-        adapters.after_step(model, step, steps)
+        adapters.update_rank_allocation(model, step, steps)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
@@ -84,7 +84,7 @@ def test_it_begins_as_the_base_learns_and_is_saved_as_a_lora_that_fits_the_plain
     model = adapters.attach(made(family, train), train, "digest", steps=STEPS)
     before = logits(model)
     torch.testing.assert_close(before, logits(made(family, train)), rtol=0, atol=1e-5)
-    assert {p.dtype for _, p in adapters.trainable(model)} == {torch.float32}
+    assert {p.dtype for _, p in adapters.trainable_parameters(model)} == {torch.float32}
     losses = learn(model, train)
     assert losses[-1] < losses[0] - 0.01
     after = logits(model)
@@ -93,7 +93,7 @@ def test_it_begins_as_the_base_learns_and_is_saved_as_a_lora_that_fits_the_plain
     loaded = adapters.load(made(family, train), tmp_path / "a")
     torch.testing.assert_close(logits(loaded), after, rtol=0, atol=1e-5)
     assert (after - before).abs().max() > 1e-3
-    assert not list(adapters.trainable(loaded))
+    assert not list(adapters.trainable_parameters(loaded))
     adapters.save(loaded, tmp_path / "again", "digest")
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "again")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_bytes())
@@ -115,7 +115,7 @@ def with_factors_added(family: str, model: Model) -> Model:
     """The plain base with the adapter's numbers in its weights, by nothing but what factors and token_rows say."""
     base = families.make(family)
     with torch.no_grad():
-        for one in adapters.factors(model):
+        for one in adapters.iterate_factors(model):
             weight = base.get_parameter(one.weight_name)
             update = one.update()
             assert (one.a.dtype, one.b.dtype, update.shape) == (torch.float32, torch.float32, weight.shape)
@@ -154,7 +154,7 @@ def test_factors_and_rows_of_new_tokens_are_what_is_added_to_the_base(
     train = settings(method, **changes)
     model = adapters.attach(families.make(family), train, "digest", new, STEPS)
     begun = {name: rows.clone() for name, _, rows in adapters.token_rows(model)}
-    assert len(begun) == (0 if not new else 1 if targets.is_tied(families.make(family)) else 2)
+    assert len(begun) == (0 if not new else 1 if targets.has_tied_head(families.make(family)) else 2)
     learn(model, train)
     for name, ids, rows in adapters.token_rows(model):
         assert ids == new
@@ -168,7 +168,7 @@ def test_factors_and_rows_of_new_tokens_are_what_is_added_to_the_base(
 def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
     train = settings(rank_pattern={"q_proj": 2, r"layers\.1\..*": 3}, alpha_pattern={"o_proj": 12})
     model = adapters.attach(families.make("llama"), train, "digest")
-    found = {one.name: (one.rank, one.scale) for one in adapters.factors(model)}
+    found = {one.name: (one.rank, one.scale) for one in adapters.iterate_factors(model)}
     assert found["model.layers.1.self_attn.q_proj"] == (2, 3.0)  # the first pattern that matches
     assert found["model.layers.1.self_attn.v_proj"] == (3, 2.0)
     assert found["model.layers.0.self_attn.v_proj"] == (4, 1.5)
@@ -183,7 +183,7 @@ def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: 
     )
     torch.testing.assert_close(logits(first), logits(families.make("llama")), rtol=0, atol=1e-5)
     own, same, others = (
-        [p.detach() for _, p in adapters.trainable(model)] + list(adapters.extra_tensors(model).values())
+        [p.detach() for _, p in adapters.trainable_parameters(model)] + list(adapters.extra_tensors(model).values())
         for model in (first, again, other)
     )
     assert all(map(torch.equal, own, same))
@@ -201,7 +201,7 @@ def test_adapters_are_of_the_type_asked_for_beside_a_base_of_16_bits(tmp_path: P
     optimizer = "adamw_8bit" if wanted == "float16" else "adamw"  # torch's is refused beside float16
     train = settings(method, adapter_dtype=wanted, optimizer=optimizer)
     model = adapters.attach(base, train, "digest", [94], STEPS)
-    assert {p.dtype for _, p in adapters.trainable(model)} == {getattr(torch, wanted)}
+    assert {p.dtype for _, p in adapters.trainable_parameters(model)} == {getattr(torch, wanted)}
     frozen = {p.dtype for n, p in model.named_parameters() if not p.requires_grad and "ranknum" not in n}
     assert frozen == {torch.bfloat16}
     torch.testing.assert_close(logits(model), plain, rtol=0, atol=0.02 if method == "pissa" else 0.0)
@@ -217,10 +217,10 @@ def test_adapters_are_of_the_type_asked_for_beside_a_base_of_16_bits(tmp_path: P
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_adapter_can_be_attached_to_a_model_without_weights(family: str, method: str) -> None:
     train = settings(method)
-    model = adapters.attach(model_spec.of_config(families.FAMILIES[family]()).model(torch.bfloat16), train, "x", [94])
+    model = adapters.attach(model_spec.from_config(families.FAMILIES[family]()).model(torch.bfloat16), train, "x", [94])
     real = adapters.attach(families.make(family), train, "x", [94])
     assert all(parameter.is_meta for parameter in model.parameters())
-    found, expected = ({n: (p.shape, p.dtype) for n, p in adapters.trainable(one)} for one in (model, real))
+    found, expected = ({n: (p.shape, p.dtype) for n, p in adapters.trainable_parameters(one)} for one in (model, real))
     assert found == expected
 
 
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Sequence[int], str]] = {
 def test_what_peft_does_not_support_is_refused_before_anything_loads(case: str) -> None:
     family, changes, tokens, message = REFUSED[case]
     train = settings(**changes)
-    plan = model_spec.of_config(families.FAMILIES[family]())
+    plan = model_spec.from_config(families.FAMILIES[family]())
     with pytest.raises(SettingsError, match=message):
         targets.check_adapter(plan, train, bool(tokens))
     with pytest.raises(SettingsError, match=message):
@@ -307,7 +307,7 @@ def test_an_adapter_of_another_base_or_with_a_damaged_file_is_refused(tmp_path: 
     with pytest.raises(BaseModelError, match="does not fit this base model"):
         adapters.load(families.make("gpt2"), folder)
     (folder / "adapter_model.safetensors").write_bytes(b"half")
-    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: cannot be read .* train again"):
+    with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: cannot be read .* train again"):
         adapters.load(families.make("llama"), folder)
 
 
@@ -321,10 +321,12 @@ def test_pissa_takes_the_principal_singular_vectors_off_the_weight() -> None:
     values = torch.linalg.svdvals(plain)
     left = torch.linalg.svdvals(layer.get_base_layer().weight)
     torch.testing.assert_close(left[: len(values) - 4], values[4:], rtol=1e-4, atol=1e-6)
-    taken = adapters.taken_off(layer)
+    taken = adapters.pissa_offset(layer)
     assert taken is not None
     torch.testing.assert_close(layer.get_base_layer().weight + taken, plain, rtol=0, atol=1e-6)
-    update = next(one for one in adapters.factors(model) if one.name.endswith("layers.0.self_attn.q_proj")).update()
+    update = next(
+        one for one in adapters.iterate_factors(model) if one.name.endswith("layers.0.self_attn.q_proj")
+    ).update()
     assert update.abs().max() < 1e-6  # nothing has been learned
 
 
@@ -339,16 +341,18 @@ def test_a_base_is_put_right_for_first_matrices_that_another_machine_found() -> 
         name: (turn.T @ tensor if name.endswith("/a") else tensor @ turn) * 1.01 for name, tensor in found.items()
     }
     adapters.restore_extra(model, turned)
-    weights = dict(adapters.trainable(model))
+    weights = dict(adapters.trainable_parameters(model))
     with torch.no_grad():
-        for one in adapters.factors(elsewhere):
+        for one in adapters.iterate_factors(elsewhere):
             weights[f"base_model.model.{one.name}.lora_A.default.weight"].copy_(turned[f"first/{one.name}/a"])
             weights[f"base_model.model.{one.name}.lora_B.default.weight"].copy_(turned[f"first/{one.name}/b"])
     torch.testing.assert_close(logits(model), logits(families.make("gpt2")), rtol=0, atol=1e-5)
     learn(model, settings("pissa"))
     torch.testing.assert_close(logits(with_factors_added("gpt2", model)), logits(model), rtol=0, atol=1e-5)
     turned["first/transformer.h.9/a"] = torch.ones(1)
-    with pytest.raises(DamagedError, match=r"of other layers than this model adapts, e\.g\. first/transformer\.h\.9/a"):
+    with pytest.raises(
+        DamagedFileError, match=r"of other layers than this model adapts, e\.g\. first/transformer\.h\.9/a"
+    ):
         adapters.restore_extra(model, turned)
 
 
@@ -361,7 +365,7 @@ def adalora(steps: int, **changes: Any) -> tuple[Model, Train]:
 
 
 def ranks(model: Model) -> list[int]:
-    return [one.rank for one in adapters.factors(model)]
+    return [one.rank for one in adapters.iterate_factors(model)]
 
 
 def test_adalora_cuts_ranks_down_to_the_budget_and_its_allocation_is_of_one_model() -> None:
@@ -373,17 +377,17 @@ def test_adalora_cuts_ranks_down_to_the_budget_and_its_allocation_is_of_one_mode
     tensors = adapters.extra_tensors(model)
     assert tensors
     other = adapters.attach(families.make("llama", num_hidden_layers=1), train, "digest", steps=20)
-    with pytest.raises(DamagedError, match=r"allocation of other matrices than this model .* e\.g\. kept/model\.l"):
+    with pytest.raises(DamagedFileError, match=r"allocation of other matrices than this model .* e\.g\. kept/model\.l"):
         adapters.restore_extra(other, tensors)
     plain = adapters.attach(families.make("llama"), settings(), "digest")
-    with pytest.raises(DamagedError, match="allocation of other matrices"):
+    with pytest.raises(DamagedFileError, match="allocation of other matrices"):
         adapters.restore_extra(plain, tensors)
 
 
 def test_ranks_become_final_even_if_the_step_that_decides_is_left_out() -> None:
     model, _ = adalora(20)
     for step in (5, 13, 14):  # 12 would be the step
-        adapters.after_step(stepped(model), step, 20)
+        adapters.update_rank_allocation(stepped(model), step, 20)
     assert sum(ranks(model)) == 2 * len(ranks(model))
 
 
@@ -392,7 +396,7 @@ def stepped(model: Model) -> Model:
     model.train()
     model(input_ids=IDS).logits.square().mean().backward()
     with torch.no_grad():
-        for number, (name, parameter) in enumerate(adapters.trainable(model)):
+        for number, (name, parameter) in enumerate(adapters.trainable_parameters(model)):
             if "lora_E" in name:
                 parameter.copy_(torch.linspace(0.1, 1, 6).unsqueeze(1) + number / 100)
     return model
@@ -408,25 +412,25 @@ def test_a_training_of_few_steps_has_a_budget_too(steps: int) -> None:
 def test_a_schedule_for_other_steps_than_are_trained_is_our_mistake() -> None:
     model, _ = adalora(20)
     with pytest.raises(RuntimeError, match="attached for 20 steps, trained for 30"):
-        adapters.after_step(model, 1, 30)
+        adapters.update_rank_allocation(model, 1, 30)
 
 
 def test_the_penalty_is_the_mean_distance_from_orthogonal() -> None:
     model, _ = adalora(20)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model):
+        for name, parameter in adapters.trainable_parameters(model):
             if "lora_E" not in name:
                 parameter.zero_()
                 parameter.fill_diagonal_(1.0)
-    found = adapters.penalty(model)
+    found = adapters.orthogonality_penalty(model)
     assert found is not None
     assert float(found.detach()) == 0.0
     with torch.no_grad():
-        next(p for name, p in adapters.trainable(model) if "lora_A" in name)[0, 0] = 3.0
-    again = adapters.penalty(model)
+        next(p for name, p in adapters.trainable_parameters(model) if "lora_A" in name)[0, 0] = 3.0
+    again = adapters.orthogonality_penalty(model)
     assert again is not None
     assert float(again.detach()) == pytest.approx(8.0 / 28)  # |9 - 1| in one of 14 x 2 matrices
-    assert adapters.penalty(adapters.attach(families.make("llama"), settings(), "digest")) is None
+    assert adapters.orthogonality_penalty(adapters.attach(families.make("llama"), settings(), "digest")) is None
 
 
 def test_an_adapter_that_has_not_learned_can_be_saved(tmp_path: Path) -> None:

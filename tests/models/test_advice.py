@@ -10,14 +10,14 @@ from transformers import LlamaConfig
 from ratchet.config import params_file
 from ratchet.config.data import Prepare
 from ratchet.config.schema import Machine, Settings
-from ratchet.config.train import EarlyStopping, Train
+from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.config.units import GIB, MIB
 from ratchet.models import device, model_spec, recommendations
 from ratchet.models.memory import forecast, parameters
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
-from ratchet.models.recommendations import Change, Facts, Room
-from ratchet.storage.records.data import DatasetCard, Drop, Lengths
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
+from ratchet.models.recommendations import MemoryConstraint, RecommendationInputs, RecommendedChange
+from ratchet.storage.records.data import DatasetCard, DroppedRows, LengthDistribution
 
 SEVEN: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 11008,
@@ -27,17 +27,17 @@ SEVEN: dict[str, Any] = {
 """Llama 2 7B."""
 
 
-def plan_of(**changes: Any) -> Blueprint:
-    return model_spec.of_config(LlamaConfig(**SEVEN | changes))
+def plan_of(**changes: Any) -> ModelSpec:
+    return model_spec.from_config(LlamaConfig(**SEVEN | changes))
 
 
 @pytest.fixture(scope="module")
-def seven() -> Blueprint:
+def seven() -> ModelSpec:
     return plan_of()
 
 
 def card_of(rows: int = 20_000, trained: int = 400_000, **changes: Any) -> DatasetCard:
-    lengths = Lengths(
+    lengths = LengthDistribution(
         least=10, median=100, p95=120, greatest=200, total=100 * rows, trained=trained, histogram={96: rows}
     )
     known: dict[str, Any] = {
@@ -48,17 +48,17 @@ def card_of(rows: int = 20_000, trained: int = 400_000, **changes: Any) -> Datas
     return DatasetCard(**known | changes)
 
 
-def asked(settings: Settings, base: Blueprint | None, data: DatasetCard | None = None) -> dict[str, Any]:
+def asked(settings: Settings, base: ModelSpec | None, data: DatasetCard | None = None) -> dict[str, Any]:
     """Values that the rules propose."""
-    _, changes = recommendations.advise(Facts(settings, "cpu", base, data), recommendations.RULES)
-    return {one.key: one.value for one in recommendations.proposals(settings, changes)}
+    _, changes = recommendations.apply_rules(RecommendationInputs(settings, "cpu", base, data), recommendations.RULES)
+    return {one.key: one.value for one in recommendations.merge_into_proposals(settings, changes)}
 
 
 def train(**changes: Any) -> Settings:
     return Settings(train=Train(**changes))
 
 
-def test_the_defaults_need_no_advice(seven: Blueprint) -> None:
+def test_the_defaults_need_no_advice(seven: ModelSpec) -> None:
     assert asked(Settings(), None) == {}
     assert asked(Settings(), seven) == {}
     assert asked(Settings(), seven, card_of()) == {}
@@ -92,16 +92,16 @@ def test_the_defaults_need_no_advice(seven: Blueprint) -> None:
         (train(), card_of(rows=300), {"train.batch_rows": 16, "train.epochs": 4.0}),
         (train(batch_rows=16, epochs=4), card_of(rows=100), {}),
         (train(epochs=50), card_of(), {"train.epochs": 4.0}),
-        (train(epochs=50, early_stopping=EarlyStopping(patience=3)), card_of(), {}),
+        (train(epochs=50, early_stopping=EarlyStoppingSettings(patience=3)), card_of(), {}),
         (train(rank=1, alpha=2), card_of(trained=9_000_000), {"train.rank": 4, "train.alpha": 8.0}),
         (train(rank=1, alpha=2), card_of(trained=1_000_000), {}),
-        (train(), card_of(dropped={"too_long": Drop(count=5000, examples=())}), {"prepare.max_tokens": 512}),
-        (train(), card_of(dropped={"too_long": Drop(count=100, examples=())}), {}),
+        (train(), card_of(dropped={"too_long": DroppedRows(count=5000, examples=())}), {"prepare.max_tokens": 512}),
+        (train(), card_of(dropped={"too_long": DroppedRows(count=100, examples=())}), {}),
     ],
     ids=lambda value: "" if not isinstance(value, dict) else ",".join(value) or "silent",
 )
 def test_a_rule_speaks_only_outside_of_what_is_known_to_work(
-    settings: Settings, data: DatasetCard | None, expected: dict[str, Any], seven: Blueprint
+    settings: Settings, data: DatasetCard | None, expected: dict[str, Any], seven: ModelSpec
 ) -> None:
     assert asked(settings, seven, data) == expected
 
@@ -114,16 +114,16 @@ def test_the_rate_follows_the_size_of_the_model() -> None:
     assert asked(train(learning_rate=1e-3), large) == {"train.learning_rate": 1e-4}
 
 
-def test_an_adapter_gets_as_many_parameters_as_there_are_answer_tokens(seven: Blueprint) -> None:
+def test_an_adapter_gets_as_many_parameters_as_there_are_answer_tokens(seven: ModelSpec) -> None:
     settings = train(rank=2, alpha=4)
     found = asked(settings, seven, card_of(trained=30_000_000))
-    changed = params_file.changed(settings, found).train
-    assert parameters.trainable_parameters(seven, settings.train) < 30_000_000
-    assert 30_000_000 <= parameters.trainable_parameters(seven, changed) < 60_000_000
+    changed = params_file.apply_changes(settings, found).train
+    assert parameters.count_trainable_parameters(seven, settings.train) < 30_000_000
+    assert 30_000_000 <= parameters.count_trainable_parameters(seven, changed) < 60_000_000
     assert changed.alpha / changed.rank == 2
 
 
-def test_rows_are_sorted_by_length_where_much_would_be_filled(seven: Blueprint) -> None:
+def test_rows_are_sorted_by_length_where_much_would_be_filled(seven: ModelSpec) -> None:
     spread = card_of().lengths["train"].model_copy(update={"histogram": {32: 16_000, 1024: 4_000}})
     data = card_of(lengths={"train": spread})
     few = Machine(micro_batch_rows=16)
@@ -133,11 +133,11 @@ def test_rows_are_sorted_by_length_where_much_would_be_filled(seven: Blueprint) 
 
 def test_a_key_that_two_rules_change_is_proposed_once_with_both_reasons() -> None:
     changes = [
-        Change({"train.rank": 64, "train.alpha": 128.0}, "first", "a"),
-        Change({"train.rank": 32}, "second", "b"),
-        Change({"train.epochs": 3.0}, "back to what it was", "c"),
+        RecommendedChange({"train.rank": 64, "train.alpha": 128.0}, "first", "a"),
+        RecommendedChange({"train.rank": 32}, "second", "b"),
+        RecommendedChange({"train.epochs": 3.0}, "back to what it was", "c"),
     ]
-    found = {one.key: one for one in recommendations.proposals(Settings(), changes)}
+    found = {one.key: one for one in recommendations.merge_into_proposals(Settings(), changes)}
     assert set(found) == {"train.rank", "train.alpha"}
     assert (found["train.rank"].before, found["train.rank"].value) == (16, 32)
     assert (found["train.rank"].reason, found["train.rank"].source) == ("first; second", "a; b")
@@ -157,9 +157,9 @@ def needed() -> Needed:
     known: dict[str, int] = {}
 
     def peak(settings: Settings, changes: dict[str, Any] | None = None) -> int:
-        settings = params_file.changed(settings, changes or {})
+        settings = params_file.apply_changes(settings, changes or {})
         length, rows = settings.prepare.max_tokens, settings.machine.micro_batch_rows
-        work = Work(rows, length, length // 2, False, "cuda", rows, length, length // 2)
+        work = MemoryWorkload(rows, length, length // 2, False, "cuda", rows, length, length // 2)
         if (key := settings.model_dump_json()) not in known:
             known[key] = forecast.forecast(small, settings.train, settings.machine, work).peak.total_bytes
         return known[key]
@@ -171,15 +171,19 @@ LONG = Settings(prepare=Prepare(max_tokens=2048), machine=Machine(micro_batch_ro
 ROWS, CHECKPOINTING = "machine.micro_batch_rows", "machine.activation_checkpointing"
 
 
-def fitted(needed: Needed, settings: Settings, available_bytes: int) -> tuple[recommendations.Fit, dict[str, Any]]:
-    found = recommendations.fit(settings, "cuda", Room(available_bytes, needed, settings.prepare.max_tokens))
+def fitted(
+    needed: Needed, settings: Settings, available_bytes: int
+) -> tuple[recommendations.MemoryFit, dict[str, Any]]:
+    found = recommendations.fit_to_memory(
+        settings, "cuda", MemoryConstraint(available_bytes, needed, settings.prepare.max_tokens)
+    )
     return found, {key: value for change in found.changes for key, value in change.values.items()}
 
 
 def test_what_fits_and_uses_the_memory_is_left_alone(needed: Needed) -> None:
-    settings = params_file.changed(LONG, {ROWS: 32})
+    settings = params_file.apply_changes(LONG, {ROWS: 32})
     count = needed(settings)
-    assert fitted(needed, settings, count)[0] == recommendations.Fit(count, (), count, fits=True)
+    assert fitted(needed, settings, count)[0] == recommendations.MemoryFit(count, (), count, fits=True)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_what_fits_and_uses_the_memory_is_left_alone(needed: Needed) -> None:
     ids=["fewer rows first", "then activations twice, as many rows as fit", "then four bits", "at last shorter rows"],
 )
 def test_changes_are_proposed_in_their_order(before: dict[str, Any], proposed: dict[str, Any], needed: Needed) -> None:
-    settings = params_file.changed(LONG, before)
+    settings = params_file.apply_changes(LONG, before)
     least = needed(settings, proposed)
     found, values = fitted(
         needed, settings, int(least / recommendations.SHARE) + 10
@@ -212,7 +216,7 @@ def test_what_nothing_helps_is_said(needed: Needed) -> None:
 
 
 def test_a_gpu_with_memory_to_spare_computes_more_at_once_and_nothing_twice(needed: Needed) -> None:
-    settings = params_file.changed(LONG, {CHECKPOINTING: True})
+    settings = params_file.apply_changes(LONG, {CHECKPOINTING: True})
     found, values = fitted(needed, settings, 80 * GIB)
     assert values == {CHECKPOINTING: False, ROWS: Train().batch_rows}
     assert found.least_bytes == needed(settings, values)
@@ -223,12 +227,12 @@ def test_a_gpu_with_memory_to_spare_computes_more_at_once_and_nothing_twice(need
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_four_bits_work_for_widths_that_models_have(kind: str) -> None:
-    assert device.fault_of_four_bits(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
+    assert device.find_four_bit_fault(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
 
 
 def test_a_device_that_bitsandbytes_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})  # it keeps the first device's table for the process
-    fault = device.fault_of_four_bits(torch.device("meta"), [64], "nf4")
+    fault = device.find_four_bit_fault(torch.device("meta"), [64], "nf4")
     assert fault is not None
     assert "meta" in fault
 
@@ -238,7 +242,7 @@ def test_matrices_that_are_read_back_wrongly_are_noticed(monkeypatch: pytest.Mon
 
     right = functional.dequantize_4bit
     monkeypatch.setattr(functional, "dequantize_4bit", lambda *args: right(*args).roll(1, dims=0))
-    fault = device.fault_of_four_bits(torch.device("cpu"), [128], "nf4")
+    fault = device.find_four_bit_fault(torch.device("cpu"), [128], "nf4")
     assert fault is not None
     assert "128 inputs wrongly" in fault
 
@@ -252,12 +256,12 @@ def rung(ranks: int, settings: Settings = LONG) -> list[str]:
     def needed(tried: Settings) -> int:
         return 100 * MIB if tried.machine.shard_base is True else 300 * MIB
 
-    found = recommendations.fit(settings, "cuda", Room(200 * MIB, needed, 2048, ranks))
+    found = recommendations.fit_to_memory(settings, "cuda", MemoryConstraint(200 * MIB, needed, 2048, ranks))
     return [key for change in found.changes for key in change.values]
 
 
 def test_ranks_are_advised_to_share_the_base_before_it_is_made_coarser() -> None:
     assert rung(4) == [CHECKPOINTING, "machine.shard_base"]
     assert rung(1) == [], "one rank has no other to share with"
-    dora = params_file.changed(LONG, {"train.adapter": "dora"})
+    dora = params_file.apply_changes(LONG, {"train.adapter": "dora"})
     assert "machine.shard_base" not in rung(4, dora), "peft cannot"

@@ -16,7 +16,7 @@ from ratchet.config.train import Train
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model, loading
 from ratchet.stages import base
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, StoredQuantization
 
 CPU = torch.device("cpu")
@@ -24,17 +24,17 @@ PLAIN = Train(quantization="none")
 
 
 @pytest.fixture
-def mine(layout: Layout, built: Path) -> Path:
+def mine(layout: ProjectLayout, built: Path) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(built, layout.root / "mine"))
 
 
-def run(layout: Layout, **wanted: Any) -> str:
+def run(layout: ProjectLayout, **wanted: Any) -> str:
     settings = tiny_project.SETTINGS.model_copy(update={"base": Base(source="mine", **wanted)})
     return base.base(layout, settings, lambda _: None)
 
 
-def card(layout: Layout, **wanted: Any) -> BaseCard:
+def card(layout: ProjectLayout, **wanted: Any) -> BaseCard:
     run(layout, **wanted)
     return BaseCard.load(layout.base_card)
 
@@ -44,7 +44,7 @@ def configure(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config | changes))
 
 
-def refused(layout: Layout, **wanted: Any) -> str:
+def refused(layout: ProjectLayout, **wanted: Any) -> str:
     with pytest.raises(BaseModelError) as caught:
         run(layout, **wanted)
     assert not layout.base.exists()
@@ -57,12 +57,12 @@ def replaced(directory: Path, family: str, vocabulary: int = 400) -> None:
     families.make(family, vocab_size=vocabulary).save_pretrained(directory)
 
 
-def test_an_encoder_decoder_is_refused(layout: Layout, mine: Path) -> None:
+def test_an_encoder_decoder_is_refused(layout: ProjectLayout, mine: Path) -> None:
     replaced(mine, "t5")
     assert "T5ForConditionalGeneration (t5) is an encoder-decoder" in refused(layout)
 
 
-def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: Layout, mine: Path) -> None:
+def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: ProjectLayout, mine: Path) -> None:
     plain = card(layout)
     assert plain.quantization is None
     settings = Train(quantization="nf4", double_quantization=True)
@@ -75,7 +75,7 @@ def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: Layout, mine: Path) -
     assert "stored in 4 bits (nf4, double quantisation), and kept so" in run(layout)
 
 
-def test_weights_that_the_model_does_not_have_are_named(layout: Layout, mine: Path) -> None:
+def test_weights_that_the_model_does_not_have_are_named(layout: ProjectLayout, mine: Path) -> None:
     configure(mine, num_hidden_layers=1)
     assert "stored tensors are no part of a LlamaForCausalLM, and are not loaded: model.layers.1." in run(layout)
 
@@ -92,12 +92,12 @@ def test_weights_that_the_model_does_not_have_are_named(layout: Layout, mine: Pa
     ],
     ids=["layers", "width", "text", "unknown", "zero", "gptq"],
 )
-def test_a_config_that_does_not_fit(layout: Layout, mine: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_config_that_does_not_fit(layout: ProjectLayout, mine: Path, changes: dict[str, Any], words: str) -> None:
     configure(mine, **changes)
     assert words in refused(layout)
 
 
-def test_pickles_are_converted_only_when_asked_for(layout: Layout, mine: Path) -> None:
+def test_pickles_are_converted_only_when_asked_for(layout: ProjectLayout, mine: Path) -> None:
     plain = card(layout)
     before = loading.load(mine, plain, PLAIN, CPU)
     torch.save(load_file(mine / base_model.WEIGHTS), mine / "pytorch_model.bin")
@@ -109,20 +109,20 @@ def test_pickles_are_converted_only_when_asked_for(layout: Layout, mine: Path) -
     assert (converted.source, converted.parameters) == ("mine", plain.parameters)
     path = base_model.locate(layout, converted)
     assert path == layout.tiny_model
-    base_model.check(path, converted.files)
+    base_model.verify_files(path, converted.files)
     after = loading.load(path, converted, PLAIN, CPU)
     assert all(torch.equal(weight, after.get_parameter(name)) for name, weight in before.named_parameters())
     assert card(layout, convert_pickles=True) == converted
     assert [name for name in mine.iterdir() if name.suffix == ".safetensors"] == []
 
 
-def test_safetensors_beside_pickles_are_taken(layout: Layout, mine: Path) -> None:
+def test_safetensors_beside_pickles_are_taken(layout: ProjectLayout, mine: Path) -> None:
     (mine / "pytorch_model.bin").write_bytes(b"never read")
     assert not card(layout, convert_pickles=True).converted
     assert not layout.tiny_model.exists()
 
 
-def test_added_tokens_make_another_base_and_get_their_rows(layout: Layout, mine: Path) -> None:
+def test_added_tokens_make_another_base_and_get_their_rows(layout: ProjectLayout, mine: Path) -> None:
     plain, more = card(layout), card(layout, added_tokens=("<tool>", "<end of tool>"))
     assert more.added_tokens == ("<tool>", "<end of tool>")
     assert plain.files == more.files
@@ -138,7 +138,7 @@ def test_added_tokens_make_another_base_and_get_their_rows(layout: Layout, mine:
 
 @pytest.mark.parametrize(("stored", "rows"), [(512, 512), (390, 400)], ids=["padded", "tokenizer knows more"])
 def test_embeddings_have_a_row_for_every_token_and_never_shrink(
-    stored: int, rows: int, layout: Layout, mine: Path
+    stored: int, rows: int, layout: ProjectLayout, mine: Path
 ) -> None:
     replaced(mine, "llama", vocabulary=stored)
     model = loading.load(mine, card(layout), PLAIN, CPU)
@@ -177,7 +177,7 @@ def with_code(directory: Path, place: str = "own") -> None:
     configure(directory, model_type="users-own", architectures=["OwnForCausalLM"], auto_map=names)
 
 
-def test_code_runs_only_when_the_model_is_named_again(layout: Layout, mine: Path, modules: Path) -> None:
+def test_code_runs_only_when_the_model_is_named_again(layout: ProjectLayout, mine: Path, modules: Path) -> None:
     plain = loading.load(mine, None, PLAIN, CPU)
     with_code(mine)
     assert "repeat base.source in base.trust_remote_code" in refused(layout)
@@ -194,16 +194,16 @@ def test_code_runs_only_when_the_model_is_named_again(layout: Layout, mine: Path
         loading.load(mine, None, PLAIN, CPU)
     (mine / "own.py").write_text(CODE + "\n# changed\n")
     with pytest.raises(BaseModelError, match=r"own\.py: changed since the base was pinned"):
-        base_model.check(mine, trusted.files)
+        base_model.verify_files(mine, trusted.files)
 
 
-def test_code_in_another_repository_is_not_run(layout: Layout, mine: Path, modules: Path) -> None:
+def test_code_in_another_repository_is_not_run(layout: ProjectLayout, mine: Path, modules: Path) -> None:
     with_code(mine, place="another/user--own")
     message = refused(layout, trust_remote_code="mine")
     assert "takes its code from another repository (another/user--own.OwnConfig)" in message
     assert not list(modules.rglob("ran"))
 
 
-def test_code_that_the_config_does_not_name_is_not_part_of_the_model(layout: Layout, mine: Path) -> None:
+def test_code_that_the_config_does_not_name_is_not_part_of_the_model(layout: ProjectLayout, mine: Path) -> None:
     (mine / "convert.py").write_text("raise SystemExit")
     assert "convert.py" not in card(layout).files

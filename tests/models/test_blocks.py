@@ -13,9 +13,9 @@ from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, chunked_loss
 from ratchet.models.device import Model
-from ratchet.models.model_spec import blocks_of
+from ratchet.models.model_spec import find_blocks
 from ratchet.training import sharding
-from ratchet.training.distributed import Place, Ranks
+from ratchet.training.distributed import RankEnvironment, RankGroup
 
 XLM = {"vocab_size": 96, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128}
 """It holds the parts of its layers in four lists."""
@@ -46,7 +46,7 @@ def run_order(model: Model, modules: nn.ModuleList) -> list[int]:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_has_its_layers(family: str) -> None:
     model = families.make(family)
-    name, blocks = blocks_of(model)
+    name, blocks = find_blocks(model)
     assert model.get_submodule(name) is blocks
     assert run_order(model, blocks) == list(range(families.LAYERS))
     inside = sum(one.numel() for one in blocks.parameters())
@@ -59,14 +59,14 @@ def test_every_family_has_its_layers(family: str) -> None:
 def test_with_an_adapter_the_name_is_the_one_in_the_whole() -> None:
     base = families.make("llama")
     model = adapters.attach(base, Train(rank=2, targets=("q_proj",), quantization="none"), "digest")
-    name, blocks = blocks_of(model)
+    name, blocks = find_blocks(model)
     assert name == "base_model.model.model.layers"
     assert blocks is base.model.layers
 
 
 def test_projections_beside_the_layers_are_no_layers() -> None:
     model = made(Gemma3nTextConfig(**GEMMA_3N))
-    name, blocks = blocks_of(model)
+    name, blocks = find_blocks(model)
     assert (name, run_order(model, blocks)) == ("model.layers", [0, 1])
 
 
@@ -75,18 +75,18 @@ def test_layers_are_found_where_the_class_calls_something_else_its_decoder(made_
     config = made_of(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
                      is_decoder=True, pad_token_id=0)  # fmt: skip
     model = made(config)
-    name, blocks = blocks_of(model)
+    name, blocks = find_blocks(model)
     assert model.get_submodule(name) is blocks
     assert run_order(model, blocks) == [0, 1, 2]
 
 
 def test_a_model_with_parts_of_layers_in_several_lists_has_no_blocks_and_is_not_shared() -> None:
     model = made(XLMConfig(**XLM))
-    name, blocks = blocks_of(model)
+    name, blocks = find_blocks(model)
     assert (name, len(blocks)) == ("", 0)
-    with chunked_loss.picked(model, torch.tensor([3]), torch.Size([1, 17])):
+    with chunked_loss.restrict_last_block(model, torch.tensor([3]), torch.Size([1, 17])):
         assert not any(module._forward_hooks for module in model.modules())
     adapted = adapters.attach(model, Train(rank=2, targets=("q_lin",), quantization="none"), "digest")
     device = torch.device("cpu")
     with pytest.raises(SettingsError, match=r"machine\.shard_base: a XLMWithLMHeadModel's layers .*; set it to false"):
-        sharding.share(adapted, Ranks(Place(), device, lambda: None, 1.0), device)
+        sharding.shard_base(adapted, RankGroup(RankEnvironment(), device, lambda: None, 1.0), device)

@@ -18,7 +18,7 @@ from transformers import (
 from families import FAMILIES, HIDDEN, INNER, LAYERS, T5, VOCABULARY, make
 from ratchet.errors import BaseModelError
 from ratchet.models import model_spec
-from ratchet.models.model_spec import Blueprint, Layer
+from ratchet.models.model_spec import LayerSpec, ModelSpec
 
 ATTENTION = "q_proj k_proj v_proj o_proj"
 OUT = "q_proj k_proj v_proj out_proj"
@@ -56,11 +56,11 @@ PROJECTIONS = {
 }
 
 
-def named(config: PretrainedConfig) -> Blueprint:
-    return model_spec.of_config(config)
+def named(config: PretrainedConfig) -> ModelSpec:
+    return model_spec.from_config(config)
 
 
-def by_role(layers: tuple[Layer, ...]) -> dict[str, list[str]]:
+def by_role(layers: tuple[LayerSpec, ...]) -> dict[str, list[str]]:
     found = defaultdict(list)
     for layer in layers:
         found[layer.role].append(layer.name.rsplit(".", 1)[-1])
@@ -90,8 +90,8 @@ def test_a_blueprint_is_what_the_model_with_weights_has(family: str) -> None:
     model = make(family, vocab_size=VOCABULARY + 32)
     made = named(FAMILIES[family](vocab_size=VOCABULARY + 32))
     assert made.embedding_rows == model.get_input_embeddings().num_embeddings == VOCABULARY + 32
-    assert made.layers == model_spec.layers_of(model)
-    assert made.others == model_spec.others_of(model)
+    assert made.layers == model_spec.list_layers(model)
+    assert made.others == model_spec.list_other_modules(model)
     assert made.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert made.tied_head == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
     assert made.class_name == type(model).__name__
@@ -105,19 +105,19 @@ def test_layers_of_a_model_in_4_bits_are_those_of_its_blueprint(family: str, tmp
         tmp_path, device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
     )
     assert any(getattr(parameter, "quant_state", None) for parameter in model.parameters())
-    assert model_spec.layers_of(model) == model_spec.load(tmp_path).layers
+    assert model_spec.list_layers(model) == model_spec.load(tmp_path).layers
 
 
 def test_shapes_are_inputs_and_outputs_of_the_product_in_any_layout_of_weights() -> None:
     gpt2 = {layer.name: layer for layer in named(FAMILIES["gpt2"]()).layers}
-    assert gpt2["transformer.h.0.mlp.c_fc"] == Layer(
+    assert gpt2["transformer.h.0.mlp.c_fc"] == LayerSpec(
         "transformer.h.0.mlp.c_fc", "conv1d", "mlp", HIDDEN, 4 * HIDDEN, 1, bias=True
     )
     mixtral = {layer.name: layer for layer in named(FAMILIES["mixtral"]()).layers}
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    assert mixtral[name] == Layer(name, "experts", "mlp", HIDDEN, 2 * INNER, 4, bias=False)
+    assert mixtral[name] == LayerSpec(name, "experts", "mlp", HIDDEN, 2 * INNER, 4, bias=False)
     found = {layer.name: layer for layer in named(oss()).layers}
-    assert found[name] == Layer(name, "experts", "mlp", HIDDEN, 2 * INNER, 4, bias=True)
+    assert found[name] == LayerSpec(name, "experts", "mlp", HIDDEN, 2 * INNER, 4, bias=True)
 
 
 def test_routers_and_gates_of_experts_are_in_no_group() -> None:

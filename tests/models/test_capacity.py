@@ -17,13 +17,13 @@ import torch
 from ratchet.models.memory import capacity
 
 MIB = 2**20
-assert capacity.forget_peak()
+assert capacity.reset_peak()
 before = capacity.resident_bytes()
 block = torch.ones(64 * MIB, dtype=torch.uint8)
 held = capacity.resident_bytes() - before
 del block
 peak = capacity.peak_resident_bytes() - before
-assert capacity.forget_peak()
+assert capacity.reset_peak()
 print(held // MIB, peak // MIB, (capacity.peak_resident_bytes() - before) // MIB)
 """
 
@@ -38,7 +38,7 @@ def test_a_block_of_memory_is_seen_while_it_is_held_and_its_peak_after() -> None
 
 
 def test_available_memory_counts_what_this_process_holds_already() -> None:
-    found = capacity.of(torch.device("cpu"))
+    found = capacity.measure_device(torch.device("cpu"))
     assert capacity.resident_bytes() < found.available_bytes <= found.total_bytes
 
 
@@ -58,7 +58,7 @@ def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
     (tmp_path / limit).write_text(f"{most}\n")
     (tmp_path / used).write_text(f"{300 * MIB}\n")
     (tmp_path / statistics).write_text(f"anon 5\n{cache} {100 * MIB}\n")
-    found = capacity.of_host(tmp_path)
+    found = capacity.measure_host(tmp_path)
     assert found.total_bytes == most
     # 200 MiB of others' and ours are taken for good; what is ours is ours to use again.
     wanted = most - 200 * MIB + capacity.resident_bytes()
@@ -67,7 +67,7 @@ def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
 
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
-    assert capacity.of_host(tmp_path).total_bytes == capacity.of_host(tmp_path / "none").total_bytes
+    assert capacity.measure_host(tmp_path).total_bytes == capacity.measure_host(tmp_path / "none").total_bytes
 
 
 def test_room_on_a_disk_that_is_to_hold_a_directory_not_made_yet(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 
 import families
 from ratchet.models import likelihoods, tiny_model
-from ratchet.models.likelihoods import Likely, Limits
+from ratchet.models.likelihoods import ContinuationScore, LikelihoodLimits
 
 MOST_TOKENS = 64
 BATCH_ROWS = 4
@@ -65,8 +65,8 @@ class Kept:
         return next(iter(self.results.values()))
 
 
-def ours(model: Any, pairs: Pairs, batch_rows: int = BATCH_ROWS, kept: Kept | None = None) -> list[Likely]:
-    found = likelihoods.likelihoods(model, pairs, Limits(batch_rows, MOST_TOKENS, 0), (kept or Kept()).take)
+def ours(model: Any, pairs: Pairs, batch_rows: int = BATCH_ROWS, kept: Kept | None = None) -> list[ContinuationScore]:
+    found = likelihoods.score_pairs(model, pairs, LikelihoodLimits(batch_rows, MOST_TOKENS, 0), (kept or Kept()).take)
     assert found is not None
     return found
 
@@ -84,7 +84,7 @@ def harness(model: Any, tokenizer: Any, pairs: Pairs) -> list[tuple[float, bool]
     return found
 
 
-def assert_same(found: list[Likely], expected: list[tuple[float, bool]]) -> None:
+def assert_same(found: list[ContinuationScore], expected: list[tuple[float, bool]]) -> None:
     # Sums of up to 64 float32 numbers of some 5 nats each.
     assert [one.nats for one in found] == pytest.approx([nats for nats, _ in expected], rel=2e-6, abs=1e-5)
     assert [one.greedy for one in found] == [greedy for _, greedy in expected]
@@ -188,7 +188,10 @@ def test_a_model_that_runs_its_body_twice_is_left_to_the_harness() -> None:
         return forward(*given, **named)
 
     model.forward = twice
-    assert likelihoods.likelihoods(model, ragged_pairs(), Limits(BATCH_ROWS, MOST_TOKENS, 0), Kept().take) is None
+    assert (
+        likelihoods.score_pairs(model, ragged_pairs(), LikelihoodLimits(BATCH_ROWS, MOST_TOKENS, 0), Kept().take)
+        is None
+    )
 
 
 def test_exhausted_memory_is_no_missing_ability() -> None:

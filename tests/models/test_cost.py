@@ -54,7 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def costs(llama: Path) -> dict[str, QuantizationCost]:
-    return {one.name: one for one in quantization_error.measure(loader(llama), SETTINGS, ROWS, lambda _: None)}
+    return {one.name: one for one in quantization_error.measure_cost(loader(llama), SETTINGS, ROWS, lambda _: None)}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def rounded(weight: Tensor, kind: str, double: bool) -> Tensor:
 
 def test_all_variants_are_measured_full_precision_first(costs: dict[str, QuantizationCost]) -> None:
     assert list(costs) == ["full", "nf4", "nf4+dq", "fp4", "fp4+dq"]
-    assert quantization_error.answer_tokens(ROWS) == ANSWERS
+    assert quantization_error.count_answer_tokens(ROWS) == ANSWERS
     full = costs["full"]
     assert (full.kl, full.greedy_agreement, full.layers) == (0.0, 1.0, {})
     errors = {
@@ -150,7 +150,7 @@ def test_bytes_are_those_of_packed_weights_and_their_constants(
 @pytest.mark.parametrize(("family", "width"), [("gpt2", "n_embd"), ("mixtral", "hidden_size")])
 def test_transposed_layers_and_mixtures_of_experts(family: str, width: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path, **{width: 64})
-    _, nf4, _, fp4, _ = quantization_error.measure(loader(path), SETTINGS, ROWS, lambda _: None)
+    _, nf4, _, fp4, _ = quantization_error.measure_cost(loader(path), SETTINGS, ROWS, lambda _: None)
     # Of normally distributed weights in blocks of 64, rounded to the nearest entry of the table: 9.2 % and 12.2 %.
     for one, expected in ((nf4, 0.092), (fp4, 0.122)):
         assert one.layers
@@ -169,7 +169,7 @@ def test_only_two_models_are_held_at_a_time(llama: Path) -> None:
         held.append(sum(one() is not None for one in loaded))
         return model
 
-    quantization_error.measure(load, SETTINGS, ROWS[1:2], lambda _: None)
+    quantization_error.measure_cost(load, SETTINGS, ROWS[1:2], lambda _: None)
     assert held == [1, 2, 2, 2, 2]
 
 
@@ -177,7 +177,7 @@ def test_the_picture_is_drawn(tmp_path: Path, costs: dict[str, QuantizationCost]
     report = QuantizationReport(
         base_digest="b", data_digest="d", rows=len(ROWS), tokens=ANSWERS, dtype="float32", costs=tuple(costs.values())
     )
-    plots.draw(report, tmp_path / "cost.png")
+    plots.draw_quantization_report(report, tmp_path / "cost.png")
     with Image.open(tmp_path / "cost.png") as picture:
         assert picture.size[0] > 1000
         assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50

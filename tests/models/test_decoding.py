@@ -11,19 +11,19 @@ import torch
 from decoding_cases import DRAWN, GREEDY, SETTINGS, Heard, answered, expected, model_of, plainly, ragged
 from ratchet.config.train import Train
 from ratchet.models import adapters, loading
-from ratchet.models.decoding.decoder import Decoder, Decoding
+from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions
 
 
 @pytest.mark.parametrize("header", [0, 24], ids=["no header", "header"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_greedy_and_drawn_answers_are_the_plain_ones(family: str, settings: Decoding, header: int) -> None:
+def test_greedy_and_drawn_answers_are_the_plain_ones(family: str, settings: DecodingOptions, header: int) -> None:
     assert answered(model_of(family), ragged(header), settings) == expected(family, settings, header)
 
 
 @pytest.mark.parametrize(("rows", "window", "budget"), [(1, 1, 1), (3, 50, 150), (50, 7, None)])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_batches_change_nothing(settings: Decoding, rows: int, window: int, budget: int | None) -> None:
+def test_batches_change_nothing(settings: DecodingOptions, rows: int, window: int, budget: int | None) -> None:
     found = answered(model_of("llama"), ragged(24), replace(settings, rows=rows, window=window), budget)
     assert found == expected("llama", settings, 24)
 
@@ -72,7 +72,7 @@ def test_a_model_whose_cache_is_wrong_reads_whole_texts() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_in_doubt_is_decided_by_the_plain_pass_if_answers_are_exact(exact: bool) -> None:
     heard, model = Heard(), model_of("llama", torch.bfloat16)
-    decoder = Decoder(model, replace(DRAWN, exact=exact), None, heard.tell, heard.beat)
+    decoder = BatchDecoder(model, replace(DRAWN, exact=exact), None, heard.tell, heard.beat)
     assert len(list(decoder.answers(iter(ragged()), lambda: False))) == len(ragged())
     figures = decoder.figures
     assert figures["chosen"] == figures["answer_tokens"]
@@ -87,7 +87,7 @@ def test_a_header_is_read_once() -> None:
     model, tokens = model_of("llama"), list[int]()
     asked = [replace(one, ids=(one.ids * 2)[:34]) for one in ragged(24)[1:9]]
     settings = replace(GREEDY, max_new_tokens=1, rows=8)
-    decoder = Decoder(model, replace(settings, exact=False), None, lambda *_: None, lambda: None)
+    decoder = BatchDecoder(model, replace(settings, exact=False), None, lambda *_: None, lambda: None)
     assert len(list(decoder.answers(iter(asked), lambda: False))) == 8  # it need not try anything out from now on
     model.model.layers[0].register_forward_hook(lambda _, inputs, output: tokens.append(inputs[0].shape[:2].numel()))
     assert len(list(decoder.answers(iter(asked), lambda: False))) == 8
@@ -99,7 +99,7 @@ def test_adapters_on_a_base_in_4_bits_answer_as_they_do_alone(saved_family: Call
     base = loading.load(saved_family("llama"), None, settings, torch.device("cpu"))
     model, heard = adapters.attach(base, settings, "digest").eval(), Heard()
     torch.manual_seed(5)
-    for _, parameter in adapters.trainable(model):
+    for _, parameter in adapters.trainable_parameters(model):
         parameter.data.normal_(0, 0.1)
     asked = ragged(24)[:7]
     assert answered(model, asked, DRAWN, heard=heard) == [plainly(model, one, DRAWN) for one in asked]

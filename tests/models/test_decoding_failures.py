@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoding_cases import DRAWN, GREEDY, Heard, answered, expected, model_of, ragged
-from ratchet.models.decoding.decoder import Answered, Asked, Budget, Decoder
+from ratchet.models.decoding.decoder import BatchDecoder, DecodingRequest, DecodingResult, PaddedTokenBudget
 
 
 class Full:
@@ -54,11 +54,11 @@ def test_a_prompt_that_does_not_fit_alone_is_reported_and_the_others_are_answere
     assert any(one.finish == "memory" for one in found)
     for one, whole, asked in zip(found, expected("llama", GREEDY), ragged(), strict=True):
         fits = len(asked.ids) + len(whole.ids) - 1 <= 38
-        assert one == (whole if fits else Answered(asked.place, (), "memory", 0.0))
+        assert one == (whole if fits else DecodingResult(asked.place, (), "memory", 0.0))
 
 
 def test_a_budget_grows_again_and_waits_longer_after_each_failure() -> None:
-    budget = Budget(1000, wait_passes=2).shrunk(800, repeated=False)
+    budget = PaddedTokenBudget(1000, wait_passes=2).shrunk(800, repeated=False)
     assert budget.tokens == 640
     assert budget.shrunk(600, repeated=True).tokens == 300
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_a_budget_grows_again_and_waits_longer_after_each_failure() -> None:
         budget = budget.after_good_pass(limits=True)
     assert budget.tokens == 800
     assert budget.shrunk(800, repeated=False).wait_passes == 4
-    assert Budget(1).shrunk(1, repeated=True).tokens == 1
+    assert PaddedTokenBudget(1).shrunk(1, repeated=True).tokens == 1
 
 
 def test_other_failures_are_not_taken_for_memory() -> None:
@@ -89,10 +89,12 @@ def test_a_row_of_no_numbers_ends_and_spoils_no_other() -> None:
     whole = answered(model, clean, DRAWN)
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
-    spoilt = [Asked(1000 + i, (*one.ids[:5], poison, *one.ids[5:]), one.stream) for i, one in enumerate(clean)]
+    spoilt = [
+        DecodingRequest(1000 + i, (*one.ids[:5], poison, *one.ids[5:]), one.stream) for i, one in enumerate(clean)
+    ]
     mixed = [one for pair in zip(spoilt, clean, strict=True) for one in pair]
     found = answered(model, mixed, DRAWN, heard=(heard := Heard()))
-    assert found[::2] == [Answered(one.place, (), "invalid", 0.0) for one in spoilt]
+    assert found[::2] == [DecodingResult(one.place, (), "invalid", 0.0) for one in spoilt]
     for one, before in zip(found[1::2], whole, strict=True):
         cut = before.ids.index(poison) + 1 if poison in before.ids[:-1] else None
         assert one == before if cut is None else (one.ids, one.finish) == (before.ids[:cut], "invalid")
@@ -103,7 +105,7 @@ def test_a_model_of_no_numbers_answers_nothing() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan
-    assert answered(model, ragged(), GREEDY) == [Answered(one.place, (), "invalid", 0.0) for one in ragged()]
+    assert answered(model, ragged(), GREEDY) == [DecodingResult(one.place, (), "invalid", 0.0) for one in ragged()]
 
 
 def test_tokens_that_a_model_forbids_are_never_taken() -> None:
@@ -134,10 +136,10 @@ def test_the_context_ends_answers_and_longer_prompts_get_none() -> None:
 
 def test_nothing_is_computed_after_the_word_to_stop() -> None:
     model, heard, passes = model_of("llama"), Heard(), Full(lambda *_: False)
-    decoder = Decoder(model, replace(GREEDY, ends=(), window=4), None, heard.tell, heard.beat, passes)
-    pulled = list[Asked]()
+    decoder = BatchDecoder(model, replace(GREEDY, ends=(), window=4), None, heard.tell, heard.beat, passes)
+    pulled = list[DecodingRequest]()
 
-    def prompts() -> Iterator[Asked]:
+    def prompts() -> Iterator[DecodingRequest]:
         for one in ragged():
             pulled.append(one)
             yield one
@@ -151,4 +153,4 @@ def test_no_prompts_and_empty_ones() -> None:
     model = model_of("llama")
     assert answered(model, [], GREEDY) == []
     with pytest.raises(ValueError, match="prompt 3 has no tokens"):
-        answered(model, [Asked(3, (), "s")], GREEDY)
+        answered(model, [DecodingRequest(3, (), "s")], GREEDY)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import families
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, DamagedError
+from ratchet.errors import BaseModelError, DamagedFileError
 from ratchet.models import adapters, loading
 from ratchet.models.device import Model
 
@@ -55,7 +55,7 @@ def saved(base: Model, quantization: str, name: str, folder: Path) -> Path:
     model = adapters.attach(base, settings(quantization, changes), "digest", tokens)
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
-        for _, parameter in adapters.trainable(model):
+        for _, parameter in adapters.trainable_parameters(model):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     adapters.save(model, folder, "digest")
     return folder
@@ -90,9 +90,9 @@ def test_each_computes_what_it_computes_on_a_base_of_its_own(
     model = adapters.load(fresh(family, quantization), folders[order[0]])
     for place, name in enumerate(order):
         if place:
-            model = adapters.exchange(model, folders[name])
+            model = adapters.swap(model, folders[name])
         assert not model.training
-        assert not list(adapters.trainable(model))
+        assert not list(adapters.trainable_parameters(model))
         assert torch.equal(logits(model), expected[name]), name
         assert (expected[name] - plain).abs().max() > 1e-3
         with model.disable_adapter():
@@ -113,7 +113,7 @@ def test_the_base_is_not_read_again(fresh: Callable[[str, str], Model], tmp_path
     model = adapters.load(fresh("llama", "nf4"), folders[0])
     name = "model.layers.0.self_attn.q_proj"
     before = model.get_base_model().get_submodule(name).get_base_layer()
-    after = adapters.exchange(model, folders[1]).get_base_model().get_submodule(name).get_base_layer()
+    after = adapters.swap(model, folders[1]).get_base_model().get_submodule(name).get_base_layer()
     assert after is before
 
 
@@ -128,8 +128,8 @@ def renamed(folder: Path) -> None:
     [
         ("llama", renamed, BaseModelError, "is of base model another-base, the one that is loaded is digest"),
         ("gpt2", lambda _: None, BaseModelError, "does not fit this base model"),
-        ("llama", lambda folder: (folder / CONFIG).write_bytes(b"{half"), DamagedError, CANNOT.format(CONFIG)),
-        ("llama", lambda folder: (folder / WEIGHTS).write_bytes(b"{half"), DamagedError, CANNOT.format(WEIGHTS)),
+        ("llama", lambda folder: (folder / CONFIG).write_bytes(b"{half"), DamagedFileError, CANNOT.format(CONFIG)),
+        ("llama", lambda folder: (folder / WEIGHTS).write_bytes(b"{half"), DamagedFileError, CANNOT.format(WEIGHTS)),
     ],
     ids=["another base", "another family", "damaged config", "damaged weights"],
 )
@@ -141,6 +141,6 @@ def test_an_adapter_that_cannot_be_taken_is_refused(
     other = saved(families.make(family), "none", "narrow", tmp_path / "other")
     damage(other)
     with pytest.raises(error, match=message):
-        adapters.exchange(model, other)
+        adapters.swap(model, other)
     if family == "llama":  # nothing is taken out before the files were read
         assert torch.equal(logits(model), before)

@@ -13,8 +13,8 @@ from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading, model_spec
 from ratchet.models.memory import forecast, meta_model
-from ratchet.models.memory.forecast import Work
-from ratchet.models.memory.parameters import tensors_of
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.memory.parameters import list_unique_tensors
 from ratchet.storage.records.training import PHASES
 from ratchet.training import optimizer
 
@@ -42,7 +42,7 @@ def test_qlora_of_2048_tokens_fits_where_it_is_known_to(
     shape: tuple[int, int, int], learn: int, parameters: int, limit: int
 ) -> None:
     """Parameters are those that Llama 2's authors and peft count."""
-    work = Work(1, 2048, 2047, False, "cuda", 1, 2048, 2047)
+    work = MemoryWorkload(1, 2048, 2047, False, "cuda", 1, 2048, 2047)
     found = forecast.forecast(llama(*shape), Train(rank=16), FRUGAL, work)
     assert (found.trainable_parameters, found.total_parameters) == (learn, parameters + learn)
     stored = found.of("adapters").parts
@@ -58,9 +58,9 @@ def test_weights_adapters_and_optimizer_are_those_that_torch_holds(rank: int, ki
     families.make("llama", hidden_size=128, intermediate_size=128).save_pretrained(tmp_path)
     settings = Train(rank=rank, optimizer=kind, compute_dtype="float32")
     base = loading.load(tmp_path, None, settings, torch.device("cpu"))
-    weights = sum(rounded(tensor) for tensor in tensors_of(base))
+    weights = sum(rounded(tensor) for tensor in list_unique_tensors(base))
     model = adapters.attach(base, settings, "digest")
-    parameters = [parameter for _, parameter in adapters.trainable(model)]
+    parameters = [parameter for _, parameter in adapters.trainable_parameters(model)]
     own = optimizer.build(model, settings, torch.device("cpu"))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -100,7 +100,7 @@ def test_a_gpu_has_a_context_and_no_snapshots_and_says_what_was_assumed() -> Non
 def test_more_work_needs_more_and_frugal_settings_less() -> None:
     long = replace(GPU, rows=4, row_tokens=1024, learned_tokens=1000)
 
-    def peak(work: Work = long, machine: Machine | None = None, **train: Any) -> int:
+    def peak(work: MemoryWorkload = long, machine: Machine | None = None, **train: Any) -> int:
         return of("llama", work, machine, layers=4, **train).peak.total_bytes
 
     most = peak()
@@ -133,25 +133,27 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
 
 
 def test_where_nothing_fits_nothing_is_the_largest() -> None:
-    plan = model_spec.of_config(families.FAMILIES["llama"]())
-    assert forecast.find(plan, Train(rank=2), Machine(), GPU, 1) == forecast.Largest(None, None, None)
-    everything = forecast.find(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
-    assert everything == forecast.Largest(8, families.POSITIONS, families.HIDDEN // 2)
+    plan = model_spec.from_config(families.FAMILIES["llama"]())
+    assert forecast.find_largest_sizes(plan, Train(rank=2), Machine(), GPU, 1) == forecast.LargestFittingSizes(
+        None, None, None
+    )
+    everything = forecast.find_largest_sizes(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
+    assert everything == forecast.LargestFittingSizes(8, families.POSITIONS, families.HIDDEN // 2)
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 
 def test_a_rank_computes_its_part_of_a_step_and_no_more() -> None:
-    work = Work(8, 48, 24, packed=False, device="cuda")
+    work = MemoryWorkload(8, 48, 24, packed=False, device="cuda")
     assert [work.among(ranks, 1, 16).rows for ranks in (1, 2, 3, 16, 17)] == [8, 8, 6, 1, 1]
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there_only_where_a_rank_has_several() -> None:
-    plan = model_spec.of_config(families.FAMILIES["llama"](max_position_embeddings=2048))
+    plan = model_spec.from_config(families.FAMILIES["llama"](max_position_embeddings=2048))
 
     def gradients(ranks: int) -> int:
-        work = Work(2, 1024, 512, packed=False, device="cuda", ranks=ranks)
+        work = MemoryWorkload(2, 1024, 512, packed=False, device="cuda", ranks=ranks)
         parts = forecast.forecast(plan, Train(rank=4, batch_rows=8), Machine(), work).of("first_step").parts
         assert parts["activations"] > 0, "the peak is in the middle of the step"
         return parts.get("gradients", 0)
@@ -162,7 +164,7 @@ def test_gradients_of_an_earlier_micro_batch_are_there_only_where_a_rank_has_sev
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_what_learns_is_known_in_its_order_also_of_layers_that_are_left_out(family: str) -> None:
     settings = Train(rank=4, rank_pattern={r"layers\.(0|3)\.mlp\.up_proj": 8} if family == "gemma2" else {})
-    plan = model_spec.of_config(families.FAMILIES[family](num_hidden_layers=11))
+    plan = model_spec.from_config(families.FAMILIES[family](num_hidden_layers=11))
     # On CPUs models of so few layers are executed as a whole.
     few, all_layers = (meta_model.build(plan, settings, torch.float32, device) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
     assert [one.shape for one in few.learning()] == [one.shape for one in all_layers.learning()]

@@ -20,10 +20,10 @@ from transformers import (
 import families
 from ratchet.config.train import Train
 from ratchet.models import activation_checkpointing, adapters, chunked_loss, model_spec
-from ratchet.models.chunked_loss import Pass
+from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.loading import Model
-from ratchet.models.loss import Sequences, answer_nll
-from ratchet.models.memory.trace import Batch, Ledger
+from ratchet.models.loss import SequenceBatch, answer_nll
+from ratchet.models.memory.trace import AllocationTrace, BatchShape
 
 ROWS, TOKENS, FACTOR = 3, 40, 0.01
 LEARNED = 30 + 15 + 29
@@ -33,12 +33,12 @@ MIXED["gpt-bigcode"] = MIXED["gpt2"]
 """Families whose configs have dropout of their own, without it."""
 
 
-def batch_of() -> Sequences:
+def batch_of() -> SequenceBatch:
     """Rows that are learned from in other places each."""
     input_ids = torch.randint(3, 90, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     labels = input_ids.clone()
     labels[0, :10] = labels[1, :25] = labels[2, 30:] = -100
-    return Sequences(input_ids, labels, None)
+    return SequenceBatch(input_ids, labels, None)
 
 
 def learning(base: Model, **settings: object) -> Model:
@@ -46,13 +46,13 @@ def learning(base: Model, **settings: object) -> Model:
     chosen = {"rank": 4, "quantization": "none", "dropout": 0.0} | settings
     model = adapters.attach(base, Train(**chosen), "digest").train()  # type: ignore[arg-type]
     torch.manual_seed(3)
-    for _, parameter in adapters.trainable(model):
+    for _, parameter in adapters.trainable_parameters(model):
         parameter.data.normal_(0, 0.05)
     return model
 
 
 def with_adapter(family: str, **settings: object) -> Model:
-    plan = model_spec.of_config(families.FAMILIES[family]())
+    plan = model_spec.from_config(families.FAMILIES[family]())
     leaves = {x.name.rsplit(".", 1)[-1] for x in plan.layers if x.role in ("attention", "mlp") and x.kind != "experts"}
     targets = tuple(sorted(leaves or {"in_proj"}))
     return learning(families.make(family, **MIXED.get(family, {})), **{"targets": targets} | settings)
@@ -65,7 +65,7 @@ def seeded(made: Callable[[Any], Model], config: Any) -> Model:
 
 
 def gradients(model: Model) -> list[Tensor]:
-    found = [parameter.grad for _, parameter in adapters.trainable(model)]
+    found = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
     model.zero_grad()
     assert all(gradient is not None for gradient in found)
     return [gradient for gradient in found if gradient is not None]
@@ -78,7 +78,7 @@ def same_as_the_whole(model: Model, before: Callable[[], object] = lambda: None)
     (whole * FACTOR).backward()
     expected = gradients(model)
     before()
-    found = chunked_loss.learn(model, batch, FACTOR)
+    found = chunked_loss.forward_backward(model, batch, FACTOR)
     assert float(found) == pytest.approx(float(whole.detach()), rel=1e-6)
     largest = max(float(one.abs().max()) for one in expected)
     for ours, theirs in zip(gradients(model), expected, strict=True):
@@ -95,7 +95,7 @@ def test_pieces_give_the_loss_and_the_gradient_of_the_whole(
     same_as_the_whole(model)
     with torch.no_grad():
         whole = float(answer_nll(model.eval(), batch.input_ids, batch.labels).sum())
-        assert float(chunked_loss.likelihood(model, batch)) == pytest.approx(whole, rel=1e-6)
+        assert float(chunked_loss.compute_nll(model, batch)) == pytest.approx(whole, rel=1e-6)
 
 
 def test_what_learns_in_the_head_learns_from_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_head_alone_learns_without_a_backward_pass_through_the_body() -> None:
         done.append(what)
         yield
 
-    chunked_loss.learn(model, batch, FACTOR, during)
+    chunked_loss.forward_backward(model, batch, FACTOR, during)
     assert done == ["forward", "loss"]
     assert all(float(one.abs().max()) > 0 for one in gradients(model))
 
@@ -135,7 +135,7 @@ def test_a_class_whose_decoder_is_a_part_of_its_head_is_computed_in_one() -> Non
     ids = batch_of().input_ids
     with torch.no_grad():
         expected = model.eval()(input_ids=ids).logits
-        found = [columns for _, columns in Pass(model, ids, (0, TOKENS)).pieces()]
+        found = [columns for _, columns in ForwardPass(model, ids, (0, TOKENS)).pieces()]
     assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
 
 
@@ -143,7 +143,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = with_adapter("llama")
     body = model.get_base_model().get_decoder()
     before = dict(body.__dict__)
-    chunked_loss.learn(model, batch_of(), FACTOR)
+    chunked_loss.forward_backward(model, batch_of(), FACTOR)
     assert body.__dict__ == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -158,7 +158,7 @@ def test_the_last_block_is_computed_where_it_is_learned_from(recompute: bool) ->
 
     def watch() -> None:
         if recompute:
-            activation_checkpointing.switch_on(model)
+            activation_checkpointing.enable(model)
         for name, module in model.get_base_model().get_decoder().layers.named_modules():
             if name.endswith("_proj.base_layer"):
                 module.register_forward_hook(partial(see, name))
@@ -212,9 +212,9 @@ def test_the_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> No
     def most(positions: int) -> int:
         monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", positions * 50_000)
         model = learning(families.make("llama", vocab_size=50_000), targets=("q_proj",))
-        ledger = Ledger(model, Batch(ROWS, TOKENS, ROWS * TOKENS, False, "cpu"), learning=True)
+        ledger = AllocationTrace(model, BatchShape(ROWS, TOKENS, ROWS * TOKENS, False, "cpu"), learning=True)
         with ledger:
-            chunked_loss.learn(model, batch_of(), FACTOR)
+            chunked_loss.forward_backward(model, batch_of(), FACTOR)
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     logits_bytes = LEARNED * 50_000 * 4

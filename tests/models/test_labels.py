@@ -16,7 +16,7 @@ LABELS = [[9, 2], [10, 11, 12, 2], [10, 11, 2], [13], [14, 15, 16, 17, 18, 2], [
 
 def plainly(model: Model) -> list[list[float]]:
     return [
-        [-scoring.likelihoods(model, [[*p, *a]], [[MASKED] * len(p) + a], 0)[0].nll for a in LABELS] for p in PROMPTS
+        [-scoring.score_rows(model, [[*p, *a]], [[MASKED] * len(p) + a], 0)[0].nll for a in LABELS] for p in PROMPTS
     ]
 
 
@@ -25,7 +25,7 @@ def test_each_label_is_as_likely_as_read_with_its_prompt_as_one_text(family: str
     model = families.make(family)
     expected = torch.tensor(plainly(model), dtype=torch.float64)
     for batch_rows in (1, 6, 64):
-        found = torch.tensor(room.label_scores(model, PROMPTS, LABELS, batch_rows, 0), dtype=torch.float64)
+        found = torch.tensor(room.score_labels(model, PROMPTS, LABELS, batch_rows, 0), dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
     assert expected.std() > 1e-3
 
@@ -33,7 +33,7 @@ def test_each_label_is_as_likely_as_read_with_its_prompt_as_one_text(family: str
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_a_window_shorter_than_the_prompt_makes_no_difference(family: str) -> None:
     model = families.make(family, sliding_window=8)
-    found = torch.tensor(room.label_scores(model, PROMPTS, LABELS, 64, 0))
+    found = torch.tensor(room.score_labels(model, PROMPTS, LABELS, 64, 0))
     torch.testing.assert_close(found, torch.tensor(plainly(model)), rtol=2e-6, atol=0)
     wide = torch.tensor(plainly(families.make(family, sliding_window=64)))
     assert (found - wide).abs().max() > 1e-4
@@ -45,7 +45,7 @@ def test_prompts_are_computed_once_and_rows_stay_within_the_batch() -> None:
     model.model.layers[0].register_forward_hook(
         lambda module, inputs, output: shapes.append(tuple(inputs[0].shape[:2]))
     )
-    room.label_scores(model, PROMPTS, LABELS, 6, 0)
+    room.score_labels(model, PROMPTS, LABELS, 6, 0)
     assert shapes == [(3, 21), (6, 5), (6, 2), (3 * 2, 1)]
 
 
@@ -53,7 +53,7 @@ def test_recurrent_models_read_whole_texts_in_batches() -> None:
     model = families.make("mamba")
     rows: list[int] = []
     model.backbone.layers[0].register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
-    room.label_scores(model, PROMPTS, LABELS, 4, 0)
+    room.score_labels(model, PROMPTS, LABELS, 4, 0)
     assert rows == [3, 4, 4, 4, 4, 2]
 
 
@@ -64,4 +64,4 @@ def test_recurrent_models_read_whole_texts_in_batches() -> None:
 )
 def test_what_cannot_be_asked_is_refused(prompts: list[list[int]], labels: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="takes prompts of one length, and no empty prompt or label"):
-        room.label_scores(families.make("llama"), prompts, labels, 4, 0)
+        room.score_labels(families.make("llama"), prompts, labels, 4, 0)

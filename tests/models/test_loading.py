@@ -78,20 +78,20 @@ def test_the_shape_of_a_weight_in_4_bits_is_checked_too(tmp_path: Path, family: 
 
 def test_weights_that_the_model_does_not_have_are_named(llama: Path) -> None:
     rewrite(llama, lambda tensors: tensors.update({"model.layers.2.self_attn.q_proj.weight": torch.ones(2)}))
-    unused = weights.check(llama, model_spec.load(llama), None)
+    unused = weights.check_stored_tensors(llama, model_spec.load(llama), None)
     assert unused == ("model.layers.2.self_attn.q_proj.weight",)
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_no_family_lacks_anything_of_what_it_saved(tmp_path: Path, family: str) -> None:
     families.make(family).save_pretrained(tmp_path)
-    assert weights.check(tmp_path, model_spec.load(tmp_path), None) == ()
+    assert weights.check_stored_tensors(tmp_path, model_spec.load(tmp_path), None) == ()
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe", "gemma2"])
 def test_loaded_is_what_transformers_loads(tmp_path: Path, family: str) -> None:
     families.make(family).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(base_model.weight_files(tmp_path)) > 1
+    assert len(base_model.list_weight_files(tmp_path)) > 1
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     loaded = loading.load_plain(tmp_path, torch.float32, CPU)
     assert torch.equal(logits(loaded), logits(expected))
@@ -120,8 +120,8 @@ MIB = 2**20
 
 def peak_bytes(load: Callable[[], Any]) -> int:
     """Greatest resident memory of this process while `load` runs, above that before."""
-    weights.give_back()
-    assert capacity.forget_peak()
+    weights.trim_heap()
+    assert capacity.reset_peak()
     before = capacity.resident_bytes()
     held = load()
     assert held is not None
@@ -166,9 +166,9 @@ def test_pickles_become_safetensors_with_the_same_weights(tmp_path: Path, family
     model = families.make(family)
     before = pickled(model, tmp_path / "before", shards)
     tied = weights.tied_names(model_spec.load(before))
-    weights.convert(before, tmp_path / "after", tied)
-    weights.convert(before, tmp_path / "again", tied)
-    assert len(base_model.weight_files(tmp_path / "after")) == shards
+    weights.convert_pickles(before, tmp_path / "after", tied)
+    weights.convert_pickles(before, tmp_path / "again", tied)
+    assert len(base_model.list_weight_files(tmp_path / "after")) == shards
     loaded = loading.load_plain(tmp_path / "after", torch.float32, CPU)
     assert torch.equal(logits(loaded), logits(model))
     written = {path.name: path.read_bytes() for path in (tmp_path / "after").iterdir()}
@@ -179,12 +179,12 @@ def test_what_shares_memory_is_written_apart_and_what_is_tied_once(tmp_path: Pat
     tied = families.make("llama-tied")
     before = pickled(tied, tmp_path / "before")
     assert "lm_head.weight" in torch.load(before / "pytorch_model.bin", weights_only=True)
-    weights.convert(before, tmp_path / "after", weights.tied_names(model_spec.load(before)))
-    assert "lm_head.weight" not in base_model.shapes(tmp_path / "after")
+    weights.convert_pickles(before, tmp_path / "after", weights.tied_names(model_spec.load(before)))
+    assert "lm_head.weight" not in base_model.read_tensor_shapes(tmp_path / "after")
     assert torch.equal(logits(loading.load_plain(tmp_path / "after", torch.float32, CPU)), logits(tied))
     whole = torch.arange(12.0).reshape(3, 4)
     torch.save({"a": whole, "b": whole[1:], "c": whole.T}, before / "pytorch_model.bin")
-    weights.convert(before, tmp_path / "views")
+    weights.convert_pickles(before, tmp_path / "views")
     with safe_open(tmp_path / "views" / base_model.WEIGHTS, framework="pt") as found:
         assert found.metadata() == {"format": "pt"}
         for name, tensor in {"a": whole, "b": whole[1:], "c": whole.T}.items():
@@ -215,7 +215,7 @@ def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path, form
     mark.unlink()
     (llama / base_model.WEIGHTS).unlink()
     with pytest.raises(BaseModelError, match=r"pytorch_model\.bin: refused: it holds more than tensors.*is not run"):
-        weights.convert(llama, tmp_path / "after")
+        weights.convert_pickles(llama, tmp_path / "after")
     assert not mark.exists()
 
 
@@ -237,16 +237,16 @@ def test_pickles_that_hold_no_weights(tmp_path: Path, content: Any, words: str) 
     else:
         torch.save(content, file)
     with pytest.raises(BaseModelError, match=re.escape(str(file)) + ".*" + re.escape(words)):
-        weights.convert(tmp_path, tmp_path / "after")
+        weights.convert_pickles(tmp_path, tmp_path / "after")
 
 
 def test_pickles_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        weights.convert(tmp_path, tmp_path / "after")
+        weights.convert_pickles(tmp_path, tmp_path / "after")
     directory = pickled(families.make("llama"), tmp_path / "shards", shards=2)
     (directory / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(BaseModelError, match=r"1 of 2 shards missing, first pytorch_model-00002-of-00002\.bin"):
-        weights.convert(directory, tmp_path / "after")
+        weights.convert_pickles(directory, tmp_path / "after")
     assert not (tmp_path / "after").exists()
 
 

@@ -17,7 +17,7 @@ def made(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: 
     chosen = {"rank": 4, "alpha": 12.0, "targets": FOUR, "quantization": "none", "dropout": 0.0} | settings
     model = adapters.attach(families.make(family, dtype=dtype), Train(**chosen), "digest").train()  # type: ignore[arg-type]
     torch.manual_seed(5)
-    for _, parameter in adapters.trainable(model):
+    for _, parameter in adapters.trainable_parameters(model):
         parameter.data.normal_(0, 0.1)
     return model
 
@@ -42,7 +42,7 @@ def outcome(model: Model) -> tuple[Tensor, list[Tensor]]:
     model.zero_grad()
     logits = model(input_ids=torch.arange(3, 43).view(2, 20), use_cache=False).logits
     (logits.float().square().mean()).backward()
-    found = [parameter.grad for _, parameter in adapters.trainable(model)]
+    found = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
     assert all(one is not None for one in found)
     return logits.detach().float(), [one.clone() for one in found if one is not None]
 

@@ -13,9 +13,9 @@ from ratchet.models import model_spec, oom
 
 
 def test_an_optimizer_of_eight_bits_is_advised_where_it_saves() -> None:
-    wide = model_spec.of_config(families.FAMILIES["llama"](hidden_size=512))
+    wide = model_spec.from_config(families.FAMILIES["llama"](hidden_size=512))
     assert "train.optimizer: adamw_8bit" in savings(
-        oom.advice(wide, settings(), Machine(), replace(LONG, row_tokens=8))
+        oom.describe_alternatives(wide, settings(), Machine(), replace(LONG, row_tokens=8))
     )
 
 
@@ -23,7 +23,7 @@ def test_advice_says_what_is_needed_and_leaves_out_what_is_set_already() -> None
     def advice(row_tokens: int) -> str:
         frugal = settings(rank=1, quantization="nf4", optimizer="adamw_8bit")
         work = replace(LONG, row_tokens=row_tokens)
-        return oom.advice(PLAN, frugal, Machine(activation_checkpointing=True), work)
+        return oom.describe_alternatives(PLAN, frugal, Machine(activation_checkpointing=True), work)
 
     found = advice(512)
     assert list(savings(found)) == ["prepare.max_tokens: 256"]
@@ -49,7 +49,7 @@ def test_advice_says_what_is_needed_and_leaves_out_what_is_set_already() -> None
     ids=["cuda", "cublas", "cudnn", "driver", "cublas-other", "illegal-access", "disk", "other-type", "interrupt"],
 )
 def test_nothing_else_is_taken_for_it(error: BaseException, exhausted: bool) -> None:
-    assert oom.is_exhausted(error) == exhausted
+    assert oom.is_out_of_memory(error) == exhausted
 
 
 class Node:
@@ -62,5 +62,5 @@ class Node:
 
 def test_releasing_gives_back_what_only_refers_to_itself() -> None:
     kept = weakref.ref(Node())
-    oom.release()
+    oom.release_memory()
     assert kept() is None

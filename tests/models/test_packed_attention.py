@@ -14,12 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import families
 from ratchet.config.train import Train
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading
 from ratchet.models.loading import Model
-from ratchet.models.loss import Sequences, answer_nll, require_rows_apart
+from ratchet.models.loss import SequenceBatch, answer_nll, require_packing_isolation
 
 CPU = torch.device("cpu")
 LENGTHS = (20, 17, 9, 1, 5, 2, 30)
@@ -39,10 +39,10 @@ MIXING: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
+def rows() -> TokenRows:
     draw = np.random.default_rng(0)
     ids = [draw.integers(3, families.VOCABULARY, length).tolist() for length in LENGTHS]
-    return Rows.from_lists(ids, [[MASKED] * (len(row) // 3) + row[len(row) // 3 :] for row in ids])
+    return TokenRows.from_lists(ids, [[MASKED] * (len(row) // 3) + row[len(row) // 3 :] for row in ids])
 
 
 def model_of(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
@@ -53,7 +53,7 @@ def model_of(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.fl
     return families.make(family, 1, dtype, **changes)
 
 
-def logits_of(model: Model, batch: Sequences) -> Tensor:
+def logits_of(model: Model, batch: SequenceBatch) -> Tensor:
     inputs = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
     with torch.no_grad():
         logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **inputs).logits
@@ -71,17 +71,17 @@ def spans(sequence: list[int]) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt-neox", "gpt2", "qwen3-moe"])
-def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, attention: str, rows: Rows) -> None:
+def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, attention: str, rows: TokenRows) -> None:
     """In a micro-batch of three packs of different length, so that two of them are padded."""
     model = model_of(family, attention)
-    batch = Sequences.of(rows, PACKS, CPU)
+    batch = SequenceBatch.of(rows, PACKS, CPU)
     logits = logits_of(model, batch)
     with torch.no_grad():
         nll = answer_nll(model, batch.input_ids, batch.labels, batch.position_ids)
     largest = float(logits.abs().max())
     for k, pack in enumerate(PACKS):
         for row, start, stop in spans(pack):
-            alone = Sequences.of(rows, [[row]], CPU)
+            alone = SequenceBatch.of(rows, [[row]], CPU)
             assert alone.position_ids is None
             assert torch.allclose(logits[k, start:stop], logits_of(model, alone)[0], atol=1e-5 * largest, rtol=0)
             with torch.no_grad():
@@ -92,12 +92,12 @@ def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, a
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_without_positions_a_row_would_see_those_before_it(attention: str, rows: Rows) -> None:
+def test_without_positions_a_row_would_see_those_before_it(attention: str, rows: TokenRows) -> None:
     """The comparison above can fail."""
     model = model_of("llama", attention)
-    batch = Sequences.of(rows, [[1, 2]], CPU)
+    batch = SequenceBatch.of(rows, [[1, 2]], CPU)
     assert batch.position_ids is not None
-    read_as_one = logits_of(model, Sequences(batch.input_ids, batch.labels, None))
+    read_as_one = logits_of(model, SequenceBatch(batch.input_ids, batch.labels, None))
     apart = logits_of(model, batch)
     assert torch.allclose(read_as_one[0, :17], apart[0, :17], atol=1e-5)
     assert (read_as_one[0, 17:] - apart[0, 17:]).abs().max() > 0.1
@@ -105,13 +105,13 @@ def test_without_positions_a_row_would_see_those_before_it(attention: str, rows:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attention: str, rows: Rows) -> None:
+def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attention: str, rows: TokenRows) -> None:
     model = model_of(family, attention)
     trained = rows.trained(range(len(LENGTHS)))
 
     def gradients(sequences: list[list[int]]) -> list[Tensor]:
         model.zero_grad()
-        batch = Sequences.of(rows, sequences, CPU)
+        batch = SequenceBatch.of(rows, sequences, CPU)
         (answer_nll(model, batch.input_ids, batch.labels, batch.position_ids).sum() / trained).backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
@@ -125,10 +125,12 @@ def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attentio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
-def test_models_that_keep_rows_apart_may_be_packed(family: str, attention: str, dtype: torch.dtype, rows: Rows) -> None:
+def test_models_that_keep_rows_apart_may_be_packed(
+    family: str, attention: str, dtype: torch.dtype, rows: TokenRows
+) -> None:
     model = model_of(family, attention, dtype).train()
     before = torch.get_rng_state()
-    require_rows_apart(model, rows, [6, 0, 1, 2, 3], CPU)
+    require_packing_isolation(model, rows, [6, 0, 1, 2, 3], CPU)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -136,17 +138,17 @@ def test_models_that_keep_rows_apart_may_be_packed(family: str, attention: str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MIXING)
-def test_models_with_layers_that_carry_rows_over_are_refused(name: str, dtype: torch.dtype, rows: Rows) -> None:
+def test_models_with_layers_that_carry_rows_over_are_refused(name: str, dtype: torch.dtype, rows: TokenRows) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(MIXING[name](), dtype=dtype).eval()
     with pytest.raises(SettingsError, match=r"train\.batching: packed, but this model mixes the rows.*set by_length"):
-        require_rows_apart(model, rows, [6, 0, 1], CPU)
+        require_packing_isolation(model, rows, [6, 0, 1], CPU)
 
 
-def test_a_model_without_position_ids_is_refused(rows: Rows) -> None:
+def test_a_model_without_position_ids_is_refused(rows: TokenRows) -> None:
     with pytest.raises(SettingsError, match="takes no position ids"):
-        require_rows_apart(families.make("mamba"), rows, [6, 0, 1], CPU)
+        require_packing_isolation(families.make("mamba"), rows, [6, 0, 1], CPU)
 
 
 def without_mask(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any) -> Any:
@@ -155,33 +157,33 @@ def without_mask(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_ignores_masks_is_refused(dtype: torch.dtype, rows: Rows) -> None:
+def test_attention_that_ignores_masks_is_refused(dtype: torch.dtype, rows: TokenRows) -> None:
     AttentionInterface.register("without_mask", without_mask)
     try:
         model = model_of("llama", "without_mask", dtype)
         with pytest.raises(SettingsError, match="mixes the rows of a pack"):
-            require_rows_apart(model, rows, [6, 0, 1], CPU)
+            require_packing_isolation(model, rows, [6, 0, 1], CPU)
     finally:
         AttentionInterface._global_mapping.pop("without_mask")
 
 
-def test_a_model_that_reads_positions_otherwise_is_refused(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_reads_positions_otherwise_is_refused(rows: TokenRows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absolute positions that go on through the pack: no row sees another, and yet none is what it is alone."""
     model = model_of("gpt2")
     table = model.transformer.wpe
     original = table.forward
     monkeypatch.setattr(table, "forward", lambda positions: original(torch.arange(positions.shape[1])[None]))
     with pytest.raises(SettingsError, match="reads a row in a pack otherwise than alone"):
-        require_rows_apart(model, rows, [6, 0], CPU)
+        require_packing_isolation(model, rows, [6, 0], CPU)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows: Rows, tmp_path: Path) -> None:
+def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows: TokenRows, tmp_path: Path) -> None:
     model_of("llama").save_pretrained(tmp_path)
     settings = Train.model_validate({"attention": attention, "rank": 4})
     model = adapters.attach(loading.load(tmp_path, None, settings, CPU), settings, "base")
     assert model.get_base_model().config._attn_implementation == attention
-    require_rows_apart(model, rows, [6, 0, 1], CPU)  # 4 bits and adapters change nothing of it
+    require_packing_isolation(model, rows, [6, 0, 1], CPU)  # 4 bits and adapters change nothing of it
     plain = loading.load_plain(tmp_path, torch.float32, CPU)
     assert plain.config._attn_implementation == "sdpa"
 

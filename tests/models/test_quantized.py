@@ -211,21 +211,21 @@ ROWS = [list(range(3, 40)), list(range(50, 90))]
 
 def test_the_weight_of_a_layer_is_outputs_by_inputs() -> None:
     conv1d = families.make("gpt2").transformer.h[0].mlp.c_fc
-    assert torch.equal(frozen_weights.weight_of(conv1d), conv1d.weight.T)
+    assert torch.equal(frozen_weights.dense_weight(conv1d), conv1d.weight.T)
     model = families.make("llama")
-    whole = frozen_weights.weight_of(model.model.layers[0].mlp.down_proj).clone()
+    whole = frozen_weights.dense_weight(model.model.layers[0].mlp.down_proj).clone()
     assert whole.shape == (families.HIDDEN, families.INNER)
     pissa = adapters.attach(model, Train(rank=4, alpha=16, quantization="none", initialization="pissa"), "base")
     wrapped = pissa.get_base_model().model.layers[0].mlp.down_proj
     assert (wrapped.get_base_layer().weight - whole).abs().max() > 0.01
-    torch.testing.assert_close(frozen_weights.weight_of(wrapped), whole)
+    torch.testing.assert_close(frozen_weights.dense_weight(wrapped), whole)
 
 
 def test_a_weight_of_unknown_storage_is_refused() -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(BaseModelError, match=r"stored as torch\.int8"):
-        frozen_weights.weight_of(layer)
+        frozen_weights.dense_weight(layer)
 
 
 def test_four_bit_layers_keep_their_layout_in_evaluation_mode(llama: Path) -> None:
@@ -235,8 +235,8 @@ def test_four_bit_layers_keep_their_layout_in_evaluation_mode(llama: Path) -> No
     for _ in range(2):
         model.train()
         model(input_ids=torch.tensor(ROWS[:1])).logits.square().mean().backward()
-        gradients.append([p.grad.clone() for _, p in adapters.trainable(model) if p.grad is not None])
+        gradients.append([p.grad.clone() for _, p in adapters.trainable_parameters(model) if p.grad is not None])
         model.zero_grad()
-        scoring.logits_of(model.eval(), ROWS)
+        scoring.collect_logits(model.eval(), ROWS)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert any(g.abs().max() > 0 for g in gradients[0])

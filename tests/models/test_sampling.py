@@ -17,8 +17,8 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11, 12]]
 
 def draws(temperature: float, seed: int, count: int = 4000) -> torch.Tensor:
     """The first token of so many samples of one row."""
-    streams = [token_choice.stream(seed, "row", sample) for sample in range(count)]
-    draw = token_choice.Draw(streams, temperature, 3)
+    streams = [token_choice.noise_stream_key(seed, "row", sample) for sample in range(count)]
+    draw = token_choice.GumbelLogitsWarper(streams, temperature, 3)
     return draw(torch.zeros(count, 3, dtype=torch.int64), LOGITS.repeat(count, 1)).argmax(-1)
 
 
@@ -39,7 +39,7 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature: float) -> No
 
 def test_noise_depends_on_each_of_its_arguments_and_on_nothing_else() -> None:
     def noise(seed: int = 1, row: str = "row", sample: int = 0, step: int = 0) -> torch.Tensor:
-        return token_choice.gumbel(token_choice.stream(seed, row, sample), step, 500)
+        return token_choice.gumbel_noise(token_choice.noise_stream_key(seed, row, sample), step, 500)
 
     torch.manual_seed(1)
     first = noise()
@@ -53,8 +53,8 @@ def test_noise_depends_on_each_of_its_arguments_and_on_nothing_else() -> None:
 
 def sampled(model: Model, rows: list[int], samples: int = 1, temperature: float = 1.0) -> list[list[int]]:
     prompts = [PROMPTS[i] for i in rows for _ in range(samples)]
-    streams = [token_choice.stream(7, str(i), sample) for i in rows for sample in range(samples)]
-    draw = token_choice.Draw(streams, temperature, max(map(len, prompts)))
+    streams = [token_choice.noise_stream_key(7, str(i), sample) for i in rows for sample in range(samples)]
+    draw = token_choice.GumbelLogitsWarper(streams, temperature, max(map(len, prompts)))
     return scoring.generate(model, prompts, [], 8, 0, draw)
 
 

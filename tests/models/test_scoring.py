@@ -15,7 +15,7 @@ from ratchet.data.conversation import MASKED
 from ratchet.errors import BaseModelError
 from ratchet.models import adapters, chunked_loss, loading, scoring
 from ratchet.models.device import Model
-from ratchet.models.scoring import Likelihood
+from ratchet.models.scoring import RowLikelihood
 
 PAD = 0
 SEED = torch.Generator().manual_seed(3)
@@ -38,7 +38,7 @@ def reference(model: Model) -> list[tuple[float, int, float, int]]:
     return found
 
 
-def close(found: list[Likelihood], expected: list[tuple[float, int, float, int]], tolerance: float = 1e-6) -> None:
+def close(found: list[RowLikelihood], expected: list[tuple[float, int, float, int]], tolerance: float = 1e-6) -> None:
     for one, (nll, tokens, prompt_nll, prompt_tokens) in zip(found, expected, strict=True):
         assert (one.tokens, one.prompt_tokens) == (tokens, prompt_tokens)
         assert (one.nll, one.prompt_nll) == pytest.approx((nll, prompt_nll), rel=tolerance)
@@ -64,9 +64,9 @@ def rough(family: str, **changes: Any) -> Model:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_likelihoods_are_those_of_float64_in_pieces_of_any_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = rough(family)
-    whole = scoring.likelihoods(model, ROWS, LABELS, PAD)
+    whole = scoring.score_rows(model, ROWS, LABELS, PAD)
     with small_pieces(monkeypatch, 4):
-        pieces = scoring.likelihoods(model, ROWS, LABELS, PAD)
+        pieces = scoring.score_rows(model, ROWS, LABELS, PAD)
     expected = reference(model)
     tolerance = 1e-5 if family == "mamba" else 1e-6  # Mamba's own class computes its states in float32, here as well
     close(whole, expected, tolerance)
@@ -78,9 +78,9 @@ def test_what_is_done_to_logits_after_the_head_is_done_to_every_piece(monkeypatc
     for family, changes in (("gemma2", {"final_logit_softcapping": 0.5}), ("cohere", {"logit_scale": 0.5})):
         model, plain = (rough(family, **given) for given in (changes, {}))
         with small_pieces(monkeypatch, 4):
-            found = scoring.likelihoods(model, ROWS, LABELS, PAD)
+            found = scoring.score_rows(model, ROWS, LABELS, PAD)
         close(found, reference(model))
-        assert found[1].nll != pytest.approx(scoring.likelihoods(plain, ROWS, LABELS, PAD)[1].nll, rel=1e-3)
+        assert found[1].nll != pytest.approx(scoring.score_rows(plain, ROWS, LABELS, PAD)[1].nll, rel=1e-3)
 
 
 def test_logits_are_never_whole_and_the_body_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_logits_are_never_whole_and_the_body_runs_once(monkeypatch: pytest.Monke
     model.lm_head.register_forward_hook(lambda module, inputs, output: heads.append(output.shape[1]))
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: bodies.append(1))
     with small_pieces(monkeypatch, 7):
-        scoring.likelihoods(model, ROWS, LABELS, PAD)
+        scoring.score_rows(model, ROWS, LABELS, PAD)
     assert (heads, len(bodies)) == ([7, 7, 7, 7, 2], 1)
     assert "forward" not in vars(model.model)
 
@@ -99,7 +99,7 @@ def test_a_model_whose_body_is_not_to_be_found_is_scored_all_the_same(monkeypatc
     model = families.make("llama")
     monkeypatch.setattr(model, "get_decoder", lambda: model)
     with small_pieces(monkeypatch, 7):
-        close(scoring.likelihoods(model, ROWS, LABELS, PAD), reference(families.make("llama")))
+        close(scoring.score_rows(model, ROWS, LABELS, PAD), reference(families.make("llama")))
 
 
 def test_a_model_that_runs_its_body_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,34 +107,36 @@ def test_a_model_that_runs_its_body_twice_is_refused(monkeypatch: pytest.MonkeyP
     once = model.forward
     monkeypatch.setattr(model, "forward", lambda **given: (once(**given), once(**given))[1])
     with pytest.raises(BaseModelError, match="LlamaForCausalLM: runs its layers 2 times for one text"):
-        scoring.likelihoods(model, ROWS, LABELS, PAD)
+        scoring.score_rows(model, ROWS, LABELS, PAD)
 
 
 def test_padding_and_order_of_a_batch_change_nothing_but_rounding() -> None:
     model = rough("qwen2")
-    expected = [astuple(one) for one in scoring.likelihoods(model, ROWS, LABELS, PAD)]
+    expected = [astuple(one) for one in scoring.score_rows(model, ROWS, LABELS, PAD)]
     for order in ([5, 4, 3, 2, 1, 0], [2, 0, 4], [3], [4]):
         rows, labels = [ROWS[i] for i in order], [LABELS[i] for i in order]
-        close(scoring.likelihoods(model, rows, labels, 17), [expected[i] for i in order])
+        close(scoring.score_rows(model, rows, labels, 17), [expected[i] for i in order])
 
 
 def test_base_and_adapter_are_scored_on_the_same_tokens(saved_family: Callable[[str], Path]) -> None:
     train = Train.model_validate({"quantization": "nf4", "rank": 4, "dropout": 0.0})
     plain = loading.load(saved_family("llama"), None, train, torch.device("cpu"))
-    expected = scoring.likelihoods(plain, ROWS, LABELS, PAD)
+    expected = scoring.score_rows(plain, ROWS, LABELS, PAD)
     model = adapters.attach(plain, train, "digest").eval()
     with torch.no_grad():
-        for _, parameter in adapters.trainable(model):
+        for _, parameter in adapters.trainable_parameters(model):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
-    tuned = scoring.likelihoods(model, ROWS, LABELS, PAD)
+    tuned = scoring.score_rows(model, ROWS, LABELS, PAD)
     with model.disable_adapter():
-        assert scoring.likelihoods(model, ROWS, LABELS, PAD) == expected
+        assert scoring.score_rows(model, ROWS, LABELS, PAD) == expected
     assert [(a.tokens, a.prompt_tokens) for a in tuned] == [(b.tokens, b.prompt_tokens) for b in expected]
     assert tuned[1].nll != pytest.approx(expected[1].nll, rel=1e-3)
 
 
 def test_rows_of_a_single_token_have_no_likelihood() -> None:
-    assert scoring.likelihoods(families.make("llama"), [[5], [6]], [[5], [MASKED]], PAD) == [Likelihood(0, 0, 0, 0)] * 2
+    assert (
+        scoring.score_rows(families.make("llama"), [[5], [6]], [[5], [MASKED]], PAD) == [RowLikelihood(0, 0, 0, 0)] * 2
+    )
 
 
 def by_hand(model: Model, prompt: list[int], ends: list[int], count: int) -> list[int]:

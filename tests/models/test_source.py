@@ -11,7 +11,7 @@ from ratchet.config.schema import Base
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model
 from ratchet.stages import base
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -25,25 +25,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pinned(layout: Layout, wanted: Base) -> BaseCard:
+def pinned(layout: ProjectLayout, wanted: Base) -> BaseCard:
     base.base(layout, tiny_project.SETTINGS.model_copy(update={"base": wanted}), lambda _: None)
     return BaseCard.load(layout.base_card)
 
 
-def test_a_directory_is_pinned_by_content_and_stays_where_it_is(layout: Layout, built: Path) -> None:
+def test_a_directory_is_pinned_by_content_and_stays_where_it_is(layout: ProjectLayout, built: Path) -> None:
     shutil.copytree(built, layout.root / "models" / "mine")
     card = pinned(layout, Base(source="models/mine"))
     assert card.architecture == "LlamaForCausalLM"
     assert card.revision is None
     assert base_model.locate(layout, card) == layout.root / "models" / "mine"
     assert not layout.tiny_model.exists()
-    base_model.check(base_model.locate(layout, card), card.files)
+    base_model.verify_files(base_model.locate(layout, card), card.files)
     (layout.root / "models" / "mine" / "config.json").write_text("{}")
     with pytest.raises(BaseModelError, match=r"config\.json: changed since the base was pinned"):
-        base_model.check(base_model.locate(layout, card), card.files)
+        base_model.verify_files(base_model.locate(layout, card), card.files)
 
 
-def test_equal_models_have_equal_digests_in_any_directory(layout: Layout, built: Path) -> None:
+def test_equal_models_have_equal_digests_in_any_directory(layout: ProjectLayout, built: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(built, layout.root / name)
     (layout.root / "b" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
@@ -52,7 +52,7 @@ def test_equal_models_have_equal_digests_in_any_directory(layout: Layout, built:
     assert (a.licence, b.licence) == (None, "mit")
 
 
-def test_a_hub_id_is_resolved_to_its_commit(layout: Layout, built: Path, cache: Path) -> None:
+def test_a_hub_id_is_resolved_to_its_commit(layout: ProjectLayout, built: Path, cache: Path) -> None:
     """Through the real hub client, on a cache as it lays it out itself; no network is needed for what is cached."""
     repository = cache / "models--user--some-model"
     shutil.copytree(built, repository / "snapshots" / COMMIT)
@@ -64,7 +64,7 @@ def test_a_hub_id_is_resolved_to_its_commit(layout: Layout, built: Path, cache: 
     assert base_model.locate(layout, card) == repository / "snapshots" / COMMIT
 
 
-def test_a_hub_id_that_is_nowhere_says_what_is_cached(layout: Layout, cache: Path) -> None:
+def test_a_hub_id_that_is_nowhere_says_what_is_cached(layout: ProjectLayout, cache: Path) -> None:
     wanted = Base(source="user/nothing", revision="main")
     with pytest.raises(BaseModelError, match=r"nothing at main: the hub cannot be reached .*no model is cached in "):
         pinned(layout, wanted)
@@ -75,12 +75,12 @@ def test_a_hub_id_that_is_nowhere_says_what_is_cached(layout: Layout, cache: Pat
         pinned(layout, wanted)
 
 
-def test_a_hub_id_that_can_be_none(layout: Layout) -> None:
+def test_a_hub_id_that_can_be_none(layout: ProjectLayout) -> None:
     with pytest.raises(BaseModelError, match="no hub id can be so written"):
         pinned(layout, Base(source="some body/no thing", revision="main"))
 
 
-def test_weights_in_other_formats_are_no_part_of_a_model(layout: Layout, built: Path) -> None:
+def test_weights_in_other_formats_are_no_part_of_a_model(layout: ProjectLayout, built: Path) -> None:
     before = pinned(layout, Base(source=str(built)))
     for name in ("more", "original"):
         shutil.copytree(built, layout.root / name)

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
 from families import FAMILIES, HIDDEN, INNER, LAYERS, VOCABULARY, make
-from ratchet.config.train import AdaLora, Train
+from ratchet.config.train import AdaLoraSettings, Train
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading, model_spec
 from ratchet.models.memory import parameters
-from ratchet.models.memory.parameters import Stored
+from ratchet.models.memory.parameters import BaseTensorSizes
 
 ADAPTABLE = [family for family in FAMILIES if family != "mamba"]
 Saved = Callable[[str], Path]
@@ -36,7 +36,7 @@ def measured(model: Any) -> tuple[int, int, int]:
     return sum(quantized.values()), sum(constants.values()), sum(plain.values())
 
 
-def figures(stored: Stored) -> tuple[int, int, int]:
+def figures(stored: BaseTensorSizes) -> tuple[int, int, int]:
     return stored.quantized_bytes, stored.constants_bytes, stored.plain_bytes
 
 
@@ -44,7 +44,7 @@ def figures(stored: Stored) -> tuple[int, int, int]:
 def test_bytes_are_those_of_a_really_quantised_model(family: str, saved_family: Saved) -> None:
     settings = Train(quantization="nf4", double_quantization=True, compute_dtype="bfloat16")
     model = loaded(saved_family(family), settings)
-    stored = parameters.stored_bytes(model_spec.load(saved_family(family)), settings, compute_bytes=2)
+    stored = parameters.estimate_base_sizes(model_spec.load(saved_family(family)), settings, compute_bytes=2)
     assert figures(stored) == measured(model)
     quantised = [name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
     assert list(stored.quantized) == quantised
@@ -60,7 +60,7 @@ def test_bytes_are_exact_for_every_kind_and_storage_type(
     settings = Train(
         quantization=kind, quantization_storage=held_in, double_quantization=double, compute_dtype="float32"
     )
-    stored = parameters.stored_bytes(model_spec.load(saved_family(family)), settings, compute_bytes=4)
+    stored = parameters.estimate_base_sizes(model_spec.load(saved_family(family)), settings, compute_bytes=4)
     assert figures(stored) == measured(loaded(saved_family(family), settings))
 
 
@@ -68,7 +68,9 @@ def test_bytes_are_exact_for_every_kind_and_storage_type(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bytes_without_quantisation(family: str, dtype: Any, saved_family: Saved) -> None:
     settings = Train(quantization="none", compute_dtype=dtype)
-    stored = parameters.stored_bytes(model_spec.load(saved_family(family)), settings, getattr(torch, dtype).itemsize)
+    stored = parameters.estimate_base_sizes(
+        model_spec.load(saved_family(family)), settings, getattr(torch, dtype).itemsize
+    )
     assert figures(stored) == measured(loaded(saved_family(family), settings))
     assert stored.quantized_bytes == stored.constants_bytes == 0
     assert stored.quantized == stored.left_plain == ()
@@ -96,14 +98,14 @@ def test_odd_shapes_are_padded_as_bitsandbytes_pads_them(inputs: int, outputs: i
     settings = Train(quantization="nf4", double_quantization=double)
     real = Odd(lambda *shape, bias: Linear4bit(*shape, bias, compress_statistics=double, quant_type="nf4")).to("cpu")
     with torch.device("meta"):
-        assert figures(parameters.stored(Odd(torch.nn.Linear), settings)) == measured(real)
+        assert figures(parameters.measure_base_sizes(Odd(torch.nn.Linear), settings)) == measured(real)
 
 
 def test_a_matrix_that_the_storage_type_cannot_hold_is_refused() -> None:
-    made = model_spec.of_config(FAMILIES["llama"](intermediate_size=47, hidden_size=36, num_attention_heads=6))
-    assert parameters.stored_bytes(made, Train(quantization_storage="bfloat16"), compute_bytes=4)
+    made = model_spec.from_config(FAMILIES["llama"](intermediate_size=47, hidden_size=36, num_attention_heads=6))
+    assert parameters.estimate_base_sizes(made, Train(quantization_storage="bfloat16"), compute_bytes=4)
     with pytest.raises(SettingsError, match=r"quantization_storage: float32, but .*gate_proj is 846 bytes in 4 bits"):
-        parameters.stored_bytes(made, Train(quantization_storage="float32"), compute_bytes=4)
+        parameters.estimate_base_sizes(made, Train(quantization_storage="float32"), compute_bytes=4)
 
 
 def test_a_checkpoint_in_4_bits_says_itself_what_it_leaves_out(saved_family: Saved, tmp_path: Path) -> None:
@@ -120,14 +122,14 @@ def test_a_checkpoint_in_4_bits_says_itself_what_it_leaves_out(saved_family: Sav
     )
     made.save_pretrained(tmp_path)
     model = loaded(tmp_path, settings)
-    stored = parameters.stored_bytes(model_spec.load(tmp_path), settings, compute_bytes=4)
+    stored = parameters.estimate_base_sizes(model_spec.load(tmp_path), settings, compute_bytes=4)
     assert figures(stored) == measured(model)
     assert {name.rsplit(".", 1)[-1] for name in stored.left_plain} == {"down_proj"}
 
 
 def test_what_transformers_leaves_plain_is_named(saved_family: Saved) -> None:
     def plain(family: str) -> set[str]:
-        made = parameters.stored_bytes(model_spec.load(saved_family(family)), Train(), compute_bytes=2)
+        made = parameters.estimate_base_sizes(model_spec.load(saved_family(family)), Train(), compute_bytes=2)
         return {name.rsplit(".", 1)[-1] for name in made.left_plain}
 
     assert plain("llama") == plain("gpt2") == set()
@@ -144,36 +146,36 @@ def test_layers_that_a_family_keeps_in_float32_stay_so(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for name in ("bfloat16", "float16"):
         settings = Train(compute_dtype=name)
-        stored = parameters.stored_bytes(model_spec.load(tmp_path), settings, compute_bytes=2)
+        stored = parameters.estimate_base_sizes(model_spec.load(tmp_path), settings, compute_bytes=2)
         assert figures(stored) == measured(loaded(tmp_path, settings)), name
 
 
 def test_largest_tensors_and_blocks_of_the_allocator(saved_family: Saved) -> None:
     made = model_spec.load(saved_family("llama-tied"))
-    stored = parameters.stored_bytes(made, Train(), compute_bytes=4)
+    stored = parameters.estimate_base_sizes(made, Train(), compute_bytes=4)
     embedding_bytes = VOCABULARY * HIDDEN * 4
     assert stored.largest_plain_bytes == embedding_bytes
     assert stored.largest_source_bytes == INNER * HIDDEN * 4  # before it is packed
-    wide = parameters.stored_bytes(
-        model_spec.of_config(FAMILIES["llama"](intermediate_size=4096)), Train(), compute_bytes=4
+    wide = parameters.estimate_base_sizes(
+        model_spec.from_config(FAMILIES["llama"](intermediate_size=4096)), Train(), compute_bytes=4
     )
     assert wide.largest_plain_bytes == embedding_bytes
     assert wide.largest_source_bytes == 4096 * HIDDEN * 4
     assert stored.total_bytes == sum(figures(stored)) == stored.allocated_bytes(1)
     model = loaded(saved_family("llama-tied"), Train(compute_dtype="float32"))
-    blocks = [-(-tensor.nbytes // 512) * 512 for tensor in parameters.tensors_of(model)]
+    blocks = [-(-tensor.nbytes // 512) * 512 for tensor in parameters.list_unique_tensors(model)]
     assert stored.allocated_bytes(512) == sum(blocks)
-    assert sum(tensor.nbytes for tensor in parameters.tensors_of(model)) == sum(measured(model))
+    assert sum(tensor.nbytes for tensor in parameters.list_unique_tensors(model)) == sum(measured(model))
 
 
 def counted(family: str, settings: Train, new_tokens: Sequence[int] = ()) -> int:
     """Parameters that learn, checked with a model that has the adapter."""
     model = adapters.attach(make(family), settings, "digest", new_tokens)
-    made = model_spec.of_config(FAMILIES[family]())
+    made = model_spec.from_config(FAMILIES[family]())
     learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert parameters.trainable_parameters(made, settings, len(new_tokens)) == learning
+    assert parameters.count_trainable_parameters(made, settings, len(new_tokens)) == learning
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert parameters.total_parameters(made, settings, len(new_tokens)) == total
+    assert parameters.count_total_parameters(made, settings, len(new_tokens)) == total
     return learning
 
 
@@ -190,7 +192,7 @@ DENSE = [family for family in ADAPTABLE if family not in ("mixtral", "qwen3-moe"
 @pytest.mark.parametrize("adapter", ["dora", "adalora"])
 @pytest.mark.parametrize("family", DENSE)
 def test_parameters_of_dora_and_adalora_are_those_of_an_attached_model(family: str, adapter: Any) -> None:
-    counted(family, Train(rank=3, adapter=adapter, adalora=AdaLora(target_rank=2)))
+    counted(family, Train(rank=3, adapter=adapter, adalora=AdaLoraSettings(target_rank=2)))
 
 
 def test_parameters_with_patterns_and_named_embeddings() -> None:
@@ -209,11 +211,11 @@ def test_llama_2_7b_with_the_published_figures() -> None:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000
     )
-    made = model_spec.of_config(config)
+    made = model_spec.from_config(config)
     settings = Train(rank=16, targets=("q_proj", "v_proj"))
-    assert parameters.trainable_parameters(made, settings) == 8_388_608
-    assert parameters.total_parameters(made, settings) == 6_746_804_224
-    stored = parameters.stored_bytes(made, settings, compute_bytes=2)
+    assert parameters.count_trainable_parameters(made, settings) == 8_388_608
+    assert parameters.count_total_parameters(made, settings) == 6_746_804_224
+    stored = parameters.estimate_base_sizes(made, settings, compute_bytes=2)
     in_4_bits = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     assert stored.quantized_bytes == in_4_bits // 2
     # 0.127 bits a parameter for constants (Dettmers et al. 2023, section 3): 8/64 + 32/(64 * 256), and the codes.

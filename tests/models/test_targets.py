@@ -11,20 +11,20 @@ from families import FAMILIES, LAYERS, T5, make
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import model_spec, targets
-from ratchet.models.model_spec import Blueprint, Layer
+from ratchet.models.model_spec import LayerSpec, ModelSpec
 
 ADAPTABLE = [family for family in FAMILIES if family != "mamba"]
 
 
-def of(family: str, **changes: Any) -> Blueprint:
-    return model_spec.of_config(FAMILIES[family](**changes))
+def of(family: str, **changes: Any) -> ModelSpec:
+    return model_spec.from_config(FAMILIES[family](**changes))
 
 
-def leaves(layers: tuple[Layer, ...]) -> set[str]:
+def leaves(layers: tuple[LayerSpec, ...]) -> set[str]:
     return {layer.name.rsplit(".", 1)[-1] for layer in layers}
 
 
-def attached(family: str, chosen: tuple[Layer, ...], settings: Train) -> Any:
+def attached(family: str, chosen: tuple[LayerSpec, ...], settings: Train) -> Any:
     """The family's real model with peft's own adapters on these layers."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -163,9 +163,9 @@ def test_patterns_mean_what_they_mean_to_peft(family: str, ranks: dict[str, int]
         module = modules[name]
         while leaf and module.parameter_name != leaf:
             module = module.base_layer
-        assert module.r["default"] == targets.rank_of(layer, settings), layer.name
-        assert module.lora_alpha["default"] == targets.alpha_of(layer, settings), layer.name
-        seen.add((targets.rank_of(layer, settings), targets.alpha_of(layer, settings)))
+        assert module.r["default"] == targets.layer_rank(layer, settings), layer.name
+        assert module.lora_alpha["default"] == targets.layer_alpha(layer, settings), layer.name
+        seen.add((targets.layer_rank(layer, settings), targets.layer_alpha(layer, settings)))
     assert len(seen) > 1
 
 

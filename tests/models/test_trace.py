@@ -7,24 +7,24 @@ import families
 from ratchet.config.train import Train
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.loading import Model
-from ratchet.models.loss import Sequences, answer_nll
+from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory import meta_model, trace
-from ratchet.models.memory.trace import Batch, Ledger, own_tensors
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.trace import AllocationTrace, BatchShape, iterate_own_tensors
+from ratchet.models.model_spec import ModelSpec
 
 ROWS, TOKENS, LEARNED = 2, 64, 10
-STEP = Batch(ROWS, TOKENS, ROWS * LEARNED, packed=False, device="cpu")
+STEP = BatchShape(ROWS, TOKENS, ROWS * LEARNED, packed=False, device="cpu")
 FAMILIES = ["llama", "gpt2", "opt", "mixtral", "gemma2", "qwen3", "falcon", "bloom", "phi3"]
 
 
 def settings_for(family: str, **changes: object) -> Train:
-    plan = model_spec.of_config(families.FAMILIES[family]())
+    plan = model_spec.from_config(families.FAMILIES[family]())
     leaves = {x.name.rsplit(".", 1)[-1] for x in plan.layers if x.role in ("attention", "mlp") and x.kind != "experts"}
     return Train(rank=4, targets=tuple(sorted(leaves)), **{"quantization": "none", **changes})  # type: ignore[arg-type]
 
 
 def on_meta(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> Model:
-    plan: Blueprint = model_spec.of_config(families.FAMILIES[family]())
+    plan: ModelSpec = model_spec.from_config(families.FAMILIES[family]())
     (model,) = meta_model.build(plan, settings_for(family, **changes), dtype, "cpu").models
     return model
 
@@ -45,7 +45,7 @@ def inputs(packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 def kept_by_autograd(model: Model, packed: bool) -> int:
-    own = {tensor.untyped_storage().data_ptr() for tensor in own_tensors(model)}
+    own = {tensor.untyped_storage().data_ptr() for tensor in iterate_own_tensors(model)}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,17 +66,21 @@ def kept_by_autograd(model: Model, packed: bool) -> int:
 def test_what_is_kept_for_the_backward_pass_is_what_autograd_keeps(
     family: str, dtype: torch.dtype, dropout: float, packed: bool
 ) -> None:
-    kept = trace.kept_bytes(on_meta(family, dtype, dropout=dropout), Batch(ROWS, TOKENS, LEARNED, packed, "cpu"))
+    kept = trace.saved_activation_bytes(
+        on_meta(family, dtype, dropout=dropout), BatchShape(ROWS, TOKENS, LEARNED, packed, "cpu")
+    )
     assert kept == pytest.approx(kept_by_autograd(with_data(family, dtype, dropout=dropout), packed), rel=0.015)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_eager_attention_keeps_what_autograd_keeps(family: str) -> None:
-    kept = trace.kept_bytes(on_meta(family, attention="eager"), Batch(ROWS, TOKENS, LEARNED, False, "cpu"))
+    kept = trace.saved_activation_bytes(
+        on_meta(family, attention="eager"), BatchShape(ROWS, TOKENS, LEARNED, False, "cpu")
+    )
     assert kept == pytest.approx(kept_by_autograd(with_data(family, attn_implementation="eager"), False), rel=0.01)
 
 
-def highest(ledger: Ledger) -> int:
+def highest(ledger: AllocationTrace) -> int:
     return max(peak.total_bytes for peak in ledger.peaks.values())
 
 
@@ -84,28 +88,32 @@ def highest_with_data(model: Model, checkpointing: bool) -> int:
     """The same account, kept while real tensors are computed."""
     if checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    ledger = Ledger(model, STEP, learning=True)
+    ledger = AllocationTrace(model, STEP, learning=True)
     with ledger:
-        chunked_loss.learn(model, Sequences(*inputs(packed=False)), 1.0)
+        chunked_loss.forward_backward(model, SequenceBatch(*inputs(packed=False)), 1.0)
     return highest(ledger)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_what_lives_at_most_in_a_step_is_what_lives_in_one_with_data(family: str, checkpointing: bool) -> None:
-    found = highest(trace.step(on_meta(family), STEP, False, checkpointing))
+    found = highest(trace.trace_micro_batch(on_meta(family), STEP, False, checkpointing))
     assert found == pytest.approx(highest_with_data(with_data(family), checkpointing), rel=0.02)
 
 
 def test_recomputation_keeps_less_and_evaluation_keeps_nothing() -> None:
     model = on_meta("llama")
-    kept, recomputed = (highest(trace.step(model, STEP, False, checkpointing)) for checkpointing in (False, True))
-    assert highest(trace.evaluation(model, STEP)) < recomputed < 0.9 * kept
+    kept, recomputed = (
+        highest(trace.trace_micro_batch(model, STEP, False, checkpointing)) for checkpointing in (False, True)
+    )
+    assert highest(trace.trace_evaluation(model, STEP)) < recomputed < 0.9 * kept
 
 
 def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
     def most(quantization: str) -> int:
-        found = trace.step(on_meta("llama", quantization=quantization), Batch(1, 2, 1, False, "cpu"), False, False)
+        found = trace.trace_micro_batch(
+            on_meta("llama", quantization=quantization), BatchShape(1, 2, 1, False, "cpu"), False, False
+        )
         return max(peak.parts["dequantised weights"] for peak in found.peaks.values())
 
     layer = families.HIDDEN * families.INNER * 4
@@ -115,22 +123,26 @@ def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there_from_the_beginning() -> None:
-    model, batch = on_meta("llama"), Batch(1, 8, 2, False, "cpu")
+    model, batch = on_meta("llama"), BatchShape(1, 8, 2, False, "cpu")
     own = sum(-(-p.nbytes // 64) * 64 for p in model.parameters() if p.requires_grad)
-    first, second = (trace.step(model, batch, there, False).peaks["forward", "before", 0] for there in (False, True))
+    first, second = (
+        trace.trace_micro_batch(model, batch, there, False).peaks["forward", "before", 0] for there in (False, True)
+    )
     assert (first.parts["gradients"], second.parts["gradients"]) == (0, own)
 
 
 def test_fused_attention_of_gpus_keeps_no_scores_and_a_mask_repeats_the_keys() -> None:
     fused, eager = (on_meta("qwen3", torch.bfloat16, attention=attention) for attention in ("sdpa", "eager"))
-    rows, packs = (trace.kept_bytes(fused, Batch(1, 512, 1, packed, "cuda")) for packed in (False, True))
-    assert rows < packs < trace.kept_bytes(eager, Batch(1, 512, 1, False, "cuda"))
+    rows, packs = (
+        trace.saved_activation_bytes(fused, BatchShape(1, 512, 1, packed, "cuda")) for packed in (False, True)
+    )
+    assert rows < packs < trace.saved_activation_bytes(eager, BatchShape(1, 512, 1, False, "cuda"))
 
 
 def test_the_process_is_left_as_it_was() -> None:
     before = torch.get_rng_state()
     assert not torch.are_deterministic_algorithms_enabled()
-    trace.step(on_meta("llama"), Batch(1, 8, 2, False, "cpu"), False, True)
+    trace.trace_micro_batch(on_meta("llama"), BatchShape(1, 8, 2, False, "cpu"), False, True)
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.ones(2).device.type == "cpu"

@@ -40,8 +40,8 @@ def card(*added: str) -> BaseCard:
 
 
 def test_a_token_is_matched_as_written_and_stays_in_answers(tokenizer: Any) -> None:
-    size = vocabulary.size_of(tokenizer)
-    pieces = vocabulary.add(tokenizer, NEW)
+    size = vocabulary.required_rows(tokenizer)
+    pieces = vocabulary.add_tokens(tokenizer, NEW)
     assert sorted(pieces) == [size, size + 1]
     assert [tokenizer.decode(pieces[tokenizer.convert_tokens_to_ids(token)]) for token in NEW] == list(NEW)
     ids = tokenizer.encode("a<tool> naïve approach", add_special_tokens=False)
@@ -51,17 +51,17 @@ def test_a_token_is_matched_as_written_and_stays_in_answers(tokenizer: Any) -> N
 
 def test_a_token_that_is_known_stays_what_it_is(tokenizer: Any) -> None:
     before = tokenizer.get_vocab()
-    assert vocabulary.add(tokenizer, [TURN_END, "a", TURN_END]) == {}
+    assert vocabulary.add_tokens(tokenizer, [TURN_END, "a", TURN_END]) == {}
     assert tokenizer.get_vocab() == before
-    assert vocabulary.new_tokens(tokenizer, card(TURN_END)) == [tokenizer.eos_token_id]
+    assert vocabulary.list_new_token_ids(tokenizer, card(TURN_END)) == [tokenizer.eos_token_id]
     with pytest.raises(BaseModelError, match=r"base\.added_tokens: <tool> is not in the tokenizer"):
-        vocabulary.new_tokens(tokenizer, card("<tool>"))
+        vocabulary.list_new_token_ids(tokenizer, card("<tool>"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt-j", "phi"])
 def test_new_rows_begin_as_the_mean_of_their_pieces(family: str, tokenizer: Any) -> None:
     """gpt2, gemma2 and opt tie their head to the embeddings; gpt-j and phi have a head with a bias."""
-    size = vocabulary.size_of(tokenizer)
+    size = vocabulary.required_rows(tokenizer)
     model = model_with(size, family)
     tied = embeddings(model)[0] is embeddings(model)[1]
     bias = getattr(model.get_output_embeddings(), "bias", None)
@@ -70,9 +70,9 @@ def test_new_rows_begin_as_the_mean_of_their_pieces(family: str, tokenizer: Any)
     old = [tensor.detach().clone() for tensor in (*embeddings(model), *([] if bias is None else [bias]))]
     ids = [[1, 5, 9, size - 1]]
     before = model(input_ids=torch.tensor(ids)).logits
-    pieces = vocabulary.add(tokenizer, NEW)
+    pieces = vocabulary.add_tokens(tokenizer, NEW)
     state = torch.get_rng_state()
-    assert vocabulary.grow(model, vocabulary.size_of(tokenizer), pieces) == [size, size + 1]
+    assert vocabulary.grow_embeddings(model, vocabulary.required_rows(tokenizer), pieces) == [size, size + 1]
 
     head = model.get_output_embeddings()
     new = [*embeddings(model), *([] if bias is None else [head.bias])]
@@ -91,7 +91,7 @@ def test_new_rows_begin_as_the_mean_of_their_pieces(family: str, tokenizer: Any)
 def test_growing_is_deterministic_and_without_pieces_begins_at_the_mean() -> None:
     models_ = [model_with(50), model_with(50)]
     for model in models_:
-        assert vocabulary.grow(model, 53) == [50, 51, 52]
+        assert vocabulary.grow_embeddings(model, 53) == [50, 51, 52]
         torch.rand(7)
     assert all(torch.equal(a, b) for a, b in zip(*map(embeddings, models_), strict=True))
     embedding = embeddings(models_[0])[0]
@@ -99,26 +99,26 @@ def test_growing_is_deterministic_and_without_pieces_begins_at_the_mean() -> Non
 
 
 def test_padded_rows_are_used_before_anything_grows(tokenizer: Any) -> None:
-    size = vocabulary.size_of(tokenizer)
+    size = vocabulary.required_rows(tokenizer)
     model = model_with(size + 20)
     old = [tensor.detach().clone() for tensor in embeddings(model)]
-    assert vocabulary.grow(model, size) == []
+    assert vocabulary.grow_embeddings(model, size) == []
     assert all(map(torch.equal, old, embeddings(model)))
-    pieces = vocabulary.add(tokenizer, NEW)
-    assert vocabulary.grow(model, vocabulary.size_of(tokenizer), pieces) == []
+    pieces = vocabulary.add_tokens(tokenizer, NEW)
+    assert vocabulary.grow_embeddings(model, vocabulary.required_rows(tokenizer), pieces) == []
     embedding = embeddings(model)[0]
     assert len(embedding) == model.config.vocab_size == size + 20
     changed = (embedding != old[0]).any(dim=1).nonzero().flatten().tolist()
     assert changed == sorted(pieces)
-    assert vocabulary.new_tokens(tokenizer, card(*NEW), model) == sorted(pieces)
+    assert vocabulary.list_new_token_ids(tokenizer, card(*NEW), model) == sorted(pieces)
 
 
 def test_a_tokenizer_that_knows_more_than_the_model_is_the_same_case(tokenizer: Any) -> None:
-    model = model_with(vocabulary.size_of(tokenizer) - 3)
-    grown = vocabulary.grow(model, vocabulary.size_of(tokenizer))
+    model = model_with(vocabulary.required_rows(tokenizer) - 3)
+    grown = vocabulary.grow_embeddings(model, vocabulary.required_rows(tokenizer))
     assert len(grown) == 3
-    assert vocabulary.new_tokens(tokenizer, card(), model) == grown
-    assert vocabulary.new_tokens(tokenizer, card(TURN_END), model) == sorted([*grown, tokenizer.eos_token_id])
+    assert vocabulary.list_new_token_ids(tokenizer, card(), model) == grown
+    assert vocabulary.list_new_token_ids(tokenizer, card(TURN_END), model) == sorted([*grown, tokenizer.eos_token_id])
 
 
 def test_a_head_that_is_longer_than_the_embedding_keeps_its_rows() -> None:
@@ -126,7 +126,7 @@ def test_a_head_that_is_longer_than_the_embedding_keeps_its_rows() -> None:
     head = torch.nn.Linear(families.HIDDEN, 60, bias=False)
     model.set_output_embeddings(head)
     old = head.weight.detach().clone()
-    assert vocabulary.grow(model, 52) == [50, 51]
+    assert vocabulary.grow_embeddings(model, 52) == [50, 51]
     embedding, now = embeddings(model)
     assert (len(embedding), len(now)) == (60, 60)
     assert torch.equal(old, now)
@@ -137,8 +137,8 @@ def test_ids_with_gaps_need_rows_up_to_the_greatest(tokenizer: Any) -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 7}
 
-    assert vocabulary.size_of(Gaps()) == 8
-    assert vocabulary.size_of(tokenizer) == len(tokenizer)
+    assert vocabulary.required_rows(Gaps()) == 8
+    assert vocabulary.required_rows(tokenizer) == len(tokenizer)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def directory(tmp_path: Path) -> Path:
 def test_a_model_in_four_bits_grows_for_its_head_is_not(directory: Path) -> None:
     model = loading.load(directory, None, Train(), torch.device("cpu"))
     learning = [parameter.requires_grad for parameter in model.parameters()]
-    assert vocabulary.grow(model, 98, {96: [3, 4], 97: [5]}) == [96, 97]
+    assert vocabulary.grow_embeddings(model, 98, {96: [3, 4], 97: [5]}) == [96, 97]
     embedding, head = embeddings(model)
     torch.testing.assert_close(embedding[96], embedding[3:5].mean(dim=0))
     assert model(input_ids=torch.tensor([[96, 97]])).logits.shape[-1] == len(head) == 98
@@ -160,7 +160,7 @@ def test_a_model_in_four_bits_grows_for_its_head_is_not(directory: Path) -> None
 def test_a_head_in_four_bits_cannot_grow(directory: Path) -> None:
     everything = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["embed_tokens"])
     model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=everything, dtype=torch.float32)
-    assert vocabulary.grow(model, 90) == []
+    assert vocabulary.grow_embeddings(model, 90) == []
     for size, pieces in ((98, None), (96, {90: [1]})):
         with pytest.raises(BaseModelError, match="stored in 4 bits"):
-            vocabulary.grow(model, size, pieces)
+            vocabulary.grow_embeddings(model, size, pieces)

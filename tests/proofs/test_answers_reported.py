@@ -11,12 +11,12 @@ from page_reading import section, table
 from ratchet.cli import command_line
 from ratchet.config.schema import Settings
 from ratchet.stages.report import report
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("evaluation", "stages", "inference")
 
 
-def reported(layout: Layout, path: Path) -> tuple[str, str]:
+def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
     """What the terminal says, and the page."""
     target = layout.root / "page.html"
     return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     assert len(list(page.with_name(f"{page.stem}-pictures").glob("*.png"))) == 3
 
 
-def test_two_hundred_labels_stay_readable(project: Layout) -> None:
+def test_two_hundred_labels_stay_readable(project: ProjectLayout) -> None:
     labels = tuple(f"label {number}" for number in range(200))
     path = write(project.root / "a.jsonl", of_labels(labels, 600), labels=labels)
     said, page = reported(project, path)

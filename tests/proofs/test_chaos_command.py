@@ -17,29 +17,29 @@ from chaos_cases import (
 )
 from ratchet.reports import plots
 from ratchet.runs.fault_injection import plan
-from ratchet.runs.fault_injection.injection import Fault
-from ratchet.runs.fault_injection.plan import Trial
-from ratchet.stages.chaos import Options, chaos
-from ratchet.stages.fault_campaign import Campaign
-from ratchet.storage.layout import Layout
+from ratchet.runs.fault_injection.injection import InjectedFault
+from ratchet.runs.fault_injection.plan import FaultTrial
+from ratchet.stages.chaos import ChaosOptions, chaos
+from ratchet.stages.fault_campaign import FaultCampaign
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("stages", "runs", "training")
 STEPS = 12
 
 
-def other_numbers(chance: random.Random, shape: plan.Shape, number: int) -> Trial:
+def other_numbers(chance: random.Random, shape: plan.TrainingShape, number: int) -> FaultTrial:
     """What must be found out: a training that learns something else, and says nothing about it."""
-    return Trial("none", number, faults=(Fault(kind="spike", step=3, times=0),))
+    return FaultTrial("none", number, faults=(InjectedFault(kind="spike", step=3, times=0),))
 
 
 def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_out(
-    prepared: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "ROWS", {**plan.ROWS, "none": plan.Row("other numbers", other_numbers)})
+    monkeypatch.setattr(plan, "ROWS", {**plan.ROWS, "none": plan.FaultCategory("other numbers", other_numbers)})
     before = {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()}
-    options = Options(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")
+    options = ChaosOptions(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")
     told: list[str] = []
-    well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.timeline, told.append)
+    well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.draw_timeline, told.append)
     report = json.loads((tmp_path / "out" / "chaos.json").read_text())
     other, flipped = report["trials"]
     assert "seed 5" in told[0]
@@ -60,10 +60,10 @@ def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_ou
 
 
 def test_when_all_is_well_the_command_says_so_and_leaves_the_project_as_it_was(
-    prepared: Layout, monkeypatch: pytest.MonkeyPatch
+    prepared: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Campaign, "run", lambda self, trials: [result(trial) for trial in trials])
-    well, text = chaos(prepared, tiny_project.SETTINGS, Options(seed=4), plots.timeline, quiet)
+    monkeypatch.setattr(FaultCampaign, "run", lambda self, trials: [result(trial) for trial in trials])
+    well, text = chaos(prepared, tiny_project.SETTINGS, ChaosOptions(seed=4), plots.draw_timeline, quiet)
     assert well
     assert "seed 4: all 24 trials are exact and unaided" in text
     assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.ROWS)

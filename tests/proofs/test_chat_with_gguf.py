@@ -9,12 +9,12 @@ from chat_cases import (
     model,  # noqa: F401 (a fixture)
     terminal,
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("stages", "models", "inference")
 
 
-def test_a_gguf_file_talks_and_ctrl_c_does_not_end_its_server(layout: Layout, tmp_path: Path) -> None:
+def test_a_gguf_file_talks_and_ctrl_c_does_not_end_its_server(layout: ProjectLayout, tmp_path: Path) -> None:
     file = tiny_gguf.write(tiny_gguf.directory(tmp_path / "hf"), tmp_path / "model.gguf")
     with terminal(layout, str(file)) as seen:
         seen.until("> ")

@@ -12,33 +12,33 @@ import pytest
 
 import tiny_project
 from ratchet.runs import status
-from ratchet.runs.directory import RunPaths, all_runs
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import RunPaths, list_runs
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("cli", "runs")
 PATIENCE_S = 120
-SLOW, SLOWER = (json.dumps([Fault(kind="slow", seconds=each).model_dump(mode="json")]) for each in (0.2, 1.0))
+SLOW, SLOWER = (json.dumps([InjectedFault(kind="slow", seconds=each).model_dump(mode="json")]) for each in (0.2, 1.0))
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("hangup") / "project")
 
 
-def begun(layout: Layout, process: subprocess.Popen[bytes], step: int) -> RunPaths:
+def begun(layout: ProjectLayout, process: subprocess.Popen[bytes], step: int) -> RunPaths:
     """The run, as soon as it has come to this step."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        for paths in all_runs(layout.runs):
-            if status.of(paths).step >= step:
+        for paths in list_runs(layout.runs):
+            if status.read_progress(paths).step >= step:
                 return paths
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: Layout) -> None:
+def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: ProjectLayout) -> None:
     ours, theirs = pty.openpty()
     environment = {k: v for k, v in tiny_project.environment().items() if k != "CI"} | {
         "TERM": "xterm",
@@ -55,17 +55,17 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: L
     os.close(ours)  # every write to it fails from now on
     process.send_signal(signal.SIGHUP)
     assert process.wait(PATIENCE_S) == 75
-    found = status.of(run)
+    found = status.read_progress(run)
     assert found.stopped
     assert found.checkpoint_step == found.step >= 2
     done = tiny_project.ratchet(project, "train")
     assert done.returncode == 0, done.stderr
-    assert status.of(run).lost_steps == 0
+    assert status.read_progress(run).lost_steps == 0
 
 
-def test_nohup_is_heeded(project: Layout, tmp_path: Path) -> None:
+def test_nohup_is_heeded(project: ProjectLayout, tmp_path: Path) -> None:
     """It has SIGHUP ignored by the process that it becomes."""
-    for paths in all_runs(project.runs):
+    for paths in list_runs(project.runs):
         tiny_project.ratchet(project, "reset", paths.root.name, "--yes")
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -5,7 +5,7 @@ import torch
 
 import families
 from decoding_cases import DRAWN, SETTINGS, Heard, answered, expected, model_of, ragged
-from ratchet.models.decoding.decoder import Decoding
+from ratchet.models.decoding.decoder import DecodingOptions
 
 PACKAGES = ("models",)
 WAYS = {"mamba": "own cache"}
@@ -23,6 +23,6 @@ def test_answers_of_every_family_are_the_plain_ones(family: str) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_answers_in_bfloat16_are_the_plain_ones(family: str, settings: Decoding) -> None:
+def test_answers_in_bfloat16_are_the_plain_ones(family: str, settings: DecodingOptions) -> None:
     found = answered(model_of(family, torch.bfloat16), ragged(), settings)
     assert found == expected(family, settings, dtype=torch.bfloat16)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import ChampionError, DamagedError
-from ratchet.registry.deployment.smoke_test import smoke
-from ratchet.storage.records.export import Artifact
+from ratchet.errors import ChampionError, DamagedFileError
+from ratchet.registry.deployment.smoke_test import run_smoke_test
+from ratchet.storage.records.export import ExportArtifact
 from smoke_cases import (
     export,  # noqa: F401 (a fixture)
     nothing_left,  # noqa: F401 (a fixture)
@@ -21,18 +21,20 @@ PACKAGES = ("registry", "models")
 
 
 @pytest.mark.parametrize("form", ["gguf/f32", "hf", "onnx/fp32"])
-def test_the_model_that_was_measured_answers_as_it_was(export: Path, verified: dict[str, Artifact], form: str) -> None:
-    assert smoke(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
+def test_the_model_that_was_measured_answers_as_it_was(
+    export: Path, verified: dict[str, ExportArtifact], form: str
+) -> None:
+    assert run_smoke_test(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
 
 
-def test_files_that_cannot_be_opened(export: Path, verified: dict[str, Artifact], tmp_path: Path) -> None:
+def test_files_that_cannot_be_opened(export: Path, verified: dict[str, ExportArtifact], tmp_path: Path) -> None:
     shutil.copytree(export / "one", tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "gguf" / "model-f32.gguf", 4000)
-    with pytest.raises(DamagedError, match=r"model-f32\.gguf"):
-        smoke(tmp_path / "cut", verified["gguf/f32"], dated=False)
+    with pytest.raises(DamagedFileError, match=r"model-f32\.gguf"):
+        run_smoke_test(tmp_path / "cut", verified["gguf/f32"], dated=False)
     os.truncate(tmp_path / "cut" / "onnx" / "fp32" / "model.onnx", 100)
     with pytest.raises(ChampionError, match=r"fp32: does not load and answer \("):
-        smoke(tmp_path / "cut", verified["onnx/fp32"], dated=False)
+        run_smoke_test(tmp_path / "cut", verified["onnx/fp32"], dated=False)
     (tmp_path / "cut" / "hf" / "model.safetensors").unlink()
     with pytest.raises(ChampionError, match=r"hf: does not load and answer \(OSError: .*model\.safetensors"):
-        smoke(tmp_path / "cut", verified["hf"], dated=False)
+        run_smoke_test(tmp_path / "cut", verified["hf"], dated=False)

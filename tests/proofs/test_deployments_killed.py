@@ -12,44 +12,44 @@ from pathlib import Path
 import pytest
 
 from deployable import SETTINGS, promoted
-from ratchet.registry.deployment.release import Place
-from ratchet.stages.deploy import Options, check, deploy
+from ratchet.registry.deployment.release import DeploymentDirectory
+from ratchet.stages.deploy import DeployOptions, check_release, deploy
 from ratchet.storage import disk, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("registry", "stages")
-QUIET = Options(smoke=False)
+QUIET = DeployOptions(smoke=False)
 
 
-def first(layout: Layout, served: Path) -> None:
+def first(layout: ProjectLayout, served: Path) -> None:
     deploy(layout, SETTINGS, served, QUIET)
 
 
-def back(layout: Layout, served: Path) -> None:
-    deploy(layout, SETTINGS, served, Options(rollback=True))
+def back(layout: ProjectLayout, served: Path) -> None:
+    deploy(layout, SETTINGS, served, DeployOptions(rollback=True))
 
 
-def old_one(layout: Layout, served: Path) -> None:
-    deploy(layout, SETTINGS, served, Options(version=1, smoke=False))
+def old_one(layout: ProjectLayout, served: Path) -> None:
+    deploy(layout, SETTINGS, served, DeployOptions(version=1, smoke=False))
 
 
-def nothing(layout: Layout, served: Path) -> None:
+def nothing(layout: ProjectLayout, served: Path) -> None:
     promoted(layout, "a")
 
 
-def one(layout: Layout, served: Path) -> None:
+def one(layout: ProjectLayout, served: Path) -> None:
     nothing(layout, served)
     first(layout, served)
     promoted(layout, "b")
 
 
-def four(layout: Layout, served: Path) -> None:
+def four(layout: ProjectLayout, served: Path) -> None:
     for model in "abcd":
         promoted(layout, model)
         first(layout, served)
 
 
-Work = Callable[[Layout, Path], None]
+Work = Callable[[ProjectLayout, Path], None]
 SCENARIOS: dict[str, tuple[Work, Work, list[str], str, str]] = {
     "the first": (nothing, first, ["", "1"], "1", "1"),
     "the second": (one, first, ["1", "2"], "12", "12"),
@@ -77,19 +77,19 @@ def killed_at(point: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def version(layout: Layout, served: Path, link: str = "current") -> str:
+def version(layout: ProjectLayout, served: Path, link: str = "current") -> str:
     """What a server finds; whatever it is, it is whole and signed."""
-    return str(check(layout, served / link).version) if (served / link).exists() else ""
+    return str(check_release(layout, served / link).version) if (served / link).exists() else ""
 
 
 @pytest.mark.parametrize(
     ("name", "exchange"), [*((name, True) for name in SCENARIOS), ("the second", False), ("a rollback", False)]
 )
 def test_killed_anywhere(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchange: bool
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # what the kernel has, a killed process does not lose
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
     prepare, work, states, kept, history = SCENARIOS[name]
@@ -115,6 +115,6 @@ def test_killed_anywhere(
         assert {p.name for p in served.iterdir()} <= {
             ".deploy.lock", "deployment.json", "deployments.jsonl", "releases", "current", "previous",
         }  # fmt: skip
-        assert "".join(str(entry.version) for entry in Place(served).log()) == history
+        assert "".join(str(entry.version) for entry in DeploymentDirectory(served).log()) == history
     assert found == set(states)
     assert point > 5

@@ -16,11 +16,11 @@ import rank_projects
 import tiny_project
 import tiny_sweep
 from rank_projects import PATIENCE_S, SLOW, events, report, train
-from ratchet.config.sweep import Knob, Pruner
-from ratchet.runs.directory import newest
-from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.config.sweep import PrunerSettings, SweepParameter
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.stages.doctor import doctor
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import parameters
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
@@ -36,7 +36,7 @@ PACKAGES = ("training", "tuning", "models")
 KILLS = 2
 
 
-def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
+def test_padding_is_told_once_when_training_begins(project: ProjectLayout) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
     model.resize_token_embeddings(512, mean_resizing=False)
     model.save_pretrained(project.root / "teacher")
@@ -45,13 +45,13 @@ def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
     assert sum("512 rows (teacher)" in event.data["text"] for event in events(project, "notice")) == 1
 
 
-def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
-    assert parameters.searchable("train.distill.top_k").kind == "int"
+def test_temperature_and_top_k_may_be_searched(project: ProjectLayout) -> None:
+    assert parameters.find_searchable_setting("train.distill.top_k").kind == "int"
     space = {
-        "train.distill.temperature": Knob(low=1.0, high=3.0),
-        "train.distill.top_k": Knob(low=2, high=40, log=True),
+        "train.distill.temperature": SweepParameter(low=1.0, high=3.0),
+        "train.distill.top_k": SweepParameter(low=2, high=40, log=True),
     }
-    chosen = tiny_sweep.settings(space=space, trials=3, pruner=Pruner(kind="none"))
+    chosen = tiny_sweep.settings(space=space, trials=3, pruner=PrunerSettings(kind="none"))
     train = chosen.train.model_copy(update={"distill": taught(top_k=8).distill})
     tiny_project.save(project, chosen.model_copy(update={"train": train}))
     done = tiny_project.ratchet(project, "sweep")
@@ -61,16 +61,16 @@ def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
     assert len({trial.adapter_digest for trial in trials}) == 3
 
 
-def start(layout: Layout) -> "subprocess.Popen[str]":
+def start(layout: ProjectLayout) -> "subprocess.Popen[str]":
     return rank_projects.start(layout, [SLOW])
 
 
-def steps(layout: Layout) -> int:
+def steps(layout: ProjectLayout) -> int:
     return len(events(layout, "step"))
 
 
 @pytest.fixture
-def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
+def started(project: ProjectLayout) -> Iterator["subprocess.Popen[str]"]:
     with_teacher(project)
     process = start(project)
     yield process
@@ -78,17 +78,17 @@ def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
     process.communicate()
 
 
-def kill_worker(layout: Layout, process: "subprocess.Popen[str]") -> None:
+def kill_worker(layout: ProjectLayout, process: "subprocess.Popen[str]") -> None:
     """After a step or two more."""
     done = steps(layout) + 1
     rank_projects.wait_until(lambda: steps(layout) > done, process)
-    pid = worker_of(process.pid, layout.root)
+    pid = find_worker(process.pid, layout.root)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
 
 def test_killed_workers_change_nothing(
-    project: Layout, reference: tuple[Layout, dict[str, str]], started: "subprocess.Popen[str]"
+    project: ProjectLayout, reference: tuple[ProjectLayout, dict[str, str]], started: "subprocess.Popen[str]"
 ) -> None:
     for _ in range(KILLS):
         kill_worker(project, started)
@@ -96,11 +96,11 @@ def test_killed_workers_change_nothing(
     assert started.returncode == 0, complained
     assert len(events(project, "died")) == KILLS
     assert outcome(project) == reference[1]
-    assert newest(project.runs).root.name == newest(reference[0].runs).root.name
+    assert find_newest_run(project.runs).root.name == find_newest_run(reference[0].runs).root.name
 
 
 def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
-    project: Layout, started: "subprocess.Popen[str]"
+    project: ProjectLayout, started: "subprocess.Popen[str]"
 ) -> None:
     rank_projects.wait_until(lambda: steps(project) > 0, started)
     weights = project.root / "teacher" / "model.safetensors"
@@ -113,8 +113,8 @@ def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
     assert "model.safetensors: changed since this run was started" in complained
 
 
-def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: Layout, tmp_path: Path) -> None:
-    apart = Layout(tmp_path / "apart")
+def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: ProjectLayout, tmp_path: Path) -> None:
+    apart = ProjectLayout(tmp_path / "apart")
     shutil.copytree(project.root, apart.root)
     for layout, shares in ((project, True), (apart, False)):
         with_teacher(layout, {"gpus": 2, "shard_base": shares})
@@ -124,7 +124,7 @@ def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: L
     assert report(project).validation_loss == report(apart).validation_loss
 
 
-def test_there_is_nothing_to_do_before(project: Layout) -> None:
+def test_there_is_nothing_to_do_before(project: ProjectLayout) -> None:
     settings = with_teacher(project)
     said = told(project, settings)
     assert "asked during training" in said
@@ -138,7 +138,7 @@ def test_there_is_nothing_to_do_before(project: Layout) -> None:
     assert "is not read" in told(project, settings)
 
 
-def test_forecast_and_doctor_count_it(project: Layout) -> None:
+def test_forecast_and_doctor_count_it(project: ProjectLayout) -> None:
     with_teacher(project)
     done = tiny_project.ratchet(project, "forecast")
     assert done.returncode == 0, done.stderr
@@ -151,12 +151,12 @@ def test_forecast_and_doctor_count_it(project: Layout) -> None:
     assert (good, "teacher: no such directory" in text) == (False, True)
 
 
-def cut_weights(project: Layout) -> None:
+def cut_weights(project: ProjectLayout) -> None:
     path = project.root / "teacher" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def test_training_says_why_it_is_refused(project: Layout) -> None:
+def test_training_says_why_it_is_refused(project: ProjectLayout) -> None:
     cut_weights(project)
     with_teacher(project)
     done = tiny_project.ratchet(project, "train")

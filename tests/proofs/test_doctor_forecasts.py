@@ -10,14 +10,14 @@ from doctor_cases import (
 )
 from ratchet.config.units import GIB
 from ratchet.models.memory import capacity
-from ratchet.models.memory.capacity import Capacity
+from ratchet.models.memory.capacity import MemoryCapacity
 from ratchet.stages.doctor import doctor
 
 PACKAGES = ("stages", "models")
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr(capacity, "of", lambda _: Capacity(32 * GIB, int(gib * GIB)))
+    monkeypatch.setattr(capacity, "measure_device", lambda _: MemoryCapacity(32 * GIB, int(gib * GIB)))
 
 
 def test_a_config_alone_is_enough_for_a_forecast(seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,14 @@ from ratchet.config import params_file
 from ratchet.errors import DataError
 from ratchet.stages import evaluate
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import EvaluationReport
 
 PACKAGES = ("evaluation", "stages")
 
 
-def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
-    first = EvalReport.load(layout.eval_report)
+def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: ProjectLayout, forwards: list[int]) -> None:
+    first = EvaluationReport.load(layout.eval_report)
     was = {name: samples(layout, first, "candidate", name) for name in first.scores["candidate"].samples}
     keep_as_champion(layout, 1)
     subprocess.run(["rm", "-r", str(layout.scores)], check=True)
@@ -46,7 +46,7 @@ def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, 
     )
 
 
-def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: Layout) -> None:
+def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: ProjectLayout) -> None:
     champion = keep_as_champion(layout, 1, with_adapter=False)
     export_of(layout, 4)
     report = evaluated(layout)
@@ -56,7 +56,9 @@ def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: Lay
     assert report.scores["champion"].model_digest == champion.model_digest
 
 
-def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout, cold: Layout, made: Path) -> None:
+def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(
+    layout: ProjectLayout, cold: ProjectLayout, made: Path
+) -> None:
     environment = tiny_project.environment() | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         tiny_project.command("evaluate"),
@@ -78,25 +80,25 @@ def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout
     for name, content in before.items():
         whole = content[: content.rindex(b"\n") + 1]
         assert (layout.scores / name).read_bytes().startswith(whole), "what was scored before is not scored again"
-    assert files.read_manifest(layout.evaluate) == files.read_manifest(Layout(made).evaluate)
+    assert files.read_manifest(layout.evaluate) == files.read_manifest(ProjectLayout(made).evaluate)
 
 
-def test_the_candidate_against_itself_wants_its_evaluation(layout: Layout) -> None:
+def test_the_candidate_against_itself_wants_its_evaluation(layout: ProjectLayout) -> None:
     export_of(layout, 4)
     with pytest.raises(DataError, match="about another adapter"):
-        evaluate.again(layout, SETTINGS, lambda _: None)
+        evaluate.evaluate_again(layout, SETTINGS, lambda _: None)
 
 
 @pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])
 def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
-    layout: Layout, export_there: bool
+    layout: ProjectLayout, export_there: bool
 ) -> None:
     if export_there:
         tiny_project.adapted(layout, SETTINGS, 9)
     else:
         subprocess.run(["rm", "-r", str(layout.export)], check=True)
     with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
-        evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+        evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
     report = evaluated(layout)
     assert set(report.scores) == {"base", "candidate"}
     assert report.model_digest is None

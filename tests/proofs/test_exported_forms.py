@@ -26,22 +26,22 @@ from forms_cases import (
     trained,  # noqa: F401 (a fixture)
     with_export,
 )
-from ratchet.config.export import Also
+from ratchet.config.export import AdditionalAdapterSettings
 from ratchet.config.schema import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.export import conversion
 from ratchet.export.merge import streaming
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ModelBundle
 
 PACKAGES = ("export", "models")
 
 
 def test_every_form_is_run_and_is_the_model_that_was_trained(
-    run: Callable[[Settings], Bundle], trained: Layout, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     bundle = run(with_export(EVERY))
@@ -71,19 +71,19 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     for name, where in paths.items():
         artifact = bundle.artifact(name)
         assert artifact is not None
-        assert artifact.digest == conversion.fingerprint(trained.export / where)
-        assert artifact.size_bytes == conversion.size(trained.export / where)
-    assert bundle.model_digest == digests.of_json({one.name: one.digest for one in bundle.artifacts})
-    files.verify(trained.export, "export")
+        assert artifact.digest == conversion.format_fingerprint(trained.export / where)
+        assert artifact.size_bytes == conversion.format_size_bytes(trained.export / where)
+    assert bundle.model_digest == digests.hash_json({one.name: one.digest for one in bundle.artifacts})
+    files.verify_sealed(trained.export, "export")
 
     assert bundle.lineage is not None
     assert bundle.lineage.data_licence == "CC-BY-4.0"
-    assert bundle.lineage.sbom_digest == digests.of_file(trained.sbom)
+    assert bundle.lineage.sbom_digest == digests.hash_file(trained.sbom)
     names = {one["name"] for one in json.loads(trained.sbom.read_bytes())["components"]}
     assert {"torch", "peft", "ratchet-llm"} <= names
 
     # No path of this machine, no secret and no row of the data is in any file.
-    row = token_files.read(trained.data, "test")[0]
+    row = token_files.open_split(trained.data, "test")[0]
     asked = str(Conversation.from_json(row["conversation"]).messages[0]["content"])
     planted = [str(trained.root), "hf_secretsecretsecret", asked, str(Path.home())]
     for path in sorted(p for p in trained.export.rglob("*") if p.is_file()):
@@ -94,7 +94,7 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     assert again.model_digest == bundle.model_digest
 
 
-def test_both_ways_to_merge_are_measured_and_the_closer_one_is_taken(run: Callable[[Settings], Bundle]) -> None:
+def test_both_ways_to_merge_are_measured_and_the_closer_one_is_taken(run: Callable[[Settings], ModelBundle]) -> None:
     bundle = run(with_export(PLAIN))
     assert bundle.merge is not None
     trials = {trial.merge_base: trial for trial in bundle.merge.trials}
@@ -108,11 +108,13 @@ def test_both_ways_to_merge_are_measured_and_the_closer_one_is_taken(run: Callab
     assert other.parity == trials["original"].parity
 
 
-def test_adapters_with_weights_and_a_subset_of_modules(run: Callable[[Settings], Bundle], trained: Layout) -> None:
+def test_adapters_with_weights_and_a_subset_of_modules(
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout
+) -> None:
     """Half of the adapter and half of it again is the adapter; of other modules nothing arrives."""
     whole = run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     expected = load_file(trained.merged_model / "model.safetensors")
-    also = Also(adapter="experiments/train/adapter", weight=0.5)
+    also = AdditionalAdapterSettings(adapter="experiments/train/adapter", weight=0.5)
     halves = PLAIN.model_copy(update={"merge_base": "dequantized", "weight": 0.5, "also": (also,)})
     bundle = run(with_export(halves, forms=("merged",)))
     assert bundle.merge is not None
@@ -134,11 +136,11 @@ def test_adapters_with_weights_and_a_subset_of_modules(run: Callable[[Settings],
     assert whole.merge.changed == 14
 
 
-def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., streaming.Merged]:
+def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., streaming.MergeResult]:
     """The merge, and then somebody's mistake in what it wrote."""
-    merge = streaming.merge
+    merge = streaming.merge_model
 
-    def wrong(recipe: Any, directory: Path, progress: Any) -> streaming.Merged:
+    def wrong(recipe: Any, directory: Path, progress: Any) -> streaming.MergeResult:
         done = merge(recipe, directory, progress)
         path = directory / "model.safetensors"
         tensors = load_file(path)
@@ -150,7 +152,7 @@ def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., 
 
 
 def test_a_merge_that_is_off_in_one_module_is_refused_by_its_name(
-    run: Callable[[Settings], Bundle], trained: Layout, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run(with_export(PLAIN))
     name = "model.layers.1.self_attn.v_proj.weight"
@@ -163,19 +165,19 @@ def test_a_merge_that_is_off_in_one_module_is_refused_by_its_name(
             for key in tensors:
                 tensors[key] = own.get_tensor(key).clone()
 
-    monkeypatch.setattr(streaming, "merge", damaged(little))
-    with pytest.raises(DamagedError, match=r"model\.layers\.1\.self_attn\.v_proj"):
+    monkeypatch.setattr(streaming, "merge_model", damaged(little))
+    with pytest.raises(DamagedFileError, match=r"model\.layers\.1\.self_attn\.v_proj"):
         run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     monkeypatch.undo()
-    monkeypatch.setattr(streaming, "merge", damaged(base))
-    with pytest.raises(DamagedError, match=r"the merge equals the base"):
+    monkeypatch.setattr(streaming, "merge_model", damaged(base))
+    with pytest.raises(DamagedFileError, match=r"the merge equals the base"):
         run(with_export(PLAIN.model_copy(update={"merge_base": "original"})))
-    files.verify(trained.export, "export")
-    assert Bundle.load(trained.bundle) == before
+    files.verify_sealed(trained.export, "export")
+    assert ModelBundle.load(trained.bundle) == before
 
 
 def test_a_full_disk_leaves_the_old_bundle_whole(
-    run: Callable[[Settings], Bundle], trained: Layout, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run(with_export(PLAIN))
 
@@ -187,12 +189,14 @@ def test_a_full_disk_leaves_the_old_bundle_whole(
     with pytest.raises(OSError, match="No space left"):
         run(with_export(EVERY))
     monkeypatch.undo()
-    files.verify(trained.export, "export")
-    assert Bundle.load(trained.bundle) == before
+    files.verify_sealed(trained.export, "export")
+    assert ModelBundle.load(trained.bundle) == before
     assert [p.name for p in trained.experiments.iterdir() if p.name.startswith(files.PARTIAL)] == []
 
 
-def test_a_kill_in_the_middle_leaves_the_old_bundle_whole(run: Callable[[Settings], Bundle], trained: Layout) -> None:
+def test_a_kill_in_the_middle_leaves_the_old_bundle_whole(
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout
+) -> None:
     before = run(with_export(PLAIN))
     tiny_project.save(trained, with_export(EVERY))
     command = [sys.executable, "-m", "ratchet", "--project", str(trained.root), "export"]
@@ -206,14 +210,14 @@ def test_a_kill_in_the_middle_leaves_the_old_bundle_whole(run: Callable[[Setting
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    files.verify(trained.export, "export")
-    assert Bundle.load(trained.bundle) == before
+    files.verify_sealed(trained.export, "export")
+    assert ModelBundle.load(trained.bundle) == before
     run(with_export(PLAIN))
     assert [p.name for p in trained.experiments.iterdir() if p.name.startswith(files.PARTIAL)] == []
 
 
 def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
-    run: Callable[[Settings], Bundle], trained: Layout
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout
 ) -> None:
     from ratchet.stages import evaluate
 
@@ -223,6 +227,6 @@ def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
     save_file(tensors, path, metadata={"format": "pt"})
     (trained.export / files.MANIFEST).unlink()
-    files.seal(trained.export, "export")
-    with pytest.raises(DamagedError, match=r"form hf of bundle\.json is not the one that was measured"):
+    files.seal_directory(trained.export, "export")
+    with pytest.raises(DamagedFileError, match=r"form hf of bundle\.json is not the one that was measured"):
         evaluate.evaluate(trained, with_export(PLAIN), lambda _: None)

@@ -15,10 +15,10 @@ from ratchet.export import huggingface
 from ratchet.models import adapter_format, adapters, base_model, loading
 from ratchet.stages import evaluate, export
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.evaluation import EvalReport
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
 
 PACKAGES = ("stages", "export")
 ADDED = ("<ticket>", "number forty-two")
@@ -26,7 +26,7 @@ SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_proje
 CPU = torch.device("cpu")
 
 
-def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
+def train(layout: ProjectLayout, settings: Settings) -> dict[str, torch.Tensor]:
     """An adapter that has learned something, as stage train leaves it; returns the learned rows of the new tokens."""
     tiny_project.adapted(layout, settings)
     base = BaseCard.load(layout.base_card)
@@ -35,26 +35,26 @@ def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, dict[str, torch.Tensor]]:
+def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProjectLayout, dict[str, torch.Tensor]]:
     layout = tiny_project.prepared(tmp_path_factory.mktemp("project"), SETTINGS)
     return layout, train(layout, SETTINGS)
 
 
 @pytest.fixture
-def exported(project: tuple[Layout, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> Layout:
-    monkeypatch.setattr(export, "_track", lambda *_: None)  # MLflow takes its time, and has tests of its own
+def exported(project: tuple[ProjectLayout, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
+    monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)  # MLflow takes its time, and has tests of its own
     export.export(project[0], SETTINGS)
     return project[0]
 
 
 def files_in(directory: Path) -> dict[str, str]:
-    return {path.name: digests.of_file(path) for path in sorted(directory.iterdir())}
+    return {path.name: digests.hash_file(path) for path in sorted(directory.iterdir())}
 
 
 def test_the_exported_model_is_the_trained_one_with_its_tokens(
-    exported: Layout, project: tuple[Layout, dict[str, torch.Tensor]]
+    exported: ProjectLayout, project: tuple[ProjectLayout, dict[str, torch.Tensor]]
 ) -> None:
-    bundle = Bundle.load(exported.bundle)
+    bundle = ModelBundle.load(exported.bundle)
     assert bundle.parity.max_logit_difference <= 1e-4
     assert bundle.parity.greedy_agreement == 1.0
 
@@ -70,29 +70,29 @@ def test_the_exported_model_is_the_trained_one_with_its_tokens(
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_its_tokenizer_asks_as_in_training(exported: Layout) -> None:
-    row = token_files.read(exported.data, "test")[0]
+def test_its_tokenizer_asks_as_in_training(exported: ProjectLayout) -> None:
+    row = token_files.open_split(exported.data, "test")[0]
     question = Conversation.from_json(row["conversation"]).question
-    _, tokenizer = huggingface.reopen(exported.merged_model, torch.float32, CPU)
-    asked = chat_template.prompt_ids(tokenizer, question)
+    _, tokenizer = huggingface.reopen_model(exported.merged_model, torch.float32, CPU)
+    asked = chat_template.encode_prompt(tokenizer, question)
     assert row["input_ids"][: len(asked)] == asked
 
 
-def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: Layout) -> None:
+def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: ProjectLayout) -> None:
     first = files_in(exported.merged_model)
     card = (exported.merged_model / huggingface.CARD).read_text(encoding="utf-8")
     assert all(f"`{token}`" in card for token in ADDED)
     assert str(exported.root) not in card
-    bundle = Bundle.load(exported.bundle)
+    bundle = ModelBundle.load(exported.bundle)
     assert [one.name for one in bundle.artifacts] == ["hf"]
-    assert bundle.artifacts[0].digest == digests.of_tree(exported.merged_model, sorted(first))
+    assert bundle.artifacts[0].digest == digests.hash_tree(exported.merged_model, sorted(first))
     export.export(exported, SETTINGS)
     assert files_in(exported.merged_model) == first
-    assert Bundle.load(exported.bundle).model_digest == bundle.model_digest
+    assert ModelBundle.load(exported.bundle).model_digest == bundle.model_digest
 
 
 def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_tokens(
-    project: tuple[Layout, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: tuple[ProjectLayout, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """peft then trains rows of one tensor in two places; whoever ties embeddings once more finds them taken."""
     tied = AutoModelForCausalLM.from_pretrained(project[0].tiny_model, tie_word_embeddings=True)
@@ -102,10 +102,10 @@ def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_to
     layout = tiny_project.prepared(tmp_path / "project", settings)
     train(layout, settings)
     for stage in (evaluate, export):
-        monkeypatch.setattr(stage, "_track", lambda *_: None)
+        monkeypatch.setattr(stage, "_log_to_mlflow", lambda *_: None)
     export.export(layout, settings)
     evaluate.evaluate(layout, settings, lambda _: None)
-    candidate = EvalReport.load(layout.eval_report).scores["candidate"]
+    candidate = EvaluationReport.load(layout.eval_report).scores["candidate"]
     assert candidate.metrics["harness/answers/exact_match.stripped"].n == 10
-    assert Bundle.load(layout.bundle).parity.max_logit_difference <= 1e-4
+    assert ModelBundle.load(layout.bundle).parity.max_logit_difference <= 1e-4
     assert AutoModelForCausalLM.from_pretrained(layout.merged_model).config.tie_word_embeddings is True

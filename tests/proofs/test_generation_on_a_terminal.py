@@ -7,12 +7,12 @@ from pathlib import Path
 
 import generations
 from generations import SETTINGS, Generation, with_generate, write_prompts
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
 from tmux_screen import Screen, needs_tmux
 
 PACKAGES = ("inference", "console")
 COUNT = 60
-SLOW = json.dumps([Fault(kind="slow", seconds=0.1).model_dump(mode="json")])
+SLOW = json.dumps([InjectedFault(kind="slow", seconds=0.1).model_dump(mode="json")])
 
 
 def generation(root: Path, url: str) -> Generation:

@@ -11,14 +11,14 @@ from generate_cases import (
     model,  # noqa: F401 (a fixture)
     prompts,  # noqa: F401 (a fixture)
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("inference", "stages")
 ROOT = Path(__file__).parents[2]
 
 
 def test_killed_at_random_it_gives_what_it_would_have_given(
-    layout: Layout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import generate_kills
@@ -34,7 +34,7 @@ def test_killed_at_random_it_gives_what_it_would_have_given(
 
 
 def test_a_worker_that_hangs_is_found_and_its_answers_are_kept(
-    layout: Layout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import generate_kills

@@ -17,13 +17,13 @@ from golden_loss_cases import (
     model_of,
     trainer,
 )
-from ratchet.training.trainer import Loop
+from ratchet.training.trainer import TrainingLoop
 from small_loop import SHAPE
 
 PACKAGES = ("training", "models")
 
 
-def sft_trainer(loop: Loop, micro: int, folder: Path) -> Trainer:
+def sft_trainer(loop: TrainingLoop, micro: int, folder: Path) -> Trainer:
     """Of TRL; skips where there is none."""
     trl = pytest.importorskip("trl", reason="TRL is not installed (pip install -c constraints.txt -e '.[benchmarks]')")
     words = WordLevel({"<pad>": 0} | {f"w{number}": number for number in range(1, SHAPE["vocab_size"])}, "w1")

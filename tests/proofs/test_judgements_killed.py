@@ -12,7 +12,7 @@ from judge_cases import (
     settings,
 )
 from ratchet.evaluation.judge import JudgeSession
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, served
 
 PACKAGES = ("evaluation",)
@@ -21,9 +21,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {support!r})
 from judge_cases import answers, rows, settings
-from ratchet.evaluation.judge import Judge
-from ratchet.storage.layout import Layout
-Judge.of(Layout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
+from ratchet.evaluation.judge import JudgeSession
+from ratchet.storage.layout import ProjectLayout
+JudgeSession.of(ProjectLayout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
 """
 
 
@@ -37,7 +37,7 @@ def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
         support = str(Path(__file__).parents[1] / "support")
         code = CHILD.format(support=support, root=str(tmp_path), url=server.url)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-        kept = Layout(tmp_path).scores
+        kept = ProjectLayout(tmp_path).scores
         while sum(path.read_bytes().count(b"\n") for path in kept.glob("*.jsonl")) < 12:
             assert child.poll() is None
             server.over.wait(0.02)
@@ -45,7 +45,7 @@ def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
         child.wait()
         stall.clear()
         before = len(server.got)
-        judge = JudgeSession.of(Layout(tmp_path), settings(server.url))
+        judge = JudgeSession.of(ProjectLayout(tmp_path), settings(server.url))
         assert judge is not None
         judgements, _, _ = judge.compare(answers(10), rows(10), lambda _: None)
         assert len(server.got) - before == 20 - 12

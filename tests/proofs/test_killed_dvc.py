@@ -13,20 +13,20 @@ from bad_input_cases import (
     repro,
 )
 from ratchet.config.schema import Settings
-from ratchet.runs.directory import newest
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("runs", "cli")
 
 
 def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
-    tmp_path: Path, mlflow_template: Path, finished: Layout
+    tmp_path: Path, mlflow_template: Path, finished: ProjectLayout
 ) -> None:
     layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
     first = repro(layout)
     deadline = time.monotonic() + 120
-    while not (layout.runs.is_dir() and newest(layout.runs)) and time.monotonic() < deadline:
+    while not (layout.runs.is_dir() and find_newest_run(layout.runs)) and time.monotonic() < deadline:
         time.sleep(0.05)
     second = repro(layout)
     output, _ = second.communicate(timeout=120)
@@ -34,13 +34,13 @@ def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
     assert "is busy" in output or "in use by process" in output
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output
-    run = newest(layout.runs)
+    run = find_newest_run(layout.runs)
     assert run is not None
-    assert [e.attempt for e in Reader(run.journal).read() if e.kind == "attempt"] == [1]
+    assert [e.attempt for e in JournalReader(run.journal).read() if e.kind == "attempt"] == [1]
 
 
 def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
-    tmp_path: Path, mlflow_template: Path, finished: Layout
+    tmp_path: Path, mlflow_template: Path, finished: ProjectLayout
 ) -> None:
     layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
     first = repro(layout)
@@ -56,15 +56,15 @@ def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
     assert sorted(set(found)) == list(range(1, max(found) + 1))
 
 
-def steps(layout: Layout) -> list[int]:
-    run = newest(layout.runs) if layout.runs.is_dir() else None
-    return [e.data["step"] for e in Reader(run.journal).read() if e.kind == "step"] if run else []
+def steps(layout: ProjectLayout) -> list[int]:
+    run = find_newest_run(layout.runs) if layout.runs.is_dir() else None
+    return [e.data["step"] for e in JournalReader(run.journal).read() if e.kind == "step"] if run else []
 
 
-def project_with_dvc(root: Path, finished: Layout, mlflow_template: Path) -> Layout:
+def project_with_dvc(root: Path, finished: ProjectLayout, mlflow_template: Path) -> ProjectLayout:
     """Only the stage that trains: what comes before has run already."""
     shutil.copytree(finished.root, root)
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     settings: Settings = tiny_project.SETTINGS
     tiny_project.save(layout, settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 6})}))
     stage = "  train:\n    cmd: ratchet train\n    params: [train]\n    outs: [experiments/train]\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import tiny_project
 from ratchet.config.schema import Settings
-from ratchet.runs.directory import newest
-from ratchet.runs.fault_injection.injectors import worker_of
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.storage.layout import ProjectLayout
 from resume_cases import (
     PATIENCE_S,
     Bytes,
@@ -35,14 +35,14 @@ KILLS = 3
 
 
 def test_workers_killed_at_random_points_change_nothing(
-    project: Layout, reference: Bytes, random_points: random.Random
+    project: ProjectLayout, reference: Bytes, random_points: random.Random
 ) -> None:
     train_with_kills(project, KILLS, random_points)
     assert outcome(project) == reference
 
 
 def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_nothing(
-    project: Layout, reference: Bytes, random_points: random.Random
+    project: ProjectLayout, reference: Bytes, random_points: random.Random
 ) -> None:
     for _ in range(KILLS):
         process = start(project)
@@ -50,7 +50,7 @@ def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_
         if not wait_for(project, process, steps_after(done + random_points.randrange(3))):
             break
         time.sleep(random_points.uniform(0, 0.05))
-        pid = worker_of(process.pid, project.root)
+        pid = find_worker(process.pid, project.root)
         process.kill()
         process.communicate()
         assert pid is None or gone(pid)
@@ -71,7 +71,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_another_micro_batch_between_attempts_is_told_of(project: Layout) -> None:
+def test_another_micro_batch_between_attempts_is_told_of(project: ProjectLayout) -> None:
     process = start(project)
     assert wait_for(project, process, steps_after(3))
     process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ def test_another_micro_batch_between_attempts_is_told_of(project: Layout) -> Non
     assert any("not bit-exact" in text and "micro_batch_rows 8 → 5" in text for text in notices)
 
 
-def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
+def test_a_second_trainer_of_the_same_run_is_refused(project: ProjectLayout) -> None:
     process = start(project)
     assert wait_for(project, process, lambda found: any(e.kind == "attempt" for e in found))
     second = tiny_project.ratchet(project, "train")
@@ -94,7 +94,7 @@ def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
 
 
 def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
-    project: Layout, reference: Bytes
+    project: ProjectLayout, reference: Bytes
 ) -> None:
     project.mlflow_database.write_text("this is no database")
     first = tiny_project.ratchet(project, "train")
@@ -113,7 +113,7 @@ def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
     assert run.info.status == "FINISHED"
 
 
-def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) -> None:
+def test_a_finished_run_is_not_trained_again(project: ProjectLayout, reference: Bytes) -> None:
     assert tiny_project.ratchet(project, "train").returncode == 0
     before = events(project)
     shutil.rmtree(project.train)
@@ -124,14 +124,14 @@ def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) 
     assert events(project) == before
 
 
-def test_damaged_newest_checkpoints_are_passed_over_loudly(project: Layout, reference: Bytes) -> None:
+def test_damaged_newest_checkpoints_are_passed_over_loudly(project: ProjectLayout, reference: Bytes) -> None:
     machine = tiny_project.MACHINE.model_copy(update={"keep_checkpoints": 4, "checkpoint_every": 1})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
     assert wait_for(project, process, lambda found: any(e.kind == "checkpoint" and e.data["step"] >= 6 for e in found))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
-    run = newest(project.runs)
+    run = find_newest_run(project.runs)
     assert run is not None
     damaged = run.checkpoint_steps()[-3:]
     for step, damage in zip(damaged, (flip, truncate, Path.unlink), strict=True):
@@ -153,12 +153,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
-def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Layout) -> None:
+def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: ProjectLayout) -> None:
     machine = tiny_project.MACHINE.model_copy(update={"retries": 2})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
     while process.poll() is None:
-        pid = worker_of(process.pid, project.root)
+        pid = find_worker(process.pid, project.root)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -168,7 +168,7 @@ def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Layout)
     assert [e.data["decision"] for e in events(project) if e.kind == "died"] == ["Retry", "Retry", "GiveUp"]
 
 
-def test_divergence_ends_the_run_with_a_diagnosis(project: Layout) -> None:
+def test_divergence_ends_the_run_with_a_diagnosis(project: ProjectLayout) -> None:
     settings = with_train(learning_rate=1e30, max_grad_norm=1e30, schedule="constant", warmup=0.0)
     tiny_project.save(project, settings)
     done = tiny_project.ratchet(project, "train")

@@ -13,7 +13,7 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast, meta_model
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 
 PACKAGES = ("models", "stages")
 
@@ -40,12 +40,12 @@ def test_three_and_four_periods_stand_for_all_blocks(
 
 
 def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
-    plan = model_spec.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
+    plan = model_spec.from_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
     settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
     available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
-    found = forecast.find(plan, settings, Machine(), work, available)
+    found = forecast.find_largest_sizes(plan, settings, Machine(), work, available)
 
-    def need(changed: Work, train: Train = settings) -> int:
+    def need(changed: MemoryWorkload, train: Train = settings) -> int:
         return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
 
     rows, tokens, rank = found.micro_batch_rows, found.row_tokens, found.rank

@@ -15,18 +15,18 @@ from lease_cases import (
     never,
     quiet,
 )
-from ratchet.errors import BusyError, InterruptedRunError, MirrorError
-from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.errors import InterruptedRunError, LockHeldError, MirrorError
+from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
 PACKAGES = ("runs",)
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
 
 
-def patient(one: Lease) -> Lease:
+def patient(one: ReplicaLease) -> ReplicaLease:
     """Ask again as often as somebody else is seen to have the run."""
     while True:
-        with suppress(BusyError):
+        with suppress(LockHeldError):
             one.take(never, quiet)
             return one
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def test_of_many_that_want_a_run_one_at_a_time_has_it(tmp_path: Path) -> None:
     assert tokens == sorted(set(tokens)), "each holder has a higher token than the one before"
 
 
-class Halting(Store):
+class Halting(ReplicaStore):
     """A store whose caller is now and then stopped, before or after a call, for longer than a lease lasts."""
 
     draw: random.Random
@@ -85,20 +85,20 @@ class Halting(Store):
 
 def test_however_they_stand_still_no_two_are_sure_of_a_run(tmp_path: Path) -> None:
     lease_s, until = 0.3, time.monotonic() + 60
-    now: dict[int, Lease] = {}
+    now: dict[int, ReplicaLease] = {}
     held: list[int] = []
     failed: list[BaseException] = []
 
     def work(number: int) -> None:
         draw = random.Random(SEED + number)
-        own = Halting(str(tmp_path / "mirror"), Terms(patience_s=5), lambda: False)
+        own = Halting(str(tmp_path / "mirror"), TransferLimits(patience_s=5), lambda: False)
         own.draw, own.lease_s = draw, lease_s
         try:
             for turn in range(10**6):
                 if time.monotonic() > until:
                     return
-                one = now[number] = Lease(own, NAMES, f"node-{number}-{turn}", lease_s)
-                with suppress(BusyError, MirrorError):
+                one = now[number] = ReplicaLease(own, NAMES, f"node-{number}-{turn}", lease_s)
+                with suppress(LockHeldError, MirrorError):
                     one.take(lambda: len(held) >= 8 or time.monotonic() > until, quiet)
                     held.append(one.token)
                     while one.lost() is None and draw.random() > 0.05:

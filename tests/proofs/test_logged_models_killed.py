@@ -9,14 +9,14 @@ from logged_models_cases import (
     finished,
     logged,
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("tracking",)
 
 
 @pytest.mark.parametrize("call", ["create_logged_model", "log_batch", "log_outputs", "finalize_logged_model"])
 def test_whoever_dies_in_between_the_next_one_completes_it(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch, call: str
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     import mlflow
 

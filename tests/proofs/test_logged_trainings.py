@@ -10,9 +10,9 @@ from typing import Any
 
 import tiny_project
 from ratchet.redaction import HIDDEN
-from ratchet.runs.directory import RunPaths, newest
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import RunPaths, find_newest_run
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("runs", "redaction")
 # Not one of them is anybody's. In the shapes that their providers give, and in none.
@@ -99,7 +99,7 @@ if "ratchet.training.worker_main" in sys.orig_argv:
 
 
 def train(
-    layout: Layout, folder: Path, more: dict[str, str] | None = None, script: str = ""
+    layout: ProjectLayout, folder: Path, more: dict[str, str] | None = None, script: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """`ratchet train`; the script is run at the start of each of its processes."""
     folder.mkdir(exist_ok=True)
@@ -114,8 +114,8 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run_of(layout: Layout) -> RunPaths:
-    found = newest(layout.runs)
+def run_of(layout: ProjectLayout) -> RunPaths:
+    found = find_newest_run(layout.runs)
     assert found is not None
     return found
 
@@ -156,12 +156,12 @@ def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_p
         assert done.returncode == 0, done.stderr
     run = run_of(layout)
     logged = [one for one in records(run.logs / "supervisor.jsonl") if one["source"] == "journal"]
-    events = [event for event in Reader(run.journal).read() if event.kind not in ("step", "system", "ranks")]
+    events = [event for event in JournalReader(run.journal).read() if event.kind not in ("step", "system", "ranks")]
     assert [(one["event"], one["attempt"]) for one in logged] == [(event.kind, event.attempt) for event in events]
     assert [one["reason"] for one in logged if one["event"] == "died"] == ["killed"]
     assert {one["level"] for one in logged if one["event"] == "checkpoint"} == {"debug"}
 
-    samples = [event.data for event in Reader(run.journal).read() if event.kind == "system"]
+    samples = [event.data for event in JournalReader(run.journal).read() if event.kind == "system"]
     assert [sample["sample"] for sample in samples] == list(range(1, len(samples) + 1))
     assert len(samples) > 3
     assert any(sample["worker_memory_bytes"] for sample in samples)

@@ -20,7 +20,7 @@ from member_cases import (
     train,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.runs.journal import Reader
+from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import manifests
 from snapshots import contents
 
@@ -30,8 +30,8 @@ PACKAGES = ("runs",)
 def steps_there(root: Path) -> list[int]:
     """Steps that the mirror's journal tells."""
     path = root / "journal there"
-    path.write_bytes(manifests.recover(store(root), NAMES).content)
-    return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
+    path.write_bytes(manifests.recover_journal(store(root), NAMES).content)
+    return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -18,16 +18,16 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec, oom
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 
 PACKAGES = ("models",)
 
 
 def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_saves_most() -> None:
-    def peak(train: Train, work: Work = LONG, machine: Machine = Machine()) -> int:  # noqa: B008 (a value)
+    def peak(train: Train, work: MemoryWorkload = LONG, machine: Machine = Machine()) -> int:  # noqa: B008 (a value)
         return forecast.forecast(PLAN, train, machine, work).peak.total_bytes
 
-    found = savings(oom.advice(PLAN, settings(), Machine(), LONG))
+    found = savings(oom.describe_alternatives(PLAN, settings(), Machine(), LONG))
     others = {
         "prepare.max_tokens: 1000": peak(settings(), replace(LONG, row_tokens=1000, learned_tokens=500)),
         "machine.activation_checkpointing: true": peak(settings(), machine=Machine(activation_checkpointing=True)),
@@ -40,23 +40,25 @@ def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_sav
 
 def test_advice_for_packs_is_to_make_packs_shorter() -> None:
     packed = settings(rank=1, quantization="nf4", batching="packed")
-    advice = oom.advice(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
+    advice = oom.describe_alternatives(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
     assert "train.pack_tokens (and if need be prepare.max_tokens): 256" in savings(advice)
 
 
 def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:
-    wide = model_spec.of_config(
+    wide = model_spec.from_config(
         families.FAMILIES["llama"](hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
     )
     short = replace(LONG, row_tokens=8, learned_tokens=4)
     two = "2 ranks (machine.gpus, machine.nodes) with machine.shard_base: true"
-    assert two in oom.advice(wide, settings(), Machine(), short)
+    assert two in oom.describe_alternatives(wide, settings(), Machine(), short)
     ranks, shared = replace(short, ranks=4), Machine(shard_base=True)
-    saved = savings(oom.advice(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
+    saved = savings(oom.describe_alternatives(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
     peaks = [forecast.forecast(wide, settings(), one, ranks).peak.total_bytes for one in (Machine(), shared)]
     assert saved == pytest.approx(peaks[0] - peaks[1], rel=0.02)
-    assert "8 ranks (machine.gpus, machine.nodes)" in oom.advice(wide, settings(), shared, ranks)
-    assert "2 ranks" not in oom.advice(wide, settings(adapter="dora", quantization="nf4"), Machine(), short)
+    assert "8 ranks (machine.gpus, machine.nodes)" in oom.describe_alternatives(wide, settings(), shared, ranks)
+    assert "2 ranks" not in oom.describe_alternatives(
+        wide, settings(adapter="dora", quantization="nf4"), Machine(), short
+    )
 
 
 EXHAUST = """
@@ -81,7 +83,7 @@ for name, attempt in attempts.items():
     try:
         attempt()
     except Exception as error:
-        found[name] = memory.is_exhausted(error)
+        found[name] = memory.is_out_of_memory(error)
 print(json.dumps(found))
 """
 

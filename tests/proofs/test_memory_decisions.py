@@ -11,18 +11,18 @@ import torch
 from ratchet.config.train import Train
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.fault_injection.injection import Fault, Injection
-from ratchet.training.trainer import Loop
+from ratchet.runs.fault_injection.injection import FaultInjector, InjectedFault
+from ratchet.training.trainer import TrainingLoop
 from small_loop import SMALL, after_steps, loop_of, trained_by
 
 PACKAGES = ("training",)
 
 
-def faulty(root: Path, *faults: dict[str, Any], train: Train = SMALL, **more: Any) -> Loop:
-    return loop_of(root, train, faults=Injection(tuple(map(Fault.model_validate, faults))), **more)
+def faulty(root: Path, *faults: dict[str, Any], train: Train = SMALL, **more: Any) -> TrainingLoop:
+    return loop_of(root, train, faults=FaultInjector(tuple(map(InjectedFault.model_validate, faults))), **more)
 
 
-def same_weights(a: Loop, b: Loop) -> bool:
+def same_weights(a: TrainingLoop, b: TrainingLoop) -> bool:
     x, y = trained_by(a), trained_by(b)
     return all(torch.equal(x[name], y[name]) for name in x)
 

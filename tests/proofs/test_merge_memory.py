@@ -24,8 +24,8 @@ for quantization in ("none", "nf4"):
     for folder in map(Path, sys.argv[2:]):
         wanted = small.recipe(folder / "base", folder / "adapter", train=small.settings(quantization=quantization))
         before = capacity.resident_bytes()
-        known = capacity.forget_peak()
-        stream.merge(wanted, folder / quantization, lambda *_: None)
+        known = capacity.reset_peak()
+        stream.merge_model(wanted, folder / quantization, lambda *_: None)
         print(capacity.peak_resident_bytes() - before if known else "null")
 """
 

@@ -18,7 +18,7 @@ def test_nobody_s_cache_of_modules_is_touched_or_trusted(tmp_path: Path) -> None
     code = (
         "import sys\n"
         "from ratchet.config.evaluation import Evaluate\n"
-        "from ratchet.evaluation.answer_metrics import measure\n"
+        "from ratchet.evaluation.answer_metrics import score_answers as measure\n"
         "path = list(sys.path)\n"
         "for _ in range(2):\n"
         "    print(measure(['a'], [['a']], Evaluate(measures=('token_f1',)), 'exact_match')[0].values)\n"

@@ -28,11 +28,11 @@ from monitoring_cases import (
     RULES,
 )
 from ratchet.config.schema import Machine
-from ratchet.runs.directory import RunPaths, newest
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, Series
+from ratchet.runs.directory import RunPaths, find_newest_run
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, PrometheusSeries
 from ratchet.storage.records.gate import Verdict
-from ratchet.tracking.prometheus import Exposition, RunFigures, write_verdict
+from ratchet.tracking.prometheus import PrometheusExporter, RunMetricsCollector, write_verdict
 
 PACKAGES = ("reports", "runs")
 
@@ -97,7 +97,7 @@ def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_tw
                 told = process.communicate(timeout=prometheus_server.PATIENCE_S)[0]
                 assert process.returncode == 0, told
             assert prometheus.now('last_over_time(ratchet_run_state{state="finished"}[10m]) == 1')
-            check_against_the_journal(prometheus, newest(layout.runs))
+            check_against_the_journal(prometheus, find_newest_run(layout.runs))
             for title, expression in EXPRESSIONS.items():
                 found = prometheus.since(began, shown(expression))
                 assert any(isfinite(value) for _, values in found for value in values), f"{title}: {expression}"
@@ -114,8 +114,8 @@ def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_tw
 def check_against_the_journal(prometheus: prometheus_server.Server, paths: RunPaths | None) -> None:
     """What Prometheus has got last is what the journal says."""
     assert paths is not None
-    events = list(Reader(paths.journal).read())
-    series = Series(Machine(mirror="/nowhere"))
+    events = list(JournalReader(paths.journal).read())
+    series = PrometheusSeries(Machine(mirror="/nowhere"))
     for event in events:
         series.see(event)
     kinds = [event.kind for event in events]
@@ -163,14 +163,14 @@ class Made:
 
     def __init__(self, name: str, stack: ExitStack) -> None:
         self.port = prometheus_server.free_port()
-        self.exposition = Exposition(Machine(metrics_port=self.port, mirror="/nowhere", metrics_wait_s=0.0))
+        self.exposition = PrometheusExporter(Machine(metrics_port=self.port, mirror="/nowhere", metrics_wait_s=0.0))
         stack.callback(self.exposition.close)
-        self.figures: RunFigures = self.exposition.observer(name, "made")
+        self.figures: RunMetricsCollector = self.exposition.observer(name, "made")
 
     def tell(self, kind: str, age_s: float = 0.0, attempt: int = 1, **data: Any) -> None:
         if kind == "attempt":
             data |= {"pid": os.getpid(), "code_version": "1"}
-        self.figures.see([Event(kind, time.time() - age_s, attempt, data)])
+        self.figures.see([JournalEvent(kind, time.time() - age_s, attempt, data)])
 
 
 def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:

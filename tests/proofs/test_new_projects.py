@@ -8,9 +8,9 @@ from init_cases import (
     regressions,
     requests,
 )
-from ratchet.config.gate import AboveChance, ExportParity, MustImprove, MustNotRegress
+from ratchet.config.gate import AboveChanceRule, ExportParityRule, MustImproveRule, MustNotRegressRule
 from ratchet.data import splits
-from ratchet.gate.statistics import needed_binary
+from ratchet.gate.statistics import required_pairs
 
 PACKAGES = ("stages",)
 
@@ -18,26 +18,26 @@ PACKAGES = ("stages",)
 def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:
     rows = requests(4500)
     settings = made(tmp_path, rows)
-    test_rows = sum(splits.split_of(row["prompt"], settings.prepare.split) == "test" for row in rows)
+    test_rows = sum(splits.assign_split(row["prompt"], settings.prepare.split) == "test" for row in rows)
     margins = regressions(settings)
     assert margins.keys() == {"champion", "anchor"}
     (margin,) = set(margins.values())
     assert 0.02 < margin < 0.05
     gate = settings.gate
-    assert needed_binary(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
-    assert needed_binary(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
-    (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImprove))
+    assert required_pairs(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
+    assert required_pairs(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
+    (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImproveRule))
     assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
-    (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChance))
+    (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChanceRule))
     assert chance.metric == "accuracy"
-    assert ExportParity in {type(rule) for rule in gate.rules}
+    assert ExportParityRule in {type(rule) for rule in gate.rules}
 
 
 def test_free_text_is_judged_by_the_loss_on_answers(tmp_path: Path) -> None:
     rows = [{"prompt": f"what is {n}", "response": f"it is the number {n} " * (n % 5)} for n in range(200)]
     settings = made(tmp_path, rows)
     assert settings.prepare.task == "text"
-    assert {rule.metric for rule in settings.gate.rules if isinstance(rule, MustNotRegress)} == {"answer_loss"}
+    assert {rule.metric for rule in settings.gate.rules if isinstance(rule, MustNotRegressRule)} == {"answer_loss"}
     assert settings.evaluate.harness.tasks == ("answers",)
 
 

@@ -10,8 +10,8 @@ from observation_cases import (
     template,  # noqa: F401 (a fixture)
     train,
 )
-from ratchet.runs.directory import newest
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.storage.layout import ProjectLayout
 from receiver import STALLS, Receiver, served
 
 PACKAGES = ("stages", "reports", "runs")
@@ -28,7 +28,9 @@ def holding(root: Path, secret: str) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(template: Layout, tmp_path: Path) -> None:
+def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(
+    template: ProjectLayout, tmp_path: Path
+) -> None:
     layout = project(template, tmp_path / "project", stall_s=2.0)
     with served(500, 200) as receiver:
         receiver.path = f"/services/{TOKEN}"
@@ -38,7 +40,7 @@ def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(tem
         assert first == again
         assert (first["event"], finished["event"]) == ("stalled", "finished")
         assert "no sign of life" in first["text"] and "it is started again" in first["text"]
-        run = newest(layout.runs)
+        run = find_newest_run(layout.runs)
         assert run is not None
         assert finished["run"] == run.root.name
         assert finished["step"] == finished["planned_steps"] > 0
@@ -48,7 +50,7 @@ def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(tem
     assert TOKEN not in done.stdout + done.stderr
 
 
-def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: Layout, tmp_path: Path) -> None:
+def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: ProjectLayout, tmp_path: Path) -> None:
     layout = project(template, tmp_path / "project", webhook_wait_s=1.0, retries=0)
     with served(STALLS) as receiver:
         receiver.path = f"/services/{TOKEN}"

@@ -15,11 +15,11 @@ from distillation_live_cases import (
     taught,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.models.loss import Sequences
-from ratchet.models.teacher import Spoken
+from ratchet.models.loss import SequenceBatch
+from ratchet.models.teacher import OnlineTeacherTargets
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Reader
-from ratchet.training.online_distillation import Attending
+from ratchet.runs.journal import JournalReader
+from ratchet.training.online_distillation import OnlineTeacherReader
 from small_loop import ROWS, after_steps, loop_of, losses, random_rows, trained_by
 
 PACKAGES = ("training", "models")
@@ -50,10 +50,10 @@ def test_a_training_goes_on_exactly_and_micro_batches_change_last_bits_only(
     assert losses(alone.task.paths)[0] != losses(once.task.paths)[0]
 
 
-class Narrow(Attending):
+class Narrow(OnlineTeacherReader):
     """Has no room for more than two rows at a time."""
 
-    def of(self, sequences: Sequence[Sequence[int]], batch: Sequences) -> Spoken:
+    def of(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
         if len(sequences) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB, the teacher")
         return super().of(sequences, batch)
@@ -66,7 +66,7 @@ def test_micro_batches_shrink_to_what_the_teacher_has_room_for(tmp_path: Path) -
     narrow = Narrow(found(tmp_path / "teacher"), train, rows, CPU)
     once = loop_of(tmp_path / "once", train, lessons=narrow)
     once.run()
-    shrunk = [one for one in Reader(once.task.paths.journal).read() if one.kind == "budget"]
+    shrunk = [one for one in JournalReader(once.task.paths.journal).read() if one.kind == "budget"]
     assert [one.data["action"] for one in shrunk][:1] == ["shrink"]
     assert losses(once.task.paths) == pytest.approx(losses(wide.task.paths), rel=1e-4)
     again = tmp_path / "again"

@@ -66,7 +66,7 @@ def test_functions_are_compiled_when_they_are_called() -> None:
         "import torch",
         "from ratchet.models import lazy_imports as libraries",
         "whole = torch.compile",
-        "with libraries.compilation_put_off():",
+        "with libraries.defer_compilation():",
         "    @torch.compile(backend='eager', dynamic=False)",
         "    def twice(x):",
         "        'Double.'",

@@ -12,15 +12,15 @@ import pytest
 
 import tiny_project
 from ratchet.config import params_file
-from ratchet.config.gate import AtLeast, ExportParity, Gate, MustNotRegress
+from ratchet.config.gate import AtLeastRule, ExportParityRule, Gate, MustNotRegressRule
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import EvalReport
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Verdict, read_champion
 
 PACKAGES = ("cli", "stages")
@@ -28,14 +28,14 @@ STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
 # What a model of seconds can pass: this test is about the road, the gate's judgement has tests of its own.
 GATE = Gate(
     rules=(
-        AtLeast(rule="at_least", metric="perplexity", value=1e9),
-        MustNotRegress(rule="must_not_regress", metric="answer_loss", against="champion", margin=5.0),
-        ExportParity(rule="export_parity", max_logit_difference=1e-3, min_greedy_agreement=0.999),
+        AtLeastRule(rule="at_least", metric="perplexity", value=1e9),
+        MustNotRegressRule(rule="must_not_regress", metric="answer_loss", against="champion", margin=5.0),
+        ExportParityRule(rule="export_parity", max_logit_difference=1e-3, min_greedy_agreement=0.999),
     )
 )
 
 
-def dvc(layout: Layout, *arguments: str) -> str:
+def dvc(layout: ProjectLayout, *arguments: str) -> str:
     done = subprocess.run(
         ["dvc", *arguments],
         cwd=layout.root,
@@ -61,14 +61,14 @@ def hurried(settings: Settings) -> Settings:
     )
 
 
-def make(directory: Path, data: Path, prompt: str, response: str, mlflow_template: Path) -> Layout:
+def make(directory: Path, data: Path, prompt: str, response: str, mlflow_template: Path) -> ProjectLayout:
     """`ratchet init`, then smaller settings; the empty MLflow database is copied to save making it."""
     arguments = tiny_project.command(
         "init", str(directory), "--data", str(data), "--prompt", prompt, "--response", response
     )
     done = subprocess.run(arguments, env=tiny_project.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    layout = Layout(directory)
+    layout = ProjectLayout(directory)
     tiny_project.save(layout, hurried(params_file.load(layout.params)))
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout
@@ -80,8 +80,8 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert params_file.load(layout.params).prepare.task == "labels"
 
     assert ran(dvc(layout, "repro")) == set(STAGES)
-    card, report = DatasetCard.load(layout.dataset_card), EvalReport.load(layout.eval_report)
-    bundle, verdict = Bundle.load(layout.bundle), Verdict.load(layout.verdict)
+    card, report = DatasetCard.load(layout.dataset_card), EvaluationReport.load(layout.eval_report)
+    bundle, verdict = ModelBundle.load(layout.bundle), Verdict.load(layout.verdict)
     trained = TrainReport.load(layout.train_report)
     assert card.rows_in == card.rows_out == sum(card.splits.values()) == 200
     assert trained.adapter_digest == report.adapter_digest == bundle.adapter_digest == verdict.adapter_digest
@@ -118,7 +118,7 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     faster = changed.train.model_copy(update={"learning_rate": 0.02})
     tiny_project.save(layout, changed.model_copy(update={"train": faster}))
     assert ran(dvc(layout, "repro")) == {"train", "export", "evaluate", "gate"}
-    report = EvalReport.load(layout.eval_report)
+    report = EvaluationReport.load(layout.eval_report)
     assert set(report.scores) == {"base", "candidate", "champion", "anchor"}
     assert len({scores.contract for scores in report.scores.values()}) == 1, "the champion was put on the same base"
     assert report.champion_digest == first.model_digest
@@ -133,7 +133,7 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert len(list(layout.runs.iterdir())) == 2
 
 
-def answers(layout: Layout, model: str) -> list[dict[str, Any]]:
+def answers(layout: ProjectLayout, model: str) -> list[dict[str, Any]]:
     """What one of the project's models says to a few prompts."""
     prompts, output = layout.root / "prompts.jsonl", layout.root / "answers" / f"{model}.jsonl"
     if not prompts.exists():
@@ -144,7 +144,7 @@ def answers(layout: Layout, model: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def answers_of_one(layout: Layout, *models: str) -> list[dict[str, Any]]:
+def answers_of_one(layout: ProjectLayout, *models: str) -> list[dict[str, Any]]:
     """What several names of one model say: the same."""
     first, *others = (answers(layout, model) for model in models)
     assert all(other == first for other in others)
@@ -152,7 +152,7 @@ def answers_of_one(layout: Layout, *models: str) -> list[dict[str, Any]]:
     return first
 
 
-def shown(layout: Layout) -> dict[str, str]:
+def shown(layout: ProjectLayout) -> dict[str, str]:
     """What MLflow shows: two finished runs with points, a dataset, and who is champion."""
     from mlflow import MlflowClient
 

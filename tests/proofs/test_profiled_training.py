@@ -11,15 +11,15 @@ from profile_cases import (
 )
 from ratchet.stages import train
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.training import PARTS, Profile
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.training import PARTS, TrainingProfile
 
 PACKAGES = ("training",)
 
 
-def test_all_there_is_was_measured_and_adds_up(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
-    files.verify(sealed(project), "profile")
-    found = Profile.load(sealed(project) / "profile.json")
+def test_all_there_is_was_measured_and_adds_up(project: ProjectLayout, profiled: tuple[str, dict[str, str]]) -> None:
+    files.verify_sealed(sealed(project), "profile")
+    found = TrainingProfile.load(sealed(project) / "profile.json")
     steps = found.warm_steps + found.measured_steps + found.traced_steps
     assert 4 <= steps < 20, "as many as are planned, not as many as were asked for"
     assert tuple(part.name for part in found.parts) == PARTS
@@ -38,14 +38,14 @@ def test_all_there_is_was_measured_and_adds_up(project: Layout, profiled: tuple[
 
 
 def test_nothing_else_is_touched_and_a_second_profile_replaces_the_first(
-    project: Layout, profiled: tuple[str, dict[str, str]]
+    project: ProjectLayout, profiled: tuple[str, dict[str, str]]
 ) -> None:
     before = profiled[1]
     first = (sealed(project) / "profile.json").read_bytes()
     done = tiny_project.ratchet(project, "train", "--profile", "4")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("a profile is not copied to machine.mirror") == 1
-    second = Profile.load(sealed(project) / "profile.json")
+    second = TrainingProfile.load(sealed(project) / "profile.json")
     assert (second.warm_steps, second.measured_steps, second.traced_steps) == (1, 2, 1)
     assert (sealed(project) / "profile.json").read_bytes() != first
     assert rest_of(project) == before

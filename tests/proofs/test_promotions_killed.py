@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from promotable import SETTINGS, chain, line, stage, with_hooks, works
-from ratchet.config.gate import Hook
+from ratchet.config.gate import HookSettings
 from ratchet.registry import outbox
-from ratchet.stages.promote import Options, promote, rollback
+from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import promotions
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import read_champion
 
 PACKAGES = ("registry", "stages")
-HOOKED = with_hooks(Hook(command=("sh", "-c", "cat event.txt > /dev/null; echo $RATCHET_EVENT_ID >> told.txt")))
+HOOKED = with_hooks(HookSettings(command=("sh", "-c", "cat event.txt > /dev/null; echo $RATCHET_EVENT_ID >> told.txt")))
 CALLS = (
     "search_registered_models", "create_registered_model", "search_model_versions", "create_model_version",
     "set_registered_model_alias", "get_model_version", "set_model_version_tag", "update_model_version", "set_tag",
@@ -32,34 +32,34 @@ CALLS = (
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "5"))
 ALL = bool(os.environ.get("RATCHET_ALL_POINTS"))
 """Half a second each on a quiet machine: some minutes."""
-Work = Callable[[Layout], object]
+Work = Callable[[ProjectLayout], object]
 
 
-def first(layout: Layout) -> None:
+def first(layout: ProjectLayout) -> None:
     promote(layout, HOOKED)
 
 
-def second(layout: Layout) -> None:
-    promote(layout, HOOKED, Options(force=True, reason="now"))
+def second(layout: ProjectLayout) -> None:
+    promote(layout, HOOKED, PromoteOptions(force=True, reason="now"))
 
 
-def back(layout: Layout) -> None:
+def back(layout: ProjectLayout) -> None:
     rollback(layout, HOOKED, 1, check=works)
 
 
-def nothing(layout: Layout) -> None:
+def nothing(layout: ProjectLayout) -> None:
     stage(layout, "a")
 
 
-def one(layout: Layout) -> None:
+def one(layout: ProjectLayout) -> None:
     nothing(layout)
     promote(layout, SETTINGS)
     stage(layout, "b", "REJECT")
 
 
-def two(layout: Layout) -> None:
+def two(layout: ProjectLayout) -> None:
     one(layout)
-    promote(layout, SETTINGS, Options(force=True, reason="why not"))
+    promote(layout, SETTINGS, PromoteOptions(force=True, reason="why not"))
 
 
 SCENARIOS: dict[str, tuple[Work, Work, list[str], int]] = {
@@ -77,17 +77,17 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def deliver(box: Path, root: Path) -> None:
-        if any(found.waiting for found in outbox.deliveries(box)):
+        if any(found.waiting for found in outbox.read_deliveries(box)):
             killing, files.before = files.before, lambda operation, path: None
             outbox.main([str(box), str(root)])
             files.before = killing
 
-    monkeypatch.setattr(outbox, "deliver", deliver)
+    monkeypatch.setattr(outbox, "deliver_pending", deliver)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
 
 
-def counted(work: Work, layout: Layout, kill_at: int) -> int:
+def counted(work: Work, layout: ProjectLayout, kill_at: int) -> int:
     """Do the work, and end by SIGKILL before this operation (from 1); how many there were."""
     import mlflow
 
@@ -112,7 +112,7 @@ def counted(work: Work, layout: Layout, kill_at: int) -> int:
     return done[0]
 
 
-def in_child(work: Work, layout: Layout, kill_at: int) -> tuple[int, int]:
+def in_child(work: Work, layout: ProjectLayout, kill_at: int) -> tuple[int, int]:
     """In a process of its own; exit status, and the operations counted, if it was not killed."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -127,7 +127,7 @@ def in_child(work: Work, layout: Layout, kill_at: int) -> tuple[int, int]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(said or 0)
 
 
-def problems_after(layout: Layout, expected: list[str], entries: int) -> list[str]:
+def problems_after(layout: ProjectLayout, expected: list[str], entries: int) -> list[str]:
     """What is not as it must be."""
     well, text = promotions(layout, HOOKED)
     problems = [] if well else [text]
@@ -146,15 +146,17 @@ def problems_after(layout: Layout, expected: list[str], entries: int) -> list[st
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_anywhere_and_repeated_there_is_one_end(tracked_project: Layout, tmp_path: Path, name: str) -> None:
+def test_killed_anywhere_and_repeated_there_is_one_end(
+    tracked_project: ProjectLayout, tmp_path: Path, name: str
+) -> None:
     prepare, work, expected, entries = SCENARIOS[name]
     prepare(tracked_project)
     (tracked_project.root / "event.txt").write_text("")
 
     numbers = count()
 
-    def fresh() -> Layout:  # each at a path of its own: MLflow keeps connections by path
-        trial = Layout(tmp_path / f"trial {next(numbers)}")
+    def fresh() -> ProjectLayout:  # each at a path of its own: MLflow keeps connections by path
+        trial = ProjectLayout(tmp_path / f"trial {next(numbers)}")
         shutil.copytree(tracked_project.root, trial.root)
         return trial
 

@@ -26,7 +26,9 @@ PACKAGES = ("models",)
 def test_the_most_in_a_sum_is_what_was_forecast(held: tuple[int, list[Any]], number: int) -> None:
     """Gloo may let go of what it has sent a moment later. Work space in LAPACK and gloo neither account sees."""
     world, ranks = held
-    need = forecast.Need(model_spec.of_config(CONFIG), train(WAYS[number]), Machine(), WORK.among(world, world, 16))
+    need = forecast.MemoryForecastBuilder(
+        model_spec.from_config(CONFIG), train(WAYS[number]), Machine(), WORK.among(world, world, 16)
+    )
     for begun, between, most in (one[number] for one in ranks):
         assert 0.98 * need.sums.peak_bytes <= most <= need.sums.peak_bytes + begun
         assert most > between

@@ -16,7 +16,7 @@ from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, projec
 from ranks_refused_cases import (
     ended,
 )
-from ratchet.config.data import Split
+from ratchet.config.data import SplitSettings
 from ratchet.stages import prepare
 
 PACKAGES = ("training", "runs")
@@ -81,7 +81,7 @@ def test_a_machine_with_other_data_is_refused_and_the_others_go_on(
     long = EVEN.model_copy(update={"epochs": 30})
     chosen = settings(long, nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}")
     first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
-    changed = chosen.prepare.model_copy(update={"split": Split(validation=0.2, test=0.2)})
+    changed = chosen.prepare.model_copy(update={"split": SplitSettings(validation=0.2, test=0.2)})
     shutil.rmtree(second.data)
     prepare.prepare(second, chosen.model_copy(update={"prepare": changed}))
     started.append(start(first, [SLOW]))

@@ -10,7 +10,7 @@ import pytest
 import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import MirrorError
-from ratchet.runs.replication.garbage_collection import Tidier
+from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
 from snapshots import contents
 from tidy_cases import (
     first,  # noqa: F401 (a fixture)
@@ -39,7 +39,7 @@ class Frozen:
             remove(name)
 
         monkeypatch.setattr(slow._engine, "remove", freezing)
-        self._tidier = Tidier(slow, NAMES, 1, holder.keeper._lease)
+        self._tidier = ReplicaGarbageCollector(slow, NAMES, 1, holder.keeper._lease)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.asleep.wait()

@@ -12,7 +12,7 @@ from keeper_cases import (
     node,  # noqa: F401 (a fixture)
 )
 from machines import NAMES, Node, store
-from ratchet.errors import BusyError
+from ratchet.errors import LockHeldError
 from ratchet.runs.replication import lease, manifests
 from ratchet.storage import files
 from snapshots import contents
@@ -71,11 +71,11 @@ def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_pa
     upload = first.keeper._upload
     assert upload is not None
     first.save(40)
-    sealed = manifests.of_checkpoint(first.paths.checkpoint(40))
+    sealed = manifests.build_checkpoint_manifest(first.paths.checkpoint(40))
     upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
     upload._journal.copy()
     assert not lease.is_sure()
-    with pytest.raises(BusyError, match=second.keeper._here.node):
+    with pytest.raises(LockHeldError, match=second.keeper._here.node):
         lease.confirm()
     assert first.keeper.lost() is not None
     assert (first.keeper.settle(0.1) or "").endswith("repeat")
@@ -95,7 +95,7 @@ def test_a_result_that_the_mirror_has_lost_is_sent_again(tmp_path: Path, node: N
     first.settled()
     first.leave()
     quiet = Node(tmp_path, "first").take()
-    assert lease.keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
+    assert lease.list_keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
     quiet.leave()
     digest = files.read_manifest(first.paths.result).files["train.json"][0]
     if lost == "all":

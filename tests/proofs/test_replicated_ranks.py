@@ -25,12 +25,12 @@ from rank_projects import (
     world,
 )
 from ratchet.config.schema import Settings
-from ratchet.runs.directory import newest
-from ratchet.runs.journal import Reader
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import lease, manifests
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.store import Store, Terms
-from ratchet.storage.layout import Layout
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("training", "runs")
 
@@ -38,7 +38,7 @@ PACKAGES = ("training", "runs")
 @pytest.fixture(scope="module")
 def clone(prepared: Path, mlflow_template: Path) -> Path:
     """A project with nothing trained."""
-    shutil.copyfile(mlflow_template, Layout(prepared).mlflow_database)
+    shutil.copyfile(mlflow_template, ProjectLayout(prepared).mlflow_database)
     return prepared
 
 
@@ -48,22 +48,24 @@ def mirrored(root: Path, **machine: Any) -> Settings:
     return settings(**known | quick | machine)
 
 
-def copied(layout: Layout) -> list[int]:
+def copied(layout: ProjectLayout) -> list[int]:
     """Steps that this machine has copied."""
     return [event.data["step"] for event in events(layout, "mirror")]
 
 
-def mirror_of(root: Path, layout: Layout) -> tuple[Store, RunNames]:
-    run = newest(layout.runs)
+def mirror_of(root: Path, layout: ProjectLayout) -> tuple[ReplicaStore, RunObjectNames]:
+    run = find_newest_run(layout.runs)
     assert run is not None
-    return Store(str(root / "mirror"), Terms(patience_s=5), lambda: False), RunNames(run.root.name)
+    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=5), lambda: False), RunObjectNames(
+        run.root.name
+    )
 
 
-def told_steps(root: Path, layout: Layout) -> list[int]:
+def told_steps(root: Path, layout: ProjectLayout) -> list[int]:
     """Steps that the journal in the mirror tells."""
     path = root / "journal of the mirror"
-    path.write_bytes(manifests.recover(*mirror_of(root, layout)).content)
-    return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
+    path.write_bytes(manifests.recover_journal(*mirror_of(root, layout)).content)
+    return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
 
 
 def finish(*processes: "subprocess.Popen[str]") -> str:
@@ -82,18 +84,18 @@ def finish(*processes: "subprocess.Popen[str]") -> str:
     return said
 
 
-def fetched(clone: Path, root: Path) -> Layout:
+def fetched(clone: Path, root: Path) -> ProjectLayout:
     """What a machine of its own that comes later has."""
     layout = project(clone, root / "later", mirrored(root, nodes="1", rendezvous=None))
     assert "is taken from its mirror" in finish(start(layout))
-    run = newest(layout.runs)
+    run = find_newest_run(layout.runs)
     assert run is not None
     assert not run.worker_log.exists(), "nothing was trained there"
     return layout
 
 
 @pytest.fixture(scope="module")
-def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout, Layout]:
+def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ProjectLayout, ProjectLayout]:
     """Two machines with a rank each; where their mirror is."""
     root = tmp_path_factory.mktemp("undisturbed")
     chosen = mirrored(root)
@@ -103,7 +105,7 @@ def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_one_of_the_machines_copies_and_all_are_done_when_the_result_is_there(
-    clone: Path, undisturbed: tuple[Path, Layout, Layout]
+    clone: Path, undisturbed: tuple[Path, ProjectLayout, ProjectLayout]
 ) -> None:
     root, first, second = undisturbed
     assert report(first).adapter_digest == report(second).adapter_digest
@@ -138,14 +140,17 @@ def test_when_the_one_that_copies_vanishes_another_one_does(
     assert {event.data["step"] for event in events(later, "step")} == set(steps)
 
 
-def held(root: Path, layout: Layout) -> list[bytes]:
+def held(root: Path, layout: ProjectLayout) -> list[bytes]:
     """All claims, by token."""
     store, names = mirror_of(root, layout)
-    return [store.read(names.claim(*key)) or b"" for key in lease.keys(store, names)]
+    return [store.read(names.claim(*key)) or b"" for key in lease.list_keys(store, names)]
 
 
 def test_when_all_are_lost_a_new_machine_goes_on_exactly(
-    clone: Path, tmp_path: Path, undisturbed: tuple[Path, Layout, Layout], started: list["subprocess.Popen[str]"]
+    clone: Path,
+    tmp_path: Path,
+    undisturbed: tuple[Path, ProjectLayout, ProjectLayout],
+    started: list["subprocess.Popen[str]"],
 ) -> None:
     chosen = mirrored(tmp_path)
     machines = [project(clone, tmp_path / name, chosen) for name in ("first", "second")]

@@ -15,54 +15,54 @@ import pytest
 
 import tiny_project
 from ratchet.runs import replication_protocol
-from ratchet.runs.directory import newest
-from ratchet.runs.fault_injection.injectors import worker_of
-from ratchet.runs.journal import Event, Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.storage.layout import ProjectLayout
 from tiny_project import outcome
 from tiny_project import start_training as start
 
 PACKAGES = ("runs",)
 PATIENCE_S = 120.0
 Bytes = dict[str, str]
-Machines = Callable[[str], Layout]
+Machines = Callable[[str], ProjectLayout]
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Layout:
+def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> ProjectLayout:
     layout = tiny_project.prepared(tmp_path_factory.mktemp("prepared") / "project")
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout
 
 
 @pytest.fixture(scope="session")
-def reference(prepared: Layout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
+def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
     """What an uninterrupted training without a mirror makes."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(prepared.root, root)
-    done = tiny_project.ratchet(Layout(root), "train")
+    done = tiny_project.ratchet(ProjectLayout(root), "train")
     assert done.returncode == 0, done.stderr
-    return outcome(Layout(root))
+    return outcome(ProjectLayout(root))
 
 
 @pytest.fixture
-def machine(prepared: Layout, tmp_path: Path) -> Machines:
+def machine(prepared: ProjectLayout, tmp_path: Path) -> Machines:
     """Makes a machine: a clone of the project with nothing trained, that mirrors to the same place as all others."""
 
-    def make(name: str) -> Layout:
+    def make(name: str) -> ProjectLayout:
         shutil.copytree(prepared.root, tmp_path / name)
         more = {"mirror": str(tmp_path / "mirror"), "lease_s": 2.0, "mirror_every_s": 0.2, "mirror_wait_s": 20.0}
         settings = tiny_project.SETTINGS
         settings = settings.model_copy(update={"machine": settings.machine.model_copy(update=more)})
-        tiny_project.save(Layout(tmp_path / name), settings)
-        return Layout(tmp_path / name)
+        tiny_project.save(ProjectLayout(tmp_path / name), settings)
+        return ProjectLayout(tmp_path / name)
 
     return make
 
 
-def events(layout: Layout, kind: str) -> list[Event]:
-    run = newest(layout.runs)
-    return [event for event in Reader(run.journal).read() if event.kind == kind] if run else []
+def events(layout: ProjectLayout, kind: str) -> list[JournalEvent]:
+    run = find_newest_run(layout.runs)
+    return [event for event in JournalReader(run.journal).read() if event.kind == kind] if run else []
 
 
 def wait_for(process: subprocess.Popen[str], there: Callable[[], object]) -> None:
@@ -73,28 +73,28 @@ def wait_for(process: subprocess.Popen[str], there: Callable[[], object]) -> Non
         time.sleep(0.005)
 
 
-def durable(layout: Layout) -> tuple[int, ...]:
-    run = newest(layout.runs)
-    noted = replication_protocol.read(run) if run else None
+def durable(layout: ProjectLayout) -> tuple[int, ...]:
+    run = find_newest_run(layout.runs)
+    noted = replication_protocol.read_replication_state(run) if run else None
     return noted.durable_steps if noted else ()
 
 
-def train_until(layout: Layout, more_steps: int) -> subprocess.Popen[str]:
+def train_until(layout: ProjectLayout, more_steps: int) -> subprocess.Popen[str]:
     """Start a training and stop its worker after so many more steps, with what it has sealed in the mirror."""
     process = start(layout)
     wait_for(process, lambda: durable(layout) or events(layout, "ready"))
     began = len(events(layout, "step"))
     wait_for(process, lambda: len(events(layout, "step")) >= began + more_steps)
-    worker = worker_of(process.pid, layout.root)
+    worker = find_worker(process.pid, layout.root)
     assert worker is not None
     os.kill(worker, signal.SIGSTOP)
-    run = newest(layout.runs)
+    run = find_newest_run(layout.runs)
     assert run is not None
     wait_for(process, lambda: durable(layout)[-1:] == tuple(run.checkpoint_steps()[-1:]) != ())
     return process
 
 
-def lose(layout: Layout, process: subprocess.Popen[str]) -> str:
+def lose(layout: ProjectLayout, process: subprocess.Popen[str]) -> str:
     """The machine is gone, and its disk with it; returns what it had said."""
     process.kill()
     said, _ = process.communicate()
@@ -102,9 +102,9 @@ def lose(layout: Layout, process: subprocess.Popen[str]) -> str:
     return said
 
 
-def damage_newest(layout: Layout, mirror: Path) -> int:
+def damage_newest(layout: ProjectLayout, mirror: Path) -> int:
     """Alter a byte of the mirror's copy of the newest checkpoint's weights; returns its step."""
-    run = newest(layout.runs)
+    run = find_newest_run(layout.runs)
     assert run is not None
     step = run.checkpoint_steps()[-1]
     weights = hashlib.sha256((run.checkpoint(step) / "trainable.safetensors").read_bytes()).hexdigest()
@@ -152,7 +152,7 @@ def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_don
 ) -> None:
     first = machine("first")
     stopped = train_until(first, 3)
-    worker = worker_of(stopped.pid, first.root)
+    worker = find_worker(stopped.pid, first.root)
     assert worker is not None
     second = machine("second")
     busy = tiny_project.ratchet(second, "train")

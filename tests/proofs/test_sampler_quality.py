@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.sweep import Sampler
+from ratchet.config.sweep import SamplerSettings
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning.samplers import propose
 from study_histories import (
@@ -37,11 +37,11 @@ PROPOSING = """
 import json, sys
 sys.path.insert(0, {tests!r})
 from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, eventful, space_of
-from ratchet.config.sweep import Sampler
+from ratchet.config.sweep import SamplerSettings
 from ratchet.tuning.samplers import propose
 space = space_of(RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
 history = eventful(space)
-found = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)
+found = [propose(space, SamplerSettings(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)
          for kind in ("tpe", "gp", "cmaes", "random") for more in (0, 1)]
 print(json.dumps(found))
 """
@@ -68,7 +68,7 @@ def test_late_proposals_are_much_better_than_random_ones(kind: str, trials: int,
     space = space_of(RANK, RATE, DROPOUT)
 
     def late(which: str) -> float:
-        studies = [searched(space, Sampler(kind=which, seed=seed), trials) for seed in range(seeds)]
+        studies = [searched(space, SamplerSettings(kind=which, seed=seed), trials) for seed in range(seeds)]
         return fmean(one.objectives[0] for study in studies for one in study[-8:])
 
     assert late(kind) < late("random") / 2
@@ -87,7 +87,7 @@ def test_infeasible_regions_are_avoided_and_would_not_be_if_those_trials_were_dr
 
     def share(infeasible: str) -> float:
         told = partial(outcome, infeasible=infeasible)
-        studies = [searched(space, Sampler(kind=kind, seed=seed), 26, told) for seed in range(seeds)]
+        studies = [searched(space, SamplerSettings(kind=kind, seed=seed), 26, told) for seed in range(seeds)]
         return fmean(one.state != "complete" for study in studies for one in study[10:])
 
     dropped = share("failed")
@@ -101,7 +101,7 @@ def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
     def outcome(number: int, values: dict[str, Any]) -> Trial:
         return trial(number, values, objectives=(abs(values["train.rank"] - 8) + values["train.batch_rows"] / 100,))
 
-    found = [one.values for one in searched(space, Sampler(kind=kind, startup=4), 40, outcome)]
+    found = [one.values for one in searched(space, SamplerSettings(kind=kind, startup=4), 40, outcome)]
     assert len(found) == space.size() == 24
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, space.grid(4)))
 
@@ -110,7 +110,7 @@ def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
 def test_conditional_knobs_lists_and_ties(kind: str) -> None:
     space = space_of(*EVERYTHING)
     history = eventful(space, 40)
-    seen = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 40 + more, NEVER) for more in range(8)]
+    seen = [propose(space, SamplerSettings(kind=kind, startup=4), LOSS, history, 40 + more, NEVER) for more in range(8)]
     for values in seen:
         assert values is not None
         assert ("train.adalora.target_rank" in values) == (values["train.adapter"] == "adalora")

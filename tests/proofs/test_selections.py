@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import generations
 import made_generations as made
 from ratchet.cli import command_line
-from ratchet.storage.output_card import card_of
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.data import SelectionCard
 from select_outputs_cases import (
     PROMPTS,
@@ -51,7 +51,7 @@ def test_the_same_answers_give_the_same_bytes_and_every_answer_is_accounted_for(
         given_ = made.generation(layout, settings_, asked, answer, folder / f"answers{turn}.jsonl")
         target = layout.raw / "taught.jsonl"
         code = ratchet(layout, given_, "--output", target)
-        found.append((target.read_bytes(), card_of(target).read_bytes()) if code == 0 else (b"", b""))
+        found.append((target.read_bytes(), card_path(target).read_bytes()) if code == 0 else (b"", b""))
     assert found[0] == found[1]
     rows = [json.loads(line) for line in found[0][0].splitlines()]
     per_prompt = [sum(row["id"] == one["id"] for row in rows) for one in prompts]

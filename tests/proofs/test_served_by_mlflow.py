@@ -19,8 +19,8 @@ from chat_model import probes_of_hf, write_model
 from deployable import NAME, keep
 from ratchet.registry.model_store import KIND
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 PACKAGES = ("registry", "reports")
 
@@ -51,14 +51,14 @@ def answer(port: int, body: dict[str, Any], process: subprocess.Popen[bytes], lo
 
 
 def test_a_registered_version_is_served_by_mlflow_alone(
-    tracked_project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     source = tmp_path / "source"
     write_model(source / "hf", 1, begins=True)
     bundle = keep(tracked_project, source, ("hf",))
     folder = tracked_project.promoted_model(bundle.model_digest)
-    registry = Registry(tracked_project, NAME)
+    registry = MlflowModelRegistry(tracked_project, NAME)
     registry.set_champion(registry.ensure_version(bundle.model_digest, folder, "run", {}), None)
     before = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
@@ -95,5 +95,5 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     assert found["choices"][0]["message"]["content"].strip() == probe.answer.strip()
     after = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert after - before <= {files.FOREIGN}
-    files.verify(folder, KIND)
+    files.verify_sealed(folder, KIND)
     shutil.rmtree(folder)

@@ -26,15 +26,15 @@ from rank_projects import (
     wait_until,
     world,
 )
-from ratchet.config.train import Compression
-from ratchet.runs.fault_injection.injection import Fault
-from ratchet.storage.layout import Layout
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.runs.fault_injection.injection import InjectedFault
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("runs", "training", "models")
 
 
 @pytest.fixture(scope="module")
-def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     """One rank, no dropout."""
     layout = project(prepared, tmp_path_factory.mktemp("alone") / "project", settings(EVEN))
     train(layout)
@@ -42,7 +42,7 @@ def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     """Two ranks, undisturbed, with dropout."""
     layout = project(prepared, tmp_path_factory.mktemp("pair") / "project", settings(gpus=2))
     train(layout)
@@ -50,7 +50,7 @@ def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: Layout, count: int) -> None:
+def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: ProjectLayout, count: int) -> None:
     layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=count, micro_batch_rows=3))
     train(layout)
     assert batches(layout) == batches(alone)
@@ -78,10 +78,10 @@ def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["die", "freeze"])
 def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
-    prepared: Path, tmp_path: Path, pair: Layout, kind: Any
+    prepared: Path, tmp_path: Path, pair: ProjectLayout, kind: Any
 ) -> None:
     layout = project(prepared, tmp_path / "project", settings(gpus=2, stall_s=3))
-    said = train(layout, [Fault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
+    said = train(layout, [InjectedFault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
     assert (tmp_path / "struck").exists()
     assert report(layout).adapter_digest == report(pair).adapter_digest
     assert batches(layout) == batches(pair)
@@ -92,9 +92,11 @@ def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
         assert "stopped by a signal" in died[0]["text"]
 
 
-def test_a_request_to_stop_seals_and_the_same_command_goes_on(prepared: Path, tmp_path: Path, pair: Layout) -> None:
+def test_a_request_to_stop_seals_and_the_same_command_goes_on(
+    prepared: Path, tmp_path: Path, pair: ProjectLayout
+) -> None:
     layout = project(prepared, tmp_path / "project", settings(gpus=2, checkpoint_every=1000))
-    process = start(layout, [Fault(kind="slow", seconds=0.2)])
+    process = start(layout, [InjectedFault(kind="slow", seconds=0.2)])
     wait_until(lambda: len(events(layout, "step")) > 3, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=PATIENCE_S)[1]
@@ -110,17 +112,17 @@ def test_a_request_to_stop_seals_and_the_same_command_goes_on(prepared: Path, tm
 def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_path: Path, method: str) -> None:
     """Stopped, and killed: the same bits as undisturbed, though each rank remembers something of its own."""
     compressed = tiny_project.TRAIN.model_copy(
-        update={"compression": Compression(method=method, rank=2, share=0.05)}  # type: ignore[arg-type]
+        update={"compression": GradientCompressionSettings(method=method, rank=2, share=0.05)}  # type: ignore[arg-type]
     )
     chosen = settings(compressed, gpus=2, checkpoint_every=5)
     whole, stopped = (project(prepared, tmp_path / name, chosen) for name in ("whole", "stopped"))
     train(whole)
-    process = start(stopped, [Fault(kind="slow", seconds=0.2)])
+    process = start(stopped, [InjectedFault(kind="slow", seconds=0.2)])
     wait_until(lambda: len(events(stopped, "step")) > 7, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 75, said
-    train(stopped, [Fault(kind="die", step=18, rank=1, mark=str(tmp_path / "struck"))])
+    train(stopped, [InjectedFault(kind="die", step=18, rank=1, mark=str(tmp_path / "struck"))])
     assert (tmp_path / "struck").exists()
     assert batches(stopped) == batches(whole)
     assert report(stopped).adapter_digest == report(whole).adapter_digest
@@ -128,7 +130,7 @@ def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_pa
 
 def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", settings(gpus=2))
-    train(layout, [Fault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
+    train(layout, [InjectedFault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
     shrunk = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
     assert shrunk
     assert {one["step"] for one in shrunk} == {5}
@@ -136,7 +138,7 @@ def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared:
 
 
 def test_machines_join_and_leave(
-    prepared: Path, tmp_path: Path, alone: Layout, started: list["subprocess.Popen[str]"]
+    prepared: Path, tmp_path: Path, alone: ProjectLayout, started: list["subprocess.Popen[str]"]
 ) -> None:
     """1 → 2 → 4 → 2 ranks; every sample once an epoch, and the loss of one rank."""
     chosen = settings(
@@ -221,7 +223,7 @@ def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, t
 
 def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=2))
-    train(layout, [Fault(kind="slow", seconds=0.4, rank=1)])
+    train(layout, [InjectedFault(kind="slow", seconds=0.4, rank=1)])
     told = events(layout, "ranks")
     assert told
     assert all(len(event.data["busy_s"]) == 2 for event in told)

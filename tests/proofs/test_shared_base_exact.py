@@ -30,11 +30,11 @@ from rank_projects import (
 )
 from ratchet.config.train import Train
 from ratchet.models import adapters, loading
-from ratchet.runs.fault_injection.injection import Fault
-from ratchet.storage.layout import Layout
+from ratchet.runs.fault_injection.injection import InjectedFault
+from ratchet.storage.layout import ProjectLayout
 from ratchet.training import analysis, sharding
-from ratchet.training.distributed import Place, Ranks
-from ratchet.training.train_state import State
+from ratchet.training.distributed import RankEnvironment, RankGroup
+from ratchet.training.train_state import TrainState
 
 PACKAGES = ("training", "models")
 PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
@@ -44,7 +44,7 @@ def shared(train: Train = tiny_project.TRAIN, **machine: Any) -> Any:
     return settings(train, gpus=2, shard_base=True, **machine)
 
 
-def whole(prepared: Path, root: Path, chosen: Train, **machine: Any) -> Layout:
+def whole(prepared: Path, root: Path, chosen: Train, **machine: Any) -> ProjectLayout:
     """The same training by two ranks that have all of the base, each."""
     layout = project(prepared, root, settings(chosen, gpus=2, shard_base=False, **machine))
     train(layout)
@@ -52,7 +52,7 @@ def whole(prepared: Path, root: Path, chosen: Train, **machine: Any) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return whole(prepared, tmp_path_factory.mktemp("pair") / "project", tiny_project.TRAIN)
 
 
@@ -82,10 +82,10 @@ def test_the_adapter_is_the_same_bit_for_bit(
 
 @pytest.mark.parametrize("kind", ["die", "freeze"])
 def test_a_rank_that_is_killed_or_stopped_in_the_middle_costs_nothing_but_time(
-    prepared: Path, tmp_path: Path, pair: Layout, kind: Any
+    prepared: Path, tmp_path: Path, pair: ProjectLayout, kind: Any
 ) -> None:
     layout = project(prepared, tmp_path / "project", shared(stall_s=3, checkpoint_every=4))
-    train(layout, [Fault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
+    train(layout, [InjectedFault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
     assert (tmp_path / "struck").exists()
     assert report(layout).adapter_digest == report(pair).adapter_digest
     assert [event.data["class"] for event in events(layout, "died")] == ["killed" if kind == "die" else "stalled"]
@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_or_stopped_in_the_middle_costs_nothing_but_time(
 
 def test_memory_that_one_rank_lacks_begins_the_step_again_on_all(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", shared())
-    train(layout, [Fault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
+    train(layout, [InjectedFault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
     told = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
     assert {one["step"] for one in told} == {5}
     assert told[0]["rank"] == 1
@@ -101,7 +101,7 @@ def test_memory_that_one_rank_lacks_begins_the_step_again_on_all(prepared: Path,
     assert report(layout).steps == STEPS
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Path, pair: Layout) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Path, pair: ProjectLayout) -> None:
     """Two that share, then one that has all of it, then three that share: a checkpoint knows of none of that."""
     layout = project(prepared, tmp_path / "project", shared(checkpoint_every=1000))
     for machine in ({"gpus": 1}, {"gpus": 3, "shard_base": True}):
@@ -143,7 +143,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("kind", "world"), [("tiny", 2), ("tiny", 3), ("mixture", 2)])
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_each_rank_keeps_its_share(prepared: Path, mixture: Path, kind: str, world: int, quantization: str) -> None:
-    base = mixture if kind == "mixture" else Layout(prepared).base / "model"
+    base = mixture if kind == "mixture" else ProjectLayout(prepared).base / "model"
     context, port = multiprocessing.get_context("forkserver"), free_port()
     with context.Pool(world) as pool:
         asked = [pool.apply_async(_beside, (rank, world, port, base, quantization)) for rank in range(world)]
@@ -174,7 +174,7 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    ranks = Ranks(Place(rank, world, rank, world), cpu, lambda: None, 60)
+    ranks = RankGroup(RankEnvironment(rank, world, rank, world), cpu, lambda: None, 60)
     chosen = EVEN.model_copy(update={"quantization": quantization})
 
     def model() -> Any:
@@ -182,7 +182,7 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
 
     whole, shared = model(), model()
     frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
-    ranks.in_turns(lambda: sharding.share(shared, ranks, cpu))
+    ranks.in_turns(lambda: sharding.shard_base(shared, ranks, cpu))
     kept = _kept_bytes(shared)
     computed = [_computed(one) for one in (whole, shared)]
     between = _kept_bytes(shared)
@@ -199,6 +199,6 @@ def _computed(model: Any) -> tuple[float, ...]:
     for _ in range(2):
         loss = model(input_ids=torch.arange(5).unsqueeze(0)).logits.float().logsumexp(-1).sum()
         loss.backward()
-    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapters.trainable(model)])
-    found = analysis.analyse(model, State(), EVEN)
+    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapters.trainable_parameters(model)])
+    found = analysis.analyse(model, TrainState(), EVEN)
     return (float(loss), float(gradient.double().sum()), *(one.weight_norm for one in found.modules.values()))

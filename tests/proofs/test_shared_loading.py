@@ -9,7 +9,7 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.storage.records.training import UNSHARDED, MemoryForecast
 
 PACKAGES = ("models",)
@@ -27,8 +27,8 @@ Device = Literal["cpu", "cuda"]
 
 def found(machine: Machine, ranks: int, device: Device = "cuda", **train: Any) -> MemoryForecast:
     settings = Train(**{"rank": 4, "quantization": "none", "compute_dtype": "float32"} | train)
-    work = Work(1, 48, 24, packed=False, device=device, validation_rows=1, validation_tokens=48, ranks=ranks)
-    return forecast.forecast(model_spec.of_config(CONFIG), settings, machine, work)
+    work = MemoryWorkload(1, 48, 24, packed=False, device=device, validation_rows=1, validation_tokens=48, ranks=ranks)
+    return forecast.forecast(model_spec.from_config(CONFIG), settings, machine, work)
 
 
 def sizes(ranks: int, quantization: str) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from mlflow_server import running
 from ratchet.config.schema import Settings
 from ratchet.errors import TrackingError
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG
-from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 
 PACKAGES = ("tracking", "reports")
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -75,18 +75,18 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def template(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     train = tiny_project.TRAIN.model_copy(update={"epochs": 1.0})
     return tiny_project.prepared(
         tmp_path_factory.mktemp("template") / "project", tiny_project.SETTINGS.model_copy(update={"train": train})
     )
 
 
-def project(template: Layout, root: Path, server: str) -> tuple[Layout, Settings]:
+def project(template: ProjectLayout, root: Path, server: str) -> tuple[ProjectLayout, Settings]:
     from ratchet.config import params_file
 
     shutil.copytree(template.root, root)
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     settings = params_file.load(layout.params)
     machine = settings.machine.model_copy(update={"tracking": server, "tracking_grace_s": 60.0})
     settings = settings.model_copy(update={"machine": machine})
@@ -95,13 +95,13 @@ def project(template: Layout, root: Path, server: str) -> tuple[Layout, Settings
 
 
 def test_a_training_is_shown_on_the_server_and_its_files_lie_in_the_object_store(
-    servers: Servers, template: Layout, tmp_path: Path
+    servers: Servers, template: ProjectLayout, tmp_path: Path
 ) -> None:
     layout, settings = project(template, tmp_path / "project", servers.mlflow)
     done = tiny_project.ratchet(layout, "train")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = TrainReport.load(layout.train_report).run_id
-    tracking = Tracking(layout, settings.promote.model_name, servers.mlflow)
+    tracking = MlflowTracker(layout, settings.promote.model_name, servers.mlflow)
     found = tracking.find(run_id)
     assert found.info.status == "FINISHED"
     assert found.data.tags[HOST_TAG] == socket.gethostname()
@@ -110,7 +110,7 @@ def test_a_training_is_shown_on_the_server_and_its_files_lie_in_the_object_store
         losses = {point.step: point.value for point in client.get_metric_history(found.info.run_id, "validation/loss")}
         assert losses == pytest.approx(report.validation_loss)
         sent = Path(client.download_artifacts(found.info.run_id, "train.json", str(tmp_path)))
-    assert digests.of_file(sent) == digests.of_file(layout.train_report)
+    assert digests.hash_file(sent) == digests.hash_file(layout.train_report)
     listed = storage_client(servers.storage).list_objects_v2(Bucket=BUCKET)["Contents"]
     assert any(entry["Key"].endswith(f"{found.info.run_id}/artifacts/train.json") for entry in listed)
     assert not layout.mlflow_database.exists()
@@ -120,10 +120,10 @@ def test_a_training_is_shown_on_the_server_and_its_files_lie_in_the_object_store
 
 
 def test_two_machines_that_begin_one_run_at_once_agree_on_one(
-    servers: Servers, template: Layout, tmp_path: Path
+    servers: Servers, template: ProjectLayout, tmp_path: Path
 ) -> None:
     machines = [
-        Tracking(project(template, tmp_path / name, servers.mlflow)[0], "race", servers.mlflow) for name in "abc"
+        MlflowTracker(project(template, tmp_path / name, servers.mlflow)[0], "race", servers.mlflow) for name in "abc"
     ]
     with machines[0].connected():
         pass  # the experiment is there
@@ -132,9 +132,9 @@ def test_two_machines_that_begin_one_run_at_once_agree_on_one(
     assert len({run.info.run_id for run in made}) == 1
 
 
-def test_what_another_machine_trains_is_left_alone(servers: Servers, template: Layout, tmp_path: Path) -> None:
+def test_what_another_machine_trains_is_left_alone(servers: Servers, template: ProjectLayout, tmp_path: Path) -> None:
     layout, _ = project(template, tmp_path / "project", servers.mlflow)
-    tracking = Tracking(layout, "others", servers.mlflow)
+    tracking = MlflowTracker(layout, "others", servers.mlflow)
     with tracking.connected() as client:
         run = tracking.find_or_create("1" * 16, 1_000)
         client.set_tag(run.info.run_id, HOST_TAG, "another-machine")
@@ -143,10 +143,10 @@ def test_what_another_machine_trains_is_left_alone(servers: Servers, template: L
     assert tracking.find("1" * 16).data.tags[RUN_TAG] == "1" * 16
 
 
-def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: Layout, tmp_path: Path) -> None:
+def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: ProjectLayout, tmp_path: Path) -> None:
     layout, _ = project(template, tmp_path / "project", servers.mlflow)
-    tracking = Tracking(layout, "sweeps of others", servers.mlflow)
-    sweeps = SweepTracking(tracking, lambda _: {})
+    tracking = MlflowTracker(layout, "sweeps of others", servers.mlflow)
+    sweeps = MlflowSweepTracker(tracking, lambda _: {})
     sweeps.update(
         SweepReport(
             study="lora", storage="postgres", sampler="TPE", pruner="", versions={}, objectives=(), trials=(), axes=(),
@@ -163,7 +163,7 @@ def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: La
         assert client.get_run(parent.info.run_id).info.status == "KILLED"
 
 
-def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: Layout, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: ProjectLayout, tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     layout, settings = project(template, tmp_path / "project", nobody)
     machine = settings.machine.model_copy(update={"tracking_grace_s": 2.0})
@@ -173,4 +173,4 @@ def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: Layout, 
     assert nobody in done.stderr
     assert layout.train_report.exists()
     with pytest.raises(TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*sent again from its journal"):
-        Tracking(layout, "model", nobody).find("2" * 16)
+        MlflowTracker(layout, "model", nobody).find("2" * 16)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import journal_storage
-from ratchet.tuning.leases import LeaseLostError, Worker
-from ratchet.tuning.storage import Storage, open_storage
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
+from ratchet.tuning.storage import StudyStorage, open_storage
+from ratchet.tuning.trial_store import TrialStore
 from study_register_cases import (
     LONG,
     NARROW,
@@ -37,7 +37,7 @@ PACKAGES = ("tuning",)
 
 @pytest.mark.parametrize("write", range(1, 14))
 def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
-    register: Register, storage: Storage, here: Worker, monkeypatch: pytest.MonkeyPatch, write: int
+    register: TrialStore, storage: StudyStorage, here: SweepWorker, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
     populate(register, here)
     dying = Dying(storage.optuna, write)
@@ -59,12 +59,12 @@ def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
 TRIALS = 60
 
 
-def _work(layout: Layout, url: str | None, seed: int) -> None:
+def _work(layout: ProjectLayout, url: str | None, seed: int) -> None:
     """A worker that trains nothing: takes over or begins, gives signs of life, ends, until there are TRIALS."""
     chance = random.Random(seed)
     storage = open_storage(layout, url)
     register = opened(storage, settings())
-    worker = Worker.here()
+    worker = SweepWorker.here()
     while True:
         with register.locked():
             taken = register.take_over(worker, LONG)
@@ -91,7 +91,7 @@ def _work(layout: Layout, url: str | None, seed: int) -> None:
 
 
 def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
-    project: Layout, url: str | None, processes: Any
+    project: ProjectLayout, url: str | None, processes: Any
 ) -> None:
     chance = random.Random(5)
     seeds = iter(range(1000))
@@ -128,28 +128,28 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
     watching.close()
 
 
-def _train_for_ever(layout: Layout, url: str | None, told: Any) -> None:
+def _train_for_ever(layout: ProjectLayout, url: str | None, told: Any) -> None:
     storage = open_storage(layout, url)
     register = opened(storage, settings())
     # As if on another machine: that its process is stopped, or that it lives, can be seen by nobody.
-    worker = dataclasses.replace(Worker.here(), boot="another boot")
+    worker = dataclasses.replace(SweepWorker.here(), boot="another boot")
     number = begin(register, worker)
     told.put(number)
     try:
         while True:
             register.renew(number, worker)
             time.sleep(0.05)
-    except LeaseLostError as error:
+    except TrialLeaseLostError as error:
         told.put(str(error))
     try:
         register.finish(number, ended(objectives=(9.0,)), worker)
-    except LeaseLostError as error:
+    except TrialLeaseLostError as error:
         told.put(str(error))
     storage.close()
 
 
 def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
-    register: Register, here: Worker, project: Layout, url: str | None, processes: Any
+    register: TrialStore, here: SweepWorker, project: ProjectLayout, url: str | None, processes: Any
 ) -> None:
     told = processes.SimpleQueue()
     child = processes.Process(target=_train_for_ever, args=(project, url, told))
@@ -159,7 +159,7 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     while not any(take.seen > take.begun for take in register.trials()[0].takes):
         time.sleep(0.01)
     # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
-    with journal_storage._append_lock(project.study_journal).acquire(5):
+    with journal_storage._make_append_lock(project.study_journal).acquire(5):
         os.kill(child.pid, signal.SIGSTOP)
     while register.take_over(here, 1.0) is None:
         time.sleep(0.05)
@@ -173,15 +173,17 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     assert register.trials()[0].objectives == (1.5,)
 
 
-def _open_first(layout: Layout, url: str | None, start: Any, told: Any) -> None:
+def _open_first(layout: ProjectLayout, url: str | None, start: Any, told: Any) -> None:
     start.wait()
     storage = open_storage(layout, url)
     register = opened(storage, settings())
-    told.put((register.study, begin(register, Worker.here())))
+    told.put((register.study, begin(register, SweepWorker.here())))
     storage.close()
 
 
-def test_eight_workers_that_start_first_share_one_study(project: Layout, url: str | None, processes: Any) -> None:
+def test_eight_workers_that_start_first_share_one_study(
+    project: ProjectLayout, url: str | None, processes: Any
+) -> None:
     start, told = processes.Barrier(8), processes.SimpleQueue()
     started = [processes.Process(target=_open_first, args=(project, url, start, told)) for _ in range(8)]
     for process in started:

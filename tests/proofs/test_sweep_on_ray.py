@@ -19,12 +19,12 @@ import pytest
 import postgres
 import tiny_project
 import tiny_sweep
-from ratchet.config.schema import Ray
-from ratchet.config.sweep import Pruner
+from ratchet.config.schema import RaySettings
+from ratchet.config.sweep import PrunerSettings
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED
 from ratchet.storage.code_version import code_version
-from ratchet.storage.layout import Layout
-from ratchet.tuning.ray_cluster import Seat
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning.ray_cluster import RayWorkerActor
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install -c constraints.txt -e '.[ray]')")
 
@@ -111,9 +111,9 @@ def server() -> Iterator[postgres.Server]:
         yield running
 
 
-def project(root: Path, database: str, mlflow: Path, ray: Ray) -> Layout:
+def project(root: Path, database: str, mlflow: Path, ray: RaySettings) -> ProjectLayout:
     """Trainings that nobody prunes, long enough that a node vanishes in the midst of one."""
-    chosen = tiny_sweep.settings(trials=TRIALS, pruner=Pruner(kind="none"))
+    chosen = tiny_sweep.settings(trials=TRIALS, pruner=PrunerSettings(kind="none"))
     machine = chosen.machine.model_copy(update={"studies": database, "ray": ray})
     train = chosen.train.model_copy(update={"epochs": 3.0})
     layout = tiny_project.prepared(root, chosen.model_copy(update={"machine": machine, "train": train}))
@@ -121,13 +121,13 @@ def project(root: Path, database: str, mlflow: Path, ray: Ray) -> Layout:
     return layout
 
 
-def trained_by(node: subprocess.Popen[bytes], layout: Layout) -> list[Path]:
+def trained_by(node: subprocess.Popen[bytes], layout: ProjectLayout) -> list[Path]:
     """Runs that processes of this node train now."""
     here = set(below(node.pid))
     return [run for run in layout.runs.glob("*") if here & set(tiny_sweep.processes_of(str(run)))]
 
 
-def is_in_the_midst(node: subprocess.Popen[bytes], layout: Layout) -> bool:
+def is_in_the_midst(node: subprocess.Popen[bytes], layout: ProjectLayout) -> bool:
     """Whether it trains a run that has begun to learn and is far from its end."""
     journals = [run / "journal.jsonl" for run in trained_by(node, layout)]
     steps = [path.read_text(encoding="utf-8").count('"event":"step"') for path in journals if path.exists()]
@@ -137,7 +137,7 @@ def is_in_the_midst(node: subprocess.Popen[bytes], layout: Layout) -> bool:
 def test_a_node_vanishes_in_mid_trial_and_another_takes_the_trial_up(
     nodes: Nodes, server: postgres.Server, tmp_path: Path, mlflow_template: Path
 ) -> None:
-    layout = project(tmp_path / "project", server.database(), mlflow_template, Ray(address=nodes.address))
+    layout = project(tmp_path / "project", server.database(), mlflow_template, RaySettings(address=nodes.address))
     first, second = nodes.join(), nodes.join()
     sweep = tiny_sweep.begin(layout, "--engine", "ray", "--workers", "2")
     tiny_sweep.until(lambda: all(trained_by(node, layout) for node in (first, second)), sweep)
@@ -160,7 +160,7 @@ def test_a_node_vanishes_in_mid_trial_and_another_takes_the_trial_up(
 def test_a_sweep_that_is_stopped_leaves_no_worker_behind_and_goes_on_when_repeated(
     nodes: Nodes, server: postgres.Server, tmp_path: Path, mlflow_template: Path
 ) -> None:
-    chosen = Ray(address=nodes.address, resources={"spot": 1})
+    chosen = RaySettings(address=nodes.address, resources={"spot": 1})
     layout = project(tmp_path / "project", server.database(), mlflow_template, chosen)
     sweep = tiny_sweep.begin(layout, "--engine", "ray")
     assert sweep.stdout is not None
@@ -184,7 +184,7 @@ def test_no_database_and_no_cluster_are_refused_before_anything_is_done(tmp_path
     assert refused.returncode == EXIT_INPUT
     assert "set machine.studies" in refused.stderr
     chosen = tiny_sweep.settings()
-    machine = {"studies": "postgresql://nobody@127.0.0.1:9/none", "ray": Ray(address="127.0.0.1:9")}
+    machine = {"studies": "postgresql://nobody@127.0.0.1:9/none", "ray": RaySettings(address="127.0.0.1:9")}
     tiny_project.save(layout, chosen.model_copy(update={"machine": chosen.machine.model_copy(update=machine)}))
     refused = tiny_project.ratchet(layout, "sweep", "--engine", "ray")
     assert refused.returncode == EXIT_INPUT
@@ -193,9 +193,9 @@ def test_no_database_and_no_cluster_are_refused_before_anything_is_done(tmp_path
 
 
 def test_a_node_without_the_project_or_with_another_ratchet_says_so(tmp_path: Path) -> None:
-    code, said = Seat(str(tmp_path / "nowhere"), "", code_version()).work()
+    code, said = RayWorkerActor(str(tmp_path / "nowhere"), "", code_version()).work()
     assert code == EXIT_INPUT
     assert f"no project in {tmp_path / 'nowhere'}" in said
-    code, said = Seat(str(tmp_path), "", "0.0.1+00000000").work()
+    code, said = RayWorkerActor(str(tmp_path), "", "0.0.1+00000000").work()
     assert code == EXIT_INPUT
     assert "install the same on every node" in said

@@ -12,7 +12,7 @@ import pytest
 import postgres
 import tiny_project
 import tiny_sweep
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
 
 PACKAGES = ("tuning", "stages")
@@ -24,9 +24,9 @@ def server() -> Iterator[postgres.Server]:
         yield running
 
 
-def machine(template: Layout, root: Path) -> Layout:
+def machine(template: ProjectLayout, root: Path) -> ProjectLayout:
     shutil.copytree(template.root, root)
-    return Layout(root)
+    return ProjectLayout(root)
 
 
 def test_a_machine_is_lost_the_server_restarts_and_another_machine_ends_the_sweep(
@@ -57,7 +57,7 @@ def test_a_machine_is_lost_the_server_restarts_and_another_machine_ends_the_swee
     assert parents == [("FINISHED",)]
 
 
-def _the_lost_machine_comes_back(first: Layout, found: SweepReport) -> None:
+def _the_lost_machine_comes_back(first: ProjectLayout, found: SweepReport) -> None:
     """It finds everything done."""
     again = tiny_project.ratchet(first, "sweep")
     assert again.returncode == 0, again.stdout + again.stderr

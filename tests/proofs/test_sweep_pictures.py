@@ -70,12 +70,12 @@ def clashes(figure: matplotlib.figure.Figure) -> Iterator[str]:
 
 def test_equal_reports_give_equal_bytes_also_in_threads_and_other_reports_others() -> None:
     again = SweepReport.model_validate_json(FORTY.model_dump_json())
-    names = sweep_plots.wanted(FORTY)
+    names = sweep_plots.available_plots(FORTY)
     alone = {name: svg(name, FORTY) for name in names}
     with ThreadPoolExecutor(4) as pool:
         together = dict(zip(names, pool.map(lambda name: svg(name, again), names), strict=True))
     assert together == alone
-    assert sweep_plots.drawn(FORTY) == alone
-    other = sweep_plots.drawn(example.report(39))
+    assert sweep_plots.draw_all(FORTY) == alone
+    other = sweep_plots.draw_all(example.report(39))
     # Importances were the same.
     assert [name for name in alone if other[name] == alone[name]] == ["importances"]

@@ -17,7 +17,7 @@ from clerk_cases import (
     steps,
     study,  # noqa: F401 (a fixture)
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import tracking_sync as clerks
 
 PACKAGES = ("tuning", "reports")
@@ -32,7 +32,7 @@ def rows(study: Study, table: str) -> int:
 def watch(root: Path) -> None:
     """A process that shows a study whose trials are all over."""
     clerks.EVERY_S = 0.01
-    assert started(found(Layout(root))).close(60)
+    assert started(found(ProjectLayout(root))).close(60)
 
 
 def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(

@@ -12,10 +12,10 @@ from pathlib import Path
 import tiny_project
 import tiny_sweep
 from ratchet.config import params_file
-from ratchet.config.sweep import Aim, Finalists, Knob, Pruner
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import Objective
+from ratchet.config.sweep import FinalistSettings, ObjectiveSettings, PrunerSettings, SweepParameter
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import ObjectiveSet
 from ratchet.storage.records.sweep import SweepReport
 from sweep_cases import (
     of_mlflow,
@@ -27,20 +27,20 @@ from tiny_sweep import SPACE
 PACKAGES = ("tuning", "stages")
 
 
-def attempts(layout: Layout, run_id: str | None) -> int:
+def attempts(layout: ProjectLayout, run_id: str | None) -> int:
     """Trainer processes that were started for a run."""
-    events = Reader(layout.runs / str(run_id) / "journal.jsonl").read()
+    events = JournalReader(layout.runs / str(run_id) / "journal.jsonl").read()
     return sum(event.kind == "attempt" for event in events)
 
 
-def tags(layout: Layout, key: str) -> dict[str, str]:
+def tags(layout: ProjectLayout, key: str) -> dict[str, str]:
     """By name of the run."""
     query = "select runs.name, tags.value from tags join runs using (run_uuid) where tags.key = "
     return dict(of_mlflow(layout, f"{query}'{key}'"))
 
 
-def test_workers_are_killed_and_every_trial_is_accounted_for(project: Layout) -> None:
-    wanted = tiny_sweep.settings(trials=5, finalists=Finalists(top=2, seeds=2))
+def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLayout) -> None:
+    wanted = tiny_sweep.settings(trials=5, finalists=FinalistSettings(top=2, seeds=2))
     tiny_project.save(project, wanted)
     sweep = tiny_sweep.begin(project, "--workers", "2")
     for kill in range(1, 4):
@@ -63,7 +63,7 @@ def test_workers_are_killed_and_every_trial_is_accounted_for(project: Layout) ->
     _the_winner_is_adopted_and_not_trained_again(project, found)
 
 
-def _the_study_is_over(project: Layout, found: SweepReport) -> None:
+def _the_study_is_over(project: ProjectLayout, found: SweepReport) -> None:
     """The number of trials is that of all of them: the same command has nothing left to do."""
     before = {trial.run_id: attempts(project, trial.run_id) for trial in found.trials}
     again = tiny_project.ratchet(project, "sweep", "--workers", "2")
@@ -72,7 +72,7 @@ def _the_study_is_over(project: Layout, found: SweepReport) -> None:
     assert {trial.run_id: attempts(project, trial.run_id) for trial in found.trials} == before
 
 
-def _mlflow_has_two_levels(project: Layout, found: SweepReport) -> None:
+def _mlflow_has_two_levels(project: ProjectLayout, found: SweepReport) -> None:
     [(parent, status)] = of_mlflow(project, "select run_uuid, status from runs where name = 'sweep'")
     assert status == "FINISHED"
     names = dict(of_mlflow(project, "select name, status from runs where name != 'sweep'"))
@@ -85,16 +85,16 @@ def _mlflow_has_two_levels(project: Layout, found: SweepReport) -> None:
             assert tags(project, "ratchet.trial_state")[f"trial {trial.number}"] == trial.state
 
 
-def _the_gate_knows_the_rows(project: Layout) -> None:
+def _the_gate_knows_the_rows(project: ProjectLayout) -> None:
     """Models are chosen by validation rows, and never by those of the gate."""
     from ratchet.data import token_files
 
-    noted = set(Objective.load(project.objectives / "sweep.json").sample_ids)
-    assert noted == set(token_files.read(project.data, "validation")["id"])
-    assert not noted & set(token_files.read(project.data, "test")["id"])
+    noted = set(ObjectiveSet.load(project.objectives / "sweep.json").sample_ids)
+    assert noted == set(token_files.open_split(project.data, "validation")["id"])
+    assert not noted & set(token_files.open_split(project.data, "test")["id"])
 
 
-def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepReport) -> None:
+def _the_winner_is_adopted_and_not_trained_again(project: ProjectLayout, found: SweepReport) -> None:
     text = project.params.read_text(encoding="utf-8")
     assert found.winner is not None
     winner = found.trials[found.winner]
@@ -116,12 +116,12 @@ def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepRe
 
 
 def test_power_loss_changes_nothing_one_worker_and_a_seed_give_the_same_trials(
-    project: Layout, template: Layout, tmp_path: Path
+    project: ProjectLayout, template: ProjectLayout, tmp_path: Path
 ) -> None:
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stderr
     shutil.copytree(template.root, tmp_path / "broken")
-    broken = Layout(tmp_path / "broken")
+    broken = ProjectLayout(tmp_path / "broken")
     for kill in range(1, 3):
         sweep = tiny_sweep.begin(broken)
         tiny_sweep.until(lambda kill=kill: tiny_sweep.steps_done(broken.runs) > 5 * kill, sweep)  # type: ignore[misc]
@@ -133,12 +133,12 @@ def test_power_loss_changes_nothing_one_worker_and_a_seed_give_the_same_trials(
     assert sum(len(trial.takes) for trial in other.trials) > len(other.trials)
 
 
-def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Layout) -> None:
+def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: ProjectLayout) -> None:
     space = {
-        "train.learning_rate": Knob(choices=(0.01, 1e30)),
-        "train.adapter_dtype": Knob(choices=("float32", "float16")),
+        "train.learning_rate": SweepParameter(choices=(0.01, 1e30)),
+        "train.adapter_dtype": SweepParameter(choices=("float32", "float16")),
     }
-    chosen = tiny_sweep.settings(space=space, trials=9, stop_after=4, pruner=Pruner(kind="none"))
+    chosen = tiny_sweep.settings(space=space, trials=9, stop_after=4, pruner=PrunerSettings(kind="none"))
     tiny_project.save(project, chosen)
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -155,8 +155,8 @@ def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Layout
     assert failed == [(3,)]
 
 
-def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(project: Layout) -> None:
-    space = {**SPACE, "train.targets": Knob(choices=("no_such_layer",))}
+def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(project: ProjectLayout) -> None:
+    space = {**SPACE, "train.targets": SweepParameter(choices=("no_such_layer",))}
     tiny_project.save(project, tiny_sweep.settings(space=space, trials=9, stop_after=2))
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -170,9 +170,9 @@ def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(pro
     assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 4}
 
 
-def test_objectives_may_be_several_and_ask_for_answers(project: Layout) -> None:
-    aims = (Aim(metric="accuracy"), Aim(metric="adapter_bytes"))
-    chosen = tiny_sweep.settings(objectives=aims, trials=2, pruner=Pruner(kind="none"), rows=12)
+def test_objectives_may_be_several_and_ask_for_answers(project: ProjectLayout) -> None:
+    aims = (ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="adapter_bytes"))
+    chosen = tiny_sweep.settings(objectives=aims, trials=2, pruner=PrunerSettings(kind="none"), rows=12)
     tiny_project.save(project, chosen)
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -188,11 +188,11 @@ def test_objectives_may_be_several_and_ask_for_answers(project: Layout) -> None:
         assert "name one of trials 0, 1" in tiny_project.ratchet(project, "sweep", "--adopt").stderr
 
 
-def test_a_space_that_was_edited_is_refused_with_the_difference_and_forked(project: Layout) -> None:
-    none = Pruner(kind="none")
+def test_a_space_that_was_edited_is_refused_with_the_difference_and_forked(project: ProjectLayout) -> None:
+    none = PrunerSettings(kind="none")
     tiny_project.save(project, tiny_sweep.settings(trials=2, pruner=none))
     assert tiny_project.ratchet(project, "sweep").returncode == 0
-    wider = {**SPACE, "train.rank": Knob(low=2, high=16, log=True)}
+    wider = {**SPACE, "train.rank": SweepParameter(low=2, high=16, log=True)}
     tiny_project.save(project, tiny_sweep.settings(trials=1, space=wider, pruner=none))
     refused = tiny_project.ratchet(project, "sweep")
     assert refused.returncode == 2

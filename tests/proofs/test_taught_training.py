@@ -6,12 +6,12 @@ from distillation_cases import (
     project,  # noqa: F401 (a fixture)
     with_teacher,
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("training", "stages")
 
 
-def test_a_project_with_a_teacher_trains(project: Layout) -> None:
+def test_a_project_with_a_teacher_trains(project: ProjectLayout) -> None:
     with_teacher(project)
     refused = tiny_project.ratchet(project, "train")
     assert (refused.returncode, "run `ratchet distill`" in refused.stderr) == (2, True)

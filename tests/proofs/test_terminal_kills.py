@@ -12,17 +12,17 @@ from console_cases import (
     small,  # noqa: F401 (a fixture)
 )
 from ratchet.runs import directory
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 from tmux_screen import Screen, needs_tmux
 
 PACKAGES = ("reports", "console", "runs")
 
 
-def worker_of(layout: Layout) -> int | None:
+def worker_of(layout: ProjectLayout) -> int | None:
     """The process that trains the newest run; None while there is none that has trained ten steps."""
-    run = directory.newest(layout.runs)
-    events = list(Reader(run.journal).read()) if run else []
+    run = directory.find_newest_run(layout.runs)
+    events = list(JournalReader(run.journal).read()) if run else []
     if sum(one.kind == "step" for one in events) < 10:
         return None
     supervisor = [one.data["pid"] for one in events if one.kind == "attempt"][-1]
@@ -33,12 +33,12 @@ def worker_of(layout: Layout) -> int | None:
     return None
 
 
-def command(layout: Layout) -> str:
+def command(layout: ProjectLayout) -> str:
     return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"
 
 
 @needs_tmux
-def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(small: Layout) -> None:
+def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(small: ProjectLayout) -> None:
     with Screen(f"seq 100; {command(small)}", 120, 30) as screen:
         screen.until(lambda lines: worker_of(small) is not None)
         worker = worker_of(small)
@@ -55,7 +55,7 @@ def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(sm
         lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
         assert screen.shows_cursor
     panel = lines[next(place for place, line in enumerate(lines) if line.startswith("run ")) :]
-    run = directory.newest(small.runs)
+    run = directory.find_newest_run(small.runs)
     assert run is not None
     assert panel[0].startswith(f"run {run.root.name}  finished, attempt 2")
     assert re.match(r"step (\d+) of \1 .* 100 %", panel[1])
@@ -69,7 +69,7 @@ def widest(lines: list[str]) -> int:
 
 
 @needs_tmux
-def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
+def test_ctrl_c_gives_the_terminal_back(small: ProjectLayout) -> None:
     params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
     small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
     with Screen(command(small), 100, 30) as screen:

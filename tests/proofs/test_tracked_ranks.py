@@ -24,14 +24,14 @@ from rank_projects import (
     world,
 )
 from ratchet.runs.tracking_payload import METRICS
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import HOST_TAG
 
 PACKAGES = ("tracking", "reports", "runs")
 
 
-def shown(tracking: Tracking, run_id: str) -> Any:
+def shown(tracking: MlflowTracker, run_id: str) -> Any:
     """Steps on the server by metric, with how often they are there; nothing while it does not know the run."""
     with tracking.connected() as client:
         found = tracking.find(run_id)
@@ -40,7 +40,7 @@ def shown(tracking: Tracking, run_id: str) -> Any:
         return {key: Counter(p.step for p in client.get_metric_history(found.info.run_id, key)) for key in METRICS}
 
 
-def leads(layout: Layout) -> bool:
+def leads(layout: ProjectLayout) -> bool:
     return bool(events(layout, "ready")[-1].data["leads"])
 
 
@@ -53,7 +53,7 @@ def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost
             checkpoint_every=4, tracking=server, tracking_grace_s=100, grace_s=100,
         )  # fmt: skip
         machines = [project(prepared, tmp_path / name, chosen) for name in ("first", "second")]
-        tracking = Tracking(machines[0], chosen.promote.model_name, server)
+        tracking = MlflowTracker(machines[0], chosen.promote.model_name, server)
         started.append(start(machines[0], [SLOW]))
         wait_until(lambda: len(events(machines[0], "step")) > 1, *started)
         started.append(start(machines[1], [SLOW]))

@@ -28,15 +28,15 @@ from rank_projects import (
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.tracking_payload import METRICS
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
 from slow_proxy import SlowProxy, slow
 
 PACKAGES = ("tracking", "reports", "runs")
 FAR_S = 5.0
 
 
-def assert_all_is_there_once(layout: Layout, tracking: Tracking) -> None:
+def assert_all_is_there_once(layout: ProjectLayout, tracking: MlflowTracker) -> None:
     run_id = report(layout).run_id
     found = tracking.find(run_id)
     assert found.info.status == "FINISHED"
@@ -62,7 +62,7 @@ def test_a_server_that_is_killed_in_mid_run_and_comes_back_lacks_nothing(
     port = free_port()
     chosen = settings(EVEN.model_copy(update={"epochs": 5}), tracking=f"http://127.0.0.1:{port}", tracking_grace_s=100)
     layout = project(prepared, tmp_path / "project", chosen)
-    tracking = Tracking(layout, chosen.promote.model_name, f"http://127.0.0.1:{port}")
+    tracking = MlflowTracker(layout, chosen.promote.model_name, f"http://127.0.0.1:{port}")
     with ExitStack() as first:
         first.enter_context(mlflow_server.serve(tmp_path / "server", port, mlflow_template))
         started.append(start(layout, [SLOW]))
@@ -94,18 +94,18 @@ def test_a_server_far_away_slows_nothing_and_gets_everything_later(
         chosen = settings(EVEN, tracking=proxy.url, tracking_grace_s=100)
         tiny_project.save(layout, chosen)
         train(layout)
-        assert_all_is_there_once(layout, Tracking(layout, chosen.promote.model_name, proxy.url))
+        assert_all_is_there_once(layout, MlflowTracker(layout, chosen.promote.model_name, proxy.url))
         asked = proxy.passed[before:]
         assert len(asked) < 60, asked
         a_stage_does_not_wait_for_it(layout, proxy)
     assert "figures of this stage are not logged to MLflow: no end of it after 0.5 s" in capsys.readouterr().err
 
 
-def a_stage_does_not_wait_for_it(layout: Layout, proxy: SlowProxy) -> None:
+def a_stage_does_not_wait_for_it(layout: ProjectLayout, proxy: SlowProxy) -> None:
     chosen = settings(EVEN)
-    tracking = Tracking(layout, chosen.promote.model_name, proxy.url)
+    tracking = MlflowTracker(layout, chosen.promote.model_name, proxy.url)
     run_id = report(layout).run_id
-    observer = tracking.observer(RunPaths(layout.runs / run_id), chosen, plots.loss_curve)
+    observer = tracking.observer(RunPaths(layout.runs / run_id), chosen, plots.draw_loss_curve)
     with tracking.connected():  # the server is known; its answers become slow later
         proxy.latency_s = FAR_S
     before = proxy.count("/runs/log-batch")

@@ -6,16 +6,16 @@ from journaled import NAME, attempt, journal, observer, opened, points, seal_res
 from mlflow_server import free_port, opened_ui
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 
 PACKAGES = ("stages", "reports", "tracking")
 
 
 def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
-    tracked_project: Layout, tmp_path: Path
+    tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:
     server = f"http://127.0.0.1:{free_port()}"
     machine = Settings().machine.model_copy(update={"tracking": server})
@@ -27,7 +27,7 @@ def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
 
 
 def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
-    tracked_project: Layout, tmp_path: Path
+    tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:
     killed, alive = opened(tracked_project, seed=1), opened(tracked_project, seed=2)
     for run in (killed, alive):
@@ -48,7 +48,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
         axes=(),
         trials=(),
     )
-    sweeps = SweepTracking(Tracking(tracked_project, NAME), lambda _: {})
+    sweeps = MlflowSweepTracker(MlflowTracker(tracked_project, NAME), lambda _: {})
     sweeps.update(study)
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
@@ -60,7 +60,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
     assert [step for step, _, _ in points(tracked_project, killed, "train/loss")] == list(range(1, 21))
 
 
-def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: Layout, tmp_path: Path) -> None:
+def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: ProjectLayout, tmp_path: Path) -> None:
     """It was away from their first step to their last."""
     finished, stopped = opened(tracked_project, seed=5), opened(tracked_project, seed=6)
     for run in (finished, stopped):

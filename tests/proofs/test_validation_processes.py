@@ -18,9 +18,9 @@ from held_out_cases import (
 )
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.evaluation import validation_scoring
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import HeldOutJob
 from ratchet.tuning import validation_scores
 
@@ -28,27 +28,27 @@ PACKAGES = ("evaluation",)
 
 
 def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
-    found = validation_scores.ask(layout, SETTINGS, job, lambda: looks.append(1))
+    found = validation_scores.score_runs(layout, SETTINGS, job, lambda: looks.append(1))
     assert looks
     assert [one.run_id for one in found] == [ids["second"], ids["first"]]
-    assert found == validation_scoring.answer(layout, launch([*job.run_ids], rows=6))
+    assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
     with monkeypatch.context() as patch:
         patch.setattr(validation_scores, "SCORER", ("/nobody/starts/this",))
-        assert validation_scores.ask(layout, SETTINGS, job) == found
-        sampled: Settings = params_file.changed(SETTINGS, {"sweep.rows": 6})
-        figures = validation_scores.figures(layout, sampled, ids["first"], ["validation_loss"])
+        assert validation_scores.score_runs(layout, SETTINGS, job) == found
+        sampled: Settings = params_file.apply_changes(SETTINGS, {"sweep.rows": 6})
+        figures = validation_scores.score_run(layout, sampled, ids["first"], ["validation_loss"])
         assert figures == {"validation_loss": found[1].figures["validation_loss"]}
     damage(layout, ids["first"])
-    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: content differs") as failed:
-        validation_scores.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+    with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
+        validation_scores.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}))
     assert "Traceback" not in str(failed.value)
 
 
-def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: Layout, ids: dict[str, str]) -> None:
+def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: ProjectLayout, ids: dict[str, str]) -> None:
     asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_rows=1)
     with (layout.root / "said").open("wb") as said:
         process = subprocess.Popen(scorer(layout, asked), stdout=said, stderr=said, env=tiny_project.environment())

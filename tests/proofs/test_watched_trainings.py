@@ -21,19 +21,19 @@ import pytest
 
 import tiny_project
 from ratchet.config.schema import Machine
-from ratchet.runs.directory import all_runs
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
-from ratchet.stages.watch import Options, watch
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import list_runs
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
+from ratchet.stages.watch import WatchOptions, watch
+from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("stages", "reports", "console")
 PATIENCE_S = 120
-SLOW = json.dumps([Fault(kind="slow", seconds=0.15).model_dump(mode="json")])
+SLOW = json.dumps([InjectedFault(kind="slow", seconds=0.15).model_dump(mode="json")])
 ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     """With a mirror, which a fast training gives its journal at once."""
     root = tmp_path_factory.mktemp("watched")
     machine = tiny_project.MACHINE.model_copy(update={"mirror": str(root / "mirror"), "mirror_every_s": 1})
@@ -41,10 +41,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.fixture
-def training(prepared: Layout) -> Iterator[subprocess.Popen[bytes]]:
+def training(prepared: ProjectLayout) -> Iterator[subprocess.Popen[bytes]]:
     """Goes on for some seconds."""
     environment = tiny_project.environment() | {VARIABLE: SLOW}
-    for paths in all_runs(prepared.runs):
+    for paths in list_runs(prepared.runs):
         subprocess.run(
             tiny_project.command("reset", paths.root.name, "--yes"), cwd=prepared.root, env=environment, check=True,
             capture_output=True,
@@ -55,7 +55,7 @@ def training(prepared: Layout) -> Iterator[subprocess.Popen[bytes]]:
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S
-    while not any(paths.lock().held_elsewhere() for paths in all_runs(prepared.runs)):
+    while not any(paths.lock().held_elsewhere() for paths in list_runs(prepared.runs)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -67,7 +67,7 @@ def training(prepared: Layout) -> Iterator[subprocess.Popen[bytes]]:
 class Window:
     """A terminal of another process."""
 
-    def __init__(self, layout: Layout, *words: str, columns: int = 90, lines: int = 30) -> None:
+    def __init__(self, layout: ProjectLayout, *words: str, columns: int = 90, lines: int = 30) -> None:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         environment = {k: v for k, v in tiny_project.environment().items() if k not in ("CI", "COLUMNS", "LINES")}
@@ -107,11 +107,11 @@ class Window:
 
 
 def test_a_run_of_another_process_is_drawn_until_it_is_finished(
-    prepared: Layout, training: subprocess.Popen[bytes]
+    prepared: ProjectLayout, training: subprocess.Popen[bytes]
 ) -> None:
     window = Window(prepared)
     window.until(r"step +[1-9][0-9]* of")
-    (run,) = all_runs(prepared.runs)
+    (run,) = list_runs(prepared.runs)
     assert run.root.name[:8] in window.seen
     assert window.end() == 0
     assert training.wait(PATIENCE_S) == 0
@@ -123,7 +123,7 @@ def test_a_run_of_another_process_is_drawn_until_it_is_finished(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_is_left_at_once_and_training_goes_on(
-    prepared: Layout, training: subprocess.Popen[bytes], number: signal.Signals
+    prepared: ProjectLayout, training: subprocess.Popen[bytes], number: signal.Signals
 ) -> None:
     window = Window(prepared)
     window.until(r"training|starting|loading")
@@ -135,7 +135,7 @@ def test_it_is_left_at_once_and_training_goes_on(
 
 
 def test_lines_where_nothing_can_be_drawn_and_the_mirror_tells_the_same(
-    prepared: Layout, training: subprocess.Popen[bytes]
+    prepared: ProjectLayout, training: subprocess.Popen[bytes]
 ) -> None:
     mirrored = subprocess.Popen(
         tiny_project.command("watch", "--mirror"), cwd=prepared.root, env=tiny_project.environment(), text=True,
@@ -143,7 +143,7 @@ def test_lines_where_nothing_can_be_drawn_and_the_mirror_tells_the_same(
     )  # fmt: skip
     done = tiny_project.ratchet(prepared, "watch")
     assert done.returncode == 0, done.stderr
-    (run,) = all_runs(prepared.runs)
+    (run,) = list_runs(prepared.runs)
     first, *others = done.stdout.splitlines()
     assert re.match(rf"{run.root.name} (loading|training), step \d+/", first)
     assert all(line.startswith(run.root.name) for line in others)
@@ -164,7 +164,7 @@ def test_lines_where_nothing_can_be_drawn_and_the_mirror_tells_the_same(
     assert max(map(len, apart.stdout.splitlines())) <= 100
 
 
-def shown(layout: Layout, *runs: str, once: bool = True) -> str:
+def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), Options(runs, once=once), stream)
+    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
     return stream.getvalue()

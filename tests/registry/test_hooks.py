@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.gate import Hook
+from ratchet.config.gate import HookSettings
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
 from ratchet.storage import files
@@ -38,17 +38,17 @@ def event(tmp_path: Path) -> Path:
     return tmp_path / "outbox" / "event.json"
 
 
-def tell(hook: Hook, event: Path) -> tuple[hooks.Outcome, list[float]]:
+def tell(hook: HookSettings, event: Path) -> tuple[hooks.HookResult, list[float]]:
     """Without waiting: the waits are returned."""
     waits: list[float] = []
-    return hooks.tell(hook, event, event.parents[1], waits.append), waits
+    return hooks.send_event(hook, event, event.parents[1], waits.append), waits
 
 
 def test_an_event_is_sent_once_and_signed(serve: Serve, event: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEPLOY_KEY", SECRET)
     receiver = serve(204)
-    outcome, waits = tell(Hook(webhook=receiver.url, key_variable="DEPLOY_KEY"), event)
-    assert (outcome, waits) == (hooks.Outcome(True, "HTTP 204", 1), [])
+    outcome, waits = tell(HookSettings(webhook=receiver.url, key_variable="DEPLOY_KEY"), event)
+    assert (outcome, waits) == (hooks.HookResult(True, "HTTP 204", 1), [])
     [(path, headers, body)] = receiver.got
     assert path == "/deploy?token=secret"
     assert body == event.read_bytes()
@@ -73,7 +73,7 @@ def test_the_receiver_of_the_docs_refuses_forgeries_and_repetitions(
     files.write_json(event, EVENT | {"line": 4, "source": "file:///model"})
     monkeypatch.setenv("RATCHET_WEBHOOK_KEY", SECRET)
     receiver = serve(204)
-    assert tell(Hook(webhook=receiver.url), event)[0].told
+    assert tell(HookSettings(webhook=receiver.url), event)[0].told
     [(_, headers, body)] = receiver.got
     seen: set[str] = set()
     assert found["receive"](headers, body, "another key", seen, 3) == (401, 3)
@@ -90,8 +90,8 @@ def test_retries_have_one_id_and_longer_waits_and_no_signature_without_a_key(
 ) -> None:
     monkeypatch.setenv("RATCHET_WEBHOOK_KEY", "")
     receiver = serve(503, 500, 1, 429, 200)
-    outcome, waits = tell(Hook(webhook=receiver.url), event)
-    assert outcome == hooks.Outcome(True, UNSIGNED, 5)
+    outcome, waits = tell(HookSettings(webhook=receiver.url), event)
+    assert outcome == hooks.HookResult(True, UNSIGNED, 5)
     assert [low <= wait <= 1.25 * low for low, wait in zip((1, 2, 4, 8), waits, strict=True)] == [True] * 4
     assert {headers["X-Ratchet-Delivery"] for _, headers, _ in receiver.got} == {EVENT["id"]}
     assert {body for _, _, body in receiver.got} == {event.read_bytes()}
@@ -118,7 +118,7 @@ def test_only_transient_failures_are_retried_and_no_redirect_is_followed(
 ) -> None:
     other = serve(200)
     receiver = serve((status, {"Location": other.url}))
-    outcome, waits = tell(Hook(webhook=receiver.url, retries=2), event)
+    outcome, waits = tell(HookSettings(webhook=receiver.url, retries=2), event)
     assert (outcome.told, outcome.tries, len(waits), len(receiver.got)) == (False, retries + 1, retries, retries + 1)
     assert says in outcome.detail
     assert other.got == []
@@ -134,7 +134,7 @@ def test_retry_after_sets_the_wait_within_limits(
 ) -> None:
     value = formatdate(time.time() + 30, usegmt=True) if asked == "date" else asked
     receiver = serve((429, {"Retry-After": value}), 200)
-    outcome, [wait] = tell(Hook(webhook=receiver.url), event)
+    outcome, [wait] = tell(HookSettings(webhook=receiver.url), event)
     assert outcome.told
     assert least <= wait <= most
 
@@ -142,19 +142,19 @@ def test_retry_after_sets_the_wait_within_limits(
 def test_a_stalling_server_is_given_up_at_the_deadline(serve: Serve, event: Path) -> None:
     """It sends a byte now and then, so that no single read takes long."""
     receiver = serve(0, 200)
-    outcome, _ = tell(Hook(webhook=receiver.url, timeout_s=1.5), event)
-    assert outcome == hooks.Outcome(True, UNSIGNED, 2)
+    outcome, _ = tell(HookSettings(webhook=receiver.url, timeout_s=1.5), event)
+    assert outcome == hooks.HookResult(True, UNSIGNED, 2)
     stalling = serve(0)
-    outcome, _ = tell(Hook(webhook=stalling.url, timeout_s=0.3, retries=0), event)
-    assert outcome == hooks.Outcome(False, "no answer within 0.3 s", 1)
+    outcome, _ = tell(HookSettings(webhook=stalling.url, timeout_s=0.3, retries=0), event)
+    assert outcome == hooks.HookResult(False, "no answer within 0.3 s", 1)
 
 
 def test_loopback_without_proxy_and_refused_connections(
     serve: Serve, event: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy is not asked about loopback
-    assert tell(Hook(webhook=serve(200).url), event)[0].told
-    outcome, _ = tell(Hook(webhook="http://127.0.0.1:9/", retries=1), event)
+    assert tell(HookSettings(webhook=serve(200).url), event)[0].told
+    outcome, _ = tell(HookSettings(webhook="http://127.0.0.1:9/", retries=1), event)
     assert (outcome.told, outcome.tries) == (False, 2)
     assert "ConnectionRefusedError" in outcome.detail
 
@@ -175,17 +175,20 @@ def test_loopback_without_proxy_and_refused_connections(
 )
 def test_an_invalid_address_is_refused_before_anything_happens(address: str, message: str) -> None:
     with pytest.raises(SettingsError, match=rf"promote\.hooks\[1\]\.webhook: .*{message}"):
-        hooks.check([Hook(command=("true",)), Hook(webhook=address)])
+        hooks.check_hooks([HookSettings(command=("true",)), HookSettings(webhook=address)])
 
 
 def test_valid_addresses_are_accepted() -> None:
     for address in ("https://example.org", "http://localhost:8000/x", "http://127.0.0.9/", "http://[::1]:80/"):
-        hooks.check([Hook(webhook=address)])
+        hooks.check_hooks([HookSettings(webhook=address)])
 
 
 def test_a_label_holds_no_secret() -> None:
-    assert hooks.label(Hook(webhook="https://hooks.example.org/T0/secret?k=1")) == "webhook https://hooks.example.org"
-    assert hooks.label(Hook(command=("/opt/deploy", "--key", "secret"))) == "command deploy"
+    assert (
+        hooks.hook_label(HookSettings(webhook="https://hooks.example.org/T0/secret?k=1"))
+        == "webhook https://hooks.example.org"
+    )
+    assert hooks.hook_label(HookSettings(command=("/opt/deploy", "--key", "secret"))) == "command deploy"
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -200,29 +203,31 @@ def test_a_program_gets_the_event_and_no_shell_reads_its_arguments(event: Path) 
         "import json, os, sys; event = json.load(sys.stdin); "
         "open('seen.json', 'w').write(json.dumps([event, os.environ['RATCHET_EVENT_ID']])); print('deployed')"
     )
-    hook = Hook(command=(*python(code), "$(touch made); touch made"))
+    hook = HookSettings(command=(*python(code), "$(touch made); touch made"))
     outcome, _ = tell(hook, event)
-    assert outcome == hooks.Outcome(True, "exit code 0", 1)
+    assert outcome == hooks.HookResult(True, "exit code 0", 1)
     assert json.loads((event.parents[1] / "seen.json").read_text()) == [EVENT, EVENT["id"]]
-    assert (event.parent / f"{hooks.key(hook)}.log").read_text() == "deployed\n"
+    assert (event.parent / f"{hooks.hook_key(hook)}.log").read_text() == "deployed\n"
     assert not (event.parents[1] / "made").exists()
 
 
 def test_a_program_that_fails_is_retried_and_one_that_does_not_start_is_not(event: Path) -> None:
     code = "import os, sys; n = os.path.exists('once'); open('once', 'w'); sys.exit(0 if n else 3)"
-    assert tell(Hook(command=python(code)), event)[0] == hooks.Outcome(True, "exit code 0", 2)
-    outcome, waits = tell(Hook(command=("false",), retries=1), event)
+    assert tell(HookSettings(command=python(code)), event)[0] == hooks.HookResult(True, "exit code 0", 2)
+    outcome, waits = tell(HookSettings(command=("false",), retries=1), event)
     assert (outcome.told, outcome.tries, len(waits)) == (False, 2, 1)
     assert outcome.detail.startswith("exit code 1 (see ")
-    outcome, _ = tell(Hook(command=("no-such-program",)), event)
-    assert outcome == hooks.Outcome(False, "does not start (No such file or directory)", 1)
+    outcome, _ = tell(HookSettings(command=("no-such-program",)), event)
+    assert outcome == hooks.HookResult(False, "does not start (No such file or directory)", 1)
 
 
 def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) -> None:
     os.mkfifo(event.parents[1] / "end")
     reader = os.open(event.parents[1] / "end", os.O_RDONLY | os.O_NONBLOCK)
-    outcome, _ = tell(Hook(command=("sh", "-c", "exec 3> end; sleep 600 & sleep 600"), timeout_s=1.0, retries=0), event)
-    assert outcome == hooks.Outcome(False, "not done within 1 s; killed", 1)
+    outcome, _ = tell(
+        HookSettings(command=("sh", "-c", "exec 3> end; sleep 600 & sleep 600"), timeout_s=1.0, retries=0), event
+    )
+    assert outcome == hooks.HookResult(False, "not done within 1 s; killed", 1)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # the last writer is gone
     os.close(reader)
@@ -230,9 +235,9 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) ->
 
 def test_a_named_key_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUR_KEY", raising=False)
-    hook = Hook(webhook="https://example.org/hook", key_variable="OUR_KEY")
+    hook = HookSettings(webhook="https://example.org/hook", key_variable="OUR_KEY")
     with pytest.raises(SettingsError, match=r"promote.hooks\[0\].key_variable: OUR_KEY is not set"):
-        hooks.check((hook,))
-    hooks.check((hook,), tell=False)
+        hooks.check_hooks((hook,))
+    hooks.check_hooks((hook,), tell=False)
     monkeypatch.setenv("OUR_KEY", "x")
-    hooks.check((hook,))
+    hooks.check_hooks((hook,))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.registry import ledger
 from ratchet.storage import digests
 from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
@@ -29,20 +29,20 @@ def champions(version: int, head: str | None) -> ChampionFile:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     for number in (1, 2, 3):
-        ledger.append(tmp_path / "promotions.jsonl", entry(number))
+        ledger.append_entry(tmp_path / "promotions.jsonl", entry(number))
     return tmp_path / "promotions.jsonl"
 
 
 def test_each_entry_names_the_one_before(path: Path) -> None:
-    first, second, third = ledger.read(path)
+    first, second, third = ledger.read_entries(path)
     assert (first.previous, second.previous, third.previous) == (None, first.digest, second.digest)
-    ledger.check(path, [first, second, third], champions(3, third.digest))
-    assert ledger.read(path.with_name("none")) == []
+    ledger.check_champion(path, [first, second, third], champions(3, third.digest))
+    assert ledger.read_entries(path.with_name("none")) == []
 
 
 def test_an_event_is_added_once(path: Path) -> None:
     before = path.read_bytes()
-    assert ledger.append(path, entry(2)) == ledger.read(path)[1]
+    assert ledger.append_entry(path, entry(2)) == ledger.read_entries(path)[1]
     assert path.read_bytes() == before
 
 
@@ -52,20 +52,20 @@ def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
         """sed 's/"digest":"[0-9a-f]*",//' "$1" | while IFS= read -r line; do printf %s "$line" | sha256sum; done"""
     )
     done = subprocess.run(["sh", "-c", recipe, "sh", str(path)], capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [e.digest for e in ledger.read(path)]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [e.digest for e in ledger.read_entries(path)]
 
 
 def forged(first: str, second: str, third: str) -> list[str]:
     """A changed line with a matching digest."""
     changed = json.loads(second) | {"by": "Bob"}
-    changed["digest"] = ledger.of(Promotion.model_validate(changed))
+    changed["digest"] = ledger.entry_digest(Promotion.model_validate(changed))
     return [first, digests.canonical_json(changed) + "\n", third]
 
 
 def repeated(first: str, second: str, third: str) -> list[str]:
     """The first event again, as a valid next entry."""
     entry = json.loads(first) | {"previous": json.loads(third)["digest"]}
-    entry["digest"] = ledger.of(Promotion.model_validate(entry))
+    entry["digest"] = ledger.entry_digest(Promotion.model_validate(entry))
     return [first, second, third, digests.canonical_json(entry) + "\n"]
 
 
@@ -88,16 +88,16 @@ DAMAGE: dict[str, tuple[Callable[..., list[str]], int, str]] = {
 def test_damage_is_found_at_its_line(path: Path, what: str) -> None:
     damage, line, message = DAMAGE[what]
     path.write_text("".join(damage(*path.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8")
-    with pytest.raises(DamagedError, match=rf"promotions\.jsonl:{line}: {message}"):
-        ledger.read(path)
+    with pytest.raises(DamagedFileError, match=rf"promotions\.jsonl:{line}: {message}"):
+        ledger.read_entries(path)
     before = path.read_bytes()
-    with pytest.raises(DamagedError):
-        ledger.append(path, entry(4))
+    with pytest.raises(DamagedFileError):
+        ledger.append_entry(path, entry(4))
     assert path.read_bytes() == before
 
 
 def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
-    entries = ledger.read(path)
+    entries = ledger.read_entries(path)
     cases = [
         (entries[:2], champions(3, entries[2].digest), r":3: .*the tail was cut off"),
         (entries, champions(2, entries[1].digest), r":3: the champion file knows no entry after line 2"),
@@ -107,7 +107,7 @@ def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
         ([], champions(3, entries[2].digest), r":1: .*the tail was cut off"),
     ]
     for found, file, message in cases:
-        with pytest.raises(DamagedError, match=message):
-            ledger.check(path, found, file)
-    ledger.check(path, entries, ChampionFile())  # a new champion file
-    ledger.check(path, [], champions(1, None))  # promoted before there was a ledger
+        with pytest.raises(DamagedFileError, match=message):
+            ledger.check_champion(path, found, file)
+    ledger.check_champion(path, entries, ChampionFile())  # a new champion file
+    ledger.check_champion(path, [], champions(1, None))  # promoted before there was a ledger

@@ -7,8 +7,8 @@ import pytest
 
 import trained_runs
 from ratchet.reports import journal_columns
-from ratchet.reports.journal_columns import KINDS, Block
-from ratchet.runs.journal import Reader
+from ratchet.reports.journal_columns import KINDS, JournalBlock
+from ratchet.runs.journal import JournalReader
 from trained_runs import Training
 
 LINES = b"".join(event.line() for event in trained_runs.events(Training(steps=120, restarts=((47, 40), (90, 80)))))
@@ -27,9 +27,9 @@ DAMAGE = {
 }
 
 
-def joined(path: Path, size_bytes: int) -> Block:
+def joined(path: Path, size_bytes: int) -> JournalBlock:
     """All blocks as one; others with the number of steps before them in the whole file."""
-    found = list(journal_columns.blocks(path, size_bytes))
+    found = list(journal_columns.read_blocks(path, size_bytes))
     others, steps = [], 0
     for block in found:
         others += [(event, steps + count) for event, count in block.others]
@@ -38,7 +38,7 @@ def joined(path: Path, size_bytes: int) -> Block:
         kind: {name: np.concatenate([np.zeros(0), *(block.columns[kind][name] for block in found)]) for name in names}
         for kind, names in KINDS.items()
     }
-    return Block(
+    return JournalBlock(
         whole,
         others,
         sum(block.lines for block in found),
@@ -52,7 +52,7 @@ def joined(path: Path, size_bytes: int) -> Block:
 def test_columns_hold_what_the_reader_reads(tmp_path: Path, damage: str, size_bytes: int) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(DAMAGE[damage])
-    reader, steps, others = Reader(path), [], []
+    reader, steps, others = JournalReader(path), [], []
     kept: dict[str, list[float]] = {kind: [] for kind in KINDS}
     broken = 0
     for event in reader.read():
@@ -75,7 +75,7 @@ def test_columns_hold_what_the_reader_reads(tmp_path: Path, damage: str, size_by
 
 
 def test_a_journal_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert list(journal_columns.blocks(tmp_path / "journal.jsonl")) == []
+    assert list(journal_columns.read_blocks(tmp_path / "journal.jsonl")) == []
 
 
 def test_nearly_all_lines_of_a_long_journal_are_read_together(tmp_path: Path) -> None:

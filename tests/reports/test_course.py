@@ -10,9 +10,9 @@ import pytest
 
 import trained_runs
 from ratchet.reports import journal_columns, run_history
-from ratchet.reports.run_history import MOST, MOST_MARKS, Series, together
+from ratchet.reports.run_history import MOST, MOST_MARKS, BucketedSeries, average_curves
 from ratchet.runs import status
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.journal import JournalEvent, JournalReader
 from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 
 PLAIN = Training(steps=60, restarts=((37, 30), (52, 50)))
@@ -25,7 +25,7 @@ def journal(folder: Path, one: Training) -> Path:
 
 
 def test_each_step_counts_once_whatever_was_done_again(tmp_path: Path) -> None:
-    found = run_history.read(journal(tmp_path, PLAIN))
+    found = run_history.read_history(journal(tmp_path, PLAIN))
     line = found.steps.line()
     assert line.step.tolist() == list(range(1, 61))
     assert line.mean["loss"].tolist() == [PLAIN.loss(step) for step in range(1, 61)]
@@ -44,7 +44,7 @@ def test_each_step_counts_once_whatever_was_done_again(tmp_path: Path) -> None:
 
 def test_course_agrees_with_the_status_of_the_run_and_marks_restarts(tmp_path: Path) -> None:
     path = journal(tmp_path, PLAIN)
-    found, told = run_history.read(path), status.replay(Reader(path).read())
+    found, told = run_history.read_history(path), status.replay_events(JournalReader(path).read())
     assert (found.step, found.loss, found.trained_tokens) == (told.step, told.loss, told.trained_tokens)
     assert found.validation == (told.validation_step, told.validation_loss)
     assert (found.progress.ends, found.progress.attempts, found.progress.finished) == (told.ends, 3, "completed")
@@ -66,9 +66,9 @@ def test_steps_left_out_shrinks_and_alerts_are_marked_too(tmp_path: Path) -> Non
         ("repeated", {"step": 25, "reason": "not finite: {a, b}"}),
         ("alert", {"text": "the disk is full: é, {x}"}),
     ]
-    lines[-1:] = [Event(kind, 1.0, 1, data).line() for kind, data in told]
+    lines[-1:] = [JournalEvent(kind, 1.0, 1, data).line() for kind, data in told]
     path.write_bytes(b"".join(lines))
-    found = run_history.read(path)
+    found = run_history.read_history(path)
     assert [(mark.kind, mark.step) for mark in found.marks] == [
         ("skipped", 21), ("rolled back", 22), ("shrunk", 23), ("spike", 24), ("repeated", 25), ("alert", 20),
     ]  # fmt: skip
@@ -78,15 +78,15 @@ def test_steps_left_out_shrinks_and_alerts_are_marked_too(tmp_path: Path) -> Non
 
 def test_of_very_many_events_some_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b"".join(Event("alert", 1.0, 1, {"text": f"{k}"}).line() for k in range(500)))
-    found = run_history.read(path)
+    path.write_bytes(b"".join(JournalEvent("alert", 1.0, 1, {"text": f"{k}"}).line() for k in range(500)))
+    found = run_history.read_history(path)
     assert (len(found.marks), found.counts["alert"]) == (MOST_MARKS, 500)
 
 
 @pytest.mark.parametrize("steps", [MOST - 1, MOST, MOST + 1, 5000])
 def test_a_summary_keeps_every_spike_and_every_sum(tmp_path: Path, steps: int) -> None:
     one = Training(steps=steps, spike=(steps // 2 + 3, 77.0), restarts=((steps // 3, steps // 4),))
-    line = run_history.read(journal(tmp_path, one)).steps.line(100)
+    line = run_history.read_history(journal(tmp_path, one)).steps.line(100)
     assert len(line) <= 100
     losses = np.array([math.nan, *(one.loss(step) for step in range(1, steps + 1))])
     at = [range(int(end) // line.width * line.width, int(end) + 1) for end in line.step]
@@ -109,8 +109,8 @@ def test_a_long_journal_takes_no_more_memory_than_a_short_one(tmp_path: Path) ->
     assert path.stat().st_size > 25_000_000
     tracemalloc.start()
     try:
-        found = run_history.Course()
-        for block in journal_columns.blocks(path, 1 << 20):
+        found = run_history.RunHistory()
+        for block in journal_columns.read_blocks(path, 1 << 20):
             found.see(block)
         assert tracemalloc.get_traced_memory()[1] < 15_000_000
     finally:
@@ -123,26 +123,26 @@ def test_a_long_journal_takes_no_more_memory_than_a_short_one(tmp_path: Path) ->
 def test_a_journal_without_a_step_is_a_course(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(text)
-    found = run_history.read(path)
+    found = run_history.read_history(path)
     assert (len(found.steps.line()), len(found.validations.line()), found.step, found.best) == (0, 0, 0, None)
 
 
 def test_seeds_are_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
     lines = [
-        run_history.read(journal(tmp_path, one)).steps.line()
+        run_history.read_history(journal(tmp_path, one)).steps.line()
         for one in trained_runs.seeds(replace(PLAIN, restarts=()), 3)
     ]
-    found = together(lines, 60)
+    found = average_curves(lines, 60)
     losses = np.stack([line.mean["loss"] for line in lines])
     assert found.mean["loss"] == pytest.approx(losses.mean(axis=0))
     assert found.high["loss"] - found.low["loss"] == pytest.approx(2 * losses.std(axis=0, ddof=1))
     assert found.step.tolist() == list(range(1, 61))
-    shorter = run_history.read(journal(tmp_path, Training(done=33, seed=1))).steps.line()
-    assert together([lines[0], shorter], 500).step[-1] == 33, "as far as all of the group"
+    shorter = run_history.read_history(journal(tmp_path, Training(done=33, seed=1))).steps.line()
+    assert average_curves([lines[0], shorter], 500).step[-1] == 33, "as far as all of the group"
 
 
 def test_a_series_may_begin_anywhere() -> None:
-    series = Series(["x"], most=4)
+    series = BucketedSeries(["x"], most=4)
     steps = np.array([1e9, 1e9 + 1])
     series.add({"step": steps, "tokens": steps, "seconds": steps}, {"x": np.array([1.0, 5.0])})
     line = series.line()

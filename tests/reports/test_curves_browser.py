@@ -11,7 +11,7 @@ from ratchet.reports import run_page
 from ratchet.stages.compare import compare
 from ratchet.stages.report import report
 from ratchet.storage.html import document, table, tag
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 
 FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
@@ -23,7 +23,7 @@ LOSS = "[data-chart=loss]"
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    layout = Layout(tmp_path_factory.mktemp("project"))
+    layout = ProjectLayout(tmp_path_factory.mktemp("project"))
     for one in (FIRST, AT_ONCE, *WIDE):
         trained_runs.lay(layout, one)
     names = (f"first={FIRST.spec.run_id}", "wide=" + "+".join(one.spec.run_id for one in WIDE))

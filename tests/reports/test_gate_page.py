@@ -16,8 +16,8 @@ import pytest
 from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
 from page_reading import heard, read, section
 from ratchet.reports import sample_browser, verdict_page
-from ratchet.storage.records.evaluation import EvaluatedRow, Sample, Who
-from ratchet.storage.records.gate import ChampionFile, Reason
+from ratchet.storage.records.evaluation import EvaluatedRow, SampleScore, Who
+from ratchet.storage.records.gate import ChampionFile, RuleResult
 
 
 def table(page: str, name: str, number: int = 0) -> list[list[str]]:
@@ -26,15 +26,15 @@ def table(page: str, name: str, number: int = 0) -> list[list[str]]:
     return [[heard(cell) for cell in row] for row in body]
 
 
-def undecided(figures: tuple[float, ...], n: int, **more: Any) -> Reason:
+def undecided(figures: tuple[float, ...], n: int, **more: Any) -> RuleResult:
     """A rule of accuracy against the champion that these figures leave open."""
     found = compared("accuracy", "champion", figures, n, **more)
-    return Reason(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
+    return RuleResult(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
 
 
-def pairing(made: Case, metric: str, against: str) -> sample_browser.Pairing:
+def pairing(made: Case, metric: str, against: str) -> sample_browser.PairedSampleScores:
     """Samples of a metric, beside those of a reference."""
-    found = sample_browser.pairings(made.verdict, made.evidence)
+    found = sample_browser.pair_scores(made.verdict, made.evidence)
     return next(one for one in found if (one.metric, one.against) == (metric, against))
 
 
@@ -231,13 +231,16 @@ def test_graded_scores_are_ordered_by_how_much_was_lost() -> None:
 
 def test_perplexities_are_compared_per_token_and_what_is_no_number_is_left_out() -> None:
     made = case(12)
-    samples: dict[Who, dict[str, Mapping[str, Sample]]] = {
+    samples: dict[Who, dict[str, Mapping[str, SampleScore]]] = {
         who: dict(found) for who, found in made.evidence.samples.items()
     }
-    samples["base"]["general_perplexity"] = {"x": Sample(id="x", value=8.0, weight=4.0), "y": Sample(id="y", value=1.0)}
+    samples["base"]["general_perplexity"] = {
+        "x": SampleScore(id="x", value=8.0, weight=4.0),
+        "y": SampleScore(id="y", value=1.0),
+    }
     samples["candidate"]["general_perplexity"] = {
-        "x": Sample(id="x", value=9.0, weight=6.0),
-        "y": Sample.model_construct(id="y", value=math.nan, weight=1.0),
+        "x": SampleScore(id="x", value=9.0, weight=6.0),
+        "y": SampleScore.model_construct(id="y", value=math.nan, weight=1.0),
     }
     found = pairing(changed(made, samples=samples), "general_perplexity", "base")
     assert (dict(found.scores), list(found.kinds["won"])) == ({"x": (math.exp(2.0), math.exp(1.5))}, ["x"])

@@ -6,25 +6,25 @@ from pathlib import Path
 from gate_example import case
 from page_reading import heard, read, section, table
 from ratchet.reports import run_page
-from ratchet.reports.run_page import Examination
+from ratchet.reports.run_page import RunEvaluation
 from ratchet.stages.evaluate import describe
 from ratchet.storage import html
-from ratchet.storage.records.evaluation import EvalReport, Judgements, Metric, Preference
+from ratchet.storage.records.evaluation import EvaluationReport, JudgePreference, JudgeReport, MetricValue
 
 
-def share(value: float, low: float, high: float) -> Metric:
-    return Metric(value=value, n=40, low=low, high=high, better="higher", unit="x")
+def share(value: float, low: float, high: float) -> MetricValue:
+    return MetricValue(value=value, n=40, low=low, high=high, better="higher", unit="x")
 
 
-JUDGED = Judgements(
+JUDGED = JudgeReport(
     model="<b>judge</b>", address="http://127.0.0.1:8000/v1", rubric_digest="ab" * 32, candidate="merged",
     comparisons={
-        "base": Preference(
+        "base": JudgePreference(
             against="base", rows=38, wins=25, ties=5, losses=8, equal=3, left_out=2,
             unreadable={"no verdict in it": 2}, win_rate=share(0.724, 0.61, 0.81), agreement=share(0.9, 0.8, 0.95),
             first_bias=share(-0.031, -0.1, 0.04),
         ),
-        "champion": Preference(
+        "champion": JudgePreference(
             against="champion", rows=0, wins=0, ties=0, losses=0, equal=0, left_out=40,
             unreadable={"no verdict in it": 80}, win_rate=None, agreement=None, first_bias=None,
         ),
@@ -45,7 +45,7 @@ COSTS = (
 )
 
 
-def with_judge(found: EvalReport) -> EvalReport:
+def with_judge(found: EvaluationReport) -> EvaluationReport:
     return found.model_copy(update={"judged": JUDGED})
 
 
@@ -62,7 +62,7 @@ def test_the_gate_shows_it_where_there_was_one(tmp_path: Path) -> None:
 def test_the_report_of_a_training_and_the_terminal_show_it() -> None:
     found = case().evidence.report
     for one, shown in ((with_judge(found), True), (found, False)):
-        body = run_page.evaluation(Examination(one, "candidate"))
+        body = run_page.render_evaluation(RunEvaluation(one, "candidate"))
         page = html.document("t", "", html.section("Evaluation", body))
         assert ("Judge" in {heard(head) for head in read(page).iter("h3")}) == shown
         if shown:

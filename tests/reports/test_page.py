@@ -10,30 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from page_reading import heard, read, section
-from ratchet.reports.data_card_page import SECTIONS, dataset_page
+from ratchet.reports.data_card_page import SECTIONS, write_dataset_page
 from ratchet.storage.records.data import (
-    Cluster,
     DatasetCard,
-    Drop,
-    Leak,
-    Lengths,
-    NearDuplicates,
+    DroppedRows,
+    LeakageReport,
+    LengthDistribution,
+    NearDuplicateCluster,
+    NearDuplicateReport,
     SourceCard,
-    Stratum,
-    Truncated,
+    SplitStratum,
+    TruncationReport,
 )
 
 SPLITS = ("train", "validation", "test")
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b[31m \u202e\ud800 </style></body>'
 
 
-def drawn(seed: int, rows: int, middle: float, width: int) -> Lengths:
+def drawn(seed: int, rows: int, middle: float, width: int) -> LengthDistribution:
     """Lengths as stage prepare would measure them: log-normal, in bins of `width` tokens."""
     random_ = random.Random(seed)
     lengths = sorted(8 + int(random_.lognormvariate(middle, 0.45)) for _ in range(rows))
     bins = {edge * width: len(list(group)) for edge, group in itertools.groupby(lengths, lambda n: n // width)}
     total = sum(lengths)
-    return Lengths(
+    return LengthDistribution(
         least=lengths[0],
         median=lengths[rows // 2],
         p95=lengths[rows * 95 // 100],
@@ -44,14 +44,14 @@ def drawn(seed: int, rows: int, middle: float, width: int) -> Lengths:
     )
 
 
-def strata(count: int) -> dict[str, Stratum]:
+def strata(count: int) -> dict[str, SplitStratum]:
     """Labels of falling size, divided 75 / 10 / 15."""
     found = {}
     for number in range(count):
         rows = 187 - 2 * number
         test, validation = round(0.15 * rows), round(0.1 * rows)
         parts = dict(zip(SPLITS, (rows - test - validation, validation, test), strict=True))
-        found[f"label_{number:03}"] = Stratum(rows=rows, splits=parts)
+        found[f"label_{number:03}"] = SplitStratum(rows=rows, splits=parts)
     return found
 
 
@@ -60,10 +60,12 @@ def label_card(labels: int = 77) -> DatasetCard:
     by_label = strata(labels)
     splits = {name: sum(one.splits[name] for one in by_label.values()) for name in SPLITS}
     dropped = {
-        "duplicate": Drop(count=431, examples=("data/raw/a.csv:19: as data/raw/a.csv:7", "data/raw/a.csv:204")),
-        "near_duplicate": Drop(count=214, examples=("data/raw/a.csv:77: like data/raw/a.csv:12",)),
-        "leaked": Drop(count=9, examples=("data/raw/a.csv:3: banking: what is the exchange rate that i will get",)),
-        "malformed": Drop(count=3, examples=("data/raw/a.csv:9000: 5 fields instead of 2",)),
+        "duplicate": DroppedRows(count=431, examples=("data/raw/a.csv:19: as data/raw/a.csv:7", "data/raw/a.csv:204")),
+        "near_duplicate": DroppedRows(count=214, examples=("data/raw/a.csv:77: like data/raw/a.csv:12",)),
+        "leaked": DroppedRows(
+            count=9, examples=("data/raw/a.csv:3: banking: what is the exchange rate that i will get",)
+        ),
+        "malformed": DroppedRows(count=3, examples=("data/raw/a.csv:9000: 5 fields instead of 2",)),
     }
     kept = sum(splits.values())
     texts = ("How do I link my new card to the app?\nlabel_001", "How do I link my new card with the app?\nlabel_001")
@@ -92,26 +94,30 @@ def label_card(labels: int = 77) -> DatasetCard:
         end_of_turn="<|im_end|>",
         wanted={"train": 0.75, "validation": 0.1, "test": 0.15},
         strata=by_label,
-        near_duplicates=NearDuplicates(
+        near_duplicates=NearDuplicateReport(
             threshold=0.8,
             shingle_words=3,
             clusters=187,
             across_splits=61,
             largest=(
-                Cluster(
+                NearDuplicateCluster(
                     kept="data/raw/a.csv:12",
                     dropped=("data/raw/a.csv:77", "data/raw/b.csv:401", "data/raw/b.csv:5"),
                     size=9,
                     texts=texts,
                 ),
-                Cluster(kept="data/raw/a.csv:40", dropped=("data/raw/b.csv:41",), size=2, texts=(texts[0], texts[0])),
+                NearDuplicateCluster(
+                    kept="data/raw/a.csv:40", dropped=("data/raw/b.csv:41",), size=2, texts=(texts[0], texts[0])
+                ),
             ),
         ),
         leaks={
-            "banking": Leak(documents=3080, unchecked=2711, rows=9, examples=("data/raw/a.csv:3: what is the rate",)),
-            "gsm8k": Leak(documents=1319, unchecked=2, rows=0, examples=()),
+            "banking": LeakageReport(
+                documents=3080, unchecked=2711, rows=9, examples=("data/raw/a.csv:3: what is the rate",)
+            ),
+            "gsm8k": LeakageReport(documents=1319, unchecked=2, rows=0, examples=()),
         },
-        truncated={"train": Truncated(rows=21, tokens=1930), "test": Truncated(rows=2, tokens=88)},
+        truncated={"train": TruncationReport(rows=21, tokens=1930), "test": TruncationReport(rows=2, tokens=88)},
         packing={"512": 0.9931, "1024": 0.9987},
         notes=("2 labels or strata have no training row: label_a, label_b",),
     )
@@ -132,7 +138,7 @@ def text_card() -> DatasetCard:
         lengths={name: drawn(n, rows, 5.1, 20) for n, (name, rows) in enumerate(splits.items())},
         labels={},
         wanted={"train": 0.75, "validation": 0.1, "test": 0.15},
-        near_duplicates=NearDuplicates(threshold=0.8, shingle_words=3, clusters=0, across_splits=0, largest=()),
+        near_duplicates=NearDuplicateReport(threshold=0.8, shingle_words=3, clusters=0, across_splits=0, largest=()),
     )
 
 
@@ -141,17 +147,17 @@ def hostile_card(text: str) -> DatasetCard:
     card = label_card(3)
     return card.model_copy(
         update={
-            "dropped": {text: Drop(count=657, examples=(text, text))},
+            "dropped": {text: DroppedRows(count=657, examples=(text, text))},
             "labels": {text: 3},
-            "strata": {text: Stratum(rows=3, splits={"train": 3})},
+            "strata": {text: SplitStratum(rows=3, splits={"train": 3})},
             "source_cards": {text: SourceCard(files={text: text}, shape=text, rows=3)},
-            "leaks": {text: Leak(documents=1, unchecked=0, rows=1, examples=(text,))},
-            "near_duplicates": NearDuplicates(
+            "leaks": {text: LeakageReport(documents=1, unchecked=0, rows=1, examples=(text,))},
+            "near_duplicates": NearDuplicateReport(
                 threshold=0.8,
                 shingle_words=3,
                 clusters=1,
                 across_splits=1,
-                largest=(Cluster(kept=text, dropped=(text, text), size=3, texts=(text, text)),),
+                largest=(NearDuplicateCluster(kept=text, dropped=(text, text), size=3, texts=(text, text)),),
             ),
             "end_of_turn": text,
             "template": text,
@@ -162,7 +168,7 @@ def hostile_card(text: str) -> DatasetCard:
 
 def written(card: DatasetCard, folder: Path) -> str:
     target = folder / "card.html"
-    dataset_page(card, target)
+    write_dataset_page(card, target)
     return target.read_text(encoding="utf-8")
 
 
@@ -217,7 +223,9 @@ def test_every_dropped_row_is_accounted_for_in_order_of_count(page: str, tmp_pat
 
 
 def test_histograms_are_on_one_scale_and_their_areas_are_the_shares_of_rows(tmp_path: Path) -> None:
-    one = Lengths(least=0, median=12, p95=28, greatest=29, total=900, trained=90, histogram={0: 10, 10: 30, 20: 10})
+    one = LengthDistribution(
+        least=0, median=12, p95=28, greatest=29, total=900, trained=90, histogram={0: 10, 10: 30, 20: 10}
+    )
     two = one.model_copy(update={"histogram": {10: 5, 20: 5}})
     card = text_card().model_copy(update={"lengths": {"train": one, "test": two}})
     pictures = list(section(written(card, tmp_path), "lengths").iter("svg"))
@@ -260,8 +268,8 @@ def test_many_labels_are_shown_from_both_ends(labels: int, shown: int, tmp_path:
 
 def test_class_balance_names_what_is_missing_and_what_is_furthest(tmp_path: Path) -> None:
     found = {
-        "even": Stratum(rows=100, splits={"train": 75, "validation": 10, "test": 15}),
-        "skewed": Stratum(rows=50, splits={"train": 45, "validation": 5, "test": 0}),
+        "even": SplitStratum(rows=100, splits={"train": 75, "validation": 10, "test": 15}),
+        "skewed": SplitStratum(rows=50, splits={"train": 45, "validation": 5, "test": 0}),
     }
     said = heard(section(written(label_card(2).model_copy(update={"strata": found}), tmp_path), "class-balance"))
     assert "The largest stratum has 100 rows (even), the smallest 50 (skewed), 2.0 to 1." in said

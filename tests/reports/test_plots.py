@@ -13,18 +13,18 @@ from matplotlib.image import imread
 
 from page_reading import heard, read, section
 from ratchet.config.units import GIB
-from ratchet.models.module_names import place
+from ratchet.models.module_names import parse_module_name
 from ratchet.reports import plots, training_page
-from ratchet.reports.training_page import Room
+from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.runs.journal import Journal
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.training import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
+from ratchet.storage.records.training import PHASES, AdapterAnalysis, MemoryForecast, ModuleAnalysis, PhaseMemory
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
          "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 
 
-def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, rank: int = 4) -> Analysis:
+def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, rank: int = 4) -> AdapterAnalysis:
     """A training of so many layers; the first module barely moved."""
     draw = random.Random(0)
     modules = {}
@@ -37,7 +37,9 @@ def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, r
                 weight_norm=50.0, update_norm=math.hypot(*values), singular_values=values, effective_rank=rank * 0.8,
             )  # fmt: skip
     still = tuple(list(modules)[:1])
-    return Analysis(steps=tuple(range(1, 2 * steps, 2)), modules=modules, still=still, advice=("Try <b>half</b>.",))
+    return AdapterAnalysis(
+        steps=tuple(range(1, 2 * steps, 2)), modules=modules, still=still, advice=("Try <b>half</b>.",)
+    )
 
 
 def nothing() -> ModuleAnalysis:
@@ -46,7 +48,7 @@ def nothing() -> ModuleAnalysis:
     )
 
 
-EMPTY = Analysis(steps=(), modules={}, still=(), advice=())
+EMPTY = AdapterAnalysis(steps=(), modules={}, still=(), advice=())
 
 
 def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
@@ -86,33 +88,33 @@ def shape(picture: bytes) -> tuple[int, int]:
         analysis(layers=1, kinds=KINDS[:1], steps=1),
         analysis(layers=3, kinds=KINDS[:5]),
         analysis(steps=0),
-        Analysis(steps=(1,), modules={"lm_head": nothing()}, still=(), advice=()),
+        AdapterAnalysis(steps=(1,), modules={"lm_head": nothing()}, still=(), advice=()),
         EMPTY,
-        Analysis(
+        AdapterAnalysis(
             steps=(1, 2), modules={"model.layers.0.q": nothing(), **analysis(steps=2).modules}, still=(), advice=()
         ),
     ],
     ids=["usual", "one-module", "three-rows", "no-steps", "outside-layers", "nothing", "some-without-gradients"],
 )
-def test_every_analysis_can_be_drawn(drawn: Analysis) -> None:
-    assert min(shape(plots.gradient_map(drawn))) > 100
-    assert min(shape(plots.updates(drawn))) > 100
+def test_every_analysis_can_be_drawn(drawn: AdapterAnalysis) -> None:
+    assert min(shape(plots.draw_gradient_map(drawn))) > 100
+    assert min(shape(plots.draw_updates(drawn))) > 100
 
 
 def test_a_large_model_makes_a_picture_of_the_same_size() -> None:
     """224 modules: a panel for each kind, whatever the depth, so that nothing outgrows a page."""
     large = analysis(layers=32, steps=50, rank=16)
     assert len(large.modules) == 224
-    assert abs(shape(plots.gradient_map(large))[1] - shape(plots.gradient_map(analysis()))[1]) < 100
-    assert shape(plots.gradient_map(large))[1] < 2000
+    assert abs(shape(plots.draw_gradient_map(large))[1] - shape(plots.draw_gradient_map(analysis()))[1]) < 100
+    assert shape(plots.draw_gradient_map(large))[1] < 2000
 
 
 def test_other_gradients_make_another_picture_and_the_same_ones_the_same_bytes() -> None:
     one = analysis(kinds=KINDS[:2])
     changed = {name: m.model_copy(update={"gradient_norms": m.gradient_norms[::-1]}) for name, m in one.modules.items()}
-    assert plots.gradient_map(one) == plots.gradient_map(analysis(kinds=KINDS[:2]))
-    assert plots.updates(one) == plots.updates(analysis(kinds=KINDS[:2]))
-    assert plots.gradient_map(one) != plots.gradient_map(one.model_copy(update={"modules": changed}))
+    assert plots.draw_gradient_map(one) == plots.draw_gradient_map(analysis(kinds=KINDS[:2]))
+    assert plots.draw_updates(one) == plots.draw_updates(analysis(kinds=KINDS[:2]))
+    assert plots.draw_gradient_map(one) != plots.draw_gradient_map(one.model_copy(update={"modules": changed}))
 
 
 def test_the_loss_curve_can_go_into_memory_as_into_a_file(tmp_path: Path) -> None:
@@ -122,8 +124,8 @@ def test_the_loss_curve_can_go_into_memory_as_into_a_file(tmp_path: Path) -> Non
     journal.append("validation", step=3, loss=1.0)
     journal.close()
     stream = io.BytesIO()
-    plots.loss_curve(tmp_path / "journal.jsonl", stream)
-    plots.loss_curve(tmp_path / "journal.jsonl", tmp_path / "loss.png")
+    plots.draw_loss_curve(tmp_path / "journal.jsonl", stream)
+    plots.draw_loss_curve(tmp_path / "journal.jsonl", tmp_path / "loss.png")
     assert stream.getvalue() == (tmp_path / "loss.png").read_bytes()
 
 
@@ -142,8 +144,8 @@ def test_the_loss_curve_can_go_into_memory_as_into_a_file(tmp_path: Path) -> Non
     ],
 )
 def test_a_name_says_where_a_module_stands(name: str, kind: str, numbers: tuple[int, ...]) -> None:
-    assert place(name) == (kind, numbers)
-    assert place(name).layer == (numbers[0] if numbers else -1)
+    assert parse_module_name(name) == (kind, numbers)
+    assert parse_module_name(name).layer == (numbers[0] if numbers else -1)
 
 
 # --------------------------------------------------------------------------------------------------------------- pages
@@ -158,8 +160,8 @@ def widths(bar: ElementTree.Element) -> list[float]:
 
 
 def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
-    pictures = {"gradients": plots.gradient_map(analysis()), "updates": plots.updates(analysis())}
-    page = training_page.train_page(REPORT, analysis(), forecast(), {"steady": 5 * GIB}, pictures)
+    pictures = {"gradients": plots.draw_gradient_map(analysis()), "updates": plots.draw_updates(analysis())}
+    page = training_page.write_train_page(REPORT, analysis(), forecast(), {"steady": 5 * GIB}, pictures)
     sections = [heard(title) for title in read(page).iterfind(".//h2")]
     assert sections == ["Loss", "Advice for the next run", "Gradients", "Updates", "Modules", "Memory"]
     found = [re.sub("^data:image/png;base64,", "", image.get("src", "")) for image in read(page).iter("img")]
@@ -177,7 +179,7 @@ def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
 
 
 def test_modules_are_summed_up_by_kind_and_listed_one_by_one() -> None:
-    page = training_page.train_page(REPORT, analysis(layers=32), None, {}, {})
+    page = training_page.write_train_page(REPORT, analysis(layers=32), None, {}, {})
     kinds, every = section(page, "modules").findall(".//table")
     assert [row[:3] for row in cells(kinds)] == [[kind, "32", "4"] for kind in KINDS]
     assert [row[5] for row in cells(kinds)] == ["1", *["–"] * 6]  # noqa: RUF001
@@ -187,7 +189,7 @@ def test_modules_are_summed_up_by_kind_and_listed_one_by_one() -> None:
 
 
 def test_bars_of_memory_are_on_one_scale_and_what_was_measured_is_marked() -> None:
-    page = training_page.train_page(REPORT, analysis(), forecast(parts=4), {"steady": 5 * GIB}, {})
+    page = training_page.write_train_page(REPORT, analysis(), forecast(parts=4), {"steady": 5 * GIB}, {})
     phases, parts = section(page, "memory").findall(".//table")
     bars = phases.findall(".//td/span[@class='bar']")
     assert [sum(widths(bar)) for bar in bars] == pytest.approx([20, 40, 60, 80, 80, 80], abs=0.01)
@@ -203,16 +205,16 @@ def test_bars_of_memory_are_on_one_scale_and_what_was_measured_is_marked() -> No
 
 def test_the_page_of_a_forecast_says_what_fits() -> None:
     limits = {"machine.micro_batch_rows": 3, "train.rank": None}
-    page = training_page.forecast_page(forecast(), Room(24 * GIB, limits), ("How close they come.",))
+    page = training_page.write_forecast_page(forecast(), MemoryHeadroom(24 * GIB, limits), ("How close they come.",))
     assert heard(next(read(page).iter("h1"))).startswith("2 rows of 512 tokens on a GPU")
     assert cells(section(page, "what-fits")) == [["machine.micro_batch_rows", "3"], ["train.rank", "not even one"]]
     assert "it fits" in heard(read(page))
     assert [heard(item) for item in section(page, "notes").iter("li")] == [
         "Half of the tokens <are> learned from.", "How close they come.",
     ]  # fmt: skip
-    small = training_page.forecast_page(forecast(), Room(GIB, limits), ())
+    small = training_page.write_forecast_page(forecast(), MemoryHeadroom(GIB, limits), ())
     assert "it does not fit" in heard(read(small))
-    unknown = training_page.forecast_page(forecast(), None, ())
+    unknown = training_page.write_forecast_page(forecast(), None, ())
     assert "name it with --memory" in heard(section(unknown, "what-fits"))
 
 
@@ -222,7 +224,7 @@ def test_the_page_of_a_forecast_says_what_fits() -> None:
     ids=["nothing", "measured-only"],
 )
 def test_page_without_a_forecast(measured: dict[str, int], said: str) -> None:
-    page = training_page.train_page(REPORT, EMPTY, None, measured, {})
+    page = training_page.write_train_page(REPORT, EMPTY, None, measured, {})
     assert said in heard(section(page, "memory"))
     assert "No module was adapted." in heard(section(page, "modules"))
     assert "Nothing stands out." in heard(section(page, "advice-for-the-next-run"))
@@ -234,16 +236,16 @@ ELSEWHERE = re.compile(
 
 
 def test_pages_load_nothing_and_escape_names() -> None:
-    pictures = {"updates": plots.updates(analysis())}
+    pictures = {"updates": plots.draw_updates(analysis())}
     name = "layers.0.<script>alert(1)</script>"
-    hostile = Analysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
+    hostile = AdapterAnalysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
     pages = [
-        training_page.train_page(REPORT, analysis(), forecast(), {}, pictures),
-        training_page.train_page(REPORT, hostile, None, {name: 5}, {}),
-        training_page.forecast_page(forecast(), Room(24 * GIB, {}), ()),
+        training_page.write_train_page(REPORT, analysis(), forecast(), {}, pictures),
+        training_page.write_train_page(REPORT, hostile, None, {name: 5}, {}),
+        training_page.write_forecast_page(forecast(), MemoryHeadroom(24 * GIB, {}), ()),
     ]
     for page in pages:
         assert ELSEWHERE.findall(page) == []
         assert "default-src 'none'; img-src data:; style-src" in page.replace("&#x27;", "'")
-    assert pages[0] == training_page.train_page(REPORT, analysis(), forecast(), {}, pictures)
+    assert pages[0] == training_page.write_train_page(REPORT, analysis(), forecast(), {}, pictures)
     assert heard(read(pages[1])).count("<script>alert(1)</script>") >= 3

@@ -10,22 +10,22 @@ import trained_runs
 from gate_cases import Models, right, spread
 from ratchet.config.gate import Gate
 from ratchet.reports import comparison, run_history
-from ratchet.reports.comparison import CURRENT, TEST, VALIDATION, Examined, Finding, Scored
+from ratchet.reports.comparison import CURRENT, TEST, VALIDATION, ModelEvaluation, PairwiseTestResult, SubjectScores
 from ratchet.runs.directory import RunPaths
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from trained_runs import Training
 
 GATE = Gate(resamples=1000)
 
 
-def scored(models: Models, **changes: Any) -> list[Scored]:
+def scored(models: Models, **changes: Any) -> list[SubjectScores]:
     """One subject for each model, all of one evaluation."""
     found = cases.evidence(models)
     report = found.report.model_copy(update=changes)
-    return [Scored(who, [Examined("r", who, CURRENT, report, found.samples[who])], []) for who in models]
+    return [SubjectScores(who, [ModelEvaluation("r", who, CURRENT, report, found.samples[who])], []) for who in models]
 
 
-def told(given: list[Scored]) -> list[Finding]:
+def told(given: list[SubjectScores]) -> list[PairwiseTestResult]:
     found, silences = comparison.compare_pairs(given, GATE)
     assert silences == []
     return found
@@ -91,18 +91,18 @@ def test_what_cannot_be_compared_is_said_and_not_tested(change: str, said: str) 
         others = {**one.report.scores, "base": one.scores.model_copy(update={"contract": "k9"})}
         digest = "0" * 64 if change == "data" else one.report.data_digest
         report = one.report.model_copy(update={"scores": others, "data_digest": digest})
-        first = Scored("base", [Examined("r", "base", CURRENT, report, one.samples)], [])
+        first = SubjectScores("base", [ModelEvaluation("r", "base", CURRENT, report, one.samples)], [])
     elif change == "samples":
-        first = Scored("base", [Examined("r", "base", "kept", one.report)], [])
+        first = SubjectScores("base", [ModelEvaluation("r", "base", "kept", one.report)], [])
     elif change == "nothing":
-        first = Scored("base", [], [{}])
+        first = SubjectScores("base", [], [{}])
     found, silences = comparison.compare_pairs([first, second], GATE)
     assert found == []
     assert [silence.pair for silence in silences] == [("base", "candidate")]
     assert said in silences[0].why
 
 
-def groups(project: Layout, **changes: Any) -> list[Scored]:
+def groups(project: ProjectLayout, **changes: Any) -> list[SubjectScores]:
     """Two groups of two seeds, scored on validation rows; the second is better."""
     found = []
     for name, one, share in (("low", Training(steps=10), 0.6), ("high", Training(steps=10, rank=16), 0.9)):
@@ -110,30 +110,34 @@ def groups(project: Layout, **changes: Any) -> list[Scored]:
         for number, member in enumerate(trained_runs.seeds(one, 2)):
             trained_runs.lay(project, member)
             trained_runs.score(project, member, share + 0.005 * number, **(changes if name == "high" else {}))
-            answers.append(comparison.held_out(run_history.read_account(RunPaths(project.runs / member.spec.run_id))))
-        found.append(Scored(name, [], answers))
+            answers.append(
+                comparison.read_validation_scores(
+                    run_history.read_run_summary(RunPaths(project.runs / member.spec.run_id))
+                )
+            )
+        found.append(SubjectScores(name, [], answers))
     return found
 
 
-def test_groups_of_seeds_are_compared_on_validation_rows(project: Layout) -> None:
+def test_groups_of_seeds_are_compared_on_validation_rows(project: ProjectLayout) -> None:
     for one in told(groups(project)):
         assert (one.leader, one.rows, one.n) == ("high", VALIDATION, 200)
         assert "seeds added" in one.method
 
 
 @pytest.mark.parametrize("change", ["question", "arithmetic", "adapter_digest"])
-def test_groups_that_were_asked_otherwise_are_not_compared(project: Layout, change: str) -> None:
+def test_groups_that_were_asked_otherwise_are_not_compared(project: ProjectLayout, change: str) -> None:
     other: Any = {"device": "cuda"} if change == "arithmetic" else "1" * 12
     found, silences = comparison.compare_pairs(groups(project, **{change: other}), GATE)
     assert (found, len(silences)) == ([], 1)
 
 
-def test_a_file_of_scores_that_was_changed_is_left_out(project: Layout) -> None:
+def test_a_file_of_scores_that_was_changed_is_left_out(project: ProjectLayout) -> None:
     one = Training(steps=10)
     trained_runs.lay(project, one)
     trained_runs.score(project, one, 0.5)
     [path] = (project.runs / one.spec.run_id).glob("held_out-*.json")
-    account = run_history.read_account(RunPaths(project.runs / one.spec.run_id))
-    assert len(comparison.held_out(account)) == 1
+    account = run_history.read_run_summary(RunPaths(project.runs / one.spec.run_id))
+    assert len(comparison.read_validation_scores(account)) == 1
     path.write_text(path.read_text(encoding="utf-8").replace("1.0", "0.0", 1), encoding="utf-8")
-    assert comparison.held_out(account) == {}
+    assert comparison.read_validation_scores(account) == {}

@@ -7,11 +7,11 @@ import pytest
 import trained_runs
 from ratchet.errors import DataError, SettingsError
 from ratchet.registry import ledger
-from ratchet.reports.comparison import MOST, Names
+from ratchet.reports.comparison import MOST, ComparisonIndex
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
-from ratchet.storage.records.sweep import Measure, SweepReport, Trial
+from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 from trained_runs import Training
 
 TRAININGS = trained_runs.seeds(Training(steps=10), 4)
@@ -19,14 +19,15 @@ RUNS = [one.spec.run_id for one in TRAININGS]
 
 
 @pytest.fixture
-def names(project: Layout) -> Names:
+def names(project: ProjectLayout) -> ComparisonIndex:
     for one in TRAININGS:
         trained_runs.lay(project, one)
     trials = [Trial(number=n, values={}, run_id=run, state="complete") for n, run in enumerate(RUNS[:2])]
     trials.append(Trial(number=2, values={}, run_id=None, state="infeasible", reason="rank: no layer is as wide"))
     files.make_directory(project.sweep("lora"))
     SweepReport(
-        study="lora", storage="journal", objectives=(Measure(metric="validation_loss", direction="minimize"),), axes=(),
+        study="lora", storage="journal",
+        objectives=(SweepObjective(metric="validation_loss", direction="minimize"),), axes=(),
         sampler="", pruner="", versions={}, data_digest="", base_digest="", wanted_trials=3, trials=tuple(trials),
     ).save(project.sweep("lora") / "report.json")  # fmt: skip
     first, second = (
@@ -37,12 +38,12 @@ def names(project: Layout) -> Names:
         id="x", time="2026-01-01T00:00:00Z", action="promote", by="me", version=1, model_digest="1" * 64,
         adapter_digest="0" * 64, run_id=RUNS[2], before=None, previous=None,
     )  # fmt: skip
-    head = ledger.append(project.promotions, entry)
+    head = ledger.append_entry(project.promotions, entry)
     for twin in ("abc111111111", "abc222222222"):
         files.make_directory(project.runs / twin)
         (project.runs / twin / "journal.jsonl").touch()
     ChampionFile(champion=second, anchor=first, ledger=head.digest).save(project.champion)
-    return Names(project)
+    return ComparisonIndex(project)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,13 @@ def names(project: Layout) -> Names:
         (f"{RUNS[0][:6]}+lora/1+v1", [0, 1, 2], ""),
     ],
 )
-def test_a_name_stands_for_its_trainings(names: Names, name: str, runs: list[int], about: str) -> None:
+def test_a_name_stands_for_its_trainings(names: ComparisonIndex, name: str, runs: list[int], about: str) -> None:
     found = names.subject(name)
     assert (found.name, found.run_ids) == (name, tuple(RUNS[place] for place in runs))
     assert found.members[0].about == about
 
 
-def test_labels_trials_and_versions_of_runs(names: Names) -> None:
+def test_labels_trials_and_versions_of_runs(names: ComparisonIndex) -> None:
     found = names.subject("three seeds = lora/0+lora/1")
     assert (found.name, found.run_ids) == ("three seeds", (RUNS[0], RUNS[1]))
     assert names.trials_of(RUNS[1]) == ["lora/1"]
@@ -84,7 +85,7 @@ def test_labels_trials_and_versions_of_runs(names: Names) -> None:
         ("abc", "2 runs begin so: abc111111111, abc222222222"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_is(names: Names, name: str, said: str) -> None:
+def test_what_is_not_there_is_told_with_what_is(names: ComparisonIndex, name: str, said: str) -> None:
     with pytest.raises(DataError) as told:
         names.subject(name)
     assert said in str(told.value)
@@ -102,14 +103,14 @@ def test_what_is_not_there_is_told_with_what_is(names: Names, name: str, said: s
         ([f"v{number}" for number in range(MOST + 1)], "cannot be told apart"),
     ],
 )
-def test_names_that_make_no_comparison_are_refused(names: Names, given: list[str], said: str) -> None:
+def test_names_that_make_no_comparison_are_refused(names: ComparisonIndex, given: list[str], said: str) -> None:
     with pytest.raises(SettingsError) as told:
         names.subjects(given)
     assert said in str(told.value)
 
 
-def test_an_empty_project_says_that_there_is_nothing(project: Layout, tmp_path: Path) -> None:
+def test_an_empty_project_says_that_there_is_nothing(project: ProjectLayout, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="runs: none"):
-        Names(project).subject("abc")
+        ComparisonIndex(project).subject("abc")
     with pytest.raises(DataError, match="there is none yet"):
-        Names(project).subject("champion")
+        ComparisonIndex(project).subject("champion")

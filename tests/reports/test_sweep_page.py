@@ -13,10 +13,10 @@ from ruamel.yaml import YAML
 import sweep_example as example
 from page_reading import heard, read, section
 from ratchet.reports import sweep_page, sweep_plots
-from ratchet.reports.sweep_canvas import picture
-from ratchet.reports.sweep_page import snippet
-from ratchet.storage.records.sweep import Axis, Cost, SweepReport, Trial
-from ratchet.tuning.trial_summary import savings
+from ratchet.reports.sweep_canvas import render_figure
+from ratchet.reports.sweep_page import format_yaml
+from ratchet.storage.records.sweep import ParameterAxis, SweepReport, TrainingCost, Trial
+from ratchet.tuning.trial_summary import compute_savings
 
 FORTY = example.report(40)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, bytes]:
-    return sweep_plots.drawn(FORTY)
+    return sweep_plots.draw_all(FORTY)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def changed(trial: Trial, **changes: Any) -> Trial:
 
 
 def page_of(report: SweepReport) -> str:
-    return sweep_page.page(report, sweep_plots.drawn(report))
+    return sweep_page.render(report, sweep_plots.draw_all(report))
 
 
 def with_trials(*trials: Trial) -> SweepReport:
@@ -95,7 +95,7 @@ def test_texts_of_others_are_texts() -> None:
             "comparisons": tuple(one.model_copy(update={"method": evil}) for one in FORTY.finals.comparisons),
         }
     )
-    axes = (*FORTY.axes, Axis(knob=evil, kind="choice", choices=(evil,)))
+    axes = (*FORTY.axes, ParameterAxis(knob=evil, kind="choice", choices=(evil,)))
     hostile = FORTY.model_copy(
         update={"study": evil, "sampler": evil, "pruner": evil, "stopped": evil, "trials": trials, "finals": finals,
                 "axes": axes, "versions": {evil: evil}, "data_digest": evil, "importances": {evil: 1.0}}
@@ -127,16 +127,16 @@ def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
 
 def test_objective_that_is_nan_is_left_out() -> None:
     odd = changed(FORTY.trials[0], objectives=(math.nan,))
-    written = sweep_page.page(with_trials(odd, *FORTY.trials[1:4]), {})
+    written = sweep_page.render(with_trials(odd, *FORTY.trials[1:4]), {})
     assert table(written, "trials")[0][2] == "–"  # noqa: RUF001
     assert figures(written)["Best"][0] == "–"  # noqa: RUF001
 
 
 def test_a_thousand_trials_fit_into_two_megabytes() -> None:
     report = example.report(1000, workers=8)
-    drawn = sweep_plots.drawn(report)
+    drawn = sweep_plots.draw_all(report)
     assert sum(map(len, drawn.values())) < 1_100_000
-    written = sweep_page.page(report, drawn)
+    written = sweep_page.render(report, drawn)
     assert len(written.encode()) <= 2_000_000
     assert len(table(written, "trials")) == 1000
 
@@ -158,7 +158,7 @@ def test_every_section_is_linked_and_every_picture_is_said(page: str, drawn: dic
 
 def test_the_head_says_what_came_of_it(page: str) -> None:
     said = figures(page)
-    saved = savings(FORTY)
+    saved = compute_savings(FORTY)
     assert said["Trials"] == (
         f"{sum(trial.continues is None for trial in FORTY.trials)} of 40",
         "10 complete, 21 pruned, 7 infeasible, 2 failed; 3 of the pruned went on later",
@@ -170,17 +170,17 @@ def test_the_head_says_what_came_of_it(page: str) -> None:
     assert said["Saved"][0] == f"{saved.tokens / saved.full_tokens:.1%}".replace("%", " %")
     assert said["Saved"][1].startswith(f"{saved.tokens:,} of {saved.full_tokens:,} answer tokens, 1 h")
     stopped = FORTY.model_copy(update={"stopped": "3 trials failed: the tokenizer has no end of turn"})
-    assert "Stopped before its end: 3 trials failed" in heard(next(read(sweep_page.page(stopped, {})).iter("header")))
+    assert "Stopped before its end: 3 trials failed" in heard(next(read(sweep_page.render(stopped, {})).iter("header")))
 
 
 def test_what_it_cost_adds_up(page: str) -> None:
     rows = {row[0]: row[1:] for row in table(page, "cost")}
     tokens = {name: 0 if row[1] == "–" else int(row[1].replace(",", "")) for name, row in rows.items()}  # noqa: RUF001
     whole = tokens.pop("full trainings of all")
-    assert sum(tokens.values()) == whole == savings(FORTY).full_tokens
+    assert sum(tokens.values()) == whole == compute_savings(FORTY).full_tokens
     shares = [float(row[3].removesuffix(" %")) for row in rows.values() if row[3] != "–"]  # noqa: RUF001
     assert sum(shares) == pytest.approx(100, abs=0.3)
-    nothing = sweep_page.page(with_trials(changed(FORTY.trials[0], cost=Cost())), {})
+    nothing = sweep_page.render(with_trials(changed(FORTY.trials[0], cost=TrainingCost())), {})
     assert table(nothing, "cost")[0][1:] == ["1", "0", "0.0 s", "–"]  # noqa: RUF001
 
 
@@ -218,7 +218,7 @@ def test_finalists_by_seed_and_what_tells_them_apart(page: str) -> None:
         f"+{FORTY.finals.comparisons[0].difference:.4f}", "\u22120.0030", "0.081", "0.0040", "0.0060", "no",
     ]  # fmt: skip
     assert compared[1][3] == "< 0.001"
-    alone = sweep_page.page(FORTY.model_copy(update={"finals": None, "winner": None}), {})
+    alone = sweep_page.render(FORTY.model_copy(update={"finals": None, "winner": None}), {})
     assert "No finalists were compared" in heard(section(alone, "finalists"))
     assert "Winner" not in figures(alone)
 
@@ -231,7 +231,7 @@ def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named
     assert figures(written)["Front"][0] == f"{len(report.best)} trials"
     assert "choose one from the table of the front" in heard(section(written, "adopt"))
     named = report.model_copy(update={"winner": report.best[0]})
-    assert f"Trial {report.best[0]}" in heard(section(sweep_page.page(named, {}), "adopt"))
+    assert f"Trial {report.best[0]}" in heard(section(sweep_page.render(named, {}), "adopt"))
 
 
 def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
@@ -252,7 +252,7 @@ def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
     for version in ("1.1", "1.2"):
         reader = YAML(typ="safe", pure=True)
         reader.version = version
-        assert reader.load(snippet(values)) == wanted
+        assert reader.load(format_yaml(values)) == wanted
     code = "".join(next(section(page, "adopt").iter("pre")).itertext())
     winner = next(one for one in FORTY.trials if one.number == FORTY.winner)
     assert reader.load(code)["train"]["learning_rate"] == winner.values["train.learning_rate"]
@@ -289,20 +289,20 @@ def test_pictures_take_the_colours_of_the_page(page: str) -> None:
 
 def test_a_picture_may_be_pixels_too() -> None:
     pixels = b"\x89PNG...."
-    shown = picture(pixels, "Title.", "Note.", "Said.")
+    shown = render_figure(pixels, "Title.", "Note.", "Said.")
     assert f'src="data:image/png;base64,{base64.b64encode(pixels).decode()}"' in shown
     assert 'alt="Said."' in shown
     with pytest.raises(ValueError, match="no SVG"):
-        picture(b"<html>", "Title.", "Note.", "Said.")
+        render_figure(b"<html>", "Title.", "Note.", "Said.")
 
 
 def test_what_a_picture_says_in_letters_is_left_alone() -> None:
     """Knob values may look like colours or attributes."""
     values = {"train.targets": "#1c1e21 fill=x"}
     trials = tuple(changed(one, values=values) for one in FORTY.trials)
-    axes = (Axis(knob="train.targets", kind="choice", choices=("#1c1e21 fill=x", "b")),)
+    axes = (ParameterAxis(knob="train.targets", kind="choice", choices=("#1c1e21 fill=x", "b")),)
     report = FORTY.model_copy(update={"trials": trials, "axes": axes, "importances": {}})
-    slices = {"slices": sweep_plots.drawn(report)["slices"]}
-    texts = [heard(one) for one in read(sweep_page.page(report, slices)).iter("text")]
+    slices = {"slices": sweep_plots.draw_all(report)["slices"]}
+    texts = [heard(one) for one in read(sweep_page.render(report, slices)).iter("text")]
     assert "#1c1e21" in texts
     assert "fill=x" in texts

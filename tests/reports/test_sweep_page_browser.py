@@ -16,7 +16,7 @@ STATUS = "#sweep [role=status]"
 
 def written(report: SweepReport, folder: Path) -> Path:
     target = folder / "sweep.html"
-    sweep_page.write(report, sweep_plots.drawn(report), target)
+    sweep_page.write(report, sweep_plots.draw_all(report), target)
     return target
 
 

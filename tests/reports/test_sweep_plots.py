@@ -14,25 +14,32 @@ from matplotlib.patches import PathPatch
 import sweep_example as example
 from ratchet.reports import sweep_canvas as canvas
 from ratchet.reports import sweep_plots
-from ratchet.reports.sweep_canvas import Scale, frame
-from ratchet.reports.sweep_plots import Sheet, unbroken
-from ratchet.reports.sweep_timeline import Clock, lanes_of
-from ratchet.storage.records.sweep import Axis, Cost, Measure, SweepReport, Take, Trial
+from ratchet.reports.sweep_canvas import ParameterScale, axis_limits
+from ratchet.reports.sweep_plots import ParallelCoordinates, split_at_gaps
+from ratchet.reports.sweep_timeline import SweepWorkClock, assign_lanes
+from ratchet.storage.records.sweep import (
+    ParameterAxis,
+    SweepObjective,
+    SweepReport,
+    TrainingCost,
+    Trial,
+    TrialExecution,
+)
 from ratchet.tuning.trial_summary import (
-    Saved,
-    amount,
-    avoided_tokens,
-    best_so_far,
-    broken,
-    chosen,
-    curve,
-    duration,
-    number,
-    ranked,
-    savings,
-    short_names,
-    shown,
-    value,
+    CauseSavings,
+    best_values_so_far,
+    break_lines,
+    compute_savings,
+    format_duration,
+    format_knob_value,
+    format_number,
+    format_objective,
+    rank_trials,
+    recommended_trial,
+    saved_tokens_by_cause,
+    shorten_names,
+    trial_value,
+    validation_curve,
 )
 from sweep_plots_cases import (
     FORTY,
@@ -55,7 +62,7 @@ def test_pictures_have_a_bounded_size_in_pixels(name: str) -> None:
 
 def test_pictures_go_where_they_are_sent(tmp_path: Path) -> None:
     found = sweep_plots.write(FORTY, tmp_path / "plots")
-    assert [path.name for path in found] == [f"{name}.png" for name in sweep_plots.wanted(FORTY)]
+    assert [path.name for path in found] == [f"{name}.png" for name in sweep_plots.available_plots(FORTY)]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
     sweep_plots.PICTURES["history"](FORTY, tmp_path / "history.svg", "auto")
     assert (tmp_path / "history.svg").read_bytes() == svg("history", FORTY)
@@ -65,11 +72,11 @@ def test_pictures_go_where_they_are_sent(tmp_path: Path) -> None:
 
 
 def test_only_pictures_that_have_something_to_show_are_wanted() -> None:
-    assert sweep_plots.wanted(example.report(0)) == []
-    assert "pareto" not in sweep_plots.wanted(FORTY)
-    assert "contour" in sweep_plots.wanted(FORTY)
-    assert "contour" not in sweep_plots.wanted(example.narrowed(FORTY, ["train.rank", "train.targets"]))
-    assert "pareto" in sweep_plots.wanted(REPORTS["two objectives"]())
+    assert sweep_plots.available_plots(example.report(0)) == []
+    assert "pareto" not in sweep_plots.available_plots(FORTY)
+    assert "contour" in sweep_plots.available_plots(FORTY)
+    assert "contour" not in sweep_plots.available_plots(example.narrowed(FORTY, ["train.rank", "train.targets"]))
+    assert "pareto" in sweep_plots.available_plots(REPORTS["two objectives"]())
 
 
 def marks(axes: Any, label: str) -> list[tuple[float, float]]:
@@ -114,7 +121,7 @@ def test_history_has_each_trial_where_it_belongs(figures: list[matplotlib.figure
 def test_curves_begin_before_a_trial_went_on_and_are_grey_where_pruned(figures: list[matplotlib.figure.Figure]) -> None:
     axes: Any = draw("curves", FORTY, figures).axes[0]
     by_number = {one.number: one for one in FORTY.trials}
-    whole = curve(by_number[10].model_copy(update={"curve": {5760: 1.0}}), by_number)
+    whole = validation_curve(by_number[10].model_copy(update={"curve": {5760: 1.0}}), by_number)
     assert list(whole) == [*by_number[8].curve, 5760]
     diamonds = marks(axes, "went on from here")
     assert diamonds == [
@@ -127,17 +134,17 @@ def test_curves_begin_before_a_trial_went_on_and_are_grey_where_pruned(figures: 
 
 
 def test_parallel_axes_are_logarithmic_where_searched_so_and_gaps_are_gaps() -> None:
-    sheet = Sheet.of(FORTY)
+    sheet = ParallelCoordinates.of(FORTY)
     assert next(iter(sheet.knobs)) == "train.adalora.target_rank", "a knob with gaps stands first"
     trial = next(one for one in FORTY.trials if one.state == "complete" and one.values["train.adapter"] == "lora")
     places = dict(zip(sheet.knobs, sheet.places(trial), strict=False))
     assert places["train.adalora.target_rank"] is None
     assert places["train.rank"] == pytest.approx(math.log(trial.values["train.rank"] / 4) / math.log(16))
     assert "train.alpha" not in places, "a tie says nothing of its own"
-    assert len(unbroken(sheet.places(trial))) == 1
+    assert len(split_at_gaps(sheet.places(trial))) == 1
     pruned = next(one for one in FORTY.trials if one.state == "pruned")
     assert sheet.places(pruned)[-1] is None
-    assert unbroken([0.1, None, 0.2, 0.3, None]) == [[(0.0, 0.1)], [(2.0, 0.2), (3.0, 0.3)]]
+    assert split_at_gaps([0.1, None, 0.2, 0.3, None]) == [[(0.0, 0.1)], [(2.0, 0.2), (3.0, 0.3)]]
 
 
 def test_slices_show_what_cannot_be_trained_above_all_others(figures: list[matplotlib.figure.Figure]) -> None:
@@ -193,15 +200,15 @@ def test_the_timeline_has_a_bar_for_each_time_and_joins_those_of_one_trial(
         assert bars[state] == states.count(state), state
     retries = [(a, b) for one in FORTY.trials for a, b in pairwise(one.takes)]
     assert bars["taken over by another worker"] == len(retries) == 8
-    lanes = lanes_of(take for one in FORTY.trials for take in one.takes)
+    lanes = assign_lanes(take for one in FORTY.trials for take in one.takes)
     joints = [line for line in axes.lines if line.get_color() == canvas.INK and len(line.get_xdata()) == 2]
     assert [tuple(line.get_ydata()) for line in joints] == [(lanes[a.worker], lanes[b.worker]) for a, b in retries]
     assert len(marks(axes, "goes on with a pruned one")) == 3
 
 
 def test_many_workers_of_a_host_share_lanes_and_never_overlap() -> None:
-    takes = [Take(worker=f"node{k % 2}/{k}", begun=10.0 * k, seen=10.0 * k + 35) for k in range(100)]
-    lanes = lanes_of(takes)
+    takes = [TrialExecution(worker=f"node{k % 2}/{k}", begun=10.0 * k, seen=10.0 * k + 35) for k in range(100)]
+    lanes = assign_lanes(takes)
     assert max(lanes.values()) + 1 == 4
     for row in range(4):
         members = [one for one in takes if lanes[one.worker] == row]
@@ -215,12 +222,12 @@ def test_the_picture_of_tokens_adds_up(figures: list[matplotlib.figure.Figure]) 
     for patch in axes.patches:
         corners = patch.get_path().vertices.reshape(-1, 5, 2)
         area += float(sum((one[2][0] - one[0][0]) * (one[2][1] - one[0][1]) for one in corners))
-    assert area / 0.8 * 1000 == pytest.approx(savings(FORTY).full_tokens, rel=1e-6)
+    assert area / 0.8 * 1000 == pytest.approx(compute_savings(FORTY).full_tokens, rel=1e-6)
 
 
 def trained(number: int, state: str, tokens: int, **more: Any) -> Trial:
     """A trial that was to learn from 1,000 tokens, ten a second."""
-    cost = Cost(trained_tokens=tokens, planned_tokens=1000, train_seconds=tokens / 10)
+    cost = TrainingCost(trained_tokens=tokens, planned_tokens=1000, train_seconds=tokens / 10)
     plain: dict[str, Any] = {"number": number, "values": {}, "run_id": str(number), "state": state, "cost": cost}
     return Trial.model_validate({**plain, **more})
 
@@ -231,24 +238,24 @@ def test_savings_by_hand() -> None:
         trained(1, "pruned", 100),
         trained(2, "pruned", 100),
         trained(3, "complete", 1000, continues=2),
-        trained(5, "infeasible", 0, cost=Cost()),
+        trained(5, "infeasible", 0, cost=TrainingCost()),
         trained(6, "infeasible", 20),
         trained(7, "failed", 500),
         trained(8, "running", 300),
     )
-    found = savings(FORTY.model_copy(update={"trials": trials}))
+    found = compute_savings(FORTY.model_copy(update={"trials": trials}))
     assert (found.trials, found.trained_tokens, found.trained_seconds) == (7, 2920, 292.0)
-    assert found.pruned == Saved(1, 900, 90.0)
-    assert found.refused == Saved(1, 1000, 100.0)
+    assert found.pruned == CauseSavings(1, 900, 90.0)
+    assert found.refused == CauseSavings(1, 1000, 100.0)
     assert (found.tokens, found.seconds, found.full_tokens, found.full_seconds) == (1900, 190.0, 4820, 482.0)
-    assert avoided_tokens(FORTY.model_copy(update={"trials": trials})) == {
+    assert saved_tokens_by_cause(FORTY.model_copy(update={"trials": trials})) == {
         "pruned": {1: 900}, "refused": {5: 1000},
     }  # fmt: skip
-    nothing = savings(example.report(0))
+    nothing = compute_savings(example.report(0))
     assert (nothing.trials, nothing.full_tokens, nothing.full_seconds) == (0, 0, 0.0)
-    slow = trained(1, "pruned", 100, cost=Cost(trained_tokens=100, planned_tokens=1000, train_seconds=100.0))
-    found = savings(FORTY.model_copy(update={"trials": (trained(0, "complete", 1000), slow)}))
-    assert found.pruned == Saved(1, 900, 900.0), "seconds are extrapolated from the trial's own speed"
+    slow = trained(1, "pruned", 100, cost=TrainingCost(trained_tokens=100, planned_tokens=1000, train_seconds=100.0))
+    found = compute_savings(FORTY.model_copy(update={"trials": (trained(0, "complete", 1000), slow)}))
+    assert found.pruned == CauseSavings(1, 900, 900.0), "seconds are extrapolated from the trial's own speed"
 
 
 @pytest.mark.parametrize(
@@ -262,42 +269,48 @@ def test_savings_by_hand() -> None:
     ],
 )
 def test_value_of_a_trial(metric: Any, state: str, more: dict[str, Any], expected: float | None) -> None:
-    measure = Measure(metric=metric, direction="maximize" if metric == "accuracy" else "minimize")
-    assert value(trained(0, state, 1, **more), [measure]) == expected
+    measure = SweepObjective(metric=metric, direction="maximize" if metric == "accuracy" else "minimize")
+    assert trial_value(trained(0, state, 1, **more), [measure]) == expected
 
 
 def test_the_best_by_direction_and_the_one_that_is_recommended() -> None:
-    measure = Measure(metric="accuracy", direction="maximize")
+    measure = SweepObjective(metric="accuracy", direction="maximize")
     trials = tuple(trained(k, "complete", 1, objectives=(found,)) for k, found in enumerate((0.3, 0.2, 0.5, 0.5)))
     report = FORTY.model_copy(
         update={"objectives": (measure,), "trials": trials, "best": (2,), "winner": None, "finals": None}
     )
-    assert best_so_far(report) == [(0, 0.3), (2, 0.5)]
-    assert [one.number for one in ranked(report)] == [2, 3, 0, 1]
-    assert chosen(report) == trials[2]
-    assert chosen(report.model_copy(update={"winner": 3})) == trials[3]
-    assert chosen(report.model_copy(update={"best": ()})) is None
+    assert best_values_so_far(report) == [(0, 0.3), (2, 0.5)]
+    assert [one.number for one in rank_trials(report)] == [2, 3, 0, 1]
+    assert recommended_trial(report) == trials[2]
+    assert recommended_trial(report.model_copy(update={"winner": 3})) == trials[3]
+    assert recommended_trial(report.model_copy(update={"best": ()})) is None
 
 
 @pytest.mark.parametrize(
     ("axis", "ticks"),
     [
-        (Axis(knob="r", kind="int", low=4, high=64, log=True), ["4", "8", "16", "32", "64"]),
-        (Axis(knob="r", kind="int", low=5, high=7, log=True), ["5", "7"]),
+        (ParameterAxis(knob="r", kind="int", low=4, high=64, log=True), ["4", "8", "16", "32", "64"]),
+        (ParameterAxis(knob="r", kind="int", low=5, high=7, log=True), ["5", "7"]),
         (
-            Axis(knob="l", kind="float", low=1e-4, high=1e-2, log=True),
+            ParameterAxis(knob="l", kind="float", low=1e-4, high=1e-2, log=True),
             ["1e-4", "2e-4", "5e-4", "0.001", "0.002", "0.005", "0.01"],
         ),
-        (Axis(knob="l", kind="float", low=1e-6, high=1e-1, log=True), ["1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1"]),
-        (Axis(knob="d", kind="float", low=0, high=0.2), ["0", "0.05", "0.1", "0.15", "0.2"]),
-        (Axis(knob="w", kind="int", low=1, high=3), ["1", "2", "3"]),
-        (Axis(knob="e", kind="int", low=1000, high=9000), ["2,000", "4,000", "6,000", "8,000"]),
-        (Axis(knob="c", kind="choice", choices=(True, None, ("q", "v"), "all")), ["true", "null", "q, v", "all"]),
-        (Axis(knob="x", kind="float", low=0.3, high=0.3), ["0.3"]),
+        (
+            ParameterAxis(knob="l", kind="float", low=1e-6, high=1e-1, log=True),
+            ["1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1"],
+        ),
+        (ParameterAxis(knob="d", kind="float", low=0, high=0.2), ["0", "0.05", "0.1", "0.15", "0.2"]),
+        (ParameterAxis(knob="w", kind="int", low=1, high=3), ["1", "2", "3"]),
+        (ParameterAxis(knob="e", kind="int", low=1000, high=9000), ["2,000", "4,000", "6,000", "8,000"]),
+        (
+            ParameterAxis(knob="c", kind="choice", choices=(True, None, ("q", "v"), "all")),
+            ["true", "null", "q, v", "all"],
+        ),
+        (ParameterAxis(knob="x", kind="float", low=0.3, high=0.3), ["0.3"]),
     ],
 )  # fmt: skip
-def test_axes_have_round_numbers_in_order(axis: Axis, ticks: list[str]) -> None:
-    found = Scale.of(axis, ()).ticks(7)
+def test_axes_have_round_numbers_in_order(axis: ParameterAxis, ticks: list[str]) -> None:
+    found = ParameterScale.of(axis, ()).ticks(7)
     assert [text for _, text in found] == ticks
     places = [place for place, _ in found]
     assert places == sorted(places)
@@ -305,56 +318,60 @@ def test_axes_have_round_numbers_in_order(axis: Axis, ticks: list[str]) -> None:
 
 
 def test_places_on_a_scale() -> None:
-    scale = Scale.of(Axis(knob="l", kind="float", low=1e-4, high=1e-2, log=True), (1e-1, math.nan, "x", True))
+    scale = ParameterScale.of(
+        ParameterAxis(knob="l", kind="float", low=1e-4, high=1e-2, log=True), (1e-1, math.nan, "x", True)
+    )
     assert scale.place(1e-1) == pytest.approx(1.0), "what was tried outside of the space widens it"
     assert scale.place(1e-4) == pytest.approx(0.0)
     assert (scale.place(0), scale.place(math.nan), scale.place("x"), scale.place(None)) == (None,) * 4
-    choices = Scale.of(Axis(knob="c", kind="choice", choices=(1, True, ("q", "v"))), [["q", "v"], "new"])
+    choices = ParameterScale.of(
+        ParameterAxis(knob="c", kind="choice", choices=(1, True, ("q", "v"))), [["q", "v"], "new"]
+    )
     assert [choices.place(one) for one in (1, True, ["q", "v"], "new", "other")] == [0, 1 / 3, 2 / 3, 1, None]
-    assert Scale.of(Axis(knob="c", kind="choice", choices=("a",)), ()).place("a") == 0.5
+    assert ParameterScale.of(ParameterAxis(knob="c", kind="choice", choices=("a",)), ()).place("a") == 0.5
 
 
 def test_a_frame_is_not_stretched_by_one_that_went_wrong() -> None:
     usual = [1.2 + k / 100 for k in range(20)]
-    low, high = frame([*usual, 900.0])
+    low, high = axis_limits([*usual, 900.0])
     assert low < 1.2
     assert 1.39 < high < 2
-    assert frame([1.0, 900.0])[1] > 900, "few are all shown"
-    low, high = frame(usual, [5.0] * 10)
+    assert axis_limits([1.0, 900.0])[1] > 900, "few are all shown"
+    low, high = axis_limits(usual, [5.0] * 10)
     assert 1.5 < high < 2, "others stretch it once"
-    assert frame([]) == (0.0, 1.0)
-    low, high = frame([2.0])
+    assert axis_limits([]) == (0.0, 1.0)
+    low, high = axis_limits([2.0])
     assert low < 2.0 < high
-    low, high = frame([0.0, 0.0])
+    low, high = axis_limits([0.0, 0.0])
     assert low < 0.0 < high
 
 
 def test_time_runs_only_while_somebody_works() -> None:
-    clock = Clock.of([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
+    clock = SweepWorkClock.of([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
     assert [begin for begin, _ in clock.pauses] == [300]
     assert clock.at(300) == 200
     assert clock.at(10_300) == pytest.approx(200 + clock.seam)
     assert clock.end == pytest.approx(500 + clock.seam)
     moments = [clock.at(moment) for moment in range(0, 11_000, 50)]
     assert moments == sorted(moments)
-    assert Clock.of([]).end == 0
+    assert SweepWorkClock.of([]).end == 0
 
 
 def test_numbers_names_and_times_for_people() -> None:
     found = (0.0, 16, 0.05, 1.2345e-4, 12_000, 3.14159, -0.002, 2.5e7)
-    assert [number(one) for one in found] == ["0", "16", "0.05", "1.23e-4", "12,000", "3.14", "-0.002", "2.5e7"]
-    assert [shown(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
+    assert [format_number(one) for one in found] == ["0", "16", "0.05", "1.23e-4", "12,000", "3.14", "-0.002", "2.5e7"]
+    assert [format_knob_value(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
         "true", "null", "64", "0.1", "q, v", "x" * 23 + "…",
     ]  # fmt: skip
-    assert [duration(one) for one in (0, 9.96, 59.94, 61, 3600, 11_520, 190_800)] == [
+    assert [format_duration(one) for one in (0, 9.96, 59.94, 61, 3600, 11_520, 190_800)] == [
         "0.0 s", "10.0 s", "59.9 s", "1 min 1 s", "1 h", "3 h 12 min", "2 d 5 h",
     ]  # fmt: skip
-    assert short_names(["train.rank", "train.adalora.rank", "train.dropout"]) == {
+    assert shorten_names(["train.rank", "train.adalora.rank", "train.dropout"]) == {
         "train.rank": "train.rank", "train.adalora.rank": "adalora.rank", "train.dropout": "dropout",
     }  # fmt: skip
-    assert broken("validation_loss_of_it", 12) == "validation_\nloss_of_it"
-    assert broken("q_proj, k_proj, v_proj", 14) == "q_proj,\nk_proj, v_proj"
-    memory = Measure(metric="memory_bytes", direction="minimize")
-    assert amount(memory, 3 * 2**30) == "3 GiB"
-    assert amount(Measure(metric="train_seconds", direction="minimize"), 90.0) == "90 s"
-    assert amount(Measure(metric="accuracy", direction="maximize"), 0.51236) == "0.5124"
+    assert break_lines("validation_loss_of_it", 12) == "validation_\nloss_of_it"
+    assert break_lines("q_proj, k_proj, v_proj", 14) == "q_proj,\nk_proj, v_proj"
+    memory = SweepObjective(metric="memory_bytes", direction="minimize")
+    assert format_objective(memory, 3 * 2**30) == "3 GiB"
+    assert format_objective(SweepObjective(metric="train_seconds", direction="minimize"), 90.0) == "90 s"
+    assert format_objective(SweepObjective(metric="accuracy", direction="maximize"), 0.51236) == "0.5124"

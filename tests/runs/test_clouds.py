@@ -8,7 +8,15 @@ from email.message import Message
 import pytest
 
 from metadata_server import PATIENCE_S, MetadataServer, wait_until
-from ratchet.runs.preemption import Aws, Azure, Cloud, Gcp, Notice, Sighting, find
+from ratchet.runs.preemption import (
+    AwsPreemptionProvider,
+    AzurePreemptionProvider,
+    GcpPreemptionProvider,
+    PreemptionMonitor,
+    PreemptionPoll,
+    PreemptionProvider,
+    find_provider,
+)
 
 INSTANCE = "/computeMetadata/v1/instance"
 META = "/latest/meta-data"
@@ -90,19 +98,19 @@ def events(*kinds: str, resource: str = "trainer_0") -> str:
 
 
 def test_ec2_gives_notice_of_an_interruption_and_an_expired_session_is_renewed(aws: Metadata) -> None:
-    cloud = Aws(aws.address)
-    assert [cloud.look(), cloud.look()] == [Sighting()] * 2
+    cloud = AwsPreemptionProvider(aws.address)
+    assert [cloud.look(), cloud.look()] == [PreemptionPoll()] * 2
     assert aws.tokens == 1
     aws.new_token()
     aws.pages[f"{META}/spot/instance-action"] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
-    assert cloud.look() == Sighting("EC2 will terminate this spot instance at 2017-09-18T08:22:00Z")
+    assert cloud.look() == PreemptionPoll("EC2 will terminate this spot instance at 2017-09-18T08:22:00Z")
     assert aws.tokens == 3
 
 
 @pytest.mark.parametrize("page", ["", "soon", "[]", '"stop"'])
 def test_a_notice_of_ec2_without_sensible_words_is_a_notice(aws: Metadata, page: str) -> None:
     aws.pages[f"{META}/spot/instance-action"] = page
-    assert "EC2 will take back this spot instance" in Aws(aws.address).look().notice
+    assert "EC2 will take back this spot instance" in AwsPreemptionProvider(aws.address).look().notice
 
 
 REBALANCE = '{"noticeTime": "2020-10-27T08:22:00Z"}'
@@ -111,13 +119,24 @@ REBALANCE = '{"noticeTime": "2020-10-27T08:22:00Z"}'
 @pytest.mark.parametrize(
     ("cloud", "make", "path", "page", "words"),
     [
-        ("aws", Aws, f"{META}/events/recommendations/rebalance", REBALANCE, "2020-10-27T08:22:00Z"),
-        ("gcp", Gcp, f"{INSTANCE}/maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
-        *[("azure", Azure, EVENTS, events(kind), kind) for kind in ("Freeze", "Reboot", "Redeploy")],
+        ("aws", AwsPreemptionProvider, f"{META}/events/recommendations/rebalance", REBALANCE, "2020-10-27T08:22:00Z"),
+        (
+            "gcp",
+            GcpPreemptionProvider,
+            f"{INSTANCE}/maintenance-event",
+            "MIGRATE_ON_HOST_MAINTENANCE",
+            "MIGRATE_ON_HOST_MAINTENANCE",
+        ),
+        *[("azure", AzurePreemptionProvider, EVENTS, events(kind), kind) for kind in ("Freeze", "Reboot", "Redeploy")],
     ],
 )
 def test_event_that_leaves_the_machine_is_a_remark_and_not_a_notice(
-    request: pytest.FixtureRequest, cloud: str, make: Callable[[str], Cloud], path: str, page: str, words: str
+    request: pytest.FixtureRequest,
+    cloud: str,
+    make: Callable[[str], PreemptionProvider],
+    path: str,
+    page: str,
+    words: str,
 ) -> None:
     server = request.getfixturevalue(cloud)
     server.pages[path] = page
@@ -134,18 +153,18 @@ def test_event_that_leaves_the_machine_is_a_remark_and_not_a_notice(
     ],
 )
 def test_google_gives_notice(gcp: Metadata, page: str, text: str, words: str) -> None:
-    cloud = Gcp(gcp.address)
-    assert cloud.look() == Sighting()
+    cloud = GcpPreemptionProvider(gcp.address)
+    assert cloud.look() == PreemptionPoll()
     gcp.pages[f"{INSTANCE}/{page}"] = text
     assert words in cloud.look().notice
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate"])
 def test_azure_gives_notice_to_the_machine_that_is_named(azure: Metadata, kind: str) -> None:
-    cloud = Azure(azure.address)
-    assert cloud.look() == Sighting()
+    cloud = AzurePreemptionProvider(azure.address)
+    assert cloud.look() == PreemptionPoll()
     azure.pages[EVENTS] = events(kind, resource="another")
-    assert cloud.look() == Sighting()
+    assert cloud.look() == PreemptionPoll()
     azure.pages[EVENTS] = events("Freeze", kind)
     assert cloud.look().notice == f"Azure will take away this machine: {kind}, not before Mon, 19 Sep 2022 18:29:47 GMT"
 
@@ -153,39 +172,45 @@ def test_azure_gives_notice_to_the_machine_that_is_named(azure: Metadata, kind: 
 @pytest.mark.parametrize("page", ["", "{}", '{"Events": null}', '{"Events": ["Preempt"]}', "<html>"])
 def test_a_list_of_azure_that_makes_no_sense_is_no_notice(azure: Metadata, page: str) -> None:
     azure.pages[EVENTS] = page
-    assert Azure(azure.address).look() == Sighting()
+    assert AzurePreemptionProvider(azure.address).look() == PreemptionPoll()
 
 
 @pytest.fixture
-def makers(aws: Metadata, gcp: Metadata, azure: Metadata) -> Callable[[str], dict[str, Callable[[], Cloud]]]:
+def makers(
+    aws: Metadata, gcp: Metadata, azure: Metadata
+) -> Callable[[str], dict[str, Callable[[], PreemptionProvider]]]:
     """The three clouds as seen from a machine of one of them: all are asked at the same address."""
     servers = {"aws": aws, "gcp": gcp, "azure": azure}
 
-    def of(here: str) -> dict[str, Callable[[], Cloud]]:
+    def of(here: str) -> dict[str, Callable[[], PreemptionProvider]]:
         address = servers[here].address
-        return {"aws": lambda: Aws(address), "gcp": lambda: Gcp(address), "azure": lambda: Azure(address)}
+        return {
+            "aws": lambda: AwsPreemptionProvider(address),
+            "gcp": lambda: GcpPreemptionProvider(address),
+            "azure": lambda: AzurePreemptionProvider(address),
+        }
 
     return of
 
 
 @pytest.mark.parametrize("here", ["aws", "gcp", "azure"])
 def test_auto_finds_the_cloud_that_answers(
-    makers: Callable[[str], Mapping[str, Callable[[], Cloud]]], here: str
+    makers: Callable[[str], Mapping[str, Callable[[], PreemptionProvider]]], here: str
 ) -> None:
-    found = find(makers(here), within_s=PATIENCE_S)
+    found = find_provider(makers(here), within_s=PATIENCE_S)
     assert found is not None
     assert found[0] == here
-    assert found[1].look() == Sighting()
+    assert found[1].look() == PreemptionPoll()
 
 
-def begin(where: str, clouds: Mapping[str, Callable[[], Cloud]]) -> Notice:
-    notice = Notice(where, poll_s=0.02, clouds=clouds)
+def begin(where: str, clouds: Mapping[str, Callable[[], PreemptionProvider]]) -> PreemptionMonitor:
+    notice = PreemptionMonitor(where, poll_s=0.02, clouds=clouds)
     notice.start()
     return notice
 
 
 def test_auto_asks_the_cloud_it_found_until_there_is_a_notice(
-    azure: Metadata, makers: Callable[[str], Mapping[str, Callable[[], Cloud]]]
+    azure: Metadata, makers: Callable[[str], Mapping[str, Callable[[], PreemptionProvider]]]
 ) -> None:
     notice = begin("auto", makers("azure"))
     told: list[str] = []
@@ -199,7 +224,7 @@ def test_auto_asks_the_cloud_it_found_until_there_is_a_notice(
 
 def test_a_remark_is_told_once(aws: Metadata) -> None:
     aws.pages[f"{META}/events/recommendations/rebalance"] = "{}"
-    notice = begin("aws", {"aws": lambda: Aws(aws.address)})
+    notice = begin("aws", {"aws": lambda: AwsPreemptionProvider(aws.address)})
     told: list[str] = []
     wait_until(lambda: told.extend(notice.news()) or told)
     aws.pages[f"{META}/spot/instance-action"] = "{}"
@@ -211,7 +236,10 @@ def test_a_remark_is_told_once(aws: Metadata) -> None:
 def test_outside_of_every_cloud_auto_says_so_once_and_asks_no_more(gcp: Metadata) -> None:
     gcp.silent.clear()  # somebody is there, and never answers
     address = gcp.address
-    clouds: dict[str, Callable[[], Cloud]] = {"gcp": lambda: Gcp(address), "aws": lambda: Aws("http://127.0.0.1:9")}
+    clouds: dict[str, Callable[[], PreemptionProvider]] = {
+        "gcp": lambda: GcpPreemptionProvider(address),
+        "aws": lambda: AwsPreemptionProvider("http://127.0.0.1:9"),
+    }
     notice = begin("auto", clouds)
     notice.join(PATIENCE_S)
     assert notice.text == ""
@@ -221,7 +249,7 @@ def test_outside_of_every_cloud_auto_says_so_once_and_asks_no_more(gcp: Metadata
 
 def test_a_cloud_by_name_that_does_not_answer_is_told_once_and_asked_again(gcp: Metadata) -> None:
     gcp.wanted = ("Metadata-Flavor", "nobody's")
-    notice = begin("gcp", {"gcp": lambda: Gcp(gcp.address)})
+    notice = begin("gcp", {"gcp": lambda: GcpPreemptionProvider(gcp.address)})
     wait_until(lambda: notice.errors > 2)
     assert "training goes on" in notice.complaint
     assert notice.news() == [notice.complaint]

@@ -13,10 +13,10 @@ import pytest
 from ratchet.config import params_file
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.errors import BusyError, DamagedError, DataError, StorageError
+from ratchet.errors import DamagedFileError, DataError, LockHeldError, StorageError
 from ratchet.runs import directory
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_somebody_trains_is_refused_and_nothing_is_changed(
     with_lock = Run.open(tmp_path, spec())
     scratch = with_lock.paths.root / f"{files.PARTIAL}result-1"
     scratch.mkdir()
-    with pytest.raises(BusyError, match=rf"run {spec().run_id} is in use by process {os.getpid()}"):
+    with pytest.raises(LockHeldError, match=rf"run {spec().run_id} is in use by process {os.getpid()}"):
         Run.open(tmp_path, spec())
     assert scratch.is_dir()
     with_lock.close()
@@ -127,7 +127,7 @@ def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_pat
     paths = RunPaths(tmp_path / spec().run_id)
     spec(Train.model_validate({"rank": 8, "early_stopping": {"patience": 2}})).save(paths.spec)
     for _ in range(2):  # the lock is given back each time
-        with pytest.raises(DamagedError, match=r"differs in train\.early_stopping\.patience, train\.rank; move"):
+        with pytest.raises(DamagedFileError, match=r"differs in train\.early_stopping\.patience, train\.rank; move"):
             Run.open(tmp_path, spec())
 
 
@@ -144,7 +144,7 @@ def test_unreadable_file_of_a_run_is_refused(tmp_path: Path, name: str, content:
     path = tmp_path / spec().run_id / name
     assert path.is_file()
     path.write_bytes(content)
-    with pytest.raises(DamagedError, match=says):
+    with pytest.raises(DamagedFileError, match=says):
         Run.open(tmp_path, spec())
 
 
@@ -194,7 +194,9 @@ def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: obj
     paths.format.write_text(json.dumps({"format": found, "more": 1}))
     (paths.root / ".partial-of-the-newer").touch()
     before = sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file())
-    with pytest.raises(DamagedError, match=rf"newer version of ratchet \(format {found}, this one knows 2\): use that"):
+    with pytest.raises(
+        DamagedFileError, match=rf"newer version of ratchet \(format {found}, this one knows 2\): use that"
+    ):
         Run.open(tmp_path, spec())
     assert sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file()) == before
 
@@ -207,7 +209,7 @@ def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> N
     raw["train"]["guards"]["angels"] = 1
     paths.spec.write_text(json.dumps(raw))
     with pytest.raises(
-        DamagedError, match=r"not know: train\.dreams, train\.guards\.angels; most likely a newer version"
+        DamagedFileError, match=r"not know: train\.dreams, train\.guards\.angels; most likely a newer version"
     ):
         Run.open(tmp_path, spec())
 
@@ -219,7 +221,8 @@ import resource, sys
 from pathlib import Path
 from ratchet.config.train import Train
 from ratchet.errors import StorageError
-from ratchet.runs.directory import Run, RunSpec
+from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunSpec
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     Run.open(Path(sys.argv[1]), RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
@@ -281,7 +284,7 @@ def test_who_waited_for_a_run_that_was_removed_meanwhile_begins_it_anew(tmp_path
     files.remove_sealed(first.paths.root)
     first.close()
     waiting.join()
-    with pytest.raises(BusyError):
+    with pytest.raises(LockHeldError):
         opened[0].paths.lock().acquire()
     assert RunSpec.load(opened[0].paths.spec) == spec()
     opened[0].close()
@@ -301,13 +304,13 @@ def begun(runs: Path, name: str, *times: float) -> RunPaths:
     """A run whose journal has lines of these times, and a file time that means nothing."""
     paths = RunPaths(runs / name)
     paths.root.mkdir(parents=True)
-    paths.journal.write_bytes(b"".join(Event("notice", t, 1, {"text": "x"}).line() for t in times))
+    paths.journal.write_bytes(b"".join(JournalEvent("notice", t, 1, {"text": "x"}).line() for t in times))
     os.utime(paths.journal, ns=(7, 7))
     return paths
 
 
 def found(runs: Path) -> str:
-    run = directory.newest(runs)
+    run = directory.find_newest_run(runs)
     return run.root.name if run else ""
 
 
@@ -352,7 +355,7 @@ def test_run_is_found_by_an_unambiguous_beginning_of_its_id(tmp_path: Path, pref
     for name in ("ab12", "ab34", "cd56"):
         begun(tmp_path, name)
     if not says:
-        assert directory.named(tmp_path, prefix).root == tmp_path / there
+        assert directory.find_run(tmp_path, prefix).root == tmp_path / there
         return
     with pytest.raises(DataError, match=rf"{says} of that name .*there are: {there}$"):
-        directory.named(tmp_path, prefix)
+        directory.find_run(tmp_path, prefix)

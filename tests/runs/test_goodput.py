@@ -2,23 +2,23 @@
 
 import pytest
 
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.runs.status import Goodput
 
 
-def of(*events: Event) -> Goodput:
+def of(*events: JournalEvent) -> Goodput:
     goodput = Goodput()
     for event in events:
         goodput.see(event)
     return goodput
 
 
-def attempt(t: float) -> Event:
-    return Event("attempt", t, 1, {"pid": 1})
+def attempt(t: float) -> JournalEvent:
+    return JournalEvent("attempt", t, 1, {"pid": 1})
 
 
-def step(t: float, number: int, seconds: float = 10.0) -> Event:
-    return Event("step", t, 1, {"step": number, "step_s": seconds})
+def step(t: float, number: int, seconds: float = 10.0) -> JournalEvent:
+    return JournalEvent("step", t, 1, {"step": number, "step_s": seconds})
 
 
 def test_start_up_and_waits_are_lost() -> None:
@@ -40,7 +40,12 @@ def test_a_step_that_is_done_again_counts_once_and_its_first_time_is_lost() -> N
 
 
 def test_what_is_told_of_a_finished_run_takes_none_of_its_time() -> None:
-    over = [attempt(0.0), step(10.0, 1), Event("finished", 12.0, 1, {"step": 1}), Event("mirror", 500.0, 0, {})]
+    over = [
+        attempt(0.0),
+        step(10.0, 1),
+        JournalEvent("finished", 12.0, 1, {"step": 1}),
+        JournalEvent("mirror", 500.0, 0, {}),
+    ]
     assert of(*over).wall_s() == 12.0
     assert of(*over, attempt(600.0), step(610.0, 2)).wall_s() == 610.0, "it was not over after all"
 
@@ -49,9 +54,9 @@ def test_validations_are_useful_and_garbage_says_nothing() -> None:
     goodput = of(
         attempt(0.0),
         step(10.0, 1),
-        Event("validation", 15.0, 1, {"step": 1, "loss": 1.0, "seconds": 5.0}),
-        Event("step", 16.0, 1, {"step": "2", "step_s": 1.0}),
-        Event("step", 17.0, 1, {"step": 3}),
+        JournalEvent("validation", 15.0, 1, {"step": 1, "loss": 1.0, "seconds": 5.0}),
+        JournalEvent("step", 16.0, 1, {"step": "2", "step_s": 1.0}),
+        JournalEvent("step", 17.0, 1, {"step": 3}),
     )
     assert goodput.useful_s == 15.0
     assert goodput.wall_s() == 17.0

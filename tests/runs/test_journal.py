@@ -8,26 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.journal import Decisions, Event, Journal, Reader, Replay, decisions, last_event
+from ratchet.runs.journal import (
+    Journal,
+    JournalEvent,
+    JournalReader,
+    ReplayFilter,
+    RunDecisions,
+    read_decisions,
+    read_last_event,
+)
 
 
-def step(number: int, attempt: int = 1) -> Event:
-    return Event("step", 0.0, attempt, {"step": number})
+def step(number: int, attempt: int = 1) -> JournalEvent:
+    return JournalEvent("step", 0.0, attempt, {"step": number})
 
 
-def numbers(reader: Reader) -> list[int]:
+def numbers(reader: JournalReader) -> list[int]:
     """Steps of the events that the reader has not given yet."""
     return [event.data["step"] for event in reader.read()]
 
 
 def found(path: Path) -> tuple[list[int], int]:
     """Steps of all events, and the number of damaged lines."""
-    reader = Reader(path)
+    reader = JournalReader(path)
     return numbers(reader), reader.damaged_lines
 
 
 def test_appended_events_are_read_back_one_line_each(tmp_path: Path) -> None:
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     assert list(reader.read()) == []  # there is no file yet
     journal = Journal(tmp_path / "j", attempt=3)
     text = "grün\n🙂\r and \u2028 more"
@@ -52,25 +60,25 @@ def test_a_number_that_json_has_not_is_refused_and_writes_nothing(tmp_path: Path
 
 
 def test_reader_follows_and_continues_at_its_offset(tmp_path: Path) -> None:
-    journal, reader = Journal(tmp_path / "j", attempt=1), Reader(tmp_path / "j")
+    journal, reader = Journal(tmp_path / "j", attempt=1), JournalReader(tmp_path / "j")
     for number in range(1, 6):
         journal.append("step", step=number)
         assert numbers(reader) == [number]
     journal.close()
     assert numbers(reader) == []
-    first = Reader(tmp_path / "j")
+    first = JournalReader(tmp_path / "j")
     assert next(iter(first.read())).data["step"] == 1
-    later = Reader(tmp_path / "j", offset=first.offset)
+    later = JournalReader(tmp_path / "j", offset=first.offset)
     assert numbers(later) == [2, 3, 4, 5]
     assert later.offset == (tmp_path / "j").stat().st_size
 
 
 def test_unfinished_line_is_left_for_the_next_read(tmp_path: Path) -> None:
     whole, line = step(1).line(), step(2).line()
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     for cut in range(1, len(line)):
         (tmp_path / "j").write_bytes(whole + line[:cut])
-        reader = Reader(tmp_path / "j")
+        reader = JournalReader(tmp_path / "j")
         assert numbers(reader) == [1]
         assert reader.offset == len(whole)
         assert numbers(reader) == []
@@ -82,7 +90,7 @@ def test_line_torn_at_any_byte_costs_that_line_only_and_is_counted(tmp_path: Pat
     whole, line = step(1).line(), step(2).line()
     for cut in range(1, len(line) - 1):
         (tmp_path / "j").write_bytes(whole + line[:cut])
-        waiting = Reader(tmp_path / "j")
+        waiting = JournalReader(tmp_path / "j")
         assert numbers(waiting) == [1]
         journal = Journal(tmp_path / "j", attempt=2)
         journal.append("step", step=3)
@@ -129,7 +137,7 @@ def test_damaged_line_in_the_middle_is_counted_and_skipped(tmp_path: Path, line:
 )  # fmt: skip
 def test_every_value_is_read_as_json_reads_it(tmp_path: Path, value: bytes) -> None:
     (tmp_path / "j").write_bytes(notice(value) + b"\n")
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     assert [repr(event.data) for event in reader.read()] == [repr({"value": json.loads(value)})]
     assert reader.damaged_lines == 0
 
@@ -165,7 +173,7 @@ def test_two_writers_at_once_mix_no_lines_and_lose_none(tmp_path: Path) -> None:
         assert writer.wait() == 0
         writer.stdin.close()
         writer.stdout.close()
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     events = list(reader.read())
     assert reader.damaged_lines == 0
     for attempt in (1, 2):
@@ -175,9 +183,9 @@ def test_two_writers_at_once_mix_no_lines_and_lose_none(tmp_path: Path) -> None:
 
 
 def test_replay_lets_each_step_and_each_validation_through_once() -> None:
-    first = [*(step(n) for n in (1, 2, 3)), Event("validation", 0.0, 1, {"step": 2}), step(4)]
-    resumed = [*(step(n, 2) for n in (3, 4)), Event("validation", 0.0, 2, {"step": 2}), step(5, 2)]
-    replay = Replay()
+    first = [*(step(n) for n in (1, 2, 3)), JournalEvent("validation", 0.0, 1, {"step": 2}), step(4)]
+    resumed = [*(step(n, 2) for n in (3, 4)), JournalEvent("validation", 0.0, 2, {"step": 2}), step(5, 2)]
+    replay = ReplayFilter()
     new = [e for e in (*first, *resumed) if replay.new(e)]
     assert [(e.kind, e.data["step"], e.attempt) for e in new] == [
         ("step", 1, 1), ("step", 2, 1), ("step", 3, 1), ("validation", 2, 1), ("step", 4, 1), ("step", 5, 2),
@@ -185,11 +193,11 @@ def test_replay_lets_each_step_and_each_validation_through_once() -> None:
 
 
 def test_replay_continues_from_an_observer_position_and_passes_other_events_always() -> None:
-    replay = Replay(after_step=2, after_validation=1)
-    validations = [Event("validation", 0.0, 1, {"step": n}) for n in (1, 2)]
+    replay = ReplayFilter(after_step=2, after_validation=1)
+    validations = [JournalEvent("validation", 0.0, 1, {"step": n}) for n in (1, 2)]
     assert [replay.new(step(n)) for n in (1, 2, 3)] == [False, False, True]
     assert [replay.new(e) for e in validations] == [False, True]
-    assert [replay.new(Event("notice", 0.0, 1, {"text": "x"})) for _ in range(2)] == [True, True]
+    assert [replay.new(JournalEvent("notice", 0.0, 1, {"text": "x"})) for _ in range(2)] == [True, True]
 
 
 # ----------------------------------------------------------------------------------------- a disk that takes nothing
@@ -241,13 +249,13 @@ def test_what_another_writer_added_to_a_line_that_was_cut_off_is_not_lost(tmp_pa
 import os
 fd = os.open(path, os.O_WRONLY | os.O_APPEND)
 room(HARD)
-from ratchet.runs.journal import Event
-os.write(fd, Event("notice", 0.0, 2, {"text": "of another"}).line())
+from ratchet.runs.journal import JournalEvent
+os.write(fd, JournalEvent("notice", 0.0, 2, {"text": "of another"}).line())
 journal.append("step", step=6)
 journal.close()
 """
     after_full(tmp_path / "j", 20, other)
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     events = list(reader.read())
     assert [e.data.get("step", e.kind) for e in events] == [1, "notice", 2, 3, 4, 5, 6]
     assert reader.damaged_lines == 1
@@ -284,20 +292,20 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
 
 
 def test_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
-    events = [Event("step", t, 1, {"step": n}) for n, t in enumerate((9000.0, 5400.0, 5400.0, 9001.0), start=1)]
+    events = [JournalEvent("step", t, 1, {"step": n}) for n, t in enumerate((9000.0, 5400.0, 5400.0, 9001.0), start=1)]
     (tmp_path / "j").write_bytes(b"".join(e.line() for e in events))
     assert found(tmp_path / "j") == ([1, 2, 3, 4], 0)
-    replay = Replay()
+    replay = ReplayFilter()
     assert all(replay.new(e) for e in events)
 
 
 def test_many_lines_are_read_once_and_the_last_is_found(tmp_path: Path) -> None:
     (tmp_path / "j").write_bytes(b"".join(step(n).line() for n in range(1000)) * 200)
-    reader = Reader(tmp_path / "j")
+    reader = JournalReader(tmp_path / "j")
     assert sum(1 for _ in reader.read()) == 200_000
     assert reader.offset == (tmp_path / "j").stat().st_size
     assert list(reader.read()) == []
-    last = last_event(tmp_path / "j")
+    last = read_last_event(tmp_path / "j")
     assert last is not None
     assert last.data["step"] == 999
 
@@ -312,21 +320,27 @@ def test_many_lines_are_read_once_and_the_last_is_found(tmp_path: Path) -> None:
         (step(1).line() + step(2).line()[:20], 1),
         (step(1).line() + b"\x00" * 300_000, 1),
         (step(1).line() + b"garbage\n" * 30_000 + b"\xff", 1),
-        (step(1).line() + Event("step", 0.0, 1, {"step": 2, "text": "x" * 200_000}).line(), 2),
+        (step(1).line() + JournalEvent("step", 0.0, 1, {"step": 2, "text": "x" * 200_000}).line(), 2),
     ],
     ids=["missing", "empty", "garbage", "one", "torn", "zeros", "much garbage", "long line"],
 )
 def test_last_event_is_found_from_the_end(tmp_path: Path, content: bytes | None, last: int | None) -> None:
     if content is not None:
         (tmp_path / "j").write_bytes(content)
-    event = last_event(tmp_path / "j")
+    event = read_last_event(tmp_path / "j")
     assert (event and event.data["step"]) == last
 
 
 def test_a_step_that_was_left_out_is_told_once_like_one_that_was_not() -> None:
-    told = [step(1), Event("skipped", 0.0, 1, {"step": 2}), step(3)]
-    again = [Event("skipped", 0.0, 2, {"step": 2}), step(2), step(3, 2), Event("skipped", 0.0, 2, {"step": 4}), step(4)]
-    replay = Replay()
+    told = [step(1), JournalEvent("skipped", 0.0, 1, {"step": 2}), step(3)]
+    again = [
+        JournalEvent("skipped", 0.0, 2, {"step": 2}),
+        step(2),
+        step(3, 2),
+        JournalEvent("skipped", 0.0, 2, {"step": 4}),
+        step(4),
+    ]
+    replay = ReplayFilter()
     assert [(e.kind, e.data["step"]) for e in (*told, *again) if replay.new(e)] == [
         ("step", 1), ("skipped", 2), ("step", 3), ("skipped", 4),
     ]  # fmt: skip
@@ -334,20 +348,20 @@ def test_a_step_that_was_left_out_is_told_once_like_one_that_was_not() -> None:
 
 @pytest.mark.parametrize("number", [None, "7", [1], 1.5])
 def test_a_step_without_a_number_is_nothing_new(number: object) -> None:
-    replay = Replay()
-    assert not replay.new(Event("step", 0.0, 1, {"step": number}))
-    assert not replay.new(Event("validation", 0.0, 1, {}))
+    replay = ReplayFilter()
+    assert not replay.new(JournalEvent("step", 0.0, 1, {"step": number}))
+    assert not replay.new(JournalEvent("validation", 0.0, 1, {}))
     assert replay.new(step(1))
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-def budget(at: int, phase: str, tokens: int, attempt: int = 1) -> Event:
-    return Event("budget", 0.0, attempt, {"step": at, "phase": phase, "budget": {"tokens": tokens}})
+def budget(at: int, phase: str, tokens: int, attempt: int = 1) -> JournalEvent:
+    return JournalEvent("budget", 0.0, attempt, {"step": at, "phase": phase, "budget": {"tokens": tokens}})
 
 
-def written(path: Path, *events: Event) -> Path:
+def written(path: Path, *events: JournalEvent) -> Path:
     path.write_bytes(b"".join(event.line() for event in events))
     return path
 
@@ -355,12 +369,13 @@ def written(path: Path, *events: Event) -> Path:
 def test_decisions_after_a_checkpoint_are_found(tmp_path: Path) -> None:
     """A validation at the step of the checkpoint comes after it, the step itself before it."""
     path = written(
-        tmp_path / "j", budget(4, "train", 99), budget(4, "validation", 60), Event("skipped", 0.0, 1, {"step": 4}),
+        tmp_path / "j", budget(4, "train", 99), budget(4, "validation", 60),
+        JournalEvent("skipped", 0.0, 1, {"step": 4}),
         step(4), budget(5, "train", 80), budget(5, "train", 40), step(5), budget(5, "validation", 70),
-        Event("skipped", 0.0, 1, {"step": 6, "action": "skip"}), budget(7, "train", 50),
+        JournalEvent("skipped", 0.0, 1, {"step": 6, "action": "skip"}), budget(7, "train", 50),
         budget(7, "train", 30, attempt=2),
     )  # fmt: skip
-    found = decisions(path, after_step=4)
+    found = read_decisions(path, after_step=4)
     assert {key: data["budget"]["tokens"] for key, data in found.budgets.items()} == {
         ("validation", 4): 60, ("train", 5): 40, ("validation", 5): 70, ("train", 7): 30,
     }  # fmt: skip
@@ -369,10 +384,10 @@ def test_decisions_after_a_checkpoint_are_found(tmp_path: Path) -> None:
 
 def test_damage_decides_nothing(tmp_path: Path) -> None:
     odd = [
-        Event("budget", 0.0, 1, data)
+        JournalEvent("budget", 0.0, 1, data)
         for data in ({}, {"step": 1}, {"step": 1, "phase": "train"}, {"step": "1", "phase": "train", "budget": {}},
                      {"step": 1, "phase": "odd", "budget": {}}, {"step": 1, "phase": ["train"], "budget": {}})
     ]  # fmt: skip
-    path = written(tmp_path / "j", *odd, Event("skipped", 0.0, 1, {}))
-    assert decisions(path, 0) == Decisions()
-    assert decisions(tmp_path / "none", 0) == Decisions()
+    path = written(tmp_path / "j", *odd, JournalEvent("skipped", 0.0, 1, {}))
+    assert read_decisions(path, 0) == RunDecisions()
+    assert read_decisions(tmp_path / "none", 0) == RunDecisions()

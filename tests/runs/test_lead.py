@@ -10,8 +10,8 @@ import pytest
 from ratchet.config.schema import Machine
 from ratchet.runs import tracking_payload
 from ratchet.runs.callbacks import Status
-from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.runs.tracking_payload import Lead
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.runs.tracking_payload import LeaderCallback
 
 ELSEWHERE = os.getpid() + 1
 """Process of an earlier command, or another machine's."""
@@ -27,7 +27,7 @@ class Shown:
         self.calls: Calls = []
         self.failures = 0
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         if self.failures:
             self.failures -= 1
             raise OSError("the server is away")
@@ -45,9 +45,9 @@ class Member:
 
     def __init__(self, path: Path) -> None:
         self.shown = Shown()
-        self.lead = Lead(self.shown, path)
-        self._journal, self._reader = Journal(path, 1), Reader(path)
-        self._waiting: list[Event] = []
+        self.lead = LeaderCallback(self.shown, path)
+        self._journal, self._reader = Journal(path, 1), JournalReader(path)
+        self._waiting: list[JournalEvent] = []
 
     def attempt(self, pid: int | None = None) -> "Member":
         self._journal.append("attempt", pid=pid or os.getpid(), code_version="1")
@@ -145,17 +145,17 @@ TOGETHER = Machine(nodes="2", rendezvous="one:29400", tracking="http://mlflow.ex
 
 def test_after_the_end_one_of_them_has_led(machine: Member, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert not tracking_payload.tells(tmp_path / "none.jsonl", TOGETHER)
+    assert not tracking_payload.should_report(tmp_path / "none.jsonl", TOGETHER)
     machine.attempt().ready(leads=True).steps(1)
-    assert tracking_payload.tells(path, TOGETHER)
+    assert tracking_payload.should_report(path, TOGETHER)
     machine.attempt().ready(leads=False)
-    assert not tracking_payload.tells(path, TOGETHER)
+    assert not tracking_payload.should_report(path, TOGETHER)
 
 
 @pytest.mark.parametrize("change", [{"nodes": "1"}, {"tracking": None}])
 def test_alone_or_with_a_store_of_its_own_every_machine_tells(change: dict[str, Any], tmp_path: Path) -> None:
     path, shown = tmp_path / "journal.jsonl", Shown()
     machine = TOGETHER.model_copy(update=change)
-    assert tracking_payload.observed(shown, path, machine) is shown
-    assert tracking_payload.tells(path, machine)
-    assert isinstance(tracking_payload.observed(shown, path, TOGETHER), Lead)
+    assert tracking_payload.wrap_callback(shown, path, machine) is shown
+    assert tracking_payload.should_report(path, machine)
+    assert isinstance(tracking_payload.wrap_callback(shown, path, TOGETHER), LeaderCallback)

@@ -21,9 +21,9 @@ from ratchet.errors import InterruptedRunError, RunFailedError
 from ratchet.redaction import HIDDEN
 from ratchet.runs import log
 from ratchet.runs.directory import Run, RunSpec
-from ratchet.runs.journal import Event
-from ratchet.runs.log import Log, say, trim
-from ratchet.runs.supervisor_log import Logbook, logged
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.log import JsonLog, print_message, trim_file
+from ratchet.runs.supervisor_log import JournalLogCallback, log_supervision
 
 SMALL = Machine(log_bytes=4096, log_files=3)
 
@@ -43,8 +43,8 @@ class Complaints(list[str]):
         self.append(text)
 
 
-def opened(folder: Path, machine: Machine = SMALL, told: Complaints | None = None) -> Log:
-    return Log(folder / "worker.jsonl", machine, lambda: {"attempt": 7}, Complaints() if told is None else told)
+def opened(folder: Path, machine: Machine = SMALL, told: Complaints | None = None) -> JsonLog:
+    return JsonLog(folder / "worker.jsonl", machine, lambda: {"attempt": 7}, Complaints() if told is None else told)
 
 
 # ------------------------------------------------------------------------------------------------------- what stands
@@ -85,7 +85,7 @@ def test_neither_text_nor_fields_hold_secrets_and_no_value_breaks_the_line(
 
 
 def test_what_python_s_logging_is_told_keeps_its_reason_and_its_traceback(tmp_path: Path) -> None:
-    logger, listener = logging.Logger("library"), log.FromLogging(opened(tmp_path))
+    logger, listener = logging.Logger("library"), log.LoggingBridge(opened(tmp_path))
     logger.addHandler(listener)
     try:
         raise KeyError("x")
@@ -205,9 +205,9 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 from ratchet.config.schema import Machine
-from ratchet.runs.log import Log
+from ratchet.runs.log import JsonLog
 told = []
-log = Log(Path(sys.argv[1]), Machine(log_bytes=100_000), dict, told.append)
+log = JsonLog(Path(sys.argv[1]), Machine(log_bytes=100_000), dict, told.append)
 log.write("info", "test", "before")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 20, hard))
@@ -280,7 +280,7 @@ def test_output_is_cut_while_others_append_and_its_end_is_kept(tmp_path: Path) -
     path = tmp_path / "worker.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"".join(b"line %06d\n" % number for number in range(1000)))
-        assert trim(path, 5000)
+        assert trim_file(path, 5000)
         kept = (tmp_path / "worker.log.1").read_text().splitlines()
         assert kept[-1] == "line 000999"
         assert kept[0].startswith("line ")
@@ -288,7 +288,7 @@ def test_output_is_cut_while_others_append_and_its_end_is_kept(tmp_path: Path) -
         assert path.read_bytes() == b""
         writer.write(b"after\n")
     assert path.read_bytes() == b"after\n"
-    assert not trim(path, 5000)
+    assert not trim_file(path, 5000)
     assert sorted(pieces(tmp_path)) == ["worker.log", "worker.log.1"]
 
 
@@ -296,9 +296,9 @@ def test_output_without_room_for_a_copy_is_cut_all_the_same(tmp_path: Path) -> N
     path = tmp_path / "worker.log"
     (tmp_path / "worker.log.1").mkdir()  # nothing can take its place
     path.write_bytes(b"x" * 9000)
-    assert trim(path, 5000)
+    assert trim_file(path, 5000)
     assert path.stat().st_size == 0
-    assert not trim(tmp_path / "none", 5000)
+    assert not trim_file(tmp_path / "none", 5000)
 
 
 # -------------------------------------------------------------------------------------------------- the supervisor's
@@ -337,7 +337,9 @@ def test_an_event_becomes_words_with_a_level_and_a_reason(
     kind: str, data: dict[str, Any], level: str, text: str, tmp_path: Path
 ) -> None:
     made = opened(tmp_path, SMALL.model_copy(update={"log_level": "debug"}))
-    Logbook(made, tmp_path / "journal.jsonl").see([Event(kind, 1e12, 3, data), Event("step", 1e12, 3, {"step": 1})])
+    JournalLogCallback(made, tmp_path / "journal.jsonl").see(
+        [JournalEvent(kind, 1e12, 3, data), JournalEvent("step", 1e12, 3, {"step": 1})]
+    )
     (found,) = records(tmp_path / "worker.jsonl")
     assert (found["event"], found["attempt"], found["level"], found["text"]) == (kind, 3, level, text)
     if reason := data.get("reason", data.get("class")):
@@ -346,9 +348,9 @@ def test_an_event_becomes_words_with_a_level_and_a_reason(
 
 def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_from_its_beginning(run: Run) -> None:
     run.journal.append("notice", text="of yesterday")
-    with logged(run, SMALL) as book:
+    with log_supervision(run, SMALL) as book:
         assert book.offset == run.paths.journal.stat().st_size
-        book.see([Event("notice", 1.0, 1, {"text": "old"}), Event("notice", 1e12, 2, {"text": "new"})])
+        book.see([JournalEvent("notice", 1.0, 1, {"text": "old"}), JournalEvent("notice", 1e12, 2, {"text": "new"})])
         other = run.paths.root / "other.jsonl"  # as one from a mirror
         other.write_text("")
         other.replace(run.paths.journal)
@@ -364,16 +366,16 @@ def test_what_is_said_is_logged_and_without_secrets(
     factory, show = logging.getLogRecordFactory(), warnings.showwarning
     aloof = logging.getLogger("aloof")  # as MLflow's: it has a stream of its own, and tells no parent
     aloof.propagate = False
-    with logged(run, SMALL):
+    with log_supervision(run, SMALL):
         stream = logging.StreamHandler(sys.stderr)
         aloof.addHandler(stream)
-        say("planted-4711 is said")
+        print_message("planted-4711 is said")
         aloof.warning("%s is logged", "planted-4711")
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("planted-4711 is warned of", UserWarning, stacklevel=1)
         aloof.removeHandler(stream)
-    say("afterwards")
+    print_message("afterwards")
     shown = capsys.readouterr().err
     assert f"ratchet: {HIDDEN} is said\n" in shown
     assert f"{HIDDEN} is logged\n" in shown
@@ -393,7 +395,7 @@ def test_what_is_said_is_logged_and_without_secrets(
     ids=["failed", "interrupted", "bug"],
 )
 def test_how_a_supervision_ended_is_logged(error: Exception, level: str, run: Run) -> None:
-    with pytest.raises(type(error)), logged(run, SMALL):
+    with pytest.raises(type(error)), log_supervision(run, SMALL):
         raise error
     (found,) = supervisors(run)
     assert (found["level"], found["reason"]) == (level, type(error).__name__)

@@ -12,9 +12,9 @@ BEGIN = """
 import os, sys
 from pathlib import Path
 from ratchet.config.schema import Machine
-from ratchet.runs.log import capture
+from ratchet.runs.log import capture_output
 folder = Path(sys.argv[1])
-said = capture(folder / "logs", Machine(**json.loads(sys.argv[2])), 3, json.loads(sys.argv[3]))
+said = capture_output(folder / "logs", Machine(**json.loads(sys.argv[2])), 3, json.loads(sys.argv[3]))
 """
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from metadata_server import MetadataServer, wait_until
-from ratchet.runs.preemption import Notice
+from ratchet.runs.preemption import PreemptionMonitor
 
 
-def wait_for(notice: Notice, name: str) -> str:
+def wait_for(notice: PreemptionMonitor, name: str) -> str:
     wait_until(lambda: getattr(notice, name))
     return str(getattr(notice, name))
 
@@ -48,22 +48,22 @@ def metadata() -> Iterator[Metadata]:
 
 
 @pytest.fixture
-def begun() -> Iterator[list[Notice]]:
-    notices: list[Notice] = []
+def begun() -> Iterator[list[PreemptionMonitor]]:
+    notices: list[PreemptionMonitor] = []
     yield notices
     for notice in notices:
         notice.stop()
         notice.join()
 
 
-def begin(begun: list[Notice], where: str) -> Notice:
-    notice = Notice(where, poll_s=0.02)
+def begin(begun: list[PreemptionMonitor], where: str) -> PreemptionMonitor:
+    notice = PreemptionMonitor(where, poll_s=0.02)
     begun.append(notice)
     notice.start()
     return notice
 
 
-def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path, begun: list[Notice]) -> None:
+def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path, begun: list[PreemptionMonitor]) -> None:
     notice = begin(begun, str(tmp_path / "gone" / "notice"))
     assert notice.text == ""
     (tmp_path / "gone").mkdir()
@@ -73,7 +73,9 @@ def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path, begun: list[Notice]
     assert notice.errors == 0
 
 
-def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(tmp_path: Path, begun: list[Notice]) -> None:
+def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(
+    tmp_path: Path, begun: list[PreemptionMonitor]
+) -> None:
     notice = begin(begun, str(tmp_path / ("x" * 300)))  # longer than a name may be
     assert "no answer (OSError" in wait_for(notice, "complaint")
     assert notice.text == ""
@@ -82,7 +84,7 @@ def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(tmp_path: Pa
 @pytest.mark.parametrize("quiet", [(404, "404 - Not Found"), (200, "FALSE"), (200, "false\n")])
 @pytest.mark.parametrize("answer", ["TRUE", ""])
 def test_a_server_gives_notice_when_its_answer_changes(
-    metadata: Metadata, begun: list[Notice], quiet: tuple[int, str], answer: str
+    metadata: Metadata, begun: list[PreemptionMonitor], quiet: tuple[int, str], answer: str
 ) -> None:
     metadata.status, metadata.body = quiet
     notice = begin(begun, metadata.url)
@@ -94,7 +96,7 @@ def test_a_server_gives_notice_when_its_answer_changes(
 
 
 def test_a_proxy_of_the_environment_is_not_asked(
-    metadata: Metadata, begun: list[Notice], monkeypatch: pytest.MonkeyPatch
+    metadata: Metadata, begun: list[PreemptionMonitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -104,7 +106,7 @@ def test_a_proxy_of_the_environment_is_not_asked(
     assert "terminate" in wait_for(begin(begun, metadata.url), "text")
 
 
-def test_a_server_that_wants_a_session_token_gets_it(metadata: Metadata, begun: list[Notice]) -> None:
+def test_a_server_that_wants_a_session_token_gets_it(metadata: Metadata, begun: list[PreemptionMonitor]) -> None:
     metadata.token = "first"  # noqa: S105
     notice = begin(begun, metadata.url)
     metadata.questions(4)
@@ -117,7 +119,9 @@ def test_a_server_that_wants_a_session_token_gets_it(metadata: Metadata, begun: 
 
 
 @pytest.mark.parametrize("status", [500, 503, 403])
-def test_errors_are_no_notice_are_counted_and_told_once(metadata: Metadata, begun: list[Notice], status: int) -> None:
+def test_errors_are_no_notice_are_counted_and_told_once(
+    metadata: Metadata, begun: list[PreemptionMonitor], status: int
+) -> None:
     metadata.status = status
     notice = begin(begun, metadata.url)
     complaint = wait_for(notice, "complaint")
@@ -131,7 +135,7 @@ def test_errors_are_no_notice_are_counted_and_told_once(metadata: Metadata, begu
 
 
 def test_server_that_is_away_or_never_answers_is_an_error_and_no_notice(
-    metadata: Metadata, begun: list[Notice]
+    metadata: Metadata, begun: list[PreemptionMonitor]
 ) -> None:
     url = metadata.url
     metadata.server.socket.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ratchet.runs import callbacks
-from ratchet.runs.callbacks import Audience, Status
-from ratchet.runs.journal import Event, Journal
+from ratchet.runs.callbacks import CallbackList, Status
+from ratchet.runs.journal import Journal, JournalEvent
 
 PATIENCE_S = 30.0
 
@@ -23,7 +23,7 @@ class Listener:
         self.ended: Status | None = None
         self.heard = threading.Event()
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         self.told.append([event.kind for event in events])
         self.heard.set()
 
@@ -47,8 +47,8 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     made.close()
 
 
-def started(journal: Journal, *listeners: Listener) -> Audience:
-    audience = Audience(list(listeners), journal)
+def started(journal: Journal, *listeners: Listener) -> CallbackList:
+    audience = CallbackList(list(listeners), journal)
     audience.start()
     return audience
 

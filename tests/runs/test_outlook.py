@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import Outlook, TimeLeft
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import EtaEstimator, RemainingTime
 
 T = 1_760_000_000.0
 Costs = Callable[[random.Random, int], list[float]]
 
 
-def journal(costs: list[float], every: int = 0, validation_s: float = 0.0) -> Iterator[Event]:
+def journal(costs: list[float], every: int = 0, validation_s: float = 0.0) -> Iterator[JournalEvent]:
     """A training that takes so many seconds for each step, and perhaps validates."""
     t = T
-    yield Event("ready", t, 1, {"start_step": 0, "planned_steps": len(costs), "device": "cpu"})
+    yield JournalEvent("ready", t, 1, {"start_step": 0, "planned_steps": len(costs), "device": "cpu"})
     for number, cost in enumerate(costs, start=1):
         t += cost
-        yield Event("step", t, 1, {"step": number, "step_s": cost})
+        yield JournalEvent("step", t, 1, {"step": number, "step_s": cost})
         if every and (number % every == 0 or number == len(costs)):
             t += validation_s
-            yield Event("validation", t, 1, {"step": number, "seconds": validation_s, "loss": 1.0})
+            yield JournalEvent("validation", t, 1, {"step": number, "seconds": validation_s, "loss": 1.0})
 
 
 def alike(draw: random.Random, steps: int) -> list[float]:
@@ -63,14 +63,14 @@ def test_nine_of_ten_ends_are_within_the_range(costs: Costs, share: float) -> No
     assert right >= 0.8 * 60
 
 
-def after(events: list[Event]) -> Outlook:
-    outlook = Outlook()
+def after(events: list[JournalEvent]) -> EtaEstimator:
+    outlook = EtaEstimator()
     for event in events:
         outlook.see(event)
     return outlook
 
 
-def left_after(events: list[Event], t: float | None = None) -> TimeLeft:
+def left_after(events: list[JournalEvent], t: float | None = None) -> RemainingTime:
     left = after(events).left(events[-1].t if t is None else t)
     assert left is not None
     return left
@@ -104,19 +104,19 @@ def test_future_validations_count_and_the_elapsed_part_of_a_step_does_not() -> N
 
 
 def test_waits_between_steps_count_but_not_a_machine_that_slept() -> None:
-    waits = [Event("ready", T, 1, {"start_step": 0, "planned_steps": 100})]
-    waits += [Event("step", T + 2.0 * number, 1, {"step": number, "step_s": 1.0}) for number in range(1, 51)]
+    waits = [JournalEvent("ready", T, 1, {"start_step": 0, "planned_steps": 100})]
+    waits += [JournalEvent("step", T + 2.0 * number, 1, {"step": number, "step_s": 1.0}) for number in range(1, 51)]
     assert left_after(waits).middle_s == pytest.approx(100)
-    waits.append(Event("step", T + 1e6, 1, {"step": 51, "step_s": 1.0}))
+    waits.append(JournalEvent("step", T + 1e6, 1, {"step": 51, "step_s": 1.0}))
     assert left_after(waits).middle_s < 300
 
 
 def test_another_attempt_keeps_the_costs_of_steps_unless_it_has_another_device() -> None:
     events = list(journal([1.0] * 100))[:51]
-    again = Event("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cpu"})
-    step = Event("step", T + 70, 2, {"step": 41, "step_s": 9.0})
+    again = JournalEvent("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cpu"})
+    step = JournalEvent("step", T + 70, 2, {"step": 41, "step_s": 9.0})
     assert left_after([*events, again, step]).middle_s == pytest.approx(59)
-    other = Event("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cuda"})
+    other = JournalEvent("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cuda"})
     assert after([*events, other, step]).left(T + 70) is None
 
 
@@ -134,4 +134,4 @@ def test_estimate_of_a_long_run() -> None:
     ids=["seconds", "minute", "minutes", "close", "hours", "days"],
 )  # fmt: skip
 def test_words(seconds: tuple[float, float, float], text: str) -> None:
-    assert TimeLeft(*seconds).describe() == text
+    assert RemainingTime(*seconds).describe() == text

@@ -8,32 +8,32 @@ import mlflow.system_metrics.metrics
 import pytest
 
 from ratchet.config.schema import Settings
-from ratchet.config.train import Guards, Train
+from ratchet.config.train import GuardSettings, Train
 from ratchet.runs.directory import RunSpec
-from ratchet.runs.journal import Event
-from ratchet.runs.tracking_payload import ALWAYS, Figures, Point, parameters_of
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.tracking_payload import ALWAYS, MetricPoint, MetricPointExtractor, collect_parameters
 
 
 def shown(train: Train) -> dict[str, str]:
     spec = RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64)
-    return parameters_of(spec, Settings(train=train))
+    return collect_parameters(spec, Settings(train=train))
 
 
-def system(sample: int, received: int = 0, **more: Any) -> Event:
+def system(sample: int, received: int = 0, **more: Any) -> JournalEvent:
     data = {
         "sample": sample, "cpu_percent": 50.0, "memory_bytes": 2_000_000, "memory_percent": 25.0,
         "disk_used_percent": 75.0, "network_received_bytes": received, "network_sent_bytes": 10 * received,
         "worker_cpu_percent": 100.0, "worker_memory_bytes": 1_000_000, "gpus": [],
     }  # fmt: skip
-    return Event("system", 100.0 + sample, 1, data | more)
+    return JournalEvent("system", 100.0 + sample, 1, data | more)
 
 
-def step(number: int, attempt: int = 1) -> Event:
+def step(number: int, attempt: int = 1) -> JournalEvent:
     data = {"step": number, "loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "input_tokens": 500, "step_s": 0.5}
-    return Event("step", 100.0 + number, attempt, data)
+    return JournalEvent("step", 100.0 + number, attempt, data)
 
 
-def values(points: list[Point]) -> dict[str, float]:
+def values(points: list[MetricPoint]) -> dict[str, float]:
     return {point.key: point.value for point in points}
 
 
@@ -43,7 +43,7 @@ def test_of_an_ordinary_run_nothing_is_shown_that_is_the_same_everywhere() -> No
 
 
 def test_what_is_no_default_is_shown_too() -> None:
-    train = Train(dropout=0.1, guards=Guards(patience=7), targets=("q", "v"))
+    train = Train(dropout=0.1, guards=GuardSettings(patience=7), targets=("q", "v"))
     told = shown(train)
     assert set(told) - set(shown(Train())) == {"train.dropout", "train.guards.patience"}
     assert (told["train.dropout"], told["train.guards.patience"], told["train.targets"]) == ("0.1", "7", "q,v")
@@ -51,7 +51,7 @@ def test_what_is_no_default_is_shown_too() -> None:
 
 def test_figures_of_the_machine_have_the_names_of_mlflow_s_own_monitor() -> None:
     gpu = {"index": 0, "utilization_percent": 90, "memory_bytes": 3_000_000, "memory_total_bytes": 12_000_000}
-    found = values(Figures().of(system(1, gpus=[gpu | {"power_w": 300.0, "temperature_c": None}])))
+    found = values(MetricPointExtractor().of(system(1, gpus=[gpu | {"power_w": 300.0, "temperature_c": None}])))
     folder = Path(mlflow.system_metrics.metrics.__path__[0])
     theirs = {
         name.replace("{i}", "0")
@@ -68,7 +68,7 @@ def test_figures_of_the_machine_have_the_names_of_mlflow_s_own_monitor() -> None
 
 def test_network_counts_from_the_first_sample_and_goes_on_when_the_machine_was_started_again() -> None:
     events = [system(1, 5_000_000), system(2, 7_000_000), system(3, 1_000_000), system(4, 2_000_000)]
-    figures = Figures()
+    figures = MetricPointExtractor()
     told = [values(figures.of(event))["system/network_receive_megabytes"] for event in events]
     assert told == [0, 2, 3, 4]
     again = [values(figures.of(event))["system/network_receive_megabytes"] for event in events]
@@ -77,12 +77,12 @@ def test_network_counts_from_the_first_sample_and_goes_on_when_the_machine_was_s
 
 
 def test_the_share_of_what_devices_can_do_is_told_where_it_is_known() -> None:
-    figures = Figures()
-    figures.of(Event("ready", 1.0, 1, {"flops_per_token": 2e6, "peak_flops_s": 1e10}))
-    figures.of(Event("ready", 2.0, 2, {"flops_per_token": 2e6, "peak_flops_s": None}))
+    figures = MetricPointExtractor()
+    figures.of(JournalEvent("ready", 1.0, 1, {"flops_per_token": 2e6, "peak_flops_s": 1e10}))
+    figures.of(JournalEvent("ready", 2.0, 2, {"flops_per_token": 2e6, "peak_flops_s": None}))
     assert values(figures.of(step(1)))["train/mfu"] == pytest.approx(1000 * 2e6 / 1e10)
     assert "train/mfu" not in values(figures.of(step(2, attempt=2)))
 
 
 def test_events_of_no_figures_have_no_points() -> None:
-    assert Figures().of(Event("notice", 1.0, 1, {"text": "a word", "step": 3})) == []
+    assert MetricPointExtractor().of(JournalEvent("notice", 1.0, 1, {"text": "a word", "step": 3})) == []

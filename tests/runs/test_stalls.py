@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.heartbeat import STOP_EXTRA_S, Beat, Heartbeat, Watch, put_down, state_of
+from ratchet.runs.heartbeat import (
+    STOP_EXTRA_S,
+    HangDetector,
+    Heartbeat,
+    HeartbeatReading,
+    dump_stacks_and_kill,
+    read_process_state,
+)
 
 
 class Told(Heartbeat):
@@ -27,8 +34,8 @@ class Told(Heartbeat):
         self.since_s = self.now_s
         self.deadline_s = deadline_s
 
-    def read(self) -> Beat:
-        return Beat(self.beats, "step", self.now_s - self.since_s, self.deadline_s)
+    def read(self) -> HeartbeatReading:
+        return HeartbeatReading(self.beats, "step", self.now_s - self.since_s, self.deadline_s)
 
 
 @pytest.fixture
@@ -39,11 +46,11 @@ def told() -> Told:
 
 
 @pytest.fixture
-def watch(told: Told) -> Watch:
-    return Watch(told, 30.0, lambda: told.now_s)
+def watch(told: Told) -> HangDetector:
+    return HangDetector(told, 30.0, lambda: told.now_s)
 
 
-def after(told: Told, watch: Watch, seconds: float, asked_s: float | None = None) -> str:
+def after(told: Told, watch: HangDetector, seconds: float, asked_s: float | None = None) -> str:
     """What the watch says when it has looked twice a second for so long."""
     found = ""
     for _ in range(round(seconds * 2)):
@@ -52,7 +59,9 @@ def after(told: Told, watch: Watch, seconds: float, asked_s: float | None = None
     return found
 
 
-def test_worker_is_overdue_beyond_the_deadline_of_its_last_beat_if_there_is_one(told: Told, watch: Watch) -> None:
+def test_worker_is_overdue_beyond_the_deadline_of_its_last_beat_if_there_is_one(
+    told: Told, watch: HangDetector
+) -> None:
     assert after(told, watch, 10.0) == ""
     assert after(told, watch, 1.0) == "no sign of life for 10.5 s in phase step (deadline 10 s)"
     for _ in range(5):
@@ -64,7 +73,7 @@ def test_worker_is_overdue_beyond_the_deadline_of_its_last_beat_if_there_is_one(
 
 @pytest.mark.parametrize(("beats", "spare_s"), [(False, 4.0), (True, 9.0)], ids=["no beat", "a beat just before"])
 def test_pause_of_both_processes_does_not_count_against_the_worker(
-    told: Told, watch: Watch, beats: bool, spare_s: float
+    told: Told, watch: HangDetector, beats: bool, spare_s: float
 ) -> None:
     assert after(told, watch, 5.0) == ""
     if beats:
@@ -76,21 +85,21 @@ def test_pause_of_both_processes_does_not_count_against_the_worker(
     assert "no sign of life" in after(told, watch, 2.0)
 
 
-def test_one_that_was_asked_to_stop_and_lives_has_all_the_time_it_needs(told: Told, watch: Watch) -> None:
+def test_one_that_was_asked_to_stop_and_lives_has_all_the_time_it_needs(told: Told, watch: HangDetector) -> None:
     asked_s = told.now_s
     for _ in range(20):
         assert after(told, watch, 9.0, asked_s) == ""
         told.tell()
 
 
-def test_dead_worker_that_was_asked_to_stop_is_given_up_after_the_grace(told: Told, watch: Watch) -> None:
+def test_dead_worker_that_was_asked_to_stop_is_given_up_after_the_grace(told: Told, watch: HangDetector) -> None:
     asked_s = told.now_s
     told.tell(deadline_s=1800.0)
     assert after(told, watch, 30.0 + STOP_EXTRA_S, asked_s) == ""
     assert after(told, watch, 1.0, asked_s) == "asked to stop 45.5 s ago; no sign of life for 45.5 s in phase step"
 
 
-def test_beat_late_in_the_grace_extends_it(told: Told, watch: Watch) -> None:
+def test_beat_late_in_the_grace_extends_it(told: Told, watch: HangDetector) -> None:
     asked_s = told.now_s
     told.tell(deadline_s=1800.0)
     assert after(told, watch, 44.0, asked_s) == ""
@@ -186,11 +195,11 @@ def test_stalled_worker_writes_its_stacks_and_is_killed(
     process, heartbeat, stacks = start(code)
     if works_in == "work_that_is_stopped":
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    watch = Watch(heartbeat, 30.0)
+    watch = HangDetector(heartbeat, 30.0)
     while not (reason := watch.overdue()):
         assert process.poll() is None
     assert "in phase step (deadline 0.2 s)" in reason
-    text = put_down(process, stacks)
+    text = dump_stacks_and_kill(process, stacks)
     assert process.wait() == -signal.SIGKILL
     assert text == f"{says}{stacks}"
     assert works_in in stacks.read_text()
@@ -205,7 +214,7 @@ SLEEPS = "print('go', flush=True)\nimport time\nwhile True: time.sleep(3600)"
 def test_worker_that_writes_no_stacks_is_killed_and_earlier_stacks_are_kept(start: Start, code: str) -> None:
     process, _, stacks = start(code)
     stacks.write_text("of an earlier one\n")
-    assert put_down(process, stacks) == "it wrote no stacks"
+    assert dump_stacks_and_kill(process, stacks) == "it wrote no stacks"
     assert process.wait() in ((-signal.SIGKILL,) if code.startswith(IGNORES) else (-signal.SIGUSR1, -signal.SIGKILL))
     assert stacks.read_text() == "of an earlier one\n"
 
@@ -217,8 +226,8 @@ def test_the_state_of_a_process_is_read_whatever_its_name(tmp_path: Path) -> Non
     try:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert state_of(process.pid) == "T"
+        assert read_process_state(process.pid) == "T"
     finally:
         process.kill()
         process.wait()
-    assert state_of(process.pid) == ""
+    assert read_process_state(process.pid) == ""

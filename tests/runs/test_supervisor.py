@@ -17,10 +17,10 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
 from ratchet.runs import heartbeat, status, worker_process
-from ratchet.runs.directory import Launch, Run, RunSpec
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.directory import Run, RunSpec, TrainingLaunchSpec
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.supervisor import supervise
-from ratchet.runs.worker_process import kills_for_memory
+from ratchet.runs.worker_process import count_oom_kills
 from ratchet.storage.records.base import BaseCard
 
 BASE = BaseCard(
@@ -97,11 +97,11 @@ class Stage:
 
     def play(self, *acts: str, version: str = "1") -> None:
         (self.run.paths.root / "acts.json").write_text(json.dumps(acts))
-        launch = Launch(machine=self.machine, base_path="/base", data_path="/data", base=BASE)
+        launch = TrainingLaunchSpec(machine=self.machine, base_path="/base", data_path="/data", base=BASE)
         supervise(self.run, launch, [], version)
 
-    def events(self, *kinds: str) -> list[Event]:
-        return [e for e in Reader(self.run.paths.journal).read() if e.kind in kinds]
+    def events(self, *kinds: str) -> list[JournalEvent]:
+        return [e for e in JournalReader(self.run.paths.journal).read() if e.kind in kinds]
 
     def ends(self) -> list[tuple[str, str]]:
         """Class and decision of every death."""
@@ -272,7 +272,7 @@ def test_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> N
 def test_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
     def is_stopped() -> bool:
         children = [p.read_text().split() for p in Path("/proc/self/task").glob("*/children")]
-        return any(heartbeat.state_of(int(child)) == "T" for group in children for child in group)
+        return any(heartbeat.read_process_state(int(child)) == "T" for group in children for child in group)
 
     act = "os.kill(os.getpid(), signal.SIGSTOP)\nuntil_asked()"
     stopped(stage, act, "a checkpoint of step 5", is_stopped)
@@ -282,8 +282,8 @@ def test_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
 def test_worker_that_is_stopped_while_loading_counts_as_stopped(stage: Stage) -> None:
     stopped(stage, "while not asked: time.sleep(0.01)\nos._exit(75)", "it was before any checkpoint")
     assert [e.data for e in stage.events("stopped")] == [{"step": 0}]
-    assert "stopped on request at step 0" in status.describe(stage.run.paths)
-    assert "without a word" not in status.describe(stage.run.paths)
+    assert "stopped on request at step 0" in status.describe_run(stage.run.paths)
+    assert "without a word" not in status.describe_run(stage.run.paths)
 
 
 def test_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
@@ -321,14 +321,14 @@ def test_spot_notice_is_a_stop(stage: Stage, tmp_path: Path) -> None:
 def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 3\npgfault 7\n")
     (tmp_path / "events").write_text("low 0\noom 2\noom_kill 5\noom_group_kill 9\n")
-    assert kills_for_memory(tmp_path / "vmstat", tmp_path / "events") == (3, 5)
-    assert kills_for_memory(tmp_path / "none", tmp_path / "none") == (0, 0)
-    assert min(kills_for_memory()) >= 0
+    assert count_oom_kills(tmp_path / "vmstat", tmp_path / "events") == (3, 5)
+    assert count_oom_kills(tmp_path / "none", tmp_path / "none") == (0, 0)
+    assert min(count_oom_kills()) >= 0
 
 
 def test_a_kill_while_the_system_ran_out_of_memory_is_called_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = iter([(7, 0), (8, 0), (8, 0), (8, 0)])
-    monkeypatch.setattr(worker_process, "kills_for_memory", lambda: next(counters))
+    monkeypatch.setattr(worker_process, "count_oom_kills", lambda: next(counters))
     stage.play("kill()", "finish()")
     assert stage.ends() == [("out_of_memory", "Retry")]
     assert "lower machine.micro_batch_rows" in stage.events("died")[0].data["text"]
@@ -340,13 +340,13 @@ def test_long_journal_is_read_once_and_a_failing_notice_is_reported_once(
     for _ in range(2000):
         stage.run.journal.append("notice", text="x" * 100)
     offsets: list[int] = []
-    read = Reader.read
+    read = JournalReader.read
 
-    def watched(self: Reader) -> Iterator[Event]:
+    def watched(self: JournalReader) -> Iterator[JournalEvent]:
         offsets.append(self.offset)
         return read(self)
 
-    monkeypatch.setattr(Reader, "read", watched)
+    monkeypatch.setattr(JournalReader, "read", watched)
     stage.set(preemption_notice=str(tmp_path / ("x" * 300)))  # a name that no file may have
     stage.play("kill()", "kill()", "finish()")
     whole, *later = sorted(offsets)

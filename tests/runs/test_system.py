@@ -14,9 +14,15 @@ import pytest
 from metadata_server import PATIENCE_S, wait_until
 from ratchet.config.schema import Machine
 from ratchet.runs import system_metrics
-from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.runs.status import Progress
-from ratchet.runs.system_metrics import GPU_QUERY, Gpus, Sampler, Usage, gpus_from
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.runs.status import RunProgress
+from ratchet.runs.system_metrics import (
+    GPU_QUERY,
+    NvidiaSmiSampler,
+    SystemMetricsSampler,
+    UsageSampler,
+    parse_nvidia_smi,
+)
 
 WELL = """\
 0, GPU-5c3b1f60-0000-1111-2222-333344445555, 97, 81234, 143771, 512.34, 61
@@ -32,7 +38,7 @@ MIB = 1 << 20
 
 
 def test_what_the_driver_s_tool_says_becomes_numbers() -> None:
-    first, second = gpus_from(WELL)
+    first, second = parse_nvidia_smi(WELL)
     assert first == {
         "index": 0, "utilization_percent": 97.0, "memory_bytes": 81234 * MIB, "memory_total_bytes": 143771 * MIB,
         "power_w": 512.34, "temperature_c": 61.0,
@@ -41,15 +47,15 @@ def test_what_the_driver_s_tool_says_becomes_numbers() -> None:
 
 
 def test_what_it_does_not_know_is_none_and_what_is_no_gpu_is_left_out() -> None:
-    first, second = gpus_from(SICK)
+    first, second = parse_nvidia_smi(SICK)
     assert first == {
         "index": 0, "utilization_percent": None, "memory_bytes": None, "memory_total_bytes": 143771 * MIB,
         "power_w": None, "temperature_c": None,
     }  # fmt: skip
     assert second == dict.fromkeys(first) | {"index": 1, "temperature_c": 28.0}
-    assert gpus_from("No devices were found\n") == []
-    assert gpus_from("") == []
-    assert gpus_from("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
+    assert parse_nvidia_smi("No devices were found\n") == []
+    assert parse_nvidia_smi("") == []
+    assert parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_what_it_does_not_know_is_none_and_what_is_no_gpu_is_left_out() -> None:
     [(None, [0, 1]), ("1", [1]), ("1,0", [0, 1]), ("", []), ("-1", []), ("0,-1,1", [0]), ("GPU-a9f0", [1]), ("7", [])],
 )
 def test_only_gpus_that_the_training_may_use_are_told_of(visible: str | None, there: list[int]) -> None:
-    assert [gpu["index"] for gpu in gpus_from(WELL, visible)] == there
+    assert [gpu["index"] for gpu in parse_nvidia_smi(WELL, visible)] == there
 
 
 def tool(folder: Path, script: str) -> tuple[str, ...]:
@@ -74,19 +80,19 @@ def _all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tool_is_asked_for_what_is_read_and_without_it_there_are_no_gpus(tmp_path: Path) -> None:
-    assert Gpus((str(tmp_path / "nvidia-smi"),)).sample() == []
+    assert NvidiaSmiSampler((str(tmp_path / "nvidia-smi"),)).sample() == []
     query = tool(tmp_path, f'echo "$@" > {tmp_path}/asked; cat <<END\n{WELL}END')
-    assert [gpu["index"] for gpu in Gpus(query).sample()] == [0, 1]
+    assert [gpu["index"] for gpu in NvidiaSmiSampler(query).sample()] == [0, 1]
     assert (tmp_path / "asked").read_text().split() == list(GPU_QUERY[1:])
     (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF of another machine")
-    assert Gpus((str(tmp_path / "nvidia-smi"),)).sample() == []
+    assert NvidiaSmiSampler((str(tmp_path / "nvidia-smi"),)).sample() == []
 
 
 def test_a_driver_that_hangs_is_not_waited_for_and_not_asked_again_until_it_lets_go(tmp_path: Path) -> None:
     query = tool(
         tmp_path, f"echo asked >> {tmp_path}/asked; test -e {tmp_path}/sick && exec sleep 3600\ncat <<END\n{WELL}END"
     )
-    gpus = Gpus(query, wait_s=30.0)
+    gpus = NvidiaSmiSampler(query, wait_s=30.0)
     assert len(gpus.sample()) == 2
     (tmp_path / "sick").touch()
     gpus._wait_s = 0.2
@@ -103,7 +109,7 @@ def test_a_driver_that_hangs_is_not_waited_for_and_not_asked_again_until_it_lets
 
 def test_one_that_cannot_be_killed_is_let_alone(tmp_path: Path) -> None:
     query = tool(tmp_path, f"echo asked >> {tmp_path}/asked; cat <<END\n{WELL}END")
-    gpus = Gpus(query)
+    gpus = NvidiaSmiSampler(query)
     gpus.sample()
     stuck = subprocess.Popen(["sleep", "3600"], stdout=subprocess.PIPE, text=True)
     try:
@@ -118,7 +124,7 @@ def test_one_that_cannot_be_killed_is_let_alone(tmp_path: Path) -> None:
 def test_a_gpu_that_is_lost_stays_in_the_table_without_values(tmp_path: Path) -> None:
     query = tool(tmp_path, f"cat {tmp_path}/says")
     (tmp_path / "says").write_text(WELL)
-    gpus = Gpus(query)
+    gpus = NvidiaSmiSampler(query)
     gpus.sample()
     (tmp_path / "says").write_text(
         "Unable to determine the device handle for GPU0: Unknown Error\n" + WELL.splitlines()[1]
@@ -149,7 +155,7 @@ def worker() -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_what_worker_and_children_use_is_summed(worker: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    usage = Usage(tmp_path, None)
+    usage = UsageSampler(tmp_path, None)
     began_s = time.monotonic()
     assert worker.stdout is not None
     assert {worker.stdout.readline(), worker.stdout.readline()} == {"there\n", "done\n"}
@@ -169,7 +175,7 @@ def test_what_cannot_be_asked_is_none(tmp_path: Path, monkeypatch: pytest.Monkey
     ended = subprocess.Popen(["true"])
     ended.wait()
     monkeypatch.setattr(psutil, "net_io_counters", lambda: None)  # as psutil says of a machine without a network
-    found = Usage(tmp_path / "gone", None).sample(ended.pid)
+    found = UsageSampler(tmp_path / "gone", None).sample(ended.pid)
     nothing = {name for name, value in found.items() if value is None}
     assert nothing == {
         "disk_used_percent", "network_received_bytes", "network_sent_bytes", "worker_cpu_percent",
@@ -180,8 +186,8 @@ def test_what_cannot_be_asked_is_none(tmp_path: Path, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------------------- events
 
 
-def samples(journal: Journal) -> list[Event]:
-    return [event for event in Reader(journal.path).read() if event.kind == "system"]
+def samples(journal: Journal) -> list[JournalEvent]:
+    return [event for event in JournalReader(journal.path).read() if event.kind == "system"]
 
 
 def test_samples_are_told_while_there_is_a_worker_and_their_numbers_go_on(
@@ -190,7 +196,9 @@ def test_samples_are_told_while_there_is_a_worker_and_their_numbers_go_on(
     monkeypatch.setattr(system_metrics, "POLL_S", 0.01)
     journal = Journal(tmp_path / "journal.jsonl", attempt=2)
     there: list[int] = []
-    sampler = Sampler(journal, Machine(device="cpu", system_every_s=0.02), lambda: there[0] if there else None, 41)
+    sampler = SystemMetricsSampler(
+        journal, Machine(device="cpu", system_every_s=0.02), lambda: there[0] if there else None, 41
+    )
     sampler.start()
     there.append(os.getpid())
     wait_until(lambda: len(samples(journal)) >= 2)
@@ -217,7 +225,7 @@ def test_a_disk_that_hangs_keeps_nobody_at_the_end(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(psutil, "disk_usage", disk_usage)
     journal = Journal(tmp_path / "journal.jsonl", attempt=1)
-    sampler = Sampler(journal, Machine(device="cpu", system_every_s=0.01), os.getpid, 0)
+    sampler = SystemMetricsSampler(journal, Machine(device="cpu", system_every_s=0.01), os.getpid, 0)
     sampler.start()
     assert hangs.wait(PATIENCE_S)
     sampler.end()
@@ -229,7 +237,7 @@ def test_a_disk_that_hangs_keeps_nobody_at_the_end(tmp_path: Path, monkeypatch: 
 
 
 def test_samples_do_not_count_as_progress() -> None:
-    progress = Progress()
-    progress.see(Event("attempt", 5.0, 1, {"pid": 1}))
-    progress.see(Event("system", 9.0, 1, {"sample": 1}))
+    progress = RunProgress()
+    progress.see(JournalEvent("attempt", 5.0, 1, {"pid": 1}))
+    progress.see(JournalEvent("system", 9.0, 1, {"sample": 1}))
     assert progress.last_t == 5.0, "else an alert that nothing has happened would never come"

@@ -8,31 +8,31 @@ import pytest
 
 from ratchet.runs import run_source
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import NEWS, POINTS, Curve, Vitals
-from ratchet.runs.replication_protocol import Mirrored
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import NEWS, POINTS, DownsampledCurve, ProgressView
+from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.storage import files
 
 T = 1_760_000_000.0
 
 
-def said(kind: str, t: float = T, attempt: int = 1, **data: Any) -> Event:
-    return Event(kind, t, attempt, data)
+def said(kind: str, t: float = T, attempt: int = 1, **data: Any) -> JournalEvent:
+    return JournalEvent(kind, t, attempt, data)
 
 
-def step(number: int, t: float | None = None, **changes: Any) -> Event:
+def step(number: int, t: float | None = None, **changes: Any) -> JournalEvent:
     data = {"step": number, "loss": 2.0 / number, "learning_rate": 1e-3, "grad_norm": 0.5, "trained_tokens": 100,
             "input_tokens": 500, "step_s": 0.5} | changes  # fmt: skip
     return said("step", T + number if t is None else t, **data)
 
 
-def ready(start: int = 0, planned: int = 100, **changes: Any) -> Event:
+def ready(start: int = 0, planned: int = 100, **changes: Any) -> JournalEvent:
     data = {"start_step": start, "planned_steps": planned, "device": "cuda", "compute_dtype": "bfloat16", "ranks": 1}
     return said("ready", **(data | changes))
 
 
-def told(*events: Event) -> Vitals:
-    vitals = Vitals()
+def told(*events: JournalEvent) -> ProgressView:
+    vitals = ProgressView()
     for event in events:
         vitals.see(event)
     return vitals
@@ -68,7 +68,7 @@ def test_figures_of_a_training() -> None:
     ],
     ids=["nothing", "attempt", "ready", "retry", "give up", "interrupted", "stopped", "finished"],
 )
-def test_states(events: list[Event], state: str) -> None:
+def test_states(events: list[JournalEvent], state: str) -> None:
     assert told(*events).state == state
 
 
@@ -135,7 +135,7 @@ def test_damaged_events_say_nothing_and_break_nothing(value: Any) -> None:
 
 
 def test_a_curve_of_any_length_stays_small_and_keeps_its_mean() -> None:
-    curve = Curve()
+    curve = DownsampledCurve()
     for number in range(1, 100_001):
         curve.add(number, float(number))
     points = curve.points()
@@ -144,24 +144,24 @@ def test_a_curve_of_any_length_stays_small_and_keeps_its_mean() -> None:
     assert points[-1][0] == 100_000
     whole = curve.whole()
     assert sum(whole) / len(whole) == pytest.approx(sum(range(1, len(whole) * curve.per + 1)) / len(whole) / curve.per)
-    assert not Curve()
+    assert not DownsampledCurve()
 
 
 def test_what_is_beside_the_journal(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "abc")
-    assert run_source.of(run) == run_source.Aside()
+    assert run_source.read_sidecar_state(run) == run_source.SidecarState()
     files.make_directory(run.checkpoints)
-    assert run_source.of(run) == run_source.Aside()
+    assert run_source.read_sidecar_state(run) == run_source.SidecarState()
     with run.lock().acquire():
         (run.checkpoints / f"{files.PARTIAL}step-00000012-{os.getpid()}").mkdir()
         (run.checkpoints / f"{files.PARTIAL}step-00000099-999999999").mkdir()  # of a process that died
         (run.checkpoints / "step-00000010").mkdir()
-        Mirrored(place="p", token=1, node="n", lock=(1, 2), durable_steps=(8,), in_flight=10).save(run.mirror)
-        found = run_source.of(run)
+        ReplicationState(place="p", token=1, node="n", lock=(1, 2), durable_steps=(8,), in_flight=10).save(run.mirror)
+        found = run_source.read_sidecar_state(run)
     assert (found.running, found.saving, found.finished) == (True, 12, False)
     assert found.mirror is not None
     assert found.mirror.in_flight == 10
     run.mirror.write_text("{")
     run.result.mkdir()
-    found = run_source.of(run)
+    found = run_source.read_sidecar_state(run)
     assert (found.saving, found.mirror, found.finished) == (None, None, True)

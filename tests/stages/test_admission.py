@@ -11,17 +11,17 @@ import pytest
 from ratchet.cli import command_line
 from ratchet.config import params_file
 from ratchet.config.schema import Machine, Settings
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages import machine_check
-from ratchet.stages.machine_check import Admission
-from ratchet.storage.layout import Layout
+from ratchet.stages.machine_check import MachineCheckReport
+from ratchet.storage.layout import ProjectLayout
 
 MODEST = "ram=1MiB,cpus=1,disk=1kB,python=3.11"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
-    layout = Layout(tmp_path / "project")
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
+    layout = ProjectLayout(tmp_path / "project")
     layout.experiments.mkdir(parents=True)
     (layout.root / "dvc.yaml").write_text("stages: {}\n")
     mirror = Machine(mirror=(tmp_path / "mirror").as_uri())
@@ -30,20 +30,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
     return layout
 
 
-def test_a_sufficient_machine_is_admitted(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sufficient_machine_is_admitted(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["doctor", "--require", MODEST, "--json", "found.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" is admitted")
     assert [line.split()[:3] for line in lines[1:]] == [
         ["ram", "1MiB", "ok"], ["cpus", "1", "ok"], ["disk", "1kB", "ok"], ["python", "3.11", "ok"],
     ]  # fmt: skip
-    record = Admission.load(project.admission)
+    record = MachineCheckReport.load(project.admission)
     assert record.admitted
     assert [one.name for one in record.findings] == ["ram", "cpus", "disk", "python"]
-    assert Admission.load(Path("found.json")) == record
+    assert MachineCheckReport.load(Path("found.json")) == record
 
 
-def test_an_insufficient_machine_is_refused_and_recorded(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_insufficient_machine_is_refused_and_recorded(
+    project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command_line.main(["doctor", "--require", f"{MODEST},driver=99999"]) == 69
     said = capsys.readouterr()
     assert "is not good enough: driver" in said.err
@@ -54,12 +56,12 @@ def test_an_insufficient_machine_is_refused_and_recorded(project: Layout, capsys
 
 
 def test_the_network_is_measured_with_the_mirror(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_check, "SIZES", (1 << 12, 1 << 14))
     assert command_line.main(["doctor", "--require", "upload=1kbps,download=1kbps"]) == 0
     assert command_line.main(["doctor", "--require", "upload=1000000Gbps,download=1kbps"]) == 69
-    assert [one.ok for one in Admission.load(project.admission).findings] == [True, False]
+    assert [one.ok for one in MachineCheckReport.load(project.admission).findings] == [True, False]
     assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
 
 
@@ -82,21 +84,21 @@ def test_wrong_options_are_refused(
 
 
 def test_a_failed_measurement_leaves_nothing_in_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store((tmp_path / "mirror").as_uri(), Terms(patience_s=0.0), lambda: False)
+    store = ReplicaStore((tmp_path / "mirror").as_uri(), TransferLimits(patience_s=0.0), lambda: False)
 
     def broken(*given: Any) -> Any:
         raise ConnectionResetError("reset")
 
     monkeypatch.setattr(store, "blocks", broken)
     with pytest.raises(ConnectionResetError):
-        machine_check.measure(store)
+        machine_check.measure_transfer_speed(store)
     assert store.list("speed") == {}
 
 
-def test_an_unwritable_record_changes_no_verdict(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_record_changes_no_verdict(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["doctor", "--require", "cpus=1", "--json", "params.yaml/found.json"]) == 0
     assert "params.yaml/found.json: not written (" in capsys.readouterr().out
-    assert Admission.load(project.admission).admitted
+    assert MachineCheckReport.load(project.admission).admitted
 
 
 def test_torch_is_not_loaded(tmp_path: Path) -> None:

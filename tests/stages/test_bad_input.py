@@ -15,17 +15,17 @@ from bad_input_cases import (
     layout,  # noqa: F401 (a fixture)
 )
 from ratchet.cli.command_line import main
-from ratchet.config.data import Limits, Prepare, Split
+from ratchet.config.data import DropLimitSettings, Prepare, SplitSettings
 from ratchet.config.schema import Base
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 
 Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run a verb that must fail with exit 2 and change nothing; returns the message."""
 
     def run_it(*arguments: str) -> str:
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def change(layout: Layout, **sections: object) -> None:
+def change(layout: ProjectLayout, **sections: object) -> None:
     tiny_project.save(layout, tiny_project.SETTINGS.model_copy(update=sections))
 
 
@@ -58,7 +58,7 @@ def prepare(**changes: object) -> Prepare:
     return tiny_project.SETTINGS.prepare.model_copy(update=changes)
 
 
-def test_a_missing_data_file_or_column_is_named_with_those_that_exist(layout: Layout, refused: Refused) -> None:
+def test_a_missing_data_file_or_column_is_named_with_those_that_exist(layout: ProjectLayout, refused: Refused) -> None:
     change(layout, prepare=prepare(sources=("data/raw/row.csv",)))
     message = refused("prepare")
     assert "data/raw/row.csv: no such file" in message
@@ -70,26 +70,26 @@ def test_a_missing_data_file_or_column_is_named_with_those_that_exist(layout: La
     assert "request, intent" in message
 
 
-def test_input_files_that_are_empty_or_not_utf8_are_refused(layout: Layout, refused: Refused) -> None:
+def test_input_files_that_are_empty_or_not_utf8_are_refused(layout: ProjectLayout, refused: Refused) -> None:
     (layout.raw / "rows.jsonl").write_text("")
     assert "data/raw/rows.jsonl: no rows" in refused("prepare")
     (layout.text / "more.txt").write_bytes(b"a parcel\ncaf\xe9\n")
     assert "more.txt: not UTF-8 (byte 12)" in refused("base")
 
 
-def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused: Refused) -> None:
+def test_a_malformed_json_line_is_named_with_its_number(layout: ProjectLayout, refused: Refused) -> None:
     lines = (layout.raw / "rows.jsonl").read_text().splitlines()
     (layout.raw / "rows.jsonl").write_text("\n".join([*lines[:6], '{"request": "half', *lines[6:]]))
-    change(layout, prepare=prepare(limits=Limits(malformed=0)))
+    change(layout, prepare=prepare(limits=DropLimitSettings(malformed=0)))
     message = refused("prepare")
     assert "data/raw/rows.jsonl:7: not JSON" in message
     assert "prepare.limits.malformed" in message
 
 
-def test_fewer_rows_than_the_splits_need(layout: Layout, refused: Refused) -> None:
+def test_fewer_rows_than_the_splits_need(layout: ProjectLayout, refused: Refused) -> None:
     rows = [{"request": f"row {n}", "intent": "a"} for n in range(2)]
     (layout.raw / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    change(layout, prepare=prepare(sources=("data/raw/few.jsonl",), split=Split(validation=0.1, test=0.1)))
+    change(layout, prepare=prepare(sources=("data/raw/few.jsonl",), split=SplitSettings(validation=0.1, test=0.1)))
     message = refused("prepare")
     assert "2 rows give" in message
     assert "needs at least one" in message
@@ -110,7 +110,7 @@ def test_fewer_rows_than_the_splits_need(layout: Layout, refused: Refused) -> No
     ],
 )
 def test_a_base_directory_with_a_missing_or_damaged_file(
-    layout: Layout, refused: Refused, name: str, content: bytes | None, words: str
+    layout: ProjectLayout, refused: Refused, name: str, content: bytes | None, words: str
 ) -> None:
     shutil.copytree(layout.tiny_model, layout.root / "my base")
     if content is None:
@@ -128,7 +128,7 @@ def test_a_base_directory_with_a_missing_or_damaged_file(
         ("somebody/some-model", "pin it with base.revision"),
     ],
 )
-def test_a_base_that_is_nowhere(layout: Layout, refused: Refused, source: str, words: str) -> None:
+def test_a_base_that_is_nowhere(layout: ProjectLayout, refused: Refused, source: str, words: str) -> None:
     change(layout, base=Base(source=source))
     assert words in refused("base")
 
@@ -141,17 +141,19 @@ def test_a_base_that_is_nowhere(layout: Layout, refused: Refused, source: str, w
         ("lerning_rate: 0.01", "unknown key train.lerning_rate: did you mean learning_rate?"),
     ],
 )
-def test_wrong_settings_are_named_with_their_line(layout: Layout, refused: Refused, written: str, words: str) -> None:
+def test_wrong_settings_are_named_with_their_line(
+    layout: ProjectLayout, refused: Refused, written: str, words: str
+) -> None:
     text = layout.params.read_text()
     line = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith("  learning_rate:"))
     layout.params.write_text(text.replace("  learning_rate: 0.01\n", f"  {written}\n"))
     assert f"params.yaml:{line}: {words}" in refused("train")
 
 
-def test_stages_out_of_order_or_already_at_work_are_refused(layout: Layout, refused: Refused) -> None:
+def test_stages_out_of_order_or_already_at_work_are_refused(layout: ProjectLayout, refused: Refused) -> None:
     assert "dvc repro train" in refused("evaluate")
     assert "dvc repro evaluate" in refused("gate") or "not sealed" in refused("gate")
-    with Lock(layout.stage_lock("prepare"), "the test"):
+    with FileLock(layout.stage_lock("prepare"), "the test"):
         assert f"is in use by process {os.getpid()}" in refused("prepare")
 
 

@@ -13,27 +13,27 @@ from chaos_cases import (
 )
 from ratchet.errors import DataError, SettingsError
 from ratchet.reports import plots
-from ratchet.runs.fault_injection.plan import Trial
-from ratchet.stages.chaos import Options, chaos, rows, shortened
-from ratchet.storage.layout import Layout
+from ratchet.runs.fault_injection.plan import FaultTrial
+from ratchet.stages.chaos import ChaosOptions, chaos, shorten_training, summarize_results
+from ratchet.storage.layout import ProjectLayout
 
 
-def no_picture(lanes: Sequence[plots.Lane], target: Path) -> None:
+def no_picture(lanes: Sequence[plots.TimelineLane], target: Path) -> None:
     """Nobody looks."""
 
 
 @pytest.mark.parametrize("batching", ["shuffled", "packed"])
 @pytest.mark.parametrize("steps", [12, 24, 31])
 def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
-    prepared: Layout, batching: str, steps: int
+    prepared: ProjectLayout, batching: str, steps: int
 ) -> None:
     from ratchet.data import token_files
-    from ratchet.data.batches import BatchPlan, Rows
+    from ratchet.data.batches import BatchPlan, TokenRows
 
     train = tiny_project.TRAIN.model_copy(update={"batching": batching, "pack_tokens": 128})
     settings = tiny_project.SETTINGS.model_copy(update={"train": train})
-    short = shortened(prepared, settings, steps)
-    lengths = Rows.from_arrow(token_files.read(prepared.data, "train").with_format("arrow")[:]).lengths
+    short = shorten_training(prepared, settings, steps)
+    lengths = TokenRows.from_arrow(token_files.open_split(prepared.data, "train").with_format("arrow")[:]).lengths
     assert BatchPlan(lengths, short.train).steps == steps
     changed = {name for name, value in short.train if value != getattr(train, name)}
     assert changed <= {"epochs", "validate_every_steps", "early_stopping"}
@@ -43,15 +43,15 @@ def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Options(faults=("sigkill", "gremlin")), ["--faults", "gremlin", "sigkill, supervisor"]),
-        (Options(kills=0), ["--kills"]),
-        (Options(steps=3), ["--steps", "3"]),
-        (Options(output=Path(__file__) / "out"), ["--output"]),
+        (ChaosOptions(faults=("sigkill", "gremlin")), ["--faults", "gremlin", "sigkill, supervisor"]),
+        (ChaosOptions(kills=0), ["--kills"]),
+        (ChaosOptions(steps=3), ["--steps", "3"]),
+        (ChaosOptions(output=Path(__file__) / "out"), ["--output"]),
     ],
     ids=["unknown", "kills", "steps", "output"],
 )
 def test_options_that_cannot_be_are_refused_before_anything_runs(
-    prepared: Layout, options: Options, words: list[str]
+    prepared: ProjectLayout, options: ChaosOptions, words: list[str]
 ) -> None:
     with pytest.raises(SettingsError) as raised:
         chaos(prepared, tiny_project.SETTINGS, options, no_picture, quiet)
@@ -61,24 +61,26 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(
 def test_a_project_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "project")
     with pytest.raises((DataError, SettingsError), match="dvc repro") as raised:
-        chaos(layout, tiny_project.SETTINGS, Options(), no_picture, quiet)
+        chaos(layout, tiny_project.SETTINGS, ChaosOptions(), no_picture, quiet)
     assert raised.value.exit_code == 2
     assert not (layout.experiments / "chaos").exists()
 
 
 def test_one_trial_that_is_not_exact_or_needed_a_hand_shows_in_its_row() -> None:
-    trials = [Trial("sigkill", n) for n in range(3)]
-    found = rows([result(trials[0]), result(trials[1], differences=("x",)), result(trials[2], problems=("y", "z"))])
+    trials = [FaultTrial("sigkill", n) for n in range(3)]
+    found = summarize_results(
+        [result(trials[0]), result(trials[1], differences=("x",)), result(trials[2], problems=("y", "z"))]
+    )
     (line,) = found
     assert (line["trials"], line["exact"], line["recovered"], line["faults"]) == (3, 2, 2, 3)
     assert (line["slowest_recovery_s"], line["most_lost_steps"]) == (4.0, 1)
 
 
 def test_the_picture_takes_trainings_of_any_kind(tmp_path: Path) -> None:
-    plain = plots.Lane("none-0", [(0.0, 3.0)], [(1.0, 1), (2.0, 2)], [2.0], [], True)
+    plain = plots.TimelineLane("none-0", [(0.0, 3.0)], [(1.0, 1), (2.0, 2)], [2.0], [], True)
     marks = [(float(n), f"kind {n}") for n in range(20)]
-    lanes = [plain, plots.Lane("odd", [], [], [], marks, False)]
+    lanes = [plain, plots.TimelineLane("odd", [], [], [], marks, False)]
     for name, drawn in (("none", []), ("one", lanes[:1]), ("two", lanes)):
-        plots.timeline(drawn, tmp_path / f"{name}.png")
+        plots.draw_timeline(drawn, tmp_path / f"{name}.png")
     sizes = {p.stem: len(p.read_bytes()) for p in tmp_path.glob("*.png")}
     assert sizes["none"] < sizes["one"] < sizes["two"]

@@ -24,7 +24,7 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, SettingsError
 from ratchet.stages.chat import chat
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, error, served, streamed
 
 
@@ -36,14 +36,14 @@ def echo(body: JSON, number: int) -> Said:
     return streamed("You said: ", last(body), reasoning=("Let me", " see"))
 
 
-def scripted(layout: Layout, model: str, *lines: str, settings: Settings = QUICK) -> str:
+def scripted(layout: ProjectLayout, model: str, *lines: str, settings: Settings = QUICK) -> str:
     """What comes out when these lines go in, and nobody looks."""
     out = io.StringIO()
     chat(layout, settings, model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
     return out.getvalue()
 
 
-def test_a_script_gets_answers_and_nothing_else(layout: Layout) -> None:
+def test_a_script_gets_answers_and_nothing_else(layout: ProjectLayout) -> None:
     with served(echo) as server:
         said = scripted(layout, server.url, "one", "", "/system Be short.", "two", "//etc", "three\\", "lines")
     assert said == "You said: one\nYou said: two\nYou said: /etc\nYou said: three\nlines\n"
@@ -53,7 +53,7 @@ def test_a_script_gets_answers_and_nothing_else(layout: Layout) -> None:
     assert talk[2]["content"] == "You said: one"  # without its reasoning
 
 
-def test_fenced_questions_and_reset(layout: Layout) -> None:
+def test_fenced_questions_and_reset(layout: ProjectLayout) -> None:
     with served(echo) as server:
         said = scripted(layout, server.url, "one", "/reset", '"""', "a", "", 'b"""', '"""c', "d", "/quit")
         assert [last(body) for body in server.got] == ["one", "a\n\nb", "c\nd\n/quit"]
@@ -61,7 +61,7 @@ def test_fenced_questions_and_reset(layout: Layout) -> None:
     assert said.count("You said") == 3
 
 
-def test_retry_takes_the_answer_back_and_draws_another(layout: Layout) -> None:
+def test_retry_takes_the_answer_back_and_draws_another(layout: ProjectLayout) -> None:
     drawn = with_generate(QUICK, temperature=0.9)
     with served(echo) as server:
         scripted(layout, server.url, "one", "two", "/retry", "three", settings=drawn)
@@ -72,7 +72,7 @@ def test_retry_takes_the_answer_back_and_draws_another(layout: Layout) -> None:
     ]  # fmt: skip
 
 
-def test_a_saved_conversation_is_data_to_learn_from(layout: Layout, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_data_to_learn_from(layout: ProjectLayout, tmp_path: Path) -> None:
     path = tmp_path / "talk.jsonl"
     with served(echo) as server:
         scripted(layout, server.url, "/system Be kind.", "one", f"/save {path}", "two", f"/save {path}")
@@ -90,7 +90,7 @@ def test_a_saved_conversation_is_data_to_learn_from(layout: Layout, tmp_path: Pa
                 scripted(layout, server.url, *words)
 
 
-def test_what_goes_wrong_without_a_terminal_ends_it(layout: Layout) -> None:
+def test_what_goes_wrong_without_a_terminal_ends_it(layout: ProjectLayout) -> None:
     full = error(400, "maximum context length is 8")
     for said, kind, why in (
         (full, DataError, "it was not asked, and nothing was left out; /reset"),
@@ -101,7 +101,7 @@ def test_what_goes_wrong_without_a_terminal_ends_it(layout: Layout) -> None:
             scripted(layout, server.url, "one")
 
 
-def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: Layout) -> None:
+def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: ProjectLayout) -> None:
     with served(echo) as server, terminal(layout, server.url, columns=40) as seen:
         seen.until("Ctrl-D ends.*> ")
         seen.press("hello there\r")
@@ -122,7 +122,7 @@ def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: Layout) -> No
     assert [last(body) for body in server.got] == [*["hello there"] * 2, "tell of extraordinarily long words"]
 
 
-def test_without_colours_words_set_reasoning_apart(layout: Layout) -> None:
+def test_without_colours_words_set_reasoning_apart(layout: ProjectLayout) -> None:
     with served(echo) as server, terminal(layout, server.url, NO_COLOR="1") as seen:
         seen.until("> ")
         seen.press("hi\r")
@@ -133,7 +133,7 @@ def test_without_colours_words_set_reasoning_apart(layout: Layout) -> None:
         assert seen.end() == 0
 
 
-def test_ctrl_c_stops_an_answer_and_nothing_else(layout: Layout) -> None:
+def test_ctrl_c_stops_an_answer_and_nothing_else(layout: ProjectLayout) -> None:
     def script(body: JSON, number: int) -> Said:
         slow = streamed("I begin", *[" and go on"] * 600, reasoning=("Hm",), hold_s=0.02)
         return echo(body, number) if last(body) == "short" else slow
@@ -162,7 +162,7 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(layout: Layout) -> None:
     ]
 
 
-def test_ctrl_c_ends_a_stream_with_plain_colours(layout: Layout) -> None:
+def test_ctrl_c_ends_a_stream_with_plain_colours(layout: ProjectLayout) -> None:
     (layout.root / "q.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
     slow = streamed("never", reasoning=("Hm",) * 600, hold_s=0.02)
     with (
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_a_stream_with_plain_colours(layout: Layout) -> None:
     assert not layout.generations.exists()
 
 
-def test_a_request_to_end_is_no_ctrl_c(layout: Layout) -> None:
+def test_a_request_to_end_is_no_ctrl_c(layout: ProjectLayout) -> None:
     slow = streamed("I begin", *[" and go on"] * 600, hold_s=0.02)
     with served(lambda body, number: slow) as server, terminal(layout, server.url) as seen:
         seen.until("> ")
@@ -188,7 +188,7 @@ def test_a_request_to_end_is_no_ctrl_c(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("words", [["chat"], ["generate", "q.jsonl", "--stream"]], ids=["chat", "stream"])
-def test_a_closed_output_ends_the_command(layout: Layout, words: list[str]) -> None:
+def test_a_closed_output_ends_the_command(layout: ProjectLayout, words: list[str]) -> None:
     (layout.root / "q.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
     with served(lambda body, number: streamed(*["word\n"] * 200, hold_s=0.01)) as server:
         command = [sys.executable, "-m", "ratchet", *words, "--model", server.url]
@@ -208,7 +208,7 @@ def test_a_closed_output_ends_the_command(layout: Layout, words: list[str]) -> N
 
 
 @pytest.mark.parametrize("words", [["chat"], ["generate", "q.jsonl", "--stream"]], ids=["chat", "stream"])
-def test_a_full_disk_is_named_as_standard_output(layout: Layout, words: list[str]) -> None:
+def test_a_full_disk_is_named_as_standard_output(layout: ProjectLayout, words: list[str]) -> None:
     (layout.root / "q.jsonl").write_text('{"prompt": "one"}\n', encoding="utf-8")
     with served(echo) as server, Path("/dev/full").open("w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "ratchet", *words, "--model", server.url]
@@ -220,18 +220,18 @@ def test_a_full_disk_is_named_as_standard_output(layout: Layout, words: list[str
     assert done.stderr == f"ratchet {words[0]}: {told}\n"
 
 
-def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layout: Layout) -> None:
+def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layout: ProjectLayout) -> None:
     with served(lambda body, number: streamed("Hmm. ", "So: </think>", "wet")) as server:
         scripted(layout, server.url, "one", "two")
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
 
 
-def test_a_model_in_memory_talks_until_its_context_is_full(layout: Layout, model: Path) -> None:
+def test_a_model_in_memory_talks_until_its_context_is_full(layout: ProjectLayout, model: Path) -> None:
     with pytest.raises(DataError, match=r"has 1\d\d tokens, which does not fit a context of 128: it was not asked"):
         scripted(layout, str(model), *["what is water and what is wet"] * 20)
 
 
-def test_a_real_model_on_a_terminal(layout: Layout, model: Path) -> None:
+def test_a_real_model_on_a_terminal(layout: ProjectLayout, model: Path) -> None:
     layout.params.write_text(params_file.dump(with_generate(QUICK, max_new_tokens=200)), encoding="utf-8")
     with terminal(layout, str(model)) as seen:
         seen.until("loading.*> ")
@@ -243,7 +243,7 @@ def test_a_real_model_on_a_terminal(layout: Layout, model: Path) -> None:
 
 @pytest.mark.usefixtures("calm")
 def test_the_command_line_takes_questions_from_standard_input(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--project", str(layout.root), "chat", "--model"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))

@@ -14,7 +14,7 @@ from ratchet.config.gate import Gate
 from ratchet.config.schema import Settings
 from ratchet.stages.compare import compare
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from trained_runs import HOSTILE, OTHER_DATA, Training
 
 SETTINGS = Settings(gate=Gate(resamples=1000))
@@ -22,21 +22,23 @@ FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
 WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
 
 
-def compared(layout: Layout, *names: str) -> tuple[str, str]:
+def compared(layout: ProjectLayout, *names: str) -> tuple[str, str]:
     """What the terminal says, and the page."""
     text = compare(layout, SETTINGS, names, layout.root / "page.html")
     return text, (layout.root / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def runs(project: Layout) -> tuple[str, str]:
+def runs(project: ProjectLayout) -> tuple[str, str]:
     """A training, and a group of seeds with another rank."""
     for one in (FIRST, *WIDE):
         trained_runs.lay(project, one)
     return FIRST.spec.run_id, "wide=" + "+".join(one.spec.run_id for one in WIDE)
 
 
-def test_differences_and_figures_are_those_of_journals_and_reports(project: Layout, runs: tuple[str, str]) -> None:
+def test_differences_and_figures_are_those_of_journals_and_reports(
+    project: ProjectLayout, runs: tuple[str, str]
+) -> None:
     text, page = compared(project, *runs)
     differing = table(section(page, "differences"), "Settings, data, base")
     assert differing == {"train.rank": ["8", "16"], "train.alpha": ["16", "32"], "train.seed": ["0", "3, 4, 5"]}
@@ -57,7 +59,7 @@ def test_differences_and_figures_are_those_of_journals_and_reports(project: Layo
         assert name in text
 
 
-def test_every_picture_has_its_numbers_and_is_said(project: Layout, runs: tuple[str, str]) -> None:
+def test_every_picture_has_its_numbers_and_is_said(project: ProjectLayout, runs: tuple[str, str]) -> None:
     _, page = compared(project, *runs)
     figures = list(section(page, "curves").iter("figure"))
     assert [heard(one.find("figcaption")).split(" nats")[0] for one in figures[:2]] == [
@@ -77,7 +79,7 @@ def test_every_picture_has_its_numbers_and_is_said(project: Layout, runs: tuple[
     assert any("resumed" in mark for mark in marks)
 
 
-def test_events_are_in_a_table_and_equal_inputs_give_equal_bytes(project: Layout, runs: tuple[str, str]) -> None:
+def test_events_are_in_a_table_and_equal_inputs_give_equal_bytes(project: ProjectLayout, runs: tuple[str, str]) -> None:
     _, page = compared(project, *runs)
     found = table(section(page, "events"), "Events")
     assert found["37"][0] == runs[0]
@@ -86,7 +88,7 @@ def test_events_are_in_a_table_and_equal_inputs_give_equal_bytes(project: Layout
     assert compared(project, *runs)[1] == page
 
 
-def test_seeds_on_the_same_validation_rows_are_tested(project: Layout, runs: tuple[str, str]) -> None:
+def test_seeds_on_the_same_validation_rows_are_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:
     trained_runs.score(project, FIRST, 0.6)
     for one in WIDE:
         trained_runs.score(project, one, 0.9)
@@ -96,7 +98,7 @@ def test_seeds_on_the_same_validation_rows_are_tested(project: Layout, runs: tup
     assert found["accuracyvalidation rows"][0] == f"✔ wide is better than {runs[0]}"
 
 
-def test_different_data_are_said_and_not_tested(project: Layout, runs: tuple[str, str]) -> None:
+def test_different_data_are_said_and_not_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:
     other = Training(data=OTHER_DATA)
     trained_runs.lay(project, other)
     for one in (FIRST, other):
@@ -110,7 +112,7 @@ def test_different_data_are_said_and_not_tested(project: Layout, runs: tuple[str
 
 
 def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
-    project: Layout, runs: tuple[str, str]
+    project: ProjectLayout, runs: tuple[str, str]
 ) -> None:
     candidate = WIDE[0].spec.run_id
     evaluate(project, runs[0], candidate)
@@ -132,7 +134,7 @@ def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
 
 @pytest.mark.parametrize("state", ["empty", "not begun", "half done", "no directory"])
 def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
-    project: Layout, runs: tuple[str, str], state: str
+    project: ProjectLayout, runs: tuple[str, str], state: str
 ) -> None:
     one = Training(seed=9, done=33)
     run_id = trained_runs.lay(project, one)
@@ -155,7 +157,7 @@ def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
     assert len(list(section(page, "curves").iter("figure"))) == 5
 
 
-def test_two_trainings_without_a_step_have_a_page(project: Layout) -> None:
+def test_two_trainings_without_a_step_have_a_page(project: ProjectLayout) -> None:
     for one in trained_runs.seeds(Training(done=0), 2):
         journal = project.runs / trained_runs.lay(project, one) / "journal.jsonl"
         journal.write_bytes(b"")
@@ -163,7 +165,7 @@ def test_two_trainings_without_a_step_have_a_page(project: Layout) -> None:
     assert "None of them has done a step." in heard(section(page, "curves"))
 
 
-def test_texts_of_others_are_texts(project: Layout) -> None:
+def test_texts_of_others_are_texts(project: ProjectLayout) -> None:
     hostile = [Training(restarts=((20, 10),), word=HOSTILE), Training(seed=1, restarts=((20, 10),), word="</script>")]
     first, second = (trained_runs.lay(project, one) for one in hostile)
     _, page = compared(project, f"{HOSTILE.replace('=', '').replace('+', '')}={first}", second)
@@ -176,14 +178,14 @@ def test_texts_of_others_are_texts(project: Layout) -> None:
     assert "default-src 'none'" in page
 
 
-def test_a_dozen_long_trainings_fit_into_two_megabytes(project: Layout) -> None:
+def test_a_dozen_long_trainings_fit_into_two_megabytes(project: ProjectLayout) -> None:
     names = [trained_runs.lay(project, one) for one in trained_runs.seeds(Training(steps=1500), 12)]
     _, page = compared(project, *names)
     assert len(page.encode()) < 2_000_000
     assert "A point stands for up to" in heard(section(page, "curves"))
 
 
-def test_the_page_is_in_a_folder_that_git_ignores(project: Layout, runs: tuple[str, str]) -> None:
+def test_the_page_is_in_a_folder_that_git_ignores(project: ProjectLayout, runs: tuple[str, str]) -> None:
     text = compare(project, SETTINGS, runs, None)
     [page] = project.pages.iterdir()
     assert str(page) in text
@@ -192,7 +194,7 @@ def test_the_page_is_in_a_folder_that_git_ignores(project: Layout, runs: tuple[s
 
 
 def test_bad_names_pages_and_runs_are_messages_and_exit_code_2(
-    project: Layout, runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: ProjectLayout, runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--project", str(project.root), "compare"]
     for names in ([runs[0]], [runs[0], "nobody"], [runs[0], runs[0][:7]], [runs[0], "v9"], [runs[0], "lora/3"]):
@@ -211,7 +213,7 @@ def test_bad_names_pages_and_runs_are_messages_and_exit_code_2(
     assert str(spec) in capsys.readouterr().err
 
 
-def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: Layout) -> None:
+def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: ProjectLayout) -> None:
     group = trained_runs.seeds(Training(steps=1500), 2)
     group.append(Training(steps=1500, seed=7, spike=(777, 60.0)))
     names = [trained_runs.lay(project, one) for one in group]

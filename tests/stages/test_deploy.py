@@ -12,19 +12,19 @@ import pytest
 
 from deployable import NAME, SETTINGS, crown, keep, promoted
 from ratchet.config.gate import Promote
-from ratchet.errors import BusyError, ChampionError, DamagedError, InputError, SettingsError, StorageError
+from ratchet.errors import ChampionError, DamagedFileError, InputError, LockHeldError, SettingsError, StorageError
 from ratchet.registry import ledger, model_store
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.signature import SIGNATURE
-from ratchet.stages.deploy import Options, check, deploy
+from ratchet.stages.deploy import DeployOptions, check_release, deploy
 from ratchet.storage import disk, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
-from ratchet.storage.records.gate import Forced, read_champion
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
+from ratchet.storage.records.gate import ForcedPromotion, read_champion
 
-QUIET = Options(smoke=False)
+QUIET = DeployOptions(smoke=False)
 """Models here are a few bytes, which no server opens."""
 
 
@@ -52,7 +52,7 @@ def release_names(served: Path) -> list[str]:
     return sorted(p.name for p in (served / "releases").iterdir())
 
 
-def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, served: Path) -> None:
+def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLayout, served: Path) -> None:
     bundle = promoted(project, "a")
     text = deploy(project, SETTINGS, served, QUIET)
     assert f"version 1 (model {bundle.model_digest[:12]}, gguf/q8_0) is current" in text
@@ -63,7 +63,7 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, se
     }  # fmt: skip
     assert str((served / "current").readlink()) == f"releases/1-{bundle.model_digest[:12]}-gguf-q8_0"
     assert not (served / "previous").exists()
-    release = check(project, served / "current")
+    release = check_release(project, served / "current")
     assert (release.version, release.form, release.model_name) == (1, "gguf/q8_0", NAME)
     [entry] = history(served)
     assert entry | {"time": ""} == {
@@ -80,75 +80,75 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, se
     weights = served / "current" / "gguf" / "model-q8_0.gguf"
     assert weights.stat().st_nlink == 1
     weights.write_text("overwritten by a server")
-    files.verify(project.promoted_model(bundle.model_digest), "model")
+    files.verify_sealed(project.promoted_model(bundle.model_digest), "model")
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
 def test_rollback_swaps_current_and_previous(
-    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+    project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
     assert (content(served), content(served, "previous")) == ("b", "a")
     inode = (served / "previous" / "gguf" / "model-q8_0.gguf").stat().st_ino
-    assert "every byte is as signed" in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert "every byte is as signed" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
     assert (content(served), content(served, "previous")) == ("a", "b")
     assert (served / "current" / "gguf" / "model-q8_0.gguf").stat().st_ino == inode
-    deploy(project, SETTINGS, served, Options(rollback=True))
+    deploy(project, SETTINGS, served, DeployOptions(rollback=True))
     assert content(served) == "b"
     assert [(e["action"], e["version"]) for e in history(served)] == [
         ("deploy", 1), ("deploy", 2), ("rollback", 1), ("rollback", 2),
     ]  # fmt: skip
 
 
-def test_old_releases_go_but_never_the_linked_ones(project: Layout, served: Path) -> None:
+def test_old_releases_go_but_never_the_linked_ones(project: ProjectLayout, served: Path) -> None:
     for model in "abcde":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
     assert [name.split("-")[0] for name in release_names(served)] == ["3", "4", "5"]
-    deploy(project, SETTINGS, served, Options(rollback=True))
-    deploy(project, SETTINGS, served, Options(version=1, smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))
     assert (content(served), content(served, "previous")) == ("a", "d")
     assert [name.split("-")[0] for name in release_names(served)] == ["1", "4", "5"]
 
 
-def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: Layout, served: Path) -> None:
+def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: ProjectLayout, served: Path) -> None:
     a, _ = promoted(project, "a"), promoted(project, "b")
-    deploy(project, SETTINGS, served, Options(version=1, smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))
     assert content(served) == "a"
     with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
-        deploy(project, SETTINGS, served, Options(version=7, smoke=False))
+        deploy(project, SETTINGS, served, DeployOptions(version=7, smoke=False))
     deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "b"
     crown(project, a.model_digest, "rollback", reason="it swears")
     deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
     with pytest.raises(ChampionError, match=r"version 2 was rolled back on .* by ada \(it swears\).*--version 2"):
-        deploy(project, SETTINGS, served, Options(rollback=True))
-    text = deploy(project, SETTINGS, served, Options(version=2, smoke=False))
+        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    text = deploy(project, SETTINGS, served, DeployOptions(version=2, smoke=False))
     assert "warning: version 2 was rolled back" in text
     assert content(served) == "b"
 
 
-def test_a_broken_ledger_does_not_prevent_a_rollback(project: Layout, served: Path) -> None:
+def test_a_broken_ledger_does_not_prevent_a_rollback(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
     project.promotions.write_text(project.promotions.read_text().replace('"by":"ada"', '"by":"eve"'))
-    with pytest.raises(DamagedError, match=r"promotions\.jsonl:1: changed"):
+    with pytest.raises(DamagedFileError, match=r"promotions\.jsonl:1: changed"):
         deploy(project, SETTINGS, served, QUIET)
-    assert "warning:" in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert "warning:" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
     assert content(served) == "a"
 
 
-FORCED = Forced(by="ada@example.org", reason="the fair opens tomorrow", decision="REJECT")
+FORCED = ForcedPromotion(by="ada@example.org", reason="the fair opens tomorrow", decision="REJECT")
 SAID = "FORCED by ada@example.org although the gate said REJECT: the fair opens tomorrow"
 
 
-def test_a_forced_promotion_says_so_wherever_it_goes(project: Layout, served: Path) -> None:
+def test_a_forced_promotion_says_so_wherever_it_goes(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     assert "FORCED" not in deploy(project, SETTINGS, served, QUIET)
     assert "FORCED" not in (served / "current" / "README.md").read_text()
@@ -158,24 +158,24 @@ def test_a_forced_promotion_says_so_wherever_it_goes(project: Layout, served: Pa
     for name in ("README.md", "SERVE.md"):
         assert f"\n**{SAID}**\n" in (served / "current" / name).read_text()
     assert releases.FORCED == model_store.FORCED
-    assert Forced.load(served / "current" / model_store.FORCED) == FORCED
-    assert check(project, served / "current").forced == FORCED
+    assert ForcedPromotion.load(served / "current" / model_store.FORCED) == FORCED
+    assert check_release(project, served / "current").forced == FORCED
     assert [entry["forced"] for entry in history(served)] == [None, FORCED.model_dump(mode="json")]
-    assert "FORCED" not in deploy(project, SETTINGS, served, Options(rollback=True))
-    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert "FORCED" not in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
 
 
 def seal_again(folder: Path) -> None:
     """Seal a changed release, which needs no key."""
     (folder / files.MANIFEST).unlink()
-    files.seal(folder, "release")
+    files.seal_directory(folder, "release")
 
 
-def test_a_release_cannot_hide_that_it_was_forced(project: Layout, served: Path) -> None:
+def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a", forced=FORCED)
     deploy(project, SETTINGS, served, QUIET)
     folder = (served / "current").resolve()
-    release = check(project, folder)
+    release = check_release(project, folder)
     others = {name: origin for name, origin in release.origins.items() if name != "forced.json"}
     changes: list[dict[str, Any]] = [
         {"forced": None},
@@ -187,8 +187,8 @@ def test_a_release_cannot_hide_that_it_was_forced(project: Layout, served: Path)
             (folder / "forced.json").unlink()
         release.model_copy(update=change).save(folder / "release.json")
         seal_again(folder)
-        with pytest.raises(DamagedError, match=r"release\.json: does not say that the promotion was forced"):
-            check(project, folder)
+        with pytest.raises(DamagedFileError, match=r"release\.json: does not say that the promotion was forced"):
+            check_release(project, folder)
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ def test_a_release_cannot_hide_that_it_was_forced(project: Layout, served: Path)
     ],
 )
 def test_the_form_that_is_asked_for(
-    project: Layout, served: Path, forms: tuple[str, ...], wanted: str | None, found: str
+    project: ProjectLayout, served: Path, forms: tuple[str, ...], wanted: str | None, found: str
 ) -> None:
     promoted(project, "a", forms)
-    deploy(project, SETTINGS, served, Options(form=wanted, smoke=False))
-    release = check(project, served / "current")
+    deploy(project, SETTINGS, served, DeployOptions(form=wanted, smoke=False))
+    release = check_release(project, served / "current")
     assert release.form == found
     place = f"gguf/model-{found[5:]}.gguf" if found.startswith("gguf/") else found
     assert (served / "current" / place).exists()
@@ -217,15 +217,15 @@ def test_the_form_that_is_asked_for(
     assert not any((served / "current" / other).exists() for other in others)
 
 
-def test_a_directory_keeps_its_form_whatever_happens_to_its_record(project: Layout, served: Path) -> None:
+def test_a_directory_keeps_its_form_whatever_happens_to_its_record(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
     (served / "current" / "release.json").write_text("{")
     assert "release.json" in deploy(project, SETTINGS, served, QUIET)
-    assert check(project, served / "current").form == "hf"
+    assert check_release(project, served / "current").form == "hf"
     promoted(project, "b")
     deploy(project, SETTINGS, served, QUIET)
-    assert check(project, served / "current").form == "hf"
+    assert check_release(project, served / "current").form == "hf"
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_a_directory_keeps_its_form_whatever_happens_to_its_record(project: Layo
         ("gguf/q2_k", "has hf, gguf/q4_0, gguf/q8_0"),
     ],
 )
-def test_a_form_that_is_not_there(project: Layout, served: Path, wanted: str, message: str) -> None:
+def test_a_form_that_is_not_there(project: ProjectLayout, served: Path, wanted: str, message: str) -> None:
     promoted(project, "a", ("hf", "gguf/q4_0", "gguf/q8_0"))
     with pytest.raises(SettingsError, match=message):
-        deploy(project, SETTINGS, served, Options(form=wanted, smoke=False))
+        deploy(project, SETTINGS, served, DeployOptions(form=wanted, smoke=False))
 
 
 # --- what is refused, and leaves everything as it was -----------------------------------------------------------------
@@ -263,7 +263,7 @@ def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lamb
         then(scratch)
 
 
-def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: Layout, served: Path) -> None:
+def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     folder = project.promoted_model(promoted(project, "b").model_digest)
@@ -281,39 +281,41 @@ def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: 
         shutil.copytree(whole, folder)
 
     flip(folder / "gguf" / "model-q8_0.gguf")
-    refused(DamagedError, r"model-q8_0\.gguf: content differs")
+    refused(DamagedFileError, r"model-q8_0\.gguf: content differs")
     rebuild(folder)
-    refused(DamagedError, r"model-q8_0\.gguf: changed after the model was signed")
+    refused(DamagedFileError, r"model-q8_0\.gguf: changed after the model was signed")
     restore()
     rebuild(folder, SIGNATURE)
-    refused(DamagedError, "not signed")
+    refused(DamagedFileError, "not signed")
     restore()
     [key] = json.loads(project.keyring.read_text())["keys"]
-    keys.revoke(project, key["fingerprint"], "it was on a stolen laptop")
+    keys.revoke_trust(project, key["fingerprint"], "it was on a stolen laptop")
     refused(SettingsError, "revoked.*stolen laptop")
     with pytest.raises(SettingsError, match="revoked"):
-        check(project, served / "current")
+        check_release(project, served / "current")
     project.keyring.write_text('{"format": 1, "keys": [], "identities": []}')
     refused(SettingsError, "not trusted here")
     shutil.rmtree(folder)
     refused(ChampionError, r"is not there\. Git does not hold mlruns/")
 
 
-def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: Layout, served: Path) -> None:
+def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
     for name in ("gguf/model-q8_0.gguf", "Modelfile", "release.json"):
         flip(served / "previous" / name)
-        with pytest.raises(DamagedError, match=Path(name).name):
-            deploy(project, SETTINGS, served, Options(rollback=True))
+        with pytest.raises(DamagedFileError, match=Path(name).name):
+            deploy(project, SETTINGS, served, DeployOptions(rollback=True))
         assert content(served) == "b"
-        deploy(project, SETTINGS, served, Options(version=1, smoke=False))  # whole again
+        deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))  # whole again
         deploy(project, SETTINGS, served, QUIET)
 
 
 @pytest.mark.parametrize("name", ["gguf/model-q8_0.gguf", "Modelfile", "release.json", "manifest.json"])
-def test_a_damaged_release_that_servers_were_reading_is_reported(project: Layout, served: Path, name: str) -> None:
+def test_a_damaged_release_that_servers_were_reading_is_reported(
+    project: ProjectLayout, served: Path, name: str
+) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     flip(served / "current" / name)
@@ -321,7 +323,7 @@ def test_a_damaged_release_that_servers_were_reading_is_reported(project: Layout
     path = (served / "current").resolve() / name
     assert f"warning: what was current until now was damaged: {path}: " in text
     assert f"who can write in {served / 'releases'}" in text
-    assert check(project, served / "current").form == "gguf/q8_0"
+    assert check_release(project, served / "current").form == "gguf/q8_0"
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True]
     assert "was damaged" not in deploy(project, SETTINGS, served, QUIET)
     flip(served / "current" / name)
@@ -331,32 +333,32 @@ def test_a_damaged_release_that_servers_were_reading_is_reported(project: Layout
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True, True]
 
 
-def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: Layout, served: Path) -> None:
+def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     folder = (served / "current").resolve()
     for name in ("Modelfile", "bundle.json", "gguf/model-q8_0.gguf"):
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
         seal_again(folder)
-        with pytest.raises(DamagedError, match=rf"{name}: not as it was signed"):
-            check(project, folder)
+        with pytest.raises(DamagedFileError, match=rf"{name}: not as it was signed"):
+            check_release(project, folder)
         assert f"{name}: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
-        check(project, folder)
+        check_release(project, folder)
     assert content(served) == "a"
     (folder / "sitecustomize.py").write_text("import os")
-    with pytest.raises(DamagedError, match=r"sitecustomize\.py: not named in the manifest"):
-        check(project, folder)
+    with pytest.raises(DamagedFileError, match=r"sitecustomize\.py: not named in the manifest"):
+        check_release(project, folder)
     seal_again(folder)
-    with pytest.raises(DamagedError, match="does not name the files beside it"):
-        check(project, folder)
+    with pytest.raises(DamagedFileError, match="does not name the files beside it"):
+        check_release(project, folder)
 
 
-def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, served: Path) -> None:
+def test_a_tampered_release_that_is_not_current_is_made_again(project: ProjectLayout, served: Path) -> None:
     """Sealed again, as anyone with write access can; also with a signature of another model beside it."""
     a = promoted(project, "a")
-    deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
     folder = (served / "current").resolve()
-    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
     b = promoted(project, "b")
     crown(project, a.model_digest)
     for name, content_ in (
@@ -365,14 +367,14 @@ def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, s
     ):
         (folder / name).write_bytes(content_)
         seal_again(folder)
-        text = deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+        text = deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
         assert f"warning: the release of this name that was there is made again: {folder / name}: not " in text
         assert content(served) == "a"
-        check(project, served / "current")
-        deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+        check_release(project, served / "current")
+        deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
 
 
-def test_a_form_that_is_not_the_one_that_was_measured(project: Layout, served: Path) -> None:
+def test_a_form_that_is_not_the_one_that_was_measured(project: ProjectLayout, served: Path) -> None:
     """Signed, but bundle.json speaks of other bytes: an export that was put together by hand."""
     bundle = promoted(project, "a")
     other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
@@ -380,14 +382,14 @@ def test_a_form_that_is_not_the_one_that_was_measured(project: Layout, served: P
 
     def sign(scratch: Path) -> None:
         changed.save(scratch / "bundle.json")
-        signature.sign(scratch, keys.signer(project))
+        signature.sign_folder(scratch, keys.load_signer(project))
 
     rebuild(project.promoted_model(bundle.model_digest), SIGNATURE, "bundle.json", then=sign)
-    with pytest.raises(DamagedError, match=r"form gguf/q8_0 of bundle\.json is not the one that was measured"):
+    with pytest.raises(DamagedFileError, match=r"form gguf/q8_0 of bundle\.json is not the one that was measured"):
         deploy(project, SETTINGS, served, QUIET)
 
 
-def test_directories_that_are_not_ours(project: Layout, served: Path, tmp_path: Path) -> None:
+def test_directories_that_are_not_ours(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     file = tmp_path / "file"
     file.write_text("")
@@ -405,11 +407,11 @@ def test_directories_that_are_not_ours(project: Layout, served: Path, tmp_path: 
         deploy(project, other, served, QUIET)
     (served / "current").unlink()
     (served / "current").mkdir()
-    with pytest.raises(DamagedError, match="current: is no link"):
+    with pytest.raises(DamagedFileError, match="current: is no link"):
         deploy(project, SETTINGS, served, QUIET)
 
 
-def test_what_is_not_ours_among_the_releases_stays(project: Layout, served: Path, tmp_path: Path) -> None:
+def test_what_is_not_ours_among_the_releases_stays(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     place = served / "releases"
@@ -428,13 +430,13 @@ def test_what_is_not_ours_among_the_releases_stays(project: Layout, served: Path
     assert foreign < set(release_names(served))
     assert precious.read_text() == "precious"
     (alike / "release.json").write_text("{}")
-    files.seal(alike, "release")  # as a deployment that was killed before it became current leaves it
+    files.seal_directory(alike, "release")  # as a deployment that was killed before it became current leaves it
     promoted(project, "f")
     deploy(project, SETTINGS, served, QUIET)
     assert not alike.exists()
 
 
-def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path: Path) -> None:
+def test_directories_that_cannot_be_made(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     file = tmp_path / "params.yaml"
     file.write_text("")
@@ -451,7 +453,7 @@ def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path
 
 
 def test_paths_are_written_as_people_write_them(
-    project: Layout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
     monkeypatch.chdir(project.root)
@@ -461,50 +463,50 @@ def test_paths_are_written_as_people_write_them(
     assert f"in {tmp_path / 'link' / 'b' / 'current'}" in deploy(project, SETTINGS, tmp_path / "link" / "b", QUIET)
 
 
-def test_a_directory_with_a_damaged_owner_file(project: Layout, served: Path) -> None:
+def test_a_directory_with_a_damaged_owner_file(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     owner = served / "deployment.json"
     whole = json.loads(owner.read_text())
     for text in ('{"x":', "[]", "\udc00".encode(errors="surrogatepass").decode("latin-1")):
         owner.write_text(text)
-        with pytest.raises(DamagedError, match=rf"does not say which model .* is {NAME}, write ") as refused:
+        with pytest.raises(DamagedFileError, match=rf"does not say which model .* is {NAME}, write ") as refused:
             deploy(project, SETTINGS, served, QUIET)
         assert json.loads(str(refused.value).split(", write ")[1].split(" into it")[0]) == whole
         assert "Owner" not in str(refused.value)
 
 
-def test_a_broken_history_is_refused_before_anything_changes(project: Layout, served: Path) -> None:
+def test_a_broken_history_is_refused_before_anything_changes(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     with (served / "deployments.jsonl").open("a") as stream:
         stream.write("somebody was here")
     promoted(project, "b")
-    with pytest.raises(DamagedError, match=r"deployments\.jsonl:2: no deployment .*; remove that line"):
-        deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+    with pytest.raises(DamagedFileError, match=r"deployments\.jsonl:2: no deployment .*; remove that line"):
+        deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
     assert content(served) == "a"
     assert len(release_names(served)) == 1
 
 
-def test_nothing_to_deploy_or_to_go_back_to(project: Layout, served: Path) -> None:
+def test_nothing_to_deploy_or_to_go_back_to(project: ProjectLayout, served: Path) -> None:
     with pytest.raises(ChampionError, match="no champion yet"):
         deploy(project, SETTINGS, served, QUIET)
     assert not served.exists()
     promoted(project, "a")
     with pytest.raises(SettingsError, match="nothing is deployed there"):
-        deploy(project, SETTINGS, served, Options(rollback=True))
+        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
     deploy(project, SETTINGS, served, QUIET)
     with pytest.raises(ChampionError, match="no release before the current one"):
-        deploy(project, SETTINGS, served, Options(rollback=True))
+        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
     with pytest.raises(SettingsError, match="leave out --format and --version"):
-        deploy(project, SETTINGS, served, Options(rollback=True, version=1))
+        deploy(project, SETTINGS, served, DeployOptions(rollback=True, version=1))
 
 
-def test_two_at_once(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "LOCK_WAIT_S", 0.1)
     promoted(project, "a")
     served.mkdir(parents=True)
-    with Lock(served / places.LOCK, "it"), pytest.raises(BusyError, match=f"in use by process {os.getpid()}"):
+    with FileLock(served / places.LOCK, "it"), pytest.raises(LockHeldError, match=f"in use by process {os.getpid()}"):
         deploy(project, SETTINGS, served, QUIET)
 
 
@@ -518,7 +520,7 @@ def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     monkeypatch.setattr(files, "before", full)
 
 
-def test_a_disk_without_room(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     promoted(project, "b")
@@ -535,14 +537,14 @@ def test_a_disk_without_room(project: Layout, served: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
 def test_a_rollback_on_a_full_disk_says_what_is_current(
-    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+    project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
-    back = Options(rollback=True)
+    back = DeployOptions(rollback=True)
     full_at(monkeypatch, ".rollback.json")
     with pytest.raises(StorageError, match=f"{served}: cannot be made or written .No space left on device.; mend that"):
         deploy(project, SETTINGS, served, back)
@@ -558,12 +560,12 @@ def test_a_rollback_on_a_full_disk_says_what_is_current(
     deploy(project, SETTINGS, served, back)
     assert content(served) == "b"
     (served / ".rollback.json").write_text("{")
-    with pytest.raises(DamagedError, match=r"\.rollback\.json: no rollback .*; remove it"):
+    with pytest.raises(DamagedFileError, match=r"\.rollback\.json: no rollback .*; remove it"):
         deploy(project, SETTINGS, served, back)
 
 
 def test_a_deployment_that_cannot_be_noted_says_that_it_is_current(
-    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
     with monkeypatch.context() as patched:
@@ -575,11 +577,11 @@ def test_a_deployment_that_cannot_be_noted_says_that_it_is_current(
     assert [entry["action"] for entry in history(served)] == ["deploy"]
 
 
-def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:
+def test_a_model_of_an_earlier_version(project: ProjectLayout, served: Path) -> None:
     source = project.root / "made"
     (source / "hf").mkdir(parents=True)
     (source / "hf" / "config.json").write_text("{}\n")
-    with pytest.raises(DamagedError, match=r"config\.json: no config of a model"):
+    with pytest.raises(DamagedFileError, match=r"config\.json: no config of a model"):
         keep(project, source, ())
     (source / "hf" / "config.json").write_text('{"n_positions": 64}')
     bundle = keep(project, source, ())
@@ -589,23 +591,25 @@ def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:
         deploy(project, SETTINGS, served, QUIET)
 
 
-def test_a_folder_without_a_card_of_all_forms(project: Layout, served: Path) -> None:
+def test_a_folder_without_a_card_of_all_forms(project: ProjectLayout, served: Path) -> None:
     """Promoted by an earlier version: the card of the Hugging Face form would be wrong beside another one."""
     folder = project.promoted_model(promoted(project, "a").model_digest)
-    rebuild(folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign(scratch, keys.signer(project)))
+    rebuild(
+        folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign_folder(scratch, keys.load_signer(project))
+    )
     deploy(project, SETTINGS, served, QUIET)
     assert not (served / "current" / "README.md").exists()
-    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
     assert (served / "current" / "hf" / "README.md").read_text() == "# a\n"
-    assert check(project, served / "current").form == "hf"
+    assert check_release(project, served / "current").form == "hf"
 
 
-def test_the_ledger_and_the_champion_file_are_believed_only_together(project: Layout, served: Path) -> None:
+def test_the_ledger_and_the_champion_file_are_believed_only_together(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     one = project.champion.read_bytes()
     promoted(project, "b")
-    assert len(ledger.read(project.promotions)) == 2
+    assert len(ledger.read_entries(project.promotions)) == 2
     project.champion.write_bytes(one)
     assert read_champion(project.champion).champion is not None
-    with pytest.raises(DamagedError, match="earlier commit"):
+    with pytest.raises(DamagedFileError, match="earlier commit"):
         deploy(project, SETTINGS, served, QUIET)

@@ -15,31 +15,33 @@ from ratchet.models import device
 from ratchet.models.memory import capacity
 from ratchet.stages.doctor import doctor
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
-SETTINGS = params_file.changed(tiny_project.SETTINGS, {"train.epochs": 4.0})  # with 2 it would advise more, rightly
+SETTINGS = params_file.apply_changes(
+    tiny_project.SETTINGS, {"train.epochs": 4.0}
+)  # with 2 it would advise more, rightly
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("doctor") / "project")
 
 
 @pytest.fixture
-def project(prepared: Layout) -> Layout:
+def project(prepared: ProjectLayout) -> ProjectLayout:
     """The prepared project with settings of its own; tests change nothing else."""
     tiny_project.save(prepared, SETTINGS)
     return prepared
 
 
-def advised(layout: Layout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
+def advised(layout: ProjectLayout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
     """The doctor's answer after some values of the project were changed."""
-    text = params_file.amended(layout.params.read_text(), changes)
+    text = params_file.amend_text(layout.params.read_text(), changes)
     layout.params.write_text(text)
     return doctor(layout, params_file.load(layout.params), None, write)
 
 
-def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
+def test_a_project_that_is_well_hears_no_advice(project: ProjectLayout) -> None:
     settings = params_file.load(project.params)
     well, text = doctor(project, settings, None, False)
     assert well
@@ -55,7 +57,7 @@ def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
     assert longest < settings.prepare.max_tokens, "of the rows that were prepared, not of what is allowed"
 
 
-def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -> None:
+def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLayout) -> None:
     changes = {"train.learning_rate": 5e-6, "train.targets": "attention", "train.alpha": 1000.0}
     well, text = advised(project, changes)
     asked = project.params.read_text()
@@ -83,16 +85,18 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -
     assert project.params.read_text() == found
 
 
-def test_settings_that_change_meanwhile_are_not_written_over(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = params_file.changed(SETTINGS, {"train.targets": "attention"})
+def test_settings_that_change_meanwhile_are_not_written_over(
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = params_file.apply_changes(SETTINGS, {"train.targets": "attention"})
     tiny_project.save(project, settings)
-    right = device.fault_of_four_bits
+    right = device.find_four_bit_fault
 
     def meanwhile(*arguments: Any) -> str | None:
         project.params.write_text(project.params.read_text().replace("rank: 4", "rank: 5"))
         return right(*arguments)
 
-    monkeypatch.setattr(device, "fault_of_four_bits", meanwhile)
+    monkeypatch.setattr(device, "find_four_bit_fault", meanwhile)
     with pytest.raises(SettingsError, match="changed by somebody else meanwhile; nothing was written"):
         doctor(project, settings, None, True)
     assert params_file.load(project.params).train.rank == 5
@@ -117,7 +121,7 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     assert "advice" not in text
 
 
-def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_problem(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "disk_free_bytes", lambda _: 1000)
     well, text = advised(project, {})
     assert not well
@@ -126,9 +130,9 @@ def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPat
 
 
 def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
-    project: Layout, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
+    monkeypatch.setattr(device, "find_four_bit_fault", lambda *_: "bitsandbytes has no kernel here")
     well, text = advised(project, {})
     assert not well
     assert "problem: train.quantization: nf4: bitsandbytes has no kernel here; none trains LoRA without" in text
@@ -147,7 +151,7 @@ def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
     ids=["pattern", "device"],
 )
 def test_what_a_run_would_be_refused_for_is_a_problem(
-    project: Layout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str
 ) -> None:
     import torch
 
@@ -175,10 +179,10 @@ def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], messa
 
 
 def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own_base(
-    project: Layout, seven: Path
+    project: ProjectLayout, seven: Path
 ) -> None:
     with pytest.raises(SettingsError, match="changed while it was read"):
-        doctor(project, params_file.changed(SETTINGS, {"train.rank": 5}), None, False)
+        doctor(project, params_file.apply_changes(SETTINGS, {"train.rank": 5}), None, False)
     with pytest.raises(SettingsError, match="no Ratchet project here"):
         doctor(None, None, None, True)
     with pytest.raises(SettingsError, match="the advice is for --base"):
@@ -186,9 +190,9 @@ def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own
 
 
 def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
-    project: Layout, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = params_file.changed(SETTINGS, {"train.targets": "attention"})
+    changed = params_file.apply_changes(SETTINGS, {"train.targets": "attention"})
     tiny_project.save(project, changed)
 
     def full(*_: object) -> None:

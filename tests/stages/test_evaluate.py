@@ -25,26 +25,26 @@ from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, Setti
 from ratchet.gate import evidence as reading
 from ratchet.stages import evaluate
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import EvalReport, Noise, Objective
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import EvaluationNoise, EvaluationReport, ObjectiveSet
+from ratchet.storage.records.export import ModelBundle
 
 
 @pytest.fixture
-def made_once(made: Path) -> Layout:
+def made_once(made: Path) -> ProjectLayout:
     """The project itself, for tests that only read it."""
-    return Layout(made)
+    return ProjectLayout(made)
 
 
-def test_base_and_candidate_under_one_contract(made_once: Layout) -> None:
-    report = EvalReport.load(made_once.eval_report)
+def test_base_and_candidate_under_one_contract(made_once: ProjectLayout) -> None:
+    report = EvaluationReport.load(made_once.eval_report)
     assert set(report.scores) == {"base", "candidate"}
     base, candidate = report.scores["base"], report.scores["candidate"]
     assert base.contract == candidate.contract
     assert base.form == candidate.form == "adapter"
     contract = report.contracts[base.contract]
-    assert digests.of_json(contract) == base.contract
+    assert digests.hash_json(contract) == base.contract
     assert contract["tasks"].keys() == contract["harness"].keys() == {"answers"}
     assert contract["weights"] == "nf4+dq uint8"
     assert contract["versions"].keys() >= {"torch", "transformers", "lm_eval"}
@@ -55,12 +55,12 @@ def test_base_and_candidate_under_one_contract(made_once: Layout) -> None:
     assert wanted <= base.metrics.keys()
     assert base.metrics.keys() == candidate.metrics.keys()
     assert base.metrics["answer_loss"].value != candidate.metrics["answer_loss"].value, "the adapter is at work"
-    assert report.model_digest == Bundle.load(made_once.bundle).model_digest
+    assert report.model_digest == ModelBundle.load(made_once.bundle).model_digest
     assert report.chosen_by == {}
 
 
-def test_figures_are_those_of_their_samples(made_once: Layout) -> None:
-    report = EvalReport.load(made_once.eval_report)
+def test_figures_are_those_of_their_samples(made_once: ProjectLayout) -> None:
+    report = EvaluationReport.load(made_once.eval_report)
     for scores in report.scores.values():
         for name, file in scores.samples.items():
             lines = base.read_lines(made_once.evaluate / file)
@@ -73,9 +73,9 @@ def test_figures_are_those_of_their_samples(made_once: Layout) -> None:
                 assert found.value == pytest.approx(sum(values) / len(values))
 
 
-def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: Layout) -> None:
+def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: ProjectLayout) -> None:
     layout = made_once
-    report = EvalReport.load(layout.eval_report)
+    report = EvaluationReport.load(layout.eval_report)
     asked = base.read_lines(layout.evaluate / "rows.jsonl")
     answers = base.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
     assert len(answers) == 12
@@ -91,7 +91,7 @@ def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: Layout) -> N
     assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_scored_is_not_scored_again(layout: Layout, forwards: list[int]) -> None:
+def test_what_was_scored_is_not_scored_again(layout: ProjectLayout, forwards: list[int]) -> None:
     first = files.read_manifest(layout.evaluate)
     evaluated(layout)
     assert len(forwards) <= 1, "loading in 4 bits tries the model once"
@@ -117,8 +117,8 @@ def test_what_was_scored_is_not_scored_again(layout: Layout, forwards: list[int]
         assert files.read_manifest(layout.evaluate) == before
 
 
-def test_merged_as_exported_beside_the_adapter_and_alone(layout: Layout) -> None:
-    report = evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+def test_merged_as_exported_beside_the_adapter_and_alone(layout: ProjectLayout) -> None:
+    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
     assert set(report.scores) == {"base", "candidate", "merged"}
     adapter, merged = report.scores["candidate"], report.scores["merged"]
     assert merged.form == "merged"
@@ -126,13 +126,13 @@ def test_merged_as_exported_beside_the_adapter_and_alone(layout: Layout) -> None
     assert merged.contract != adapter.contract
     assert merged.metrics["answer_loss"].value == pytest.approx(adapter.metrics["answer_loss"].value, rel=1e-4)
 
-    report = evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["merged"]}))
+    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["merged"]}))
     assert set(report.scores) == {"base", "merged"}
     assert report.scores["base"].contract == report.scores["merged"].contract, "the base as plain weights"
 
 
-def test_categories_and_drawn_answers(layout: Layout) -> None:
-    settings = params_file.changed(
+def test_categories_and_drawn_answers(layout: ProjectLayout) -> None:
+    settings = params_file.apply_changes(
         SETTINGS,
         {
             "evaluate.samples": 3,
@@ -168,9 +168,9 @@ def small_memory() -> Iterator[Callable[..., None]]:
 
 
 def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
-    layout: Layout, small_memory: Callable[..., None]
+    layout: ProjectLayout, small_memory: Callable[..., None]
 ) -> None:
-    settings = params_file.changed(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
+    settings = params_file.apply_changes(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
     small_memory(4)
     report = evaluated(layout, settings)
     assert {report.contracts[one.contract]["batch_rows"] for one in report.scores.values()} == {4}
@@ -181,22 +181,28 @@ def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
 
 
 @pytest.mark.parametrize(("tokens", "what"), [(10, "a single row"), (0, "the model itself")], ids=["row", "model"])
-def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[..., None], tokens: int, what: str) -> None:
+def test_not_even_one_row_fits(
+    layout: ProjectLayout, small_memory: Callable[..., None], tokens: int, what: str
+) -> None:
     small_memory(64, tokens)
     before = files.read_manifest(layout.evaluate)
     with pytest.raises(MemoryExhaustedError, match=f"memory does not suffice for {what} "):
-        evaluated(layout, params_file.changed(SETTINGS, {"machine.evaluation_rows": 2}))
+        evaluated(layout, params_file.apply_changes(SETTINGS, {"machine.evaluation_rows": 2}))
     assert files.read_manifest(layout.evaluate) == before
 
 
-def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are_reported(layout: Layout) -> None:
+def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are_reported(
+    layout: ProjectLayout,
+) -> None:
     report = evaluated(layout)
     ids = tuple(row["id"] for row in base.read_lines(layout.evaluate / "rows.jsonl"))
     layout.objectives.mkdir()
-    Objective(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
+    ObjectiveSet(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
         layout.objectives / "sweep.json"
     )
-    assert reading.read(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, "also without a new evaluation"
+    assert reading.read_evidence(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, (
+        "also without a new evaluation"
+    )
     export_of(layout, 4)
     assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
     lines = base.read_lines(layout.lookups)
@@ -204,11 +210,11 @@ def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are
     assert {line["gate_set"] for line in lines} == {report.gate_set}
 
 
-def test_the_candidate_against_itself(layout: Layout) -> None:
-    report = EvalReport.load(layout.eval_report)
-    evaluate.again(layout, SETTINGS, lambda _: None)
-    files.verify(layout.noise, "noise")
-    noise = Noise.load(layout.noise / "noise.json")
+def test_the_candidate_against_itself(layout: ProjectLayout) -> None:
+    report = EvaluationReport.load(layout.eval_report)
+    evaluate.evaluate_again(layout, SETTINGS, lambda _: None)
+    files.verify_sealed(layout.noise, "noise")
+    noise = EvaluationNoise.load(layout.noise / "noise.json")
     assert noise.contract == report.scores["candidate"].contract
     assert noise.batch_rows[0] != noise.batch_rows[1]
     assert noise.metrics.keys() == report.scores["candidate"].metrics.keys()
@@ -217,19 +223,19 @@ def test_the_candidate_against_itself(layout: Layout) -> None:
     )
 
 
-def test_bad_settings_are_refused_before_anything_is_scored(cold: Layout) -> None:
+def test_bad_settings_are_refused_before_anything_is_scored(cold: ProjectLayout) -> None:
     for change, message in (
         ({"evaluate.categories": ["colour"]}, "evaluate.categories: 'colour' is not kept"),
         ({"evaluate.general.text": "nowhere.txt"}, "evaluate.general.text: no file nowhere.txt"),
         ({"evaluate.harness.tasks": ["nothing"]}, "evaluate.harness.tasks: no task 'nothing'"),
     ):
         with pytest.raises(SettingsError, match=message):
-            evaluated(cold, params_file.changed(SETTINGS, change))
+            evaluated(cold, params_file.apply_changes(SETTINGS, change))
         assert not cold.evaluate.exists()
         assert not list(cold.scores.glob("*"))
 
 
-def test_a_champion_of_another_base_needs_the_export(layout: Layout) -> None:
+def test_a_champion_of_another_base_needs_the_export(layout: ProjectLayout) -> None:
     keep_as_champion(layout, 1, with_adapter=False)
     shutil.rmtree(layout.export)
     with pytest.raises(DataError, match=r"because the champion and anchor can be scored as plain weights only"):

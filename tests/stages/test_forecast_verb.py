@@ -23,9 +23,9 @@ from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.stages import forecast as verb
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.training import PHASES, MemoryForecast
 
@@ -37,7 +37,7 @@ def known(config: Path) -> dict[str, Any]:
 
 
 def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, known: dict[str, Any]) -> None:
-    work = Work(
+    work = MemoryWorkload(
         rows=3, row_tokens=64, learned_tokens=32, packed=False, device="cuda", validation_rows=3, validation_tokens=64,
         validation_learned_tokens=32,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, kno
     assert (known["peak_bytes"], known["peak_phase"]) == (expected.peak.total_bytes, expected.peak.phase)
     assert written.trainable_parameters == expected.trainable_parameters
     assert any("No data is prepared: rows of 64 tokens, 50%" in note for note in written.notes)
-    limits = forecast.find(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
+    limits = forecast.find_largest_sizes(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
     assert known["largest"] == {
         "micro_batch_rows": limits.micro_batch_rows, "row_tokens": limits.row_tokens, "rank": limits.rank,
     }  # fmt: skip
@@ -76,7 +76,7 @@ def test_rows_and_tokens_of_the_command_line_come_before_those_of_the_settings(c
 def test_the_table_holds_every_part_of_every_phase(config: Path) -> None:
     found = MemoryForecast.model_validate(asked(config)["forecast"])
     text = lines(config)
-    size, unit = units.unit_for(found.peak.total_bytes)
+    size, unit = units.choose_unit(found.peak.total_bytes)
     parts = {part for phase in found.phases for part in phase.parts}
     rows = {line[: line.index("  ")]: line.split()[-len(PHASES) :] for line in text[3 : 5 + len(parts)]}
     assert rows.keys() == {unit, "in all", *parts}
@@ -113,7 +113,7 @@ def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> No
     page = tmp_path / "page.html"
     text = lines(config, html=page)
     assert text[0] == lines(config)[0]
-    assert f"<strong>{units.written(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
+    assert f"<strong>{units.format_bytes(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
 
 
 def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(config: Path) -> None:
@@ -133,12 +133,12 @@ def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(
 
 
 @pytest.fixture
-def layout(prepared: Path) -> Layout:
+def layout(prepared: Path) -> ProjectLayout:
     """A prepared project, which these tests only read."""
-    return Layout(prepared)
+    return ProjectLayout(prepared)
 
 
-def test_rows_are_those_of_the_prepared_data(layout: Layout) -> None:
+def test_rows_are_those_of_the_prepared_data(layout: ProjectLayout) -> None:
     found = json.loads(verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, as_json=True)))["forecast"]
     card = json.loads(layout.dataset_card.read_text(encoding="utf-8"))
     assert found["rows"] == tiny_project.MACHINE.micro_batch_rows
@@ -153,21 +153,21 @@ def test_rows_are_those_of_the_prepared_data(layout: Layout) -> None:
     assert longer["learned_tokens"] == pytest.approx(600 * share, abs=1)
 
 
-def test_another_base_is_said_to_have_other_tokens(layout: Layout, config: Path) -> None:
+def test_another_base_is_said_to_have_other_tokens(layout: ProjectLayout, config: Path) -> None:
     said = "Lengths of rows are those of the prepared data, in tokens of the project's own base."
     assert said in verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, base=config))
     assert said not in verb.forecast(layout, tiny_project.SETTINGS, ON_GPU)
 
 
-def test_weights_are_never_read(layout: Layout, tmp_path: Path) -> None:
+def test_weights_are_never_read(layout: ProjectLayout, tmp_path: Path) -> None:
     shutil.copytree(layout.root, tmp_path / "project")
-    copy = Layout(tmp_path / "project")
+    copy = ProjectLayout(tmp_path / "project")
     (copy.tiny_model / "model.safetensors").unlink()
     assert "LlamaForCausalLM" in verb.forecast(copy, tiny_project.SETTINGS, ON_GPU)
 
 
 def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_source(
-    project: Layout, config: Path
+    project: ProjectLayout, config: Path
 ) -> None:
     settings = Settings.model_validate({"base": {"source": str(config.parent)}})
     assert not project.base_card.exists()
@@ -178,7 +178,7 @@ def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_sour
     assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
 
 
-def test_without_a_base_the_message_names_the_way_to_give_one(project: Layout, tmp_path: Path) -> None:
+def test_without_a_base_the_message_names_the_way_to_give_one(project: ProjectLayout, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"base.source: tiny: stage base has not run.*--base"):
         verb.forecast(project, Settings(), ON_GPU)
     hub = Settings.model_validate({"base": {"source": "org/model", "revision": "main"}})
@@ -207,13 +207,13 @@ def test_numbers_below_one_are_refused(config: Path, option: str) -> None:
     ],
 )  # fmt: skip
 def test_amounts_of_memory_are_read(text: str, count: int) -> None:
-    assert units.bytes_from(text, "--memory") == count
+    assert units.parse_bytes(text, "--memory") == count
 
 
 @pytest.mark.parametrize("text", ["", "24", "24G", "GiB", "-1GiB", "1e3MiB", "0GiB", "nan GiB", "24 gigabytes", "٢GiB"])
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--memory: .*24GiB"):
-        units.bytes_from(text, "--memory")
+        units.parse_bytes(text, "--memory")
 
 
 @pytest.mark.parametrize(
@@ -221,4 +221,4 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**29, "2.50 GiB")],
 )
 def test_amounts_are_written_for_people(count: int, text: str) -> None:
-    assert units.written(count) == text
+    assert units.format_bytes(count) == text

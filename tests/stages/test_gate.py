@@ -9,27 +9,27 @@ import pytest
 
 import gate_cases as cases
 from gate_cases import CURRENT, Models, evidence, flipped, right, spread, with_noise
-from ratchet.config.evaluation import Evaluate, Harness
-from ratchet.config.gate import AtLeast, Gate, MustImprove, MustNotRegress
+from ratchet.config.evaluation import Evaluate, HarnessSettings
+from ratchet.config.gate import AtLeastRule, Gate, MustImproveRule, MustNotRegressRule
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, DataError, GateError
+from ratchet.errors import DamagedFileError, DataError, GateError
 from ratchet.gate import evidence as reading
 from ratchet.gate import test_set_reuse
-from ratchet.gate.decision import judge
-from ratchet.gate.evidence import Evidence
-from ratchet.stages.gate import aa, check, gate
+from ratchet.gate.decision import decide_verdict
+from ratchet.gate.evidence import GateEvidence
+from ratchet.stages.gate import check_verdict, gate, run_aa_test
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.gate import ChampionFile, Verdict
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.client import MlflowTracker
 
 SETTINGS = Settings(
     gate=Gate(
         resamples=1000,
         rules=(
-            MustImprove(rule="must_improve", metric="accuracy"),
-            MustNotRegress(rule="must_not_regress", metric="answer_loss", against="base", margin=0.1),
+            MustImproveRule(rule="must_improve", metric="accuracy"),
+            MustNotRegressRule(rule="must_not_regress", metric="answer_loss", against="base", margin=0.1),
         ),
     )
 )
@@ -40,13 +40,13 @@ MODELS: Models = {
 NO_TASKS = {**cases.CONTRACTS["k1"], "tasks": {}}
 
 
-def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> Evidence:
+def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> GateEvidence:
     plain = evidence(models, champion, tasks_now={}, forms=("adapter",))
     return cases.with_report(plain, contracts={"k1": NO_TASKS})
 
 
 @pytest.fixture
-def evaluated(project: Layout) -> Layout:
+def evaluated(project: ProjectLayout) -> ProjectLayout:
     """A project that was evaluated; its MLflow does not answer, which costs no verdict."""
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"no database " * 100)
@@ -54,26 +54,26 @@ def evaluated(project: Layout) -> Layout:
     return project
 
 
-def artifacts(layout: Layout) -> tuple[Any, dict[str, Path]]:
-    run = Tracking(layout, SETTINGS.promote.model_name).find("r1")
+def artifacts(layout: ProjectLayout) -> tuple[Any, dict[str, Path]]:
+    run = MlflowTracker(layout, SETTINGS.promote.model_name).find("r1")
     folder = Path(run.info.artifact_uri.removeprefix("file://").replace("%20", " ")) / "gate"
     return run, {path.name: path for path in folder.iterdir()}
 
 
 def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
-    tracked_project: Layout, capsys: pytest.CaptureFixture[str]
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluated = tracked_project
     cases.write(evaluated, found())
-    tracking = Tracking(evaluated, SETTINGS.promote.model_name)
+    tracking = MlflowTracker(evaluated, SETTINGS.promote.model_name)
     run = tracking.find_or_create("r1", 0)
     with tracking.connected() as client:
         client.set_terminated(run.info.run_id, "FINISHED")
     text = gate(evaluated, SETTINGS)
-    files.verify(evaluated.gate, "gate")
+    files.verify_sealed(evaluated.gate, "gate")
     verdict = Verdict.load(evaluated.verdict)
     assert verdict.decision == "PROMOTE"
-    assert verdict == judge(found(), SETTINGS.gate)
+    assert verdict == decide_verdict(found(), SETTINGS.gate)
     assert text.startswith("PROMOTE: model ")
     assert str(evaluated.gate_page) in text
     assert "PROMOTE" in evaluated.gate_page.read_text(encoding="utf-8")
@@ -81,28 +81,28 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     assert run.data.tags["ratchet.verdict"] == "PROMOTE"
     assert sent["verdict.json"].read_bytes() == evaluated.verdict.read_bytes()
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
-    assert check(evaluated, SETTINGS)[0]
+    assert check_verdict(evaluated, SETTINGS)[0]
 
     evaluated.mlflow_database.write_bytes(b"no database " * 100)  # costs no verdict; equal inputs give equal bytes
     assert gate(evaluated, SETTINGS).startswith("PROMOTE: ")
     assert "not logged to MLflow" in capsys.readouterr().err
-    assert check(evaluated, SETTINGS)[0]
+    assert check_verdict(evaluated, SETTINGS)[0]
     assert evaluated.verdict.read_bytes() == sent["verdict.json"].read_bytes()
     assert evaluated.gate_page.read_bytes() == sent["gate.html"].read_bytes()
 
 
-def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: Layout) -> None:
+def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: ProjectLayout) -> None:
     worse: Models = {**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}
     cases.write(evaluated, found(worse))
     assert gate(evaluated, SETTINGS).startswith("REJECT: model ")
-    passed, text = check(evaluated, SETTINGS)
+    passed, text = check_verdict(evaluated, SETTINGS)
     assert not passed
     assert "FAIL" in text
 
 
-def test_look_ups_are_counted_against_the_budget(evaluated: Layout) -> None:
+def test_look_ups_are_counted_against_the_budget(evaluated: ProjectLayout) -> None:
     for k in range(50):
-        test_set_reuse.note(evaluated, "9" * 64, f"model {k}", "run")
+        test_set_reuse.record_look(evaluated, "9" * 64, f"model {k}", "run")
     assert gate(evaluated, SETTINGS).startswith("HOLD: ")
     verdict = Verdict.load(evaluated.verdict)
     assert (verdict.lookups, verdict.reasons[-1].rule) == (51, "lookups")
@@ -111,11 +111,11 @@ def test_look_ups_are_counted_against_the_budget(evaluated: Layout) -> None:
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_evidence_is_read_as_it_was_written(project: Layout) -> None:
+def test_evidence_is_read_as_it_was_written(project: ProjectLayout) -> None:
     groups = {"s00000": "one", "s00001": "one"}
     made = with_noise(found(), "accuracy", right(61))
-    cases.write(project, Evidence(**{**vars(made), "groups": groups}))
-    read = reading.read(project, SETTINGS, {"answers": "7"})
+    cases.write(project, GateEvidence(**{**vars(made), "groups": groups}))
+    read = reading.read_evidence(project, SETTINGS, {"answers": "7"})
     assert read.samples == made.samples
     assert (read.report, read.bundle, read.champion) == (made.report, made.bundle, made.champion)
     assert (read.noise, read.noise_samples) == (made.noise, made.noise_samples)
@@ -123,19 +123,19 @@ def test_evidence_is_read_as_it_was_written(project: Layout) -> None:
     assert (read.lookups, read.tasks_now, read.repeated, read.forms) == (1, {"answers": "7"}, {}, ("adapter",))
 
 
-def reseal(layout: Layout, name: str, rows: list[dict[str, Any]]) -> None:
+def reseal(layout: ProjectLayout, name: str, rows: list[dict[str, Any]]) -> None:
     """Write other samples, sealed as evaluation seals them."""
     cases.write(layout, found())
     path = layout.evaluate / name
-    files.write_atomic(path, "".join(map(base.line, rows)))
-    files.seal(layout.evaluate, "evaluation")
+    files.write_atomic(path, "".join(map(base.to_json_line, rows)))
+    files.seal_directory(layout.evaluate, "evaluation")
 
 
 ROWS = [{"id": key, "value": value} for key, value in right(160).items()]
 SAMPLES = "samples/candidate/accuracy.jsonl"
 
 
-def decided(layout: Layout) -> Verdict:
+def decided(layout: ProjectLayout) -> Verdict:
     gate(layout, SETTINGS)
     return Verdict.load(layout.verdict)
 
@@ -149,40 +149,40 @@ def decided(layout: Layout) -> Verdict:
     ],
     ids=["twice", "missing", "nan"],
 )
-def test_samples_that_mean_nothing_are_invalid(evaluated: Layout, rows: list[dict[str, Any]], says: str) -> None:
+def test_samples_that_mean_nothing_are_invalid(evaluated: ProjectLayout, rows: list[dict[str, Any]], says: str) -> None:
     reseal(evaluated, SAMPLES, rows)
     verdict = decided(evaluated)
     assert verdict.decision == "INVALID"
     assert any(says in one.text for one in verdict.reasons)
-    assert not check(evaluated, SETTINGS)[0]
+    assert not check_verdict(evaluated, SETTINGS)[0]
 
 
-def test_samples_in_another_order_change_nothing(evaluated: Layout) -> None:
+def test_samples_in_another_order_change_nothing(evaluated: ProjectLayout) -> None:
     first = decided(evaluated)
     reseal(evaluated, SAMPLES, ROWS[::-1])
     assert decided(evaluated) == first
 
 
-def test_samples_that_are_damaged_are_refused(evaluated: Layout) -> None:
+def test_samples_that_are_damaged_are_refused(evaluated: ProjectLayout) -> None:
     path = evaluated.evaluate / SAMPLES
     path.write_text(path.read_text(encoding="utf-8").replace("0.0", "1.0"), encoding="utf-8")
-    with pytest.raises(DamagedError, match="content differs from the manifest"):
+    with pytest.raises(DamagedFileError, match="content differs from the manifest"):
         gate(evaluated, SETTINGS)
     reseal(evaluated, SAMPLES, [*ROWS[:3], {"id": 7}])
-    with pytest.raises(DamagedError, match=r"accuracy\.jsonl:4: not a Sample"):
+    with pytest.raises(DamagedFileError, match=r"accuracy\.jsonl:4: not a SampleScore"):
         gate(evaluated, SETTINGS)
     assert not evaluated.verdict.exists()
 
 
-def test_the_stages_before_must_have_run(project: Layout) -> None:
+def test_the_stages_before_must_have_run(project: ProjectLayout) -> None:
     with pytest.raises(DataError, match="dvc repro evaluate"):
         gate(project, SETTINGS)
     with pytest.raises(GateError, match="no verdict yet"):
-        check(project, SETTINGS)
+        check_verdict(project, SETTINGS)
 
 
-def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: Layout) -> None:
-    settings = SETTINGS.model_copy(update={"evaluate": Evaluate(harness=Harness(tasks=("answers",)))})
+def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: ProjectLayout) -> None:
+    settings = SETTINGS.model_copy(update={"evaluate": Evaluate(harness=HarnessSettings(tasks=("answers",)))})
     files.make_directory(evaluated.tasks)
     (evaluated.tasks / "answers.yaml").write_text("task: answers\n", encoding="utf-8")
     assert gate(evaluated, settings).startswith("INVALID: ")
@@ -192,12 +192,12 @@ def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: Lay
 # --------------------------------------------------------------------------------------------------------- gate --check
 
 
-def sealed(layout: Layout, verdict: Verdict) -> None:
+def sealed(layout: ProjectLayout, verdict: Verdict) -> None:
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / "verdict.json")
 
 
-FOUND: dict[str, Evidence] = {
+FOUND: dict[str, GateEvidence] = {
     "PROMOTE": found(),
     "HOLD": found({**MODELS, "candidate": {"accuracy": flipped(right(60), 8, 6), "answer_loss": spread(1.0)}}),
     "REJECT": found({**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}),
@@ -206,44 +206,44 @@ FOUND: dict[str, Evidence] = {
 
 
 @pytest.mark.parametrize("decision", FOUND)
-def test_only_promote_passes_the_check(project: Layout, decision: str) -> None:
+def test_only_promote_passes_the_check(project: ProjectLayout, decision: str) -> None:
     cases.write(project, FOUND[decision])
-    sealed(project, judge(FOUND[decision], SETTINGS.gate))
-    was, text = check(project, SETTINGS)
+    sealed(project, decide_verdict(FOUND[decision], SETTINGS.gate))
+    was, text = check_verdict(project, SETTINGS)
     assert was is (decision == "PROMOTE")
     assert text.startswith(f"{decision}: ")
 
 
-def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: Layout) -> None:
+def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: ProjectLayout) -> None:
     cases.write(project, found())
-    sealed(project, judge(found(), SETTINGS.gate))
-    stricter = AtLeast(rule="at_least", metric="accuracy", value=0.95)
+    sealed(project, decide_verdict(found(), SETTINGS.gate))
+    stricter = AtLeastRule(rule="at_least", metric="accuracy", value=0.95)
     rules = (*SETTINGS.gate.rules[1:], stricter)
     settings = SETTINGS.model_copy(update={"gate": SETTINGS.gate.model_copy(update={"rules": rules})})
     with pytest.raises(
         GateError, match=r"says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT \(at_least"
     ):
-        check(project, settings)
+        check_verdict(project, settings)
 
 
-def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: Layout) -> None:
+def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: ProjectLayout) -> None:
     cases.write(project, FOUND["HOLD"])
-    hold = judge(FOUND["HOLD"], SETTINGS.gate)
+    hold = decide_verdict(FOUND["HOLD"], SETTINGS.gate)
     sealed(project, hold.model_copy(update={"decision": "PROMOTE"}))
     with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is HOLD"):
-        check(project, SETTINGS)
+        check_verdict(project, SETTINGS)
     sealed(project, hold)
     hold.model_copy(update={"decision": "PROMOTE"}).save(project.verdict)
-    with pytest.raises(DamagedError, match="manifest"):
-        check(project, SETTINGS)
+    with pytest.raises(DamagedFileError, match="manifest"):
+        check_verdict(project, SETTINGS)
 
 
-def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Layout) -> None:
+def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: ProjectLayout) -> None:
     cases.write(project, found())
-    sealed(project, judge(found(), SETTINGS.gate))
+    sealed(project, decide_verdict(found(), SETTINGS.gate))
     cases.bundle(model_digest="8" * 64).save(project.bundle)
     with pytest.raises(GateError, match="earlier model, champion or anchor"):
-        check(project, SETTINGS)
+        check_verdict(project, SETTINGS)
     cases.bundle().save(project.bundle)
     for now, stale in (
         (ChampionFile(champion=cases.ITSELF, anchor=cases.ITSELF), False),  # promoted since, by this verdict
@@ -253,40 +253,40 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Layo
         now.save(project.champion)
         if stale:
             with pytest.raises(GateError, match="earlier model, champion or anchor"):
-                check(project, SETTINGS)
+                check_verdict(project, SETTINGS)
         else:
-            assert check(project, SETTINGS)[0]
+            assert check_verdict(project, SETTINGS)[0]
 
 
-def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: Layout) -> None:
-    strict = SETTINGS.gate.model_copy(update={"rules": (AtLeast(rule="at_least", metric="accuracy", value=0.8),)})
+def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: ProjectLayout) -> None:
+    strict = SETTINGS.gate.model_copy(update={"rules": (AtLeastRule(rule="at_least", metric="accuracy", value=0.8),)})
     assert gate(evaluated, SETTINGS.model_copy(update={"gate": strict})).startswith("HOLD: ")
     text = gate(evaluated, SETTINGS)
     assert text.startswith("PROMOTE: ")
     assert "under other rules the gate said HOLD of this model on these samples" in text
     assert Verdict.load(evaluated.verdict).judged_before == ("HOLD",)
     assert Verdict.load(evaluated.verdict).lookups == 1, "it is one model that was looked at"
-    assert check(evaluated, SETTINGS)[0]
+    assert check_verdict(evaluated, SETTINGS)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ gate --aa
 
 
-def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(project: Layout) -> None:
+def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(project: ProjectLayout) -> None:
     cases.write(project, found())
     with pytest.raises(DataError, match="nothing was scored twice yet"):
-        aa(project, SETTINGS)
+        run_aa_test(project, SETTINGS)
     cases.write(project, with_noise(found(), "accuracy", right(161), model_digest="8" * 64))
     with pytest.raises(DataError, match="not what was evaluated"):
-        aa(project, SETTINGS)
+        run_aa_test(project, SETTINGS)
     cases.write(project, with_noise(found(), "accuracy", right(161)))
-    quiet, text = aa(project, SETTINGS)
+    quiet, text = run_aa_test(project, SETTINGS)
     assert quiet
     assert "the same model twice" in text
     loud = SETTINGS.gate.model_copy(
-        update={"rules": (MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.001),)}
+        update={"rules": (MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.001),)}
     )
-    assert not aa(project, SETTINGS.model_copy(update={"gate": loud}))[0]
+    assert not run_aa_test(project, SETTINGS.model_copy(update={"gate": loud}))[0]
 
 
 def test_the_stage_needs_no_torch() -> None:

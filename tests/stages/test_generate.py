@@ -14,20 +14,20 @@ from generate_cases import (
     prompts,  # noqa: F401 (a fixture)
 )
 from ratchet.cli import command_line
-from ratchet.config.machine import Endpoint
+from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import error, served
 
 
-def generate(layout: Layout, prompts: Path, *more: str) -> int:
+def generate(layout: ProjectLayout, prompts: Path, *more: str) -> int:
     return command_line.main(["--project", str(layout.root), "generate", str(prompts), *more])
 
 
 @pytest.mark.usefixtures("calm")
 def test_from_prompts_to_a_file_and_once_more(
-    layout: Layout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines, table = tmp_path / "out" / "a.jsonl", tmp_path / "a.parquet"
     assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 0
@@ -35,7 +35,7 @@ def test_from_prompts_to_a_file_and_once_more(
     assert f"{COUNT} prompts of prompts.jsonl (column prompt)" in said
     assert f"{COUNT} answers to {COUNT} prompts" in said
     card = json.loads((tmp_path / "out" / "a.jsonl.card.json").read_text(encoding="utf-8"))
-    assert card["output"] == digests.of_file(lines)
+    assert card["output"] == digests.hash_file(lines)
     assert sum(card["finish"].values()) == card["answers"] == COUNT
 
     assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 0
@@ -55,7 +55,7 @@ def test_from_prompts_to_a_file_and_once_more(
 
 @pytest.mark.usefixtures("calm")
 def test_refusals_leave_nothing_behind(
-    layout: Layout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stranger = tmp_path / "mine.jsonl"
     stranger.write_text("mine\n", encoding="utf-8")
@@ -85,9 +85,9 @@ def test_refusals_leave_nothing_behind(
 
 @pytest.mark.usefixtures("calm")
 def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
-    layout: Layout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1)})
+    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(tries=1)})
     generations.project_settings(layout, generations.SETTINGS.model_copy(update={"machine": machine}))
     with served(lambda *_: error(503, "busy")) as server:
         words = (layout, prompts, "--model", server.url, "--output", str(tmp_path / "a.jsonl"))
@@ -99,7 +99,7 @@ def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
 
 @pytest.mark.usefixtures("calm")
 def test_answers_on_the_screen_with_reasoning_apart(
-    layout: Layout, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "two.jsonl"
     path.write_text('{"prompt": "is water wet"}\n{"prompt": "<|im_end|>"}\n', encoding="utf-8")

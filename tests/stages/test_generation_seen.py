@@ -9,14 +9,14 @@ import pytest
 import generations
 from generations import SETTINGS, Generation, write_prompts
 from ratchet.config.schema import Machine
-from ratchet.console.callback import Console
-from ratchet.errors import BusyError, DataError, SettingsError
-from ratchet.runs.journal import Event
+from ratchet.console.callback import ConsoleCallback
+from ratchet.errors import DataError, LockHeldError, SettingsError
+from ratchet.runs.journal import JournalEvent
 from ratchet.stages import reset
 from ratchet.stages.status import status
-from ratchet.stages.watch import Options, watch
+from ratchet.stages.watch import WatchOptions, watch
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, chat, served
 from trained_runs import Training, lay
 
@@ -41,9 +41,9 @@ def done(tmp_path: Path) -> Generation:
     return made
 
 
-def shown(layout: Layout, *runs: str, once: bool = True) -> str:
+def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), Options(runs, once=once), stream)
+    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
     return stream.getvalue()
 
 
@@ -59,7 +59,7 @@ def test_status_and_journal_of_a_generation(done: Generation) -> None:
     assert "tokens/s" in said
     assert "step" not in said
     assert status(done.layout, None) == said  # it is over, and there is no training
-    assert "no run yet" in status(Layout(done.layout.root / "empty"), None)
+    assert "no run yet" in status(ProjectLayout(done.layout.root / "empty"), None)
     with done.opened():
         assert f"generation {name}: " in status(done.layout, None)  # now it is running
     with pytest.raises(DataError, match=r"no run of that name in .*/runs and .*/generations; there are: "):
@@ -90,7 +90,7 @@ def test_reset_removes_the_directory_and_never_the_output(done: Generation, tmp_
     assert done.paths.root.exists()
     assert f"generation {name}: {COUNT} of {COUNT} answers, " in questions[0]
     assert "its result is sealed\n  files that it was written to stay as they are" in questions[0]
-    with done.opened(), pytest.raises(BusyError):
+    with done.opened(), pytest.raises(LockHeldError):
         reset.reset(done.layout, name, yes=True)
     lay(done.layout, Training(seed=1))
     assert reset.reset(done.layout, name, yes=True).endswith("removed")
@@ -117,8 +117,8 @@ def test_a_terminal_that_is_gone_does_not_end_a_generation(done: Generation, mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
     with done.opened() as run:
-        console = Console(run.paths, Gone())
-        own = Event("attempt", 1.0, 2, {"pid": os.getpid(), "code_version": "1"})
+        console = ConsoleCallback(run.paths, Gone())
+        own = JournalEvent("attempt", 1.0, 2, {"pid": os.getpid(), "code_version": "1"})
         with pytest.raises(OSError, match="gone"):
             console.see([own])
         console.see([own])  # told once

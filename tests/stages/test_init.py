@@ -14,11 +14,11 @@ from init_cases import (
     requests,
 )
 from ratchet.config.data import Prepare
-from ratchet.config.gate import Forgetting
+from ratchet.config.gate import ForgettingRule
 from ratchet.config.schema import Base
 from ratchet.registry.signing import keys
 from ratchet.stages import init
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 SYSTEM = "You are the clerk of a small post office."
 
@@ -29,16 +29,16 @@ SYSTEM = "You are the clerk of a small post office."
 def test_a_base_that_knows_something_must_not_forget_it_and_the_tiny_one_knows_nothing(
     responses: dict[str, int],
 ) -> None:
-    seen = init.Data(responses=Counter(responses), splits=Counter({"test": 20}))
+    seen = init.InitDataSummary(responses=Counter(responses), splits=Counter({"test": 20}))
     for base, wanted in ((Base(source="some/model", revision="main"), True), (Base(), False)):
-        rules = init.settings_for(Prepare(), seen, base, "project").gate.rules
-        assert any(isinstance(rule, Forgetting) for rule in rules) is wanted
+        rules = init.suggest_settings(Prepare(), seen, base, "project").gate.rules
+        assert any(isinstance(rule, ForgettingRule) for rule in rules) is wanted
 
 
 @pytest.mark.parametrize(("rows", "margin"), [(10, 0.05), (20_000, 0.02)], ids=["few", "many"])
 def test_a_margin_is_never_wider_than_five_points_nor_narrower_than_two(rows: int, margin: float) -> None:
-    seen = init.Data(responses=Counter({"yes": 9 * rows, "no": 9 * rows}), splits=Counter({"test": rows}))
-    assert set(regressions(init.settings_for(Prepare(), seen, Base(), "project")).values()) == {margin}
+    seen = init.InitDataSummary(responses=Counter({"yes": 9 * rows, "no": 9 * rows}), splits=Counter({"test": rows}))
+    assert set(regressions(init.suggest_settings(Prepare(), seen, Base(), "project")).values()) == {margin}
 
 
 def test_the_harness_task_asks_with_the_rows_own_system_message(
@@ -49,7 +49,7 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
     from ratchet.data import token_files
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    (tmp_path / "answers.yaml").write_text(init.harness_task_yaml(8), encoding="utf-8")
     documents = [
         {"id": "a", "system": SYSTEM, "prompt": "Is it open?", "response": "Yes.", "turns": 3},
         {"id": "b", "system": "", "prompt": "Is it shut?", "response": "No.", "turns": 2},
@@ -57,7 +57,7 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
     data = tmp_path / "experiments" / "data"
     data.mkdir(parents=True)
     (data / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
-    with token_files.fresh_cache():
+    with token_files.use_fresh_cache():
         task = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["answers"])["tasks"]["answers"]
 
     def asked(document: dict[str, Any]) -> Any:
@@ -78,8 +78,8 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
 
 def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Path) -> None:
     made(tmp_path, requests(60))
-    layout = Layout(tmp_path / "project")
-    (key,) = keys.read(layout.keyring).keys
+    layout = ProjectLayout(tmp_path / "project")
+    (key,) = keys.read_keyring(layout.keyring).keys
     assert keys.own_fingerprint(layout) == key.fingerprint
     asked = subprocess.run(["git", "ls-files", ".ratchet"], cwd=layout.root, check=True, capture_output=True, text=True)
     assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json"]

@@ -9,23 +9,27 @@ import pytest
 
 from ratchet.errors import MirrorError
 from ratchet.stages import machine_check
-from ratchet.stages.gpu_query import Gpu, Gpus
-from ratchet.stages.machine_check import Finding, Inspection, Speed, parse
+from ratchet.stages.gpu_query import GpuDevice, GpuInventory
+from ratchet.stages.machine_check import MachineProbe, RequirementResult, TransferSpeed, parse_requirements
 
 GB = 10**9
-TWO = Gpus(devices=(Gpu("A", "8.9", 24 * GB, 23 * GB), Gpu("B", "8.9", 24 * GB, 10 * GB)), cuda="12.6", driver="550.54")
-NONE = Gpus(trouble="libcuda.so.1 is not there")
+TWO = GpuInventory(
+    devices=(GpuDevice("A", "8.9", 24 * GB, 23 * GB), GpuDevice("B", "8.9", 24 * GB, 10 * GB)),
+    cuda="12.6",
+    driver="550.54",
+)
+NONE = GpuInventory(trouble="libcuda.so.1 is not there")
 
 
-def unreachable() -> Speed:
+def unreachable() -> TransferSpeed:
     raise MirrorError("the mirror cannot be reached")
 
 
 def findings(
-    folder: Path, wanted: str, gpus: Gpus = NONE, network: Callable[[], Speed] = unreachable
-) -> dict[str, Finding]:
-    inspection = Inspection(folder, network, lambda: gpus)
-    return {one.name: one for one in inspection.findings(parse(wanted))}
+    folder: Path, wanted: str, gpus: GpuInventory = NONE, network: Callable[[], TransferSpeed] = unreachable
+) -> dict[str, RequirementResult]:
+    inspection = MachineProbe(folder, network, lambda: gpus)
+    return {one.name: one for one in inspection.findings(parse_requirements(wanted))}
 
 
 def test_this_machine_meets_minimal_requirements(tmp_path: Path) -> None:
@@ -72,10 +76,10 @@ def test_gpus_are_counted_and_versions_compared_as_versions(tmp_path: Path, want
 
 
 def test_the_network_is_measured_once_and_only_when_asked_for(tmp_path: Path) -> None:
-    measured: list[Speed] = []
+    measured: list[TransferSpeed] = []
 
-    def network() -> Speed:
-        measured.append(Speed(upload_bits_s=19e6, download_bits_s=80e6))
+    def network() -> TransferSpeed:
+        measured.append(TransferSpeed(upload_bits_s=19e6, download_bits_s=80e6))
         return measured[-1]
 
     assert findings(tmp_path, "cpus=1", network=network)["cpus"].ok
@@ -104,4 +108,4 @@ def test_cpu_quota_of_a_container_counts(
     for path, text in zip(paths, texts, strict=True):
         if text is not None:
             path.write_text(text)
-    assert machine_check.cpus(*paths) == (most or len(os.sched_getaffinity(0)))
+    assert machine_check.available_cpus(*paths) == (most or len(os.sched_getaffinity(0)))

@@ -22,7 +22,7 @@ from ratchet.models import base_model, tiny_model
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 
 WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "grinder", "roast", "box", "street",
@@ -49,11 +49,11 @@ Run = Callable[..., DatasetCard]
 
 
 @pytest.fixture
-def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[Layout, Settings]]:
+def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[ProjectLayout, Settings]]:
     """A project over rows (a list: JSON lines; a mapping: files by name), its base pinned."""
 
-    def make(rows: Any, base_settings: dict[str, Any] | None = None, **changes: Any) -> tuple[Layout, Settings]:
-        layout = Layout(tmp_path / "project")
+    def make(rows: Any, base_settings: dict[str, Any] | None = None, **changes: Any) -> tuple[ProjectLayout, Settings]:
+        layout = ProjectLayout(tmp_path / "project")
         layout.raw.mkdir(parents=True, exist_ok=True)
         layout.tasks.mkdir(exist_ok=True)
         for name, content in (rows if isinstance(rows, dict) else {"rows.jsonl": rows}).items():
@@ -73,11 +73,11 @@ def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[Layout, Setti
 
 
 @pytest.fixture
-def prepared(project_of: Callable[..., tuple[Layout, Settings]]) -> Run:
+def prepared(project_of: Callable[..., tuple[ProjectLayout, Settings]]) -> Run:
     def run(rows: Any, **changes: Any) -> DatasetCard:
         layout, chosen = project_of(rows, **changes)
         prepare(layout, chosen)
-        files.verify(layout.data, "data")
+        files.verify_sealed(layout.data, "data")
         return balanced(layout)
 
     return run
@@ -85,7 +85,7 @@ def prepared(project_of: Callable[..., tuple[Layout, Settings]]) -> Run:
 
 @pytest.fixture
 def refused(
-    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+    project_of: Callable[..., tuple[ProjectLayout, Settings]], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """What `ratchet prepare` says when it ends with exit code 2; nothing may be left behind."""
 
@@ -101,13 +101,13 @@ def refused(
     return run
 
 
-def balanced(layout: Layout) -> DatasetCard:
+def balanced(layout: ProjectLayout) -> DatasetCard:
     """The card, after its accounts were compared with what was written."""
     card = DatasetCard.load(layout.dataset_card)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
     assert card.rows_out == sum(card.splits.values())
     for name in SPLITS:
-        written = token_files.read(layout.data, name)
+        written = token_files.open_split(layout.data, name)
         copies = card.repeated if name == "train" else 0
         assert len(written) == card.splits[name] + copies
         ids = written["id"][:]
@@ -129,8 +129,8 @@ def rows_of(count: int, words: int = 9, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def prompts(layout: Layout, split: SplitName) -> list[str]:
-    return [Conversation.from_json(text).prompt for text in token_files.read(layout.data, split)["conversation"]]
+def prompts(layout: ProjectLayout, split: SplitName) -> list[str]:
+    return [Conversation.from_json(text).prompt for text in token_files.open_split(layout.data, split)["conversation"]]
 
 
 def test_every_reason_is_counted_with_its_place(prepared: Run) -> None:
@@ -227,7 +227,7 @@ def test_near_duplicates_are_dropped_within_and_across_splits(prepared: Run, tmp
     assert card.near_duplicates is not None
     assert card.near_duplicates.clusters == 40
     assert 0 < card.near_duplicates.across_splits < 40
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     seen = [prompt.removesuffix(" please") for name in SPLITS for prompt in prompts(layout, name)]
     assert len(seen) == len(set(seen)) == 80
     kept = prepared([*originals, *near], max_tokens=400, duplicates={"near": None})
@@ -242,7 +242,7 @@ def test_a_test_row_is_kept_before_its_near_duplicate_in_training(prepared: Run,
         sources=({"files": "data/raw/train.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"}),
         max_tokens=400,
     )
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     assert sorted(prompts(layout, "test")) == sorted(row["prompt"] for row in own)
     assert card.dropped["near_duplicate"].count == 10
     assert card.wanted["test"] == 0
@@ -263,7 +263,7 @@ def test_benchmark_rows_are_dropped_from_training_or_end_the_stage(prepared: Run
 
 
 def test_a_harness_task_of_the_project_is_an_evaluation_set(
-    project_of: Callable[..., tuple[Layout, Settings]],
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
 ) -> None:
     rows = rows_of(80, words=40)
     layout, chosen = project_of(rows, max_tokens=400)
@@ -289,11 +289,11 @@ def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path
     card = prepared(rows, max_tokens=90, too_long="truncate", limits=loose, duplicates={"near": None})
     assert sum(cut.rows for cut in card.truncated.values()) == 8
     assert sum(cut.tokens for cut in card.truncated.values()) > 8 * 100
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     end = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card))).eos_token_id
     for name in SPLITS:
         for ids, labels in zip(
-            *(token_files.read(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
+            *(token_files.open_split(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
         ):
             assert len(ids) <= 90
             assert [label for label in labels if label != MASKED][-1] == end
@@ -314,7 +314,7 @@ def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
 def test_groups_stay_together_and_strata_are_balanced(prepared: Run, tmp_path: Path) -> None:
     rows = [{**row, "user": n % 20, "kind": "ab"[n % 2]} for n, row in enumerate(rows_of(200))]
     prepared(rows, split={"group": "user"})
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     user = {row["prompt"]: row["user"] for row in rows}
     homes = [{user[prompt] for prompt in prompts(layout, name)} for name in SPLITS]
     assert not homes[0] & homes[1] and not homes[0] & homes[2] and not homes[1] & homes[2]
@@ -326,7 +326,7 @@ def test_groups_stay_together_and_strata_are_balanced(prepared: Run, tmp_path: P
 
 def test_adding_rows_moves_no_old_row(prepared: Run, tmp_path: Path) -> None:
     rows = rows_of(150)
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     prepared(rows[:100])
     before = {prompt: name for name in SPLITS for prompt in prompts(layout, name)}
     prepared(rows[50:] + rows[:50])
@@ -368,15 +368,15 @@ def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Pat
     flagged = prepared(rows, turns="flagged", duplicates={"near": None})
     counts = [sum(lengths.trained for lengths in card.lengths.values()) for card in (last, flagged, every)]
     assert counts[0] < counts[1] < counts[2]
-    layout = Layout(tmp_path / "project")
-    text = token_files.read(layout.data, "train")["conversation"][0]
+    layout = ProjectLayout(tmp_path / "project")
+    text = token_files.open_split(layout.data, "train")["conversation"][0]
     assert Conversation.from_json(text).messages[-1]["role"] == "assistant"
     document = json.loads((layout.data / "test.jsonl").read_text().splitlines()[0])
     assert (document["system"], document["prompt"]) == ("Be brief.", "second")
 
 
 def test_a_template_of_the_project_replaces_the_tokenizers(
-    project_of: Callable[..., tuple[Layout, Settings]],
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
 ) -> None:
     names = {
         "rows.jsonl": rows_of(60),
@@ -390,7 +390,9 @@ def test_a_template_of_the_project_replaces_the_tokenizers(
     tokenizer = base_model.load_tokenizer(
         base_model.locate(layout, base.BaseCard.load(layout.base_card)), layout.own_template
     )
-    assert tokenizer.decode(token_files.read(layout.data, "train")["input_ids"][0]).startswith("<|im_start|>user: ")
+    assert tokenizer.decode(token_files.open_split(layout.data, "train")["input_ids"][0]).startswith(
+        "<|im_start|>user: "
+    )
 
 
 def chat(n: int, **flags: Any) -> dict[str, Any]:
@@ -416,7 +418,7 @@ def test_a_prompt_of_an_own_test_file_is_not_learned_from_with_another_answer(pr
     card = prepared({"rows.jsonl": rows, "own.jsonl": own}, sources=sources)
     assert card.dropped["leaked"].count == 20
     assert card.dropped["leaked"].examples[0].endswith("its prompt is in the test rows too")
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     assert not set(prompts(layout, "test")) & {*prompts(layout, "train"), *prompts(layout, "validation")}
 
 
@@ -431,9 +433,9 @@ def test_a_group_of_an_own_test_file_is_not_learned_from(prepared: Run) -> None:
 
 def test_indentation_is_learned_and_labels_are_bare(prepared: Run, tmp_path: Path) -> None:
     rows = [{**row, "response": f"    return {n}"} for n, row in enumerate(rows_of(60))]
-    layout = Layout(tmp_path / "project")
+    layout = ProjectLayout(tmp_path / "project")
     prepared(rows)
-    answers = [Conversation.from_json(t).response for t in token_files.read(layout.data, "train")["conversation"]]
+    answers = [Conversation.from_json(t).response for t in token_files.open_split(layout.data, "train")["conversation"]]
     assert all(answer.startswith("    return") for answer in answers)
     card = prepared([{**row, "response": f" {n % 2} "} for n, row in enumerate(rows_of(60))], task="labels")
     assert set(card.labels) == {"0", "1"}
@@ -462,7 +464,7 @@ def test_what_is_left_out_is_noted(prepared: Run, name: str) -> None:
     assert any(all(text in note for text in says) for note in notes), notes
 
 
-def test_a_template_without_system_messages_is_noted(project_of: Callable[..., tuple[Layout, Settings]]) -> None:
+def test_a_template_without_system_messages_is_noted(project_of: Callable[..., tuple[ProjectLayout, Settings]]) -> None:
     names = {
         "rows.jsonl": [{**row, "system": "Be brief."} for row in rows_of(60)],
         "chat.jinja": "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -474,7 +476,7 @@ def test_a_template_without_system_messages_is_noted(project_of: Callable[..., t
 
 
 def test_a_template_that_cuts_what_the_user_says_or_cannot_be_used_is_refused(
-    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+    project_of: Callable[..., tuple[ProjectLayout, Settings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {
         "rows.jsonl": rows_of(60),
@@ -501,7 +503,7 @@ def test_near_duplicates_with_another_label_are_noted(prepared: Run) -> None:
 
 
 def test_a_harness_task_that_cannot_be_loaded_is_one_message(
-    project_of: Callable[..., tuple[Layout, Settings]],
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,22 +11,30 @@ from typing import Any
 import pytest
 
 from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
-from ratchet.config.gate import AtLeast, Gate, Hook
-from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, GateError, SettingsError, TrackingError
+from ratchet.config.gate import AtLeastRule, Gate, HookSettings
+from ratchet.errors import (
+    ChampionError,
+    DamagedFileError,
+    DataError,
+    GateError,
+    LockHeldError,
+    SettingsError,
+    TrackingError,
+)
 from ratchet.registry import promotion
 from ratchet.registry.model_store import FORCED, KIND
 from ratchet.registry.signing import keys, signature
-from ratchet.stages.promote import Options, promote, rollback, smoke_test
+from ratchet.stages.promote import PromoteOptions, promote, rollback, run_smoke_test
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
-from ratchet.storage.records.evaluation import EvalReport
-from ratchet.storage.records.export import Bundle
-from ratchet.storage.records.gate import Champion, Forced, Verdict, read_champion
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
+from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import Champion, ForcedPromotion, Verdict, read_champion
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 ACTOR = "ada@example.org"
-FORCE = Options(force=True, reason="the old one answers in French")
+FORCE = PromoteOptions(force=True, reason="the old one answers in French")
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +42,19 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_ACTOR", ACTOR)
 
 
-def champion(layout: Layout) -> Champion:
+def champion(layout: ProjectLayout) -> Champion:
     found = read_champion(layout.champion).champion
     assert found is not None
     return found
 
 
-def promoted(layout: Layout, model: str) -> str:
+def promoted(layout: ProjectLayout, model: str) -> str:
     model_digest = stage(layout, model)
     promote(layout, SETTINGS)
     return model_digest
 
 
-def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) -> None:
+def test_a_promoted_model_is_kept_registered_and_named(tracked_project: ProjectLayout) -> None:
     model_digest = stage(tracked_project, "a")
     folder = tracked_project.promoted_model(model_digest)
     (folder / "hf").mkdir(parents=True)
@@ -62,13 +70,13 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
         "hf/model.safetensors", "hf/config.json", "adapter/adapter_model.safetensors",
     }  # fmt: skip
     assert served <= there
-    bundle = Bundle.load(folder / "bundle.json")
-    assert bundle.verdict == digests.of_file(folder / "verdict.json")
-    assert bundle.evaluation == digests.of_file(folder / "eval.json")
-    assert signature.check(folder, tracked_project).by == keys.own_fingerprint(tracked_project)
+    bundle = ModelBundle.load(folder / "bundle.json")
+    assert bundle.verdict == digests.hash_file(folder / "verdict.json")
+    assert bundle.evaluation == digests.hash_file(folder / "eval.json")
+    assert signature.check_signature(folder, tracked_project).by == keys.own_fingerprint(tracked_project)
     page = tracked_project.evidence / folder.name / "gate.html"  # it shows rows of the data: beside the model
     assert page.read_bytes() == tracked_project.gate_page.read_bytes()
-    version = Registry(tracked_project, NAME).version(1)
+    version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
     assert version.source == folder.as_uri()
     assert version.tags == version.tags | {
@@ -91,13 +99,13 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert "accuracy 0.95" in words_of(tracked_project, 1)
 
 
-def words_of(layout: Layout, version: int) -> str:
+def words_of(layout: ProjectLayout, version: int) -> str:
     from mlflow import MlflowClient
 
     return str(MlflowClient(f"sqlite:///{layout.mlflow_database}").get_model_version(NAME, str(version)).description)
 
 
-def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_project: Layout) -> None:
+def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_project: ProjectLayout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     judge(tracked_project, "HOLD")
     before = tree(tracked_project.root)
@@ -109,18 +117,18 @@ def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_proje
     assert weights.stat().st_nlink == 1  # a copy: a program that writes into the export does not change the champion
     weights.write_bytes(b"flipped")
     assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
-    files.verify(folder, KIND)
-    signature.check(folder, tracked_project)
+    files.verify_sealed(folder, KIND)
+    signature.check_signature(folder, tracked_project)
 
     stage(tracked_project, "b")  # replaces the export that the model was copied from
-    files.verify(folder, KIND)
+    files.verify_sealed(folder, KIND)
 
 
-def test_there_and_back_by_promotion_and_rollback(tracked_project: Layout) -> None:
+def test_there_and_back_by_promotion_and_rollback(tracked_project: ProjectLayout) -> None:
     for model, expected in (("a", ["a"]), ("b", ["b", "a"]), ("a", ["a", "b"]), ("c", ["c", "a", "b"])):
         promoted(tracked_project, model)
         assert line(tracked_project) == expected
-    assert len(Registry(tracked_project, NAME).versions()) == 3
+    assert len(MlflowModelRegistry(tracked_project, NAME).versions()) == 3
     assert "version 1" in rollback(tracked_project, SETTINGS, None, check=works)
     assert line(tracked_project) == ["a", "b"]
     assert "already" in rollback(tracked_project, SETTINGS, 1, check=works)
@@ -134,7 +142,7 @@ def test_there_and_back_by_promotion_and_rollback(tracked_project: Layout) -> No
         rollback(tracked_project, SETTINGS, 9, check=works)
 
 
-def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: Layout) -> None:
+def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: ProjectLayout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     promoted(tracked_project, "b")
 
@@ -147,64 +155,66 @@ def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
         rollback(tracked_project, SETTINGS, None, check=works)
     (folder / files.MANIFEST).unlink()
-    files.seal(folder, KIND)  # sealed again, which needs no key; the signature does not fit
+    files.seal_directory(folder, KIND)  # sealed again, which needs no key; the signature does not fit
     with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
         rollback(tracked_project, SETTINGS, None, check=works)
     folder.rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
         rollback(tracked_project, SETTINGS, None, check=works)
-    for options in (FORCE, Options(anchor=True)):
+    for options in (FORCE, PromoteOptions(anchor=True)):
         with pytest.raises(SettingsError, match="are for `ratchet promote`"):
             rollback(tracked_project, SETTINGS, None, options)
     file = read_champion(tracked_project.champion)
     assert (champion(tracked_project).version, [one.version for one in file.previous]) == (2, [1])
-    assert Registry(tracked_project, NAME).champion() == 2
+    assert MlflowModelRegistry(tracked_project, NAME).champion() == 2
 
 
-def write_over_verdict(layout: Layout) -> None:
+def write_over_verdict(layout: ProjectLayout) -> None:
     stage(layout, "a", "HOLD")
     text = layout.verdict.read_text(encoding="utf-8")
     layout.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
 
 
-def judge_another(layout: Layout, decision: str) -> None:
+def judge_another(layout: ProjectLayout, decision: str) -> None:
     stage(layout, "a", decision)
     judge(layout, decision, "e" * 64)
 
 
-def damage_export(layout: Layout, decision: str) -> None:
+def damage_export(layout: ProjectLayout, decision: str) -> None:
     stage(layout, "a", decision)
     (layout.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
 
 
-def remove_page(layout: Layout) -> None:
+def remove_page(layout: ProjectLayout) -> None:
     stage(layout, "a")
     layout.gate_page.unlink()
 
 
-def train_again(layout: Layout) -> None:
+def train_again(layout: ProjectLayout) -> None:
     stage(layout, "a")
     files.write_atomic(layout.adapter / "adapter_model.safetensors", "of a later training")
 
 
-def evaluate_without_export(layout: Layout) -> None:
+def evaluate_without_export(layout: ProjectLayout) -> None:
     stage(layout, "a")
-    report = EvalReport.load(layout.eval_report)
+    report = EvaluationReport.load(layout.eval_report)
     report.model_copy(update={"model_digest": None}).save(layout.eval_report)
-    files.seal(layout.evaluate, "evaluation")
+    files.seal_directory(layout.evaluate, "evaluation")
 
 
-def rejected(layout: Layout) -> None:
+def rejected(layout: ProjectLayout) -> None:
     stage(layout, "a", "REJECT")
 
 
-REFUSED: dict[str, tuple[Callable[[Layout], object], Options, type[Exception], str]] = {
-    "HOLD": (lambda p: stage(p, "a", "HOLD"), Options(), GateError, "HOLD:\n  undecided accuracy"),
-    "REJECT": (rejected, Options(), GateError, "REJECT:\n  fail +accuracy"),
-    "INVALID": (lambda p: stage(p, "a", "INVALID"), Options(), GateError, "INVALID:\n  invalid +3 of the test rows"),
-    "verdict written over": (write_over_verdict, Options(), DamagedError, "manifest"),
+REFUSED: dict[str, tuple[Callable[[ProjectLayout], object], PromoteOptions, type[Exception], str]] = {
+    "HOLD": (lambda p: stage(p, "a", "HOLD"), PromoteOptions(), GateError, "HOLD:\n  undecided accuracy"),
+    "REJECT": (rejected, PromoteOptions(), GateError, "REJECT:\n  fail +accuracy"),
+    "INVALID": (
+        lambda p: stage(p, "a", "INVALID"), PromoteOptions(), GateError, "INVALID:\n  invalid +3 of the test rows",
+    ),
+    "verdict written over": (write_over_verdict, PromoteOptions(), DamagedFileError, "manifest"),
     "verdict of another model": (
-        lambda p: judge_another(p, "PROMOTE"), Options(), GateError, "is about model eeeeeeeeeeee",
+        lambda p: judge_another(p, "PROMOTE"), PromoteOptions(), GateError, "is about model eeeeeeeeeeee",
     ),
     "verdict of another model, forced": (
         lambda p: judge_another(p, "INVALID"), FORCE, GateError, "is about model eeeeeeeeeeee",
@@ -212,20 +222,20 @@ REFUSED: dict[str, tuple[Callable[[Layout], object], Options, type[Exception], s
     "evaluation of no export": (
         evaluate_without_export, FORCE, GateError, r"eval\.json: is about model none, but .* run `dvc repro`",
     ),
-    "gate has not run": (lambda p: None, Options(), DataError, "dvc repro gate"),
-    "damaged export": (lambda p: damage_export(p, "PROMOTE"), Options(), DamagedError, "content differs"),
-    "damaged export, forced": (lambda p: damage_export(p, "REJECT"), FORCE, DamagedError, "content differs"),
-    "no page": (remove_page, Options(), DataError, r"gate\.html: not there"),
-    "later adapter": (train_again, Options(), DataError, "merged from; run `dvc repro`"),
-    "force without reason": (rejected, Options(force=True), SettingsError, "--force wants a reason"),
-    "reason without force": (rejected, Options(reason="because"), SettingsError, "--reason is for --force"),
-    "blank reason": (rejected, Options(force=True, reason=" \n"), SettingsError, "--reason: is empty"),
-    "reason too long": (rejected, Options(force=True, reason="x" * 2001), SettingsError, "2,001 characters"),
+    "gate has not run": (lambda p: None, PromoteOptions(), DataError, "dvc repro gate"),
+    "damaged export": (lambda p: damage_export(p, "PROMOTE"), PromoteOptions(), DamagedFileError, "content differs"),
+    "damaged export, forced": (lambda p: damage_export(p, "REJECT"), FORCE, DamagedFileError, "content differs"),
+    "no page": (remove_page, PromoteOptions(), DataError, r"gate\.html: not there"),
+    "later adapter": (train_again, PromoteOptions(), DataError, "merged from; run `dvc repro`"),
+    "force without reason": (rejected, PromoteOptions(force=True), SettingsError, "--force wants a reason"),
+    "reason without force": (rejected, PromoteOptions(reason="because"), SettingsError, "--reason is for --force"),
+    "blank reason": (rejected, PromoteOptions(force=True, reason=" \n"), SettingsError, "--reason: is empty"),
+    "reason too long": (rejected, PromoteOptions(force=True, reason="x" * 2001), SettingsError, "2,001 characters"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_promotion_changes_nothing(tracked_project: Layout, name: str) -> None:
+def test_a_refused_promotion_changes_nothing(tracked_project: ProjectLayout, name: str) -> None:
     make, options, error, says = REFUSED[name]
     make(tracked_project)
     with pytest.raises(error, match=says):
@@ -233,21 +243,21 @@ def test_a_refused_promotion_changes_nothing(tracked_project: Layout, name: str)
     nothing_happened(tracked_project)
 
 
-def test_no_promotion_by_a_verdict_of_other_rules_than_those_of_now(tracked_project: Layout) -> None:
+def test_no_promotion_by_a_verdict_of_other_rules_than_those_of_now(tracked_project: ProjectLayout) -> None:
     stage(tracked_project, "a")
-    stricter = Gate(rules=(AtLeast(rule="at_least", metric="accuracy", value=0.99),))
+    stricter = Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.99),))
     with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT"):
         promote(tracked_project, SETTINGS.model_copy(update={"gate": stricter}))
     nothing_happened(tracked_project)
 
 
-def nothing_happened(layout: Layout) -> None:
+def nothing_happened(layout: ProjectLayout) -> None:
     assert not layout.champion.exists()
     assert not layout.models.exists()
-    assert Registry(layout, NAME).versions() == []
+    assert MlflowModelRegistry(layout, NAME).versions() == []
 
 
-def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layout) -> None:
+def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     stage(tracked_project, "b")
     for_b = Verdict.load(tracked_project.verdict)  # b was compared with a
@@ -263,24 +273,24 @@ def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layo
 # --- the anchor -------------------------------------------------------------------------------------------------------
 
 
-def anchor(layout: Layout) -> int:
+def anchor(layout: ProjectLayout) -> int:
     found = read_champion(layout.champion).anchor
     assert found is not None
     return found.version
 
 
-def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project: Layout) -> None:
+def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     assert anchor(tracked_project) == 1
     judge(tracked_project, "PROMOTE")
-    promote(tracked_project, SETTINGS, Options(anchor=True))  # b is champion already, and becomes the anchor
+    promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))  # b is champion already, and becomes the anchor
     assert anchor(tracked_project) == 2
-    assert "already" in promote(tracked_project, SETTINGS, Options(anchor=True))
+    assert "already" in promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))
     rollback(tracked_project, SETTINGS, 1, check=works)
     assert anchor(tracked_project) == 2
     stage(tracked_project, "c")
-    promote(tracked_project, SETTINGS, Options(anchor=True))
+    promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))
     assert anchor(tracked_project) == 3
     assert [entry.anchored for entry in chain(tracked_project)] == [True, False, True, False, True]
     assert line(tracked_project) == ["c", "a"]
@@ -291,20 +301,20 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "INVALID"])
 def test_force_overrules_decisions_and_is_not_noted_where_it_was_not_needed(
-    tracked_project: Layout, decision: str
+    tracked_project: ProjectLayout, decision: str
 ) -> None:
     stage(tracked_project, "a", decision)
     text = promote(tracked_project, SETTINGS, FORCE)
     needed = decision != "PROMOTE"
     assert ("FORCED" in text) is needed
     assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
-    noted = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    noted = ForcedPromotion.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == (noted if needed else None)
     [entry] = chain(tracked_project)
     assert (entry.forced, entry.reason) == (needed, FORCE.reason)
 
 
-def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
+def test_force_is_seen_wherever_the_model_is(tracked_project: ProjectLayout) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
@@ -313,11 +323,11 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
     a = stage(tracked_project, "a", decision)
     text = promote(tracked_project, SETTINGS, FORCE)
     assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
-    forced = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    forced = ForcedPromotion.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == forced
     [entry] = chain(tracked_project)
     assert (entry.forced, entry.reason, entry.decision) == (True, FORCE.reason, decision)
-    version = Registry(tracked_project, NAME).version(1)
+    version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
     for tags in (version.tags, client.get_run(run.info.run_id).data.tags):
         assert tags == tags | {
@@ -325,8 +335,8 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
             "ratchet.decision": decision, "ratchet.event": entry.id,
         }  # fmt: skip
     assert words_of(tracked_project, 1).startswith(f"**FORCED** on {entry.time} by {ACTOR} although the gate said")
-    assert Forced.load(tracked_project.promoted_model(a) / FORCED) == forced
-    files.verify(tracked_project.promoted_model(a), KIND)
+    assert ForcedPromotion.load(tracked_project.promoted_model(a) / FORCED) == forced
+    files.verify_sealed(tracked_project.promoted_model(a), KIND)
 
     promoted(tracked_project, "b")
     assert not champion(tracked_project).forced
@@ -337,14 +347,14 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
     promoted(tracked_project, "c")
     rollback(tracked_project, SETTINGS, 2, check=works)
     files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
-    Registry(tracked_project, NAME).set_champion(1, expected=2)
+    MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=2)
     rollback(tracked_project, SETTINGS, 1, check=works)
     assert champion(tracked_project).forced == forced
     promoted(tracked_project, "b")
     promoted(tracked_project, "a")  # this time with the gate's blessing
     assert champion(tracked_project).forced is None
     assert not (tracked_project.promoted_model(a) / FORCED).exists()
-    version = Registry(tracked_project, NAME).version(1)
+    version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
     assert (version.tags["ratchet.forced"], version.tags["ratchet.decision"]) == ("false", "PROMOTE")
     assert line(tracked_project)[0] == "a"
@@ -353,12 +363,14 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
 # --- dry runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: Layout) -> None:
-    settings = with_hooks(Hook(command=("touch", "told")), Hook(command=("true",), events=("rollback",)))
+def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: ProjectLayout) -> None:
+    settings = with_hooks(
+        HookSettings(command=("touch", "told")), HookSettings(command=("true",), events=("rollback",))
+    )
     stage(tracked_project, "a", "REJECT")
-    Registry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
+    MlflowModelRegistry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
     before = tree(tracked_project.root)
-    text = promote(tracked_project, settings, Options(force=True, reason="try", dry_run=True))
+    text = promote(tracked_project, settings, PromoteOptions(force=True, reason="try", dry_run=True))
     for part in (
         "nothing was changed", "models/", "promotion.json", "register model", "from nowhere to a new version",
         f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED against REJECT",
@@ -370,20 +382,20 @@ def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: Layout) 
     assert after.keys() - before.keys() == {"mlruns/promote.lock"}
     assert {name: after[name] for name in before} == before
     with pytest.raises(GateError, match="REJECT"):
-        promote(tracked_project, settings, Options(dry_run=True))
+        promote(tracked_project, settings, PromoteOptions(dry_run=True))
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     before = tree(tracked_project.root)
-    text = rollback(tracked_project, settings, None, Options(dry_run=True, reason="slow"), works)
+    text = rollback(tracked_project, settings, None, PromoteOptions(dry_run=True, reason="slow"), works)
     assert "from version 2 to version 1" in text
     assert "loads and answers" in text
     assert tree(tracked_project.root) == before
 
 
-def test_a_dry_run_makes_no_folder(project: Layout) -> None:
+def test_a_dry_run_makes_no_folder(project: ProjectLayout) -> None:
     stage(project, "a")
     before = tree(project.root)
-    assert "a new version" in promote(project, SETTINGS, Options(dry_run=True))
+    assert "a new version" in promote(project, SETTINGS, PromoteOptions(dry_run=True))
     assert tree(project.root) == before
     assert not project.mlruns.exists()
 
@@ -391,7 +403,7 @@ def test_a_dry_run_makes_no_folder(project: Layout) -> None:
 # --- a registry that does not answer ----------------------------------------------------------------------------------
 
 
-def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
+def test_a_dead_mlflow_promotes_nothing(project: ProjectLayout) -> None:
     stage(project, "a")
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"damaged" * 1000)
@@ -401,7 +413,7 @@ def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
 
 
 def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another SQLite writer takes the database right before a call of MLflow, and holds it."""
     import sqlalchemy
@@ -434,13 +446,13 @@ def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
         promote_locked(call)
         promote(tracked_project, SETTINGS)
         assert line(tracked_project)[0] == model
-        versions = Registry(tracked_project, NAME).versions()
+        versions = MlflowModelRegistry(tracked_project, NAME).versions()
         assert len(versions) == len(chain(tracked_project)) == number
         assert all("ratchet.event" in version.tags for version in versions)
     assert line(tracked_project) == ["d", "c", "b", "a"]
 
 
-def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> None:
+def test_a_fresh_clone_says_where_the_registry_is(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     tracked_project.mlruns.rename(tracked_project.root / "left on the other machine")
@@ -451,10 +463,10 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> No
 
 
 def test_a_new_registry_is_not_taken_for_the_old_one(
-    tracked_project: Layout, tmp_path: Path, mlflow_template: Path
+    tracked_project: ProjectLayout, tmp_path: Path, mlflow_template: Path
 ) -> None:
     promoted(tracked_project, "a")
-    clone = Layout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
+    clone = ProjectLayout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
     clone.mlruns.mkdir(parents=True)
     clone.mlflow_database.write_bytes(mlflow_template.read_bytes())
     promoted(clone, "z")
@@ -467,7 +479,7 @@ def test_a_new_registry_is_not_taken_for_the_old_one(
         rollback(clone, SETTINGS, 1, check=works)
 
 
-def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout) -> None:
+def test_disagreement_names_both_and_every_way_out_works(tracked_project: ProjectLayout) -> None:
     from mlflow import MlflowClient
 
     promoted(tracked_project, "a")
@@ -480,7 +492,7 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout
     promoted(tracked_project, "c")
     for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
         state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
-        Registry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
+        MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
         stage(tracked_project, "d")
         with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
             promote(tracked_project, SETTINGS)
@@ -490,7 +502,7 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout
         assert line(tracked_project) == expected
         tracked_project.champion.write_bytes(state[0])
         tracked_project.promotions.write_bytes(state[1])
-        Registry(tracked_project, NAME).set_champion(3, expected=choice)
+        MlflowModelRegistry(tracked_project, NAME).set_champion(3, expected=choice)
 
 
 # --- two at once ------------------------------------------------------------------------------------------------------
@@ -498,48 +510,48 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout
 
 def run_command(command: str, root: Path) -> str:
     if command == "promote":
-        return promote(Layout(root), SETTINGS)
-    return rollback(Layout(root), SETTINGS, None, check=works)
+        return promote(ProjectLayout(root), SETTINGS)
+    return rollback(ProjectLayout(root), SETTINGS, None, check=works)
 
 
 def test_a_promotion_that_is_at_work_too_long_is_named(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(promotion, "LOCK_WAIT_S", 0.0)
     stage(tracked_project, "a")
-    with Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
+    with FileLock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
         for command in ("promote", "rollback"):
-            with pytest.raises(BusyError, match=f"promotion is in use by process {os.getpid()}"):
+            with pytest.raises(LockHeldError, match=f"promotion is in use by process {os.getpid()}"):
                 run_command(command, tracked_project.root)
     nothing_happened(tracked_project)
 
 
 def test_a_champion_who_came_in_between_is_not_overruled(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     stage(tracked_project, "c")
     before = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
-    original = Registry.ensure_version
+    original = MlflowModelRegistry.ensure_version
 
-    def meanwhile(self: Registry, *arguments: Any) -> int:
+    def meanwhile(self: MlflowModelRegistry, *arguments: Any) -> int:
         self.set_champion(1, expected=2)
         return original(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Registry, "ensure_version", meanwhile)
+        patched.setattr(MlflowModelRegistry, "ensure_version", meanwhile)
         with pytest.raises(ChampionError, match="moved from version 2 to version 1 meanwhile: somebody else promoted"):
             promote(tracked_project, SETTINGS)
     assert (tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()) == before
     assert not tracked_project.intent.exists()
-    assert Registry(tracked_project, NAME).champion() == 1
+    assert MlflowModelRegistry(tracked_project, NAME).champion() == 1
 
 
 def promote_and_tell(root: Path, by: str, answers: Any) -> None:
     os.environ["RATCHET_ACTOR"] = by
     try:
-        answers.put((by, promote(Layout(root), SETTINGS)))
+        answers.put((by, promote(ProjectLayout(root), SETTINGS)))
     except (ChampionError, GateError) as error:
         answers.put((by, str(error)))
 
@@ -555,20 +567,20 @@ def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
     return told
 
 
-def test_promotions_that_race_leave_one_version(tracked_project: Layout, processes: Any) -> None:
+def test_promotions_that_race_leave_one_version(tracked_project: ProjectLayout, processes: Any) -> None:
     stage(tracked_project, "a")
     told = race(dict.fromkeys(("ada", "bob", "cid"), tracked_project.root), processes)
     assert sorted("champion now" in text for text in told.values()) == [False, False, True]
     assert sum("is champion already" in text for text in told.values()) == 2
     assert line(tracked_project) == ["a"]
-    assert len(chain(tracked_project)) == len(Registry(tracked_project, NAME).versions()) == 1
+    assert len(chain(tracked_project)) == len(MlflowModelRegistry(tracked_project, NAME).versions()) == 1
 
 
 def test_two_promotions_of_different_models_have_one_winner(
-    tracked_project: Layout, tmp_path: Path, processes: Any
+    tracked_project: ProjectLayout, tmp_path: Path, processes: Any
 ) -> None:
     """Two checkouts that share one registry."""
-    other = Layout(tmp_path / "checkout of bob")
+    other = ProjectLayout(tmp_path / "checkout of bob")
     other.root.mkdir()
     other.mlruns.symlink_to(tracked_project.mlruns)
     stage(tracked_project, "a")
@@ -633,46 +645,46 @@ def test_the_smoke_test_runs_in_a_fresh_process_and_its_failure_is_refused(
     said.write_text(f"#!/bin/sh\necho $* > '{tmp_path}/arguments'\n")
     said.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(said))
-    smoke_test(tmp_path / "model")
+    run_smoke_test(tmp_path / "model")
     assert (tmp_path / "arguments").read_text().split() == ["-m", "ratchet.models.smoke_test", str(tmp_path / "model")]
     said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
     with pytest.raises(
         ChampionError, match=r"model: does not load and answer \(OSError: no weights\); champion is unch"
     ):
-        smoke_test(tmp_path / "model")
+        run_smoke_test(tmp_path / "model")
 
 
-def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project: Layout) -> None:
+def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
-    rollback(tracked_project, SETTINGS, None, Options(reason="bad in production"), check=works)
+    rollback(tracked_project, SETTINGS, None, PromoteOptions(reason="bad in production"), check=works)
     stage(tracked_project, "b")
     with pytest.raises(GateError, match=r"was rolled back on .* \(bad in production\); .*--force --reason"):
         promote(tracked_project, SETTINGS)
     assert line(tracked_project) == ["a"]
-    text = promote(tracked_project, SETTINGS, Options(force=True, reason="it was the load balancer"))
+    text = promote(tracked_project, SETTINGS, PromoteOptions(force=True, reason="it was the load balancer"))
     assert "FORCED by" in text
     assert "although it was rolled back: it was the load balancer" in text
     assert line(tracked_project) == ["b", "a"]
     assert champion(tracked_project).forced is not None
 
 
-def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: Layout) -> None:
+def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: ProjectLayout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
-    first = signature.check(folder, tracked_project).by
+    first = signature.check_signature(folder, tracked_project).by
     now = champion(tracked_project)
     same = f"version 1 (model {now.model_digest[:12]}, run {now.run_id}) is champion already"
     assert promote(tracked_project, SETTINGS) == same
-    keys.revoke(tracked_project, first, "the laptop was lost")
+    keys.revoke_trust(tracked_project, first, "the laptop was lost")
     tracked_project.private_key.unlink()
     with pytest.raises(SettingsError, match="the laptop was lost"):
-        signature.check(folder, tracked_project)
+        signature.check_signature(folder, tracked_project)
     with pytest.raises(SettingsError, match="ratchet keys --new"):
         promote(tracked_project, SETTINGS)
-    made = keys.make(tracked_project).fingerprint
-    assert "the laptop was lost" in promote(tracked_project, SETTINGS, Options(dry_run=True))
+    made = keys.create_key_pair(tracked_project).fingerprint
+    assert "the laptop was lost" in promote(tracked_project, SETTINGS, PromoteOptions(dry_run=True))
     with pytest.raises(SettingsError, match="the laptop was lost"):
-        signature.check(folder, tracked_project)
+        signature.check_signature(folder, tracked_project)
     assert f"signed by key {made[:16]}" in promote(tracked_project, SETTINGS)
-    assert signature.check(folder, tracked_project).by == made
+    assert signature.check_signature(folder, tracked_project).by == made
     assert len(chain(tracked_project)) == 1

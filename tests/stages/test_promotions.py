@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from promotable import NAME, SETTINGS, chain, stage, tree, with_hooks, works
-from ratchet.config.gate import Hook
+from ratchet.config.gate import HookSettings
 from ratchet.registry import ledger
-from ratchet.stages.promote import Options, promote, rollback
+from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import promotions
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +21,17 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def history(tracked_project: Layout) -> Layout:
+def history(tracked_project: ProjectLayout) -> ProjectLayout:
     """a, then b by force, then a again."""
     stage(tracked_project, "a")
     promote(tracked_project, SETTINGS)
     stage(tracked_project, "b", "REJECT")
-    promote(tracked_project, SETTINGS, Options(force=True, reason="it is Friday"))
-    rollback(tracked_project, SETTINGS, None, Options(reason="it was"), works)
+    promote(tracked_project, SETTINGS, PromoteOptions(force=True, reason="it is Friday"))
+    rollback(tracked_project, SETTINGS, None, PromoteOptions(reason="it was"), works)
     return tracked_project
 
 
-def test_the_timeline_and_what_may_be_wrong_with_it(history: Layout) -> None:
+def test_the_timeline_and_what_may_be_wrong_with_it(history: ProjectLayout) -> None:
     before = tree(history.root)
     well, text = promotions(history, SETTINGS)
     assert well
@@ -49,11 +49,11 @@ def test_the_timeline_and_what_may_be_wrong_with_it(history: Layout) -> None:
     assert [entry["version"] for entry in shown["entries"]] == [1, 2, 1]
     assert shown["broken"] == []
 
-    Registry(history, NAME).set_champion(2, expected=1)
+    MlflowModelRegistry(history, NAME).set_champion(2, expected=1)
     well, text = promotions(history, SETTINGS)
     assert not well
     assert "names version 1, but the registry's alias is at version 2; choose: `ratchet rollback 1`" in text
-    Registry(history, NAME).set_champion(1, expected=2)
+    MlflowModelRegistry(history, NAME).set_champion(1, expected=2)
 
     content = history.promotions.read_text()
     history.promotions.write_text(content.replace("it is Friday", "it is good"))
@@ -73,14 +73,14 @@ def test_the_timeline_and_what_may_be_wrong_with_it(history: Layout) -> None:
     assert not history.mlruns.exists()
 
 
-def test_before_the_first_promotion(project: Layout) -> None:
+def test_before_the_first_promotion(project: ProjectLayout) -> None:
     assert promotions(project, SETTINGS) == (True, "nothing was promoted yet")
     assert promotions(project, SETTINGS, deliver=True) == (True, "nothing was promoted yet\nno hook was given up")
 
 
-def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_project: Layout) -> None:
+def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_project: ProjectLayout) -> None:
     stage(tracked_project, "a")
-    settings = with_hooks(Hook(command=("sh", "-c", "cat > told.json")), Hook(command=("no-such",)))
+    settings = with_hooks(HookSettings(command=("sh", "-c", "cat > told.json")), HookSettings(command=("no-such",)))
     text = promote(tracked_project, settings)
     assert "command sh: told (exit code 0)" in text
     assert "warning: command no-such: not told" in text
@@ -94,7 +94,7 @@ def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_projec
     assert well
     assert "command no-such: NOT told (does not start" in text
     (tracked_project.root / "told.json").unlink()
-    mended = with_hooks(settings.promote.hooks[0], Hook(command=("touch", "mended")))
+    mended = with_hooks(settings.promote.hooks[0], HookSettings(command=("touch", "mended")))
     _, text = promotions(tracked_project, mended, deliver=True)
     assert "telling hooks again of 1 event" in text
     assert "command touch: told" in text
@@ -103,16 +103,16 @@ def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_projec
 
 
 def test_the_actor_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ledger.who(tmp_path) == "ada"
+    assert ledger.current_actor(tmp_path) == "ada"
     monkeypatch.setenv(ledger.VARIABLE, " ci\n\x1b[31m bot ")
-    assert ledger.who(tmp_path) == "ci \\u001b[31m bot"
+    assert ledger.current_actor(tmp_path) == "ci \\u001b[31m bot"
     monkeypatch.setenv(ledger.VARIABLE, "")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     monkeypatch.setenv("LOGNAME", "lovelace")
-    assert ledger.who(tmp_path) == "lovelace"
+    assert ledger.current_actor(tmp_path) == "lovelace"
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "config", "user.email", "ada@example.org"], check=True)
-    assert ledger.who(tmp_path) == "ada@example.org"
+    assert ledger.current_actor(tmp_path) == "ada@example.org"
     monkeypatch.setenv("PATH", "")
-    assert ledger.who(tmp_path) == "lovelace"
+    assert ledger.current_actor(tmp_path) == "lovelace"

@@ -10,17 +10,17 @@ import tiny_project
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model, loading
-from ratchet.stages.quantization_cost import quantization
+from ratchet.stages.quantization_cost import measure_quantization
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.training import QuantizationReport
 
-SETTINGS = params_file.changed(tiny_project.SETTINGS, {"evaluate.quantization_rows": 5})
+SETTINGS = params_file.apply_changes(tiny_project.SETTINGS, {"evaluate.quantization_rows": 5})
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("quantization") / "project", SETTINGS)
 
 
@@ -34,13 +34,13 @@ class Measured:
 
 
 @pytest.fixture(scope="module")
-def measured(project: Layout) -> Measured:
+def measured(project: ProjectLayout) -> Measured:
     lines: list[str] = []
-    text = quantization(project, SETTINGS, lines.append)
+    text = measure_quantization(project, SETTINGS, lines.append)
     return Measured(QuantizationReport.load(project.quantization / "quantization.json"), text, lines)
 
 
-def test_the_report_the_table_and_the_picture(project: Layout, measured: Measured) -> None:
+def test_the_report_the_table_and_the_picture(project: ProjectLayout, measured: Measured) -> None:
     report = measured.report
     assert [one.name for one in report.costs] == ["full", "nf4", "nf4+dq", "fp4", "fp4+dq"]
     assert report.rows == 5
@@ -48,7 +48,7 @@ def test_the_report_the_table_and_the_picture(project: Layout, measured: Measure
     assert report.dtype == "float32"
     assert len(report.costs[1].layers) == 14, "seven matrices in each of two layers; the head stays as it is"
     assert (project.quantization / "quantization.png").read_bytes().startswith(b"\x89PNG")
-    files.verify(project.quantization, "quantization")
+    files.verify_sealed(project.quantization, "quantization")
     table = measured.text.splitlines()
     assert f"5 validation rows, {report.tokens} answer tokens" in table[0]
     assert table[2].split()[:3] == ["full", f"{report.costs[0].weight_bytes:,}", "100.0%"]
@@ -57,23 +57,23 @@ def test_the_report_the_table_and_the_picture(project: Layout, measured: Measure
 
 
 @pytest.mark.usefixtures("measured")
-def test_equal_projects_give_equal_bytes(project: Layout) -> None:
+def test_equal_projects_give_equal_bytes(project: ProjectLayout) -> None:
     first = (project.quantization / "quantization.json").read_bytes()
-    quantization(project, SETTINGS, lambda _: None)
+    measure_quantization(project, SETTINGS, lambda _: None)
     assert (project.quantization / "quantization.json").read_bytes() == first
 
 
 def test_data_that_is_gone_or_of_another_base_is_refused_and_the_report_stays(
-    project: Layout, measured: Measured
+    project: ProjectLayout, measured: Measured
 ) -> None:
     card = project.dataset_card.read_text()
     try:
         project.dataset_card.unlink()
         with pytest.raises(DataError, match="dvc repro prepare"):
-            quantization(project, SETTINGS, lambda _: None)
+            measure_quantization(project, SETTINGS, lambda _: None)
         project.dataset_card.write_text(json.dumps(json.loads(card) | {"base_digest": "another"}))
         with pytest.raises(BaseModelError, match="prepared for another base model"):
-            quantization(project, SETTINGS, lambda _: None)
+            measure_quantization(project, SETTINGS, lambda _: None)
     finally:
         project.dataset_card.write_text(card)
     assert QuantizationReport.load(project.quantization / "quantization.json") == measured.report
@@ -87,4 +87,4 @@ def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     card = BaseCard.load(layout.base_card)
     card.model_copy(update={"files": base_model.fingerprint(plain)}).save(layout.base_card)
     with pytest.raises(BaseModelError, match="is stored in nf4 already"):
-        quantization(layout, SETTINGS, lambda _: None)
+        measure_quantization(layout, SETTINGS, lambda _: None)

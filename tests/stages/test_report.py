@@ -12,11 +12,11 @@ from ratchet.cli.command_line import main
 from ratchet.config.gate import Gate
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError, SettingsError
-from ratchet.reports.run_page import confusion
+from ratchet.reports.run_page import render_confusion_matrix
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.report import report
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import curves_file
 from trained_runs import HOSTILE, Training
 
@@ -26,12 +26,12 @@ RUN = ONE.spec.run_id
 
 
 @pytest.fixture
-def trained(project: Layout) -> Layout:
+def trained(project: ProjectLayout) -> ProjectLayout:
     trained_runs.lay(project, ONE)
     return project
 
 
-def reported(layout: Layout, name: str | None = None) -> tuple[str, str]:
+def reported(layout: ProjectLayout, name: str | None = None) -> tuple[str, str]:
     """What the terminal says, and the page."""
     text = report(layout, SETTINGS, name, layout.root / "page.html")
     return text, (layout.root / "page.html").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def facts(page: str, name: str) -> dict[str, str]:
     return found
 
 
-def test_the_page_has_the_whole_training(trained: Layout) -> None:
+def test_the_page_has_the_whole_training(trained: ProjectLayout) -> None:
     text, page = reported(trained)
     assert text.startswith(f"run {RUN}\n")
     figures = facts(page, "figures")
@@ -68,7 +68,7 @@ def test_the_page_has_the_whole_training(trained: Layout) -> None:
     assert "Signs on the axis: ↻ resumed, ✕ died." in heard(section(page, "curves"))
 
 
-def with_labels(layout: Layout) -> None:
+def with_labels(layout: ProjectLayout) -> None:
     """An evaluation of the training beside a champion, with rows, a confusion matrix and curves."""
     evaluate(layout, "another", RUN)
     found = cases.evidence(
@@ -92,7 +92,7 @@ def with_labels(layout: Layout) -> None:
     (layout.root / "more").rename(layout.evaluate)
 
 
-def test_the_evaluation_is_shown_with_its_worst_samples(trained: Layout) -> None:
+def test_the_evaluation_is_shown_with_its_worst_samples(trained: ProjectLayout) -> None:
     with_labels(trained)
     _, page = reported(trained)
     evaluation = section(page, "evaluation")
@@ -117,7 +117,7 @@ def test_the_evaluation_is_shown_with_its_worst_samples(trained: Layout) -> None
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
 
 
-def test_an_adapter_that_is_champion_says_so(trained: Layout) -> None:
+def test_an_adapter_that_is_champion_says_so(trained: ProjectLayout) -> None:
     evaluate(trained, RUN, "another")
     _, page = reported(trained, "champion")
     assert "version 3 (champion)" in heard(section(page, "registry"))
@@ -126,7 +126,7 @@ def test_an_adapter_that_is_champion_says_so(trained: Layout) -> None:
     )
 
 
-def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: Layout) -> None:
+def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: ProjectLayout) -> None:
     assert "its card is gone" in facts(reported(trained)[1], "lineage")["Data"]
     files.make_directory(trained.data)
     trained.dataset_page.touch()
@@ -140,7 +140,7 @@ def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: Layou
     assert (trained.root / "page.html").parent.joinpath(str(links[0])).exists()
 
 
-def test_a_training_that_has_begun_has_a_page(project: Layout) -> None:
+def test_a_training_that_has_begun_has_a_page(project: ProjectLayout) -> None:
     for done in (0, 7):
         run_id = trained_runs.lay(project, Training(done=done, seed=done))
         text, page = reported(project, run_id)
@@ -156,7 +156,7 @@ def test_a_training_that_has_begun_has_a_page(project: Layout) -> None:
     assert "It has not done a step." in reported(project, empty)[1]
 
 
-def test_the_page_is_beside_others_and_stays_small(project: Layout) -> None:
+def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> None:
     one = Training(steps=20_000, spike=(7_777, 50.0))
     run_id = trained_runs.lay(project, one)
     text = report(project, SETTINGS, None, None)
@@ -166,7 +166,7 @@ def test_the_page_is_beside_others_and_stays_small(project: Layout) -> None:
     assert "50 in steps 7,744 to 7,807" in page.read_text(encoding="utf-8")
 
 
-def test_what_has_no_report_is_refused(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_report_is_refused(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no run yet"):
         report(project, SETTINGS, None, None)
     trained_runs.lay(project, ONE)
@@ -181,7 +181,7 @@ def test_what_has_no_report_is_refused(project: Layout, capsys: pytest.CaptureFi
 def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
     labels = [f"label {number}" for number in range(150)]
     matrix = [[1 + (row == column) * 50 for column in range(150)] for row in range(150)]
-    drawn = confusion({"labels": labels, "matrix": matrix})
+    drawn = render_confusion_matrix({"labels": labels, "matrix": matrix})
     assert len(drawn) < 700_000
     assert drawn.count('class="right"') == 150
-    assert "says more than a picture" in confusion({"labels": labels * 2, "matrix": [[1] * 300] * 300})
+    assert "says more than a picture" in render_confusion_matrix({"labels": labels * 2, "matrix": [[1] * 300] * 300})

@@ -12,7 +12,7 @@ from ratchet.cli import command_line
 from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError
 from ratchet.stages.report import report
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from trained_runs import Training
 
 LABELS = ("billing", "refund", "other")
@@ -20,13 +20,13 @@ HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 PNG = b"\x89PNG"
 
 
-def reported(layout: Layout, path: Path) -> tuple[str, str]:
+def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
     """What the terminal says, and the page."""
     target = layout.root / "page.html"
     return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
 
 
-def test_the_page_has_what_the_panel_has(project: Layout) -> None:
+def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", of_labels(LABELS, 120), labels=LABELS, keep=["topic", "row"])
     said, page = reported(project, path)
     figures = table(section(page, "figures"), "Figures")
@@ -52,7 +52,7 @@ def test_the_page_has_what_the_panel_has(project: Layout) -> None:
     assert "default-src 'none'" in page
 
 
-def test_pictures_lie_beside_the_page_that_they_belong_to(project: Layout) -> None:
+def test_pictures_lie_beside_the_page_that_they_belong_to(project: ProjectLayout) -> None:
     labels = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
     texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
     trained_runs.lay(project, Training())
@@ -75,14 +75,14 @@ def test_pictures_lie_beside_the_page_that_they_belong_to(project: Layout) -> No
     assert not folder.exists()
 
 
-def test_labels_that_matplotlib_would_take_for_formulas(project: Layout) -> None:
+def test_labels_that_matplotlib_would_take_for_formulas(project: ProjectLayout) -> None:
     labels = ("$5", "a $x_$ b", "long " * 30 + "end")
     path = write(project.root / "a.jsonl", of_labels(labels, 30), labels=labels)
     reported(project, path)
     assert len(list((project.root / "page-pictures").iterdir())) == 3
 
 
-def test_pictures_have_no_place(project: Layout) -> None:
+def test_pictures_have_no_place(project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
     (project.root / "page-pictures").write_text("mine", encoding="utf-8")
     with pytest.raises(SettingsError, match="no folder can be made there for the pictures"):
@@ -93,7 +93,7 @@ def test_pictures_have_no_place(project: Layout) -> None:
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.jsonl.card.json", "head.csv", "x.pdf", "folder", "notes.html", "no/x.html", "f.html"]
 )
-def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Layout) -> None:
+def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
     for mine in ("head.csv", "notes.html", "no"):
         (project.root / mine).write_text("<!DOCTYPE html>\n<html>mine</html>", encoding="utf-8")
@@ -106,7 +106,7 @@ def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Layout
     assert {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")} == before
 
 
-def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(project: Layout) -> None:
+def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", [record(0, "a", "b")])
     report(project, Settings(), str(path), None)
     [page] = project.pages.glob("answers-*.html")
@@ -118,7 +118,7 @@ def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(projec
     assert first != second
 
 
-def test_pictures_beside_no_page_stay(project: Layout) -> None:
+def test_pictures_beside_no_page_stay(project: ProjectLayout) -> None:
     mine = project.root / "page-pictures" / "confusion.png"
     mine.parent.mkdir()
     mine.write_bytes(b"mine")
@@ -127,7 +127,7 @@ def test_pictures_beside_no_page_stay(project: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])
-def test_a_file_that_is_no_output_of_generate(name: str, project: Layout) -> None:
+def test_a_file_that_is_no_output_of_generate(name: str, project: ProjectLayout) -> None:
     (project.root / "small.csv").write_text("a,b\n", encoding="utf-8")
     with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: no output of `ratchet generate`.*\.jsonl or"):
         report(project, Settings(), name, None)
@@ -139,7 +139,7 @@ def test_help_of_report_mentions_answers(capsys: pytest.CaptureFixture[str]) -> 
     assert "answers judged" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_a_model_says_commands_nothing(project: Layout) -> None:
+def test_what_a_model_says_commands_nothing(project: ProjectLayout) -> None:
     records = [record(n, HOSTILE, "a", fields={"topic": HOSTILE}) for n in range(3)]
     path = write(project.root / "a.jsonl", records, labels=("a", "b"), keep=["topic"])
     said, page = reported(project, path)
@@ -149,7 +149,7 @@ def test_what_a_model_says_commands_nothing(project: Layout) -> None:
     assert r"\u001b[31m" in heard(section(page, "unparseable-answers"))
 
 
-def test_samples_and_free_text_have_sections_of_their_own(project: Layout) -> None:
+def test_samples_and_free_text_have_sections_of_their_own(project: ProjectLayout) -> None:
     records = [record(n, one, "a", sample=s) for n in range(2) for s, one in enumerate(("a", "b"))]
     said, page = reported(project, write(project.root / "a.jsonl", records, samples=2))
     assert "most frequent answer is right" in said
@@ -160,7 +160,7 @@ def test_samples_and_free_text_have_sections_of_their_own(project: Layout) -> No
     assert "No prompt has a reference" in heard(section(bare, "figures"))
 
 
-def test_an_output_that_is_not_there_writes_nothing(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_is_not_there_writes_nothing(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError, match="no such file"):
         report(project, Settings(), "gone.jsonl", None)
     assert not project.pages.exists()

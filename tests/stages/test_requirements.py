@@ -3,11 +3,13 @@
 import pytest
 
 from ratchet.errors import SettingsError
-from ratchet.stages.machine_check import KINDS, parse
+from ratchet.stages.machine_check import KINDS, parse_requirements
 
 
 def test_requirements_are_read_with_their_units() -> None:
-    asked = parse(" cuda=12.6, vram=22GB,disk=50GiB,download=50Mbps ,upload=0.5gbps,ram=512MiB,cpus=4,gpus=2")
+    asked = parse_requirements(
+        " cuda=12.6, vram=22GB,disk=50GiB,download=50Mbps ,upload=0.5gbps,ram=512MiB,cpus=4,gpus=2"
+    )
     assert {one.name: one.least for one in asked} == {
         "vram": 22_000_000_000, "gpus": 2.0, "cuda": (12, 6), "ram": 2**29, "cpus": 4.0, "disk": 50 * 2**30,
         "download": 50e6, "upload": 5e8,
@@ -42,5 +44,5 @@ def test_requirements_are_read_with_their_units() -> None:
 )
 def test_invalid_requirements_are_refused_with_valid_ones(text: str, says: str) -> None:
     with pytest.raises(SettingsError, match=r"^--require") as refused:
-        parse(text)
+        parse_requirements(text)
     assert says in str(refused.value)

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from ratchet.config.train import Train
-from ratchet.errors import BusyError, DataError, SettingsError, StorageError
+from ratchet.errors import DataError, LockHeldError, SettingsError, StorageError
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.stages import reset
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import Champion, ChampionFile
 
 
-def make(layout: Layout, seed: int = 0) -> RunPaths:
+def make(layout: ProjectLayout, seed: int = 0) -> RunPaths:
     run = Run.open(layout.runs, RunSpec(train=Train(seed=seed), data_digest="d" * 64, base_digest="b" * 64))
     run.journal.append("attempt", pid=1, code_version="1")
     run.journal.append("ready", start_step=0, planned_steps=40)
@@ -29,12 +29,12 @@ def make(layout: Layout, seed: int = 0) -> RunPaths:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return Layout(tmp_path)
+def layout(tmp_path: Path) -> ProjectLayout:
+    return ProjectLayout(tmp_path)
 
 
 @pytest.fixture
-def run(layout: Layout) -> RunPaths:
+def run(layout: ProjectLayout) -> RunPaths:
     return make(layout)
 
 
@@ -50,7 +50,7 @@ def champion(run_id: str) -> Champion:
     return Champion(version=1, model_digest="m", adapter_digest="a", run_id=run_id)
 
 
-def test_with_yes_it_is_gone_and_others_stay(layout: Layout, run: RunPaths) -> None:
+def test_with_yes_it_is_gone_and_others_stay(layout: ProjectLayout, run: RunPaths) -> None:
     other = make(layout, seed=1)
     text = reset.reset(layout, run.root.name[:6], yes=True)
     assert f"run {run.root.name}: step 7 of 40, " in text
@@ -58,7 +58,7 @@ def test_with_yes_it_is_gone_and_others_stay(layout: Layout, run: RunPaths) -> N
     assert list(layout.runs.iterdir()) == [other.root]
 
 
-def refused_question(layout: Layout, run: RunPaths) -> str:
+def refused_question(layout: ProjectLayout, run: RunPaths) -> str:
     """What is asked, when the answer is no."""
     questions: list[str] = []
 
@@ -73,7 +73,7 @@ def refused_question(layout: Layout, run: RunPaths) -> str:
     return question
 
 
-def test_the_question_says_what_is_lost(layout: Layout, run: RunPaths) -> None:
+def test_the_question_says_what_is_lost(layout: ProjectLayout, run: RunPaths) -> None:
     report("other").save(layout.train_report)
     ChampionFile(champion=champion("other")).save(layout.champion)
     assert "comes from it" not in refused_question(layout, run)
@@ -90,12 +90,12 @@ def test_the_question_says_what_is_lost(layout: Layout, run: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("answer", ["y", "yes", " YES \n", "Y"])
-def test_yes_removes(layout: Layout, run: RunPaths, answer: str) -> None:
+def test_yes_removes(layout: ProjectLayout, run: RunPaths, answer: str) -> None:
     assert reset.reset(layout, run.root.name, False, lambda question: answer).endswith("removed")
     assert not run.root.exists()
 
 
-def test_every_other_answer_keeps_the_run(layout: Layout, run: RunPaths) -> None:
+def test_every_other_answer_keeps_the_run(layout: ProjectLayout, run: RunPaths) -> None:
     def end(question: str) -> str:
         raise EOFError
 
@@ -106,7 +106,9 @@ def test_every_other_answer_keeps_the_run(layout: Layout, run: RunPaths) -> None
     assert run.checkpoint_steps() == [7]
 
 
-def test_a_reset_that_is_refused_keeps_the_run(layout: Layout, run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_is_refused_keeps_the_run(
+    layout: ProjectLayout, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(operation: str, path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
@@ -116,7 +118,7 @@ def test_a_reset_that_is_refused_keeps_the_run(layout: Layout, run: RunPaths, mo
             reset.reset(layout, run.root.name, yes=False)
     assert run.checkpoint_steps() == [7]
     in_use = rf"run {run.root.name} is in use by process {os.getpid()}"
-    with run.lock().acquire(), pytest.raises(BusyError, match=in_use):
+    with run.lock().acquire(), pytest.raises(LockHeldError, match=in_use):
         reset.reset(layout, run.root.name, yes=True)
     assert run.checkpoint_steps() == [7]
     monkeypatch.setattr(files, "before", refuse)
@@ -125,9 +127,9 @@ def test_a_reset_that_is_refused_keeps_the_run(layout: Layout, run: RunPaths, mo
     assert run.checkpoint_steps() == [7]
 
 
-def test_no_training_can_begin_while_the_question_is_asked(layout: Layout, run: RunPaths) -> None:
+def test_no_training_can_begin_while_the_question_is_asked(layout: ProjectLayout, run: RunPaths) -> None:
     def look(question: str) -> str:
-        with pytest.raises(BusyError):
+        with pytest.raises(LockHeldError):
             run.lock().acquire()
         return "y"
 
@@ -135,14 +137,14 @@ def test_no_training_can_begin_while_the_question_is_asked(layout: Layout, run: 
     assert not run.root.exists()
 
 
-def test_a_run_that_is_not_there_is_named_with_those_that_are(layout: Layout, run: RunPaths) -> None:
+def test_a_run_that_is_not_there_is_named_with_those_that_are(layout: ProjectLayout, run: RunPaths) -> None:
     with pytest.raises(DataError, match=rf"zzz: no run of that name .*there are: {run.root.name}"):
         reset.reset(layout, "zzz", yes=True)
     with pytest.raises(DataError, match="there are: none"):
-        reset.reset(Layout(layout.root / "empty"), "zzz", yes=True)
+        reset.reset(ProjectLayout(layout.root / "empty"), "zzz", yes=True)
 
 
-def test_a_run_of_a_newer_version_or_without_a_journal_can_be_removed(layout: Layout, run: RunPaths) -> None:
+def test_a_run_of_a_newer_version_or_without_a_journal_can_be_removed(layout: ProjectLayout, run: RunPaths) -> None:
     other = make(layout, seed=1)
     other.format.write_text('{"format": 99}')
     reset.reset(layout, other.root.name, yes=True)
@@ -152,17 +154,21 @@ def test_a_run_of_a_newer_version_or_without_a_journal_can_be_removed(layout: La
     assert not run.root.exists()
 
 
-def test_what_a_killed_reset_left_is_removed_and_what_another_is_removing_is_not(layout: Layout, run: RunPaths) -> None:
+def test_what_a_killed_reset_left_is_removed_and_what_another_is_removing_is_not(
+    layout: ProjectLayout, run: RunPaths
+) -> None:
     dead = layout.runs / f"{files.PARTIAL}old-doomed-4194305"  # beyond the largest process id of Linux
     alive = layout.runs / f"{files.PARTIAL}other-doomed-{os.getppid()}"
     for folder in (dead, alive):
         folder.mkdir()
-        (folder / "journal.jsonl").write_bytes(Event("notice", 9e9, 1, {"text": "x"}).line())
+        (folder / "journal.jsonl").write_bytes(JournalEvent("notice", 9e9, 1, {"text": "x"}).line())
     reset.reset(layout, run.root.name, yes=True)
     assert list(layout.runs.iterdir()) == [alive]
 
 
-def test_a_run_that_was_moved_to_another_disk_is_removed_there(layout: Layout, run: RunPaths, tmp_path: Path) -> None:
+def test_a_run_that_was_moved_to_another_disk_is_removed_there(
+    layout: ProjectLayout, run: RunPaths, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     run.root.rename(tmp_path / "disk" / run.root.name)
     run.root.symlink_to(tmp_path / "disk" / run.root.name)

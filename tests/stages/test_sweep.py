@@ -8,9 +8,9 @@ import pytest
 import tiny_project
 import tiny_sweep
 from ratchet.cli.command_line import main
-from ratchet.config.sweep import Knob, Pruner
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.config.sweep import PrunerSettings, SweepParameter
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 from sweep_cases import (
     of_mlflow,
     project,  # noqa: F401 (a fixture)
@@ -18,8 +18,8 @@ from sweep_cases import (
 )
 
 
-def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: Layout) -> None:
-    wanted = tiny_sweep.settings(trials=1, pruner=Pruner(kind="none"))
+def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectLayout) -> None:
+    wanted = tiny_sweep.settings(trials=1, pruner=PrunerSettings(kind="none"))
     machine = wanted.machine.model_copy(update={"mirror": "/a/folder/that/is/not/there"})  # which no trial asks
     tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)
@@ -38,7 +38,7 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: Layout) 
     assert done.returncode == 0, done.stderr
     first = tiny_sweep.report(project).trials[0]
     assert (first.state, first.run_id, len(first.takes)) == ("complete", trial.run_id, 2)
-    events = list(Reader(project.runs / str(trial.run_id) / "journal.jsonl").read())
+    events = list(JournalReader(project.runs / str(trial.run_id) / "journal.jsonl").read())
     [restart] = [event for event in events if event.kind == "ready" and event.attempt == 2]
     assert restart.data["start_step"] == steps, "it did not go on from where it was stopped"
 
@@ -46,13 +46,19 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: Layout) 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"space": {"train.learnin_rate": Knob(low=1, high=2)}}, ["sweep.space.train.learnin_rate", "learning_rate"]),
-        ({"space": {"machine.threads": Knob(low=1, high=2)}}, ["sweep.space.machine.threads", "machine"]),
-        ({"space": {"prepare.max_tokens": Knob(low=8, high=9)}}, ["sweep.space.prepare.max_tokens", "prepare"]),
+        (
+            {"space": {"train.learnin_rate": SweepParameter(low=1, high=2)}},
+            ["sweep.space.train.learnin_rate", "learning_rate"],
+        ),
+        ({"space": {"machine.threads": SweepParameter(low=1, high=2)}}, ["sweep.space.machine.threads", "machine"]),
+        (
+            {"space": {"prepare.max_tokens": SweepParameter(low=8, high=9)}},
+            ["sweep.space.prepare.max_tokens", "prepare"],
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
-    project: Layout, change: dict[str, Any], says: list[str], calm: None, capsys: pytest.CaptureFixture[str]
+    project: ProjectLayout, change: dict[str, Any], says: list[str], calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_project.save(project, tiny_sweep.settings(**change))
     assert main(["--project", str(project.root), "sweep"]) == 2
@@ -63,7 +69,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
 
 
 def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(
-    project: Layout, calm: None, capsys: pytest.CaptureFixture[str]
+    project: ProjectLayout, calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for asked in ("--report", "--adopt"):
         assert main(["--project", str(project.root), "sweep", asked]) == 2

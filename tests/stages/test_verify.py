@@ -17,7 +17,7 @@ from ratchet.registry.signing import keys, signature
 from ratchet.runs.directory import RESULT, Run, RunPaths
 from ratchet.stages.verify import verify
 from ratchet.storage import files
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 from snapshots import SPEC, save
 
 
@@ -29,7 +29,7 @@ def seal(target: Path, kind: str) -> Path:
 
 
 @pytest.fixture
-def run(project: Layout) -> RunPaths:
+def run(project: ProjectLayout) -> RunPaths:
     """A run with two checkpoints and a result."""
     opened = Run.open(project.runs, SPEC)
     for step in (2, 4):
@@ -42,13 +42,13 @@ def run(project: Layout) -> RunPaths:
 
 
 @pytest.fixture
-def whole(project: Layout, run: RunPaths) -> Layout:
+def whole(project: ProjectLayout, run: RunPaths) -> ProjectLayout:
     """A project with everything that may be sealed in one."""
     for kind, folder in {"base": project.base, "data": project.data, "gate": project.gate}.items():
         seal(folder, kind)
     with files.sealed_directory(project.promoted_model("f" * 64), "model") as scratch:
         (scratch / "a.bin").write_bytes(bytes(range(200)))
-        signature.sign(scratch, keys.signer(project))
+        signature.sign_folder(scratch, keys.load_signer(project))
     (project.models / ".partial-model-123").mkdir()  # being written, and not checked
     return project
 
@@ -58,7 +58,7 @@ def lines(*paths: Path) -> tuple[bool, list[str]]:
     return found, text.splitlines()
 
 
-def test_a_whole_project_is_listed_thing_by_thing(whole: Layout, run: RunPaths) -> None:
+def test_a_whole_project_is_listed_thing_by_thing(whole: ProjectLayout, run: RunPaths) -> None:
     found, text = lines(whole.root)
     assert found
     assert [line.split(str(whole.root))[1].split("  ")[:2] for line in text] == [
@@ -83,7 +83,7 @@ def test_a_whole_project_is_listed_thing_by_thing(whole: Layout, run: RunPaths) 
 
 
 def test_a_new_project_is_whole_and_runs_that_were_moved_elsewhere_are_found(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert lines(project.root) == (True, [f"ok  {project.root}  project  nothing is sealed in it yet"])
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
@@ -199,12 +199,12 @@ def test_runs_and_checkpoints_of_format_1_can_be_verified(run: RunPaths) -> None
     path = run.checkpoint(2)
     (path / "identity.json").unlink()
     (path / files.MANIFEST).unlink()
-    files.seal(path, "checkpoint")
+    files.seal_directory(path, "checkpoint")
     files.remove_sealed(run.checkpoint(4))
     assert lines(run.root)[0]
 
 
-def test_a_path_that_is_not_sealed_is_refused_before_anything_is_checked(whole: Layout, tmp_path: Path) -> None:
+def test_a_path_that_is_not_sealed_is_refused_before_anything_is_checked(whole: ProjectLayout, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
     for name in ("nowhere", "folder", "file"):

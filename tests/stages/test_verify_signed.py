@@ -11,23 +11,23 @@ from ratchet.errors import DataError, SettingsError
 from ratchet.registry import bundle_files
 from ratchet.registry.deployment import release
 from ratchet.registry.signing import keys, signature
-from ratchet.stages.deploy import Options, deploy
+from ratchet.stages.deploy import DeployOptions, deploy
 from ratchet.stages.verify import verify
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Artifact, Bundle
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ExportArtifact, ModelBundle
 
 FORMS = ("hf", "gguf/q8_0", "gguf/f16", "onnx/int8")
 
 
-def promoted(layout: Layout) -> Path:
+def promoted(layout: ProjectLayout) -> Path:
     return layout.promoted_model(deployable.promoted(layout, "a", FORMS).model_digest)
 
 
 def seal_again(folder: Path, kind: str = "model") -> None:
     """As any program that can write the folder can."""
     (folder / files.MANIFEST).unlink()
-    files.seal(folder, kind)
+    files.seal_directory(folder, kind)
 
 
 def said(*paths: Path, **options: Path) -> tuple[bool, list[str]]:
@@ -43,11 +43,11 @@ def outside_of_any_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.chdir(tmp_path / "outside")
 
 
-def own(layout: Layout) -> str:
+def own(layout: ProjectLayout) -> str:
     return str(keys.own_fingerprint(layout))
 
 
-def test_a_signed_model_is_whole_and_its_signer_is_named(project: Layout) -> None:
+def test_a_signed_model_is_whole_and_its_signer_is_named(project: ProjectLayout) -> None:
     folder = promoted(project)
     whole, lines = said(project.root)
     assert whole
@@ -55,7 +55,7 @@ def test_a_signed_model_is_whole_and_its_signer_is_named(project: Layout) -> Non
     assert lines[1:] == [f"ok  {folder}/model.sig  signature  signed by key {own(project)[:16]} (trusted)"]
 
 
-def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Layout) -> None:
+def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: ProjectLayout) -> None:
     folder = promoted(project)
     signed = (folder / signature.SIGNATURE).read_bytes()
     (folder / signature.SIGNATURE).unlink()
@@ -67,7 +67,7 @@ def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Layout
     seal_again(folder)
     assert said(folder)[0]
     name = own(project)
-    keys.revoke(project, name, "stolen")
+    keys.revoke_trust(project, name, "stolen")
     whole, lines = said(folder)
     assert not whole
     assert lines[1] == f"REVOKED {folder}: model.sig: signed by key {name[:16]}, which is revoked: stolen"
@@ -77,7 +77,7 @@ def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Layout
     assert lines[1].startswith(f"UNTRUSTED {folder}: model.sig: signed by key {name[:16]}, which is not trusted here")
 
 
-def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: Layout) -> None:
+def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: ProjectLayout) -> None:
     folder = promoted(project)
     weights = folder / "gguf" / "model-q8_0.gguf"
     content = weights.read_bytes()
@@ -94,7 +94,7 @@ def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: 
 
 
 def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_project_around(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy of tuesday"
     shutil.copytree(promoted(project), copy)
@@ -106,12 +106,12 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
     assert "--public-key FILE" in lines[1]
     assert said(copy, project=project.root)[0]
     public = tmp_path / "key.pem"
-    public.write_text(keys.read(project.keyring).keys[0].public)
+    public.write_text(keys.read_keyring(project.keyring).keys[0].public)
     whole, lines = said(copy, public_key=public)
     assert whole
     assert lines[1].endswith(f"signed by key {name} (trusted)")
-    stranger = Layout(tmp_path / "stranger")
-    public.write_text(keys.make(stranger).public)
+    stranger = ProjectLayout(tmp_path / "stranger")
+    public.write_text(keys.create_key_pair(stranger).public)
     whole, lines = said(copy, public_key=public)
     assert not whole
     assert lines[1].startswith(f"UNTRUSTED {copy}: model.sig: signed by key {name}")
@@ -123,17 +123,17 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
     assert said(copy)[0]
 
 
-def exported(layout: Layout, told: Bundle) -> Path:
+def exported(layout: ProjectLayout, told: ModelBundle) -> Path:
     with files.sealed_directory(layout.export, "export") as scratch:
         deployable.few_bytes(scratch, "a", FORMS)
         told.save(scratch / "bundle.json")
     return layout.export
 
 
-def test_the_forms_of_an_export_are_those_that_were_measured(project: Layout) -> None:
+def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLayout) -> None:
     told = deployable.promoted(project, "a", FORMS)
 
-    def of_forms(*forms: Artifact) -> tuple[bool, list[str]]:
+    def of_forms(*forms: ExportArtifact) -> tuple[bool, list[str]]:
         changes = {"artifacts": forms, "model_digest": bundle_files.model_digest(forms)}
         return said(exported(project, told.model_copy(update=changes)))
 
@@ -142,7 +142,7 @@ def test_the_forms_of_an_export_are_those_that_were_measured(project: Layout) ->
     for form in made:
         whole, lines = of_forms(*(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made))
         assert not whole
-        named = f"{bundle_files.place(form)}: form {form.name} of bundle.json is not the one that was"
+        named = f"{bundle_files.artifact_path(form)}: form {form.name} of bundle.json is not the one that was"
         assert lines[1].startswith(f"DAMAGED {project.export}: {named}")
     _, lines = of_forms(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
     assert "gguf/model-bf16.gguf: form gguf/bf16 of bundle.json is missing" in lines[1]
@@ -153,37 +153,37 @@ def test_the_forms_of_an_export_are_those_that_were_measured(project: Layout) ->
 
 
 @pytest.mark.parametrize(("field", "file"), [("evaluation", "eval.json"), ("verdict", "verdict.json")])
-def test_what_speaks_for_a_model_is_what_its_bundle_names(project: Layout, field: str, file: str) -> None:
+def test_what_speaks_for_a_model_is_what_its_bundle_names(project: ProjectLayout, field: str, file: str) -> None:
     told = deployable.promoted(project, "a", FORMS)
     folder = project.promoted_model("f" * 64)
     with files.sealed_directory(folder, "model") as scratch:
         deployable.few_bytes(scratch, "a", FORMS)
         told.model_copy(update={field: "0" * 64}).save(scratch / "bundle.json")
-        signature.sign(scratch, keys.signer(project))
+        signature.sign_folder(scratch, keys.load_signer(project))
     whole, lines = said(folder)
     assert not whole
     assert f"{file}: is not the one that bundle.json names" in lines[1]
 
 
-def test_a_bundle_that_is_none_is_damage(project: Layout) -> None:
+def test_a_bundle_that_is_none_is_damage(project: ProjectLayout) -> None:
     folder = project.promoted_model("f" * 64)
     with files.sealed_directory(folder, "model") as scratch:
         (scratch / "bundle.json").write_text(json.dumps({"model_digest": 1}))
     whole, lines = said(folder)
     assert not whole
-    assert lines[1].startswith(f"DAMAGED {folder}: bundle.json: not a Bundle")
+    assert lines[1].startswith(f"DAMAGED {folder}: bundle.json: not a ModelBundle")
     with pytest.raises((DataError, SettingsError)):
         verify([folder / "nothing"])
 
 
-def test_what_was_deployed_is_compared_with_what_was_signed(project: Layout, tmp_path: Path) -> None:
+def test_what_was_deployed_is_compared_with_what_was_signed(project: ProjectLayout, tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
     (served / release.OWNER).write_text("{}")
     assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it"])
     (served / release.OWNER).unlink()
     promoted(project)
-    deploy(project, deployable.SETTINGS, served, Options(smoke=False))
+    deploy(project, deployable.SETTINGS, served, DeployOptions(smoke=False))
     target = (served / "current").resolve()
     whole, lines = said(served, project=project.root)
     assert whole

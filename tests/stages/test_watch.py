@@ -9,19 +9,19 @@ from ratchet.cli.command_line import main
 from ratchet.config.schema import Machine
 from ratchet.errors import DataError, SettingsError
 from ratchet.runs.directory import RunPaths
-from ratchet.stages.watch import Options, watch
-from ratchet.storage.layout import Layout
+from ratchet.stages.watch import WatchOptions, watch
+from ratchet.storage.layout import ProjectLayout
 from trained_runs import Training, lay
 
 
-def shown(layout: Layout, *runs: str, once: bool = True) -> str:
+def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), Options(runs, once=once), stream)
+    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
     return stream.getvalue()
 
 
 def test_several_runs_are_shown_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     names = [lay(layout, Training(seed=seed, done=40 + seed)) for seed in range(6)]
     table = shown(layout, *names)
     assert all(name in table for name in names)
@@ -35,7 +35,7 @@ def test_several_runs_are_shown_beside_each_other(tmp_path: Path, monkeypatch: p
 
 
 def test_where_none_is_trained_the_latest_run_is_shown(tmp_path: Path) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     assert "no run in" in shown(layout)
     assert "no run in" in shown(layout, once=False)
     lay(layout, Training(seed=1))
@@ -48,19 +48,19 @@ def test_where_none_is_trained_the_latest_run_is_shown(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     lay(layout, Training())
     with pytest.raises(DataError, match="zzz: no run of that name"):
         shown(layout, "zzz")
     with pytest.raises(SettingsError, match="which one"):
-        watch(layout, Machine(), Options(mirror=True), io.StringIO())
+        watch(layout, Machine(), WatchOptions(mirror=True), io.StringIO())
     monkeypatch.chdir(tmp_path)
     assert main(["watch"]) == 2
     assert "no params.yaml" in capsys.readouterr().err
 
 
 def test_a_damaged_run_is_drawn_all_the_same(tmp_path: Path) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     paths = RunPaths(layout.runs / lay(layout, Training()))
     with paths.journal.open("ab") as stream:
         stream.write(

@@ -69,7 +69,7 @@ def found(root: Path) -> str:
         return f"rest: {rest}"
     path = folder / "x"
     if path.is_dir():
-        files.verify(path, "thing")
+        files.verify_sealed(path, "thing")
         words = {(path / "a").read_text(), (path / "sub" / "b").read_text()}
         return words.pop() if len(words) == 1 else "mixed"
     return path.read_text() if path.exists() else ""

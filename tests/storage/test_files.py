@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import BusyError, DamagedError
+from ratchet.errors import DamagedFileError, LockHeldError
 from ratchet.storage import digests, disk, files
-from ratchet.storage.locks import Lock
+from ratchet.storage.locks import FileLock
 
 KIND = "thing"
 
@@ -45,11 +45,11 @@ def names(folder: Path) -> list[str]:
 
 def test_a_sealed_directory_is_verified_and_described_by_its_manifest(tmp_path: Path) -> None:
     target = make(tmp_path / "deep" / "out")
-    manifest = files.verify(target, KIND)
+    manifest = files.verify_sealed(target, KIND)
     assert manifest.kind == KIND
     assert manifest.files == {
-        "a.bin": (digests.of_bytes(b"first"), 5),
-        "sub/b.bin": (digests.of_bytes(b"second"), 6),
+        "a.bin": (digests.hash_bytes(b"first"), 5),
+        "sub/b.bin": (digests.hash_bytes(b"second"), 6),
     }
     assert manifest.size_bytes == 11
     assert manifest == files.read_manifest(target)
@@ -57,10 +57,10 @@ def test_a_sealed_directory_is_verified_and_described_by_its_manifest(tmp_path: 
 
 
 def test_the_digest_is_of_names_and_contents_alone(tmp_path: Path) -> None:
-    one = files.verify(make(tmp_path / "one"))
-    same = files.verify(make(tmp_path / "same"))
-    renamed = files.verify(make(tmp_path / "renamed", {"a.bin": b"first", "sub/c.bin": b"second"}))
-    changed = files.verify(make(tmp_path / "changed", {"a.bin": b"First", "sub/b.bin": b"second"}))
+    one = files.verify_sealed(make(tmp_path / "one"))
+    same = files.verify_sealed(make(tmp_path / "same"))
+    renamed = files.verify_sealed(make(tmp_path / "renamed", {"a.bin": b"first", "sub/c.bin": b"second"}))
+    changed = files.verify_sealed(make(tmp_path / "changed", {"a.bin": b"First", "sub/b.bin": b"second"}))
     assert one.digest == same.digest
     assert len({one.digest, renamed.digest, changed.digest}) == 3
 
@@ -68,7 +68,7 @@ def test_the_digest_is_of_names_and_contents_alone(tmp_path: Path) -> None:
 def test_an_empty_directory_can_be_sealed(tmp_path: Path) -> None:
     with files.sealed_directory(tmp_path / "out", KIND):
         pass
-    assert files.verify(tmp_path / "out").files == {}
+    assert files.verify_sealed(tmp_path / "out").files == {}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
@@ -83,7 +83,7 @@ def test_an_error_inside_publishes_nothing_and_leaves_the_old_one(tmp_path: Path
     before = tree(make(tmp_path / "out"))
     fail()
     assert names(tmp_path) == ["out"]
-    files.verify(tmp_path / "out")
+    files.verify_sealed(tmp_path / "out")
     assert tree(tmp_path / "out") == before
 
 
@@ -91,10 +91,10 @@ def test_a_new_one_replaces_the_old_one_whole_sealed_or_not(tmp_path: Path) -> N
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "junk").write_bytes(b"junk")
     make(tmp_path / "out", {"old.bin": b"old", "same.bin": b"old"})
-    assert files.verify(tmp_path / "out").files.keys() == {"old.bin", "same.bin"}
+    assert files.verify_sealed(tmp_path / "out").files.keys() == {"old.bin", "same.bin"}
     make(tmp_path / "out", {"same.bin": b"new"})
     assert names(tmp_path) == ["out"]
-    assert files.verify(tmp_path / "out").files.keys() == {"same.bin"}
+    assert files.verify_sealed(tmp_path / "out").files.keys() == {"same.bin"}
     assert (tmp_path / "out" / "same.bin").read_bytes() == b"new"
 
 
@@ -103,13 +103,13 @@ def test_files_of_known_digest_are_not_read_again(tmp_path: Path) -> None:
     with files.sealed_directory(tmp_path / "out", KIND, known) as scratch:
         files.write_blocks(scratch / "a.bin", [[b"fi", b"rst"]])
         (scratch / "b.bin").write_bytes(b"second")
-        known["a.bin"] = (digests.of_bytes(b"First"), 5)  # a lie, so that reading it would show
+        known["a.bin"] = (digests.hash_bytes(b"First"), 5)  # a lie, so that reading it would show
     assert files.read_manifest(tmp_path / "out").files == {
-        "a.bin": (digests.of_bytes(b"First"), 5),
-        "b.bin": (digests.of_bytes(b"second"), 6),
+        "a.bin": (digests.hash_bytes(b"First"), 5),
+        "b.bin": (digests.hash_bytes(b"second"), 6),
     }
-    with pytest.raises(DamagedError, match=r"a\.bin: content differs"):
-        files.verify(tmp_path / "out")
+    with pytest.raises(DamagedFileError, match=r"a\.bin: content differs"):
+        files.verify_sealed(tmp_path / "out")
 
 
 def test_every_change_of_the_disk_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_remove_partials_removes_or_restores_what_dead_writers_left_and_nothing_
     assert names(tmp_path) == ["kept.txt", "lost", "there"]
     assert (tmp_path / "lost" / "a.bin").read_bytes() == b"old"
     assert (tmp_path / "there" / "a.bin").read_bytes() == b"new"
-    files.verify(tmp_path / "there")
+    files.verify_sealed(tmp_path / "there")
 
 
 def test_room_on_the_disk_is_asked_for_with_some_to_spare(tmp_path: Path) -> None:
@@ -188,12 +188,12 @@ def test_sealed_directories_nest_and_damage_to_the_inner_one_is_found(tmp_path: 
     with files.sealed_directory(tmp_path / "outer", "outer") as scratch:
         make(scratch / "inner")
         (scratch / "card.json").write_bytes(b"{}")
-    outer = files.verify(tmp_path / "outer", "outer")
+    outer = files.verify_sealed(tmp_path / "outer", "outer")
     assert outer.files.keys() == {"card.json", "inner/a.bin", "inner/sub/b.bin", "inner/manifest.json"}
-    files.verify(tmp_path / "outer" / "inner", KIND)
+    files.verify_sealed(tmp_path / "outer" / "inner", KIND)
     (tmp_path / "outer" / "inner" / files.MANIFEST).unlink()
-    with pytest.raises(DamagedError, match=r"inner/manifest\.json: missing"):
-        files.verify(tmp_path / "outer")
+    with pytest.raises(DamagedFileError, match=r"inner/manifest\.json: missing"):
+        files.verify_sealed(tmp_path / "outer")
 
 
 # ----------------------------------------------------------------------------------------------------------- damage
@@ -255,11 +255,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_verify_finds(tmp_path: Path, damage: str) -> None:
     target = make(tmp_path / "out")
-    files.verify(target, KIND)
+    files.verify_sealed(target, KIND)
     inflict, says = DAMAGES[damage]
     inflict(target)
-    with pytest.raises(DamagedError, match=says):
-        files.verify(target, KIND)
+    with pytest.raises(DamagedFileError, match=says):
+        files.verify_sealed(target, KIND)
 
 
 # --------------------------------------------------------------------------------------------- killed at every step
@@ -400,12 +400,12 @@ def test_json_that_no_reader_could_take_is_not_written(tmp_path: Path, number: f
 def test_a_linked_tree_shares_its_files_and_outlives_its_source(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     files.link_tree(source, tmp_path / "copy")
-    files.verify(tmp_path / "copy", KIND)
+    files.verify_sealed(tmp_path / "copy", KIND)
     assert tree(tmp_path / "copy") == tree(source)
     assert (tmp_path / "copy" / "a.bin").samefile(source / "a.bin")
     files.remove_sealed(source)
     assert not source.exists()
-    files.verify(tmp_path / "copy", KIND)
+    files.verify_sealed(tmp_path / "copy", KIND)
     assert names(tmp_path) == ["copy"]
 
 
@@ -413,7 +413,7 @@ def test_linking_over_a_linked_file_never_writes_into_the_sealed_one(tmp_path: P
     one, two = make(tmp_path / "one"), make(tmp_path / "two", {"a.bin": b"other"})
     files.link_or_copy(one / "a.bin", tmp_path / "here" / "a.bin")
     files.link_or_copy(two / "a.bin", tmp_path / "here" / "a.bin")
-    files.verify(one, KIND)
+    files.verify_sealed(one, KIND)
     assert (tmp_path / "here" / "a.bin").read_bytes() == b"other"
 
 
@@ -424,7 +424,7 @@ def test_between_file_systems_files_are_copied(tmp_path: Path) -> None:
         if source.stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("one file system only")
         files.link_tree(source, tmp_path / "copy")
-        files.verify(tmp_path / "copy", KIND)
+        files.verify_sealed(tmp_path / "copy", KIND)
     finally:
         files.remove_sealed(source)
 
@@ -434,8 +434,8 @@ def test_between_file_systems_files_are_copied(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from ratchet.storage.locks import Lock
-lock = Lock(Path(sys.argv[1]), "the run")
+from ratchet.storage.locks import FileLock
+lock = FileLock(Path(sys.argv[1]), "the run")
 lock.acquire()
 print("held", flush=True)
 sys.stdin.read()
@@ -456,13 +456,13 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_is_killed(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
-    lock = Lock(tmp_path / "lock", "the run")
-    with pytest.raises(BusyError, match=rf"the run is in use by process {holder.pid}\b.*kill {holder.pid}\b"):
+    lock = FileLock(tmp_path / "lock", "the run")
+    with pytest.raises(LockHeldError, match=rf"the run is in use by process {holder.pid}\b.*kill {holder.pid}\b"):
         lock.acquire()
     assert lock.held_elsewhere()
     with pytest.raises(RuntimeError, match="not held"):
         _ = lock.fd
-    with pytest.raises(BusyError, match=f"process {holder.pid}"):
+    with pytest.raises(LockHeldError, match=f"process {holder.pid}"):
         lock.acquire(wait_s=0.1)
     assert holder.poll() is None
 
@@ -476,7 +476,7 @@ def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_
 
 def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     assert holder.stdin is not None
-    waiter = "import sys; from pathlib import Path; from ratchet.storage.locks import Lock\n"
+    waiter = "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
     waiter += "print('asks', flush=True); Lock(Path(sys.argv[1]), 'x').acquire(wait_s=60); print('has it')"
     command = [sys.executable, "-c", waiter, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -488,12 +488,12 @@ def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "
 
 
 def test_a_lock_is_free_before_and_after_and_asking_does_not_take_it(tmp_path: Path) -> None:
-    lock, other = Lock(tmp_path / "deep" / "lock", "it"), Lock(tmp_path / "deep" / "lock", "it")
+    lock, other = FileLock(tmp_path / "deep" / "lock", "it"), FileLock(tmp_path / "deep" / "lock", "it")
     assert not other.held_elsewhere()
     assert not (tmp_path / "deep").exists()  # asking makes nothing
     with lock.acquire():
         assert other.held_elsewhere()
-        with pytest.raises(BusyError):
+        with pytest.raises(LockHeldError):
             other.acquire()
     assert not other.held_elsewhere()
     with lock.acquire():  # asking before took nothing
@@ -505,7 +505,7 @@ def test_a_lock_is_free_before_and_after_and_asking_does_not_take_it(tmp_path: P
 
 @pytest.mark.parametrize("inherited", [True, False])
 def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path, inherited: bool) -> None:
-    lock, other = Lock(tmp_path / "lock", "it"), Lock(tmp_path / "lock", "it")
+    lock, other = FileLock(tmp_path / "lock", "it"), FileLock(tmp_path / "lock", "it")
     lock.acquire()
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -521,7 +521,7 @@ def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path,
         lock.release()
         assert other.held_elsewhere() is inherited
         if inherited:
-            with pytest.raises(BusyError):
+            with pytest.raises(LockHeldError):
                 other.acquire()
         else:
             other.acquire().release()
@@ -533,8 +533,8 @@ def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path,
 PARENT = """
 import subprocess, sys
 from pathlib import Path
-from ratchet.storage.locks import Lock
-lock = Lock(Path(sys.argv[1]), "it").acquire()
+from ratchet.storage.locks import FileLock
+lock = FileLock(Path(sys.argv[1]), "it").acquire()
 child = subprocess.Popen(
     [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], pass_fds=[lock.fd]
 )
@@ -545,14 +545,14 @@ child.wait()
 
 def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path / "lock")]
-    other = Lock(tmp_path / "lock", "it")
+    other = FileLock(tmp_path / "lock", "it")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         assert sorted([parent.stdout.readline(), parent.stdout.readline()]) == ["started\n", "up\n"]
         parent.kill()
         parent.wait()
-        with pytest.raises(BusyError, match=f"process {parent.pid}"):
+        with pytest.raises(LockHeldError, match=f"process {parent.pid}"):
             other.acquire()
         parent.stdin.close()  # the child ends: it read from the same pipe
         assert parent.stdout.read() == ""  # the end of its output: it is all but gone
@@ -563,11 +563,11 @@ def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tm
 def test_waiting_for_a_lock_is_not_refused_because_another_process_asks(tmp_path: Path) -> None:
     """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
     asking = (
-        "import sys; from pathlib import Path; from ratchet.storage.locks import Lock\n"
+        "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
         "lock = Lock(Path(sys.argv[1]), 'it'); lock.held_elsewhere(); print('asks', flush=True)\n"
         "while True: lock.held_elsewhere()"
     )
-    lock = Lock(tmp_path / "lock", "it")
+    lock = FileLock(tmp_path / "lock", "it")
     with lock.acquire():
         pass
     command = [sys.executable, "-c", asking, str(tmp_path / "lock")]

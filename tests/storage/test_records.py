@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.storage.records import base
 
 
@@ -29,5 +29,5 @@ def test_what_cannot_be_read_is_damaged(tmp_path: Path, content: bytes | None, s
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DamagedError, match=says):
+    with pytest.raises(DamagedFileError, match=says):
         base.read_lines(path)

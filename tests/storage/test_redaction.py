@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratchet.redaction import HIDDEN, complain, redacted, shielded, show_error
+from ratchet.redaction import HIDDEN, print_exception, redact, redact_stderr, write_stderr
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_values_of_variables_that_say_secret_are_hidden_in_every_way_of_writing(
         json.dumps(value, ensure_ascii=False)[1:-1],
     ]  # fmt: skip
     for way in ways:
-        assert way not in redacted(f"before {way} after"), way
-        assert redacted(f"before {way}, after").startswith(f"before {HIDDEN}")
-        assert redacted(f"before {way}, after").endswith(", after")
+        assert way not in redact(f"before {way} after"), way
+        assert redact(f"before {way}, after").startswith(f"before {HIDDEN}")
+        assert redact(f"before {way}, after").endswith(", after")
 
 
 @pytest.mark.parametrize(
@@ -57,26 +57,26 @@ def test_values_of_variables_that_say_secret_are_hidden_in_every_way_of_writing(
 def test_what_only_sounds_like_a_secret_stays(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     text = f"it is about {value} and others"
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_passwords_within_addresses_of_variables_are_hidden_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://me:p%40ss-77x@db/studies")
-    assert redacted("login of me with p@ss-77x (p%40ss-77x) at db") == f"login of me with {HIDDEN} ({HIDDEN}) at db"
+    assert redact("login of me with p@ss-77x (p%40ss-77x) at db") == f"login of me with {HIDDEN} ({HIDDEN}) at db"
 
 
 def test_a_secret_that_holds_another_leaves_nothing_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "abcdefgh")
     monkeypatch.setenv("B_TOKEN", "xxabcdefghxx")
-    assert redacted("xxabcdefghxx abcdefgh") == f"{HIDDEN} {HIDDEN}"
+    assert redact("xxabcdefghxx abcdefgh") == f"{HIDDEN} {HIDDEN}"
 
 
 def test_what_is_set_later_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert redacted("late-value-1") == "late-value-1"
+    assert redact("late-value-1") == "late-value-1"
     monkeypatch.setenv("LATE_TOKEN", "late-value-1")
-    assert redacted("late-value-1") == HIDDEN
+    assert redact("late-value-1") == HIDDEN
     monkeypatch.delenv("LATE_TOKEN")
-    assert redacted("late-value-1") == "late-value-1"
+    assert redact("late-value-1") == "late-value-1"
 
 
 # In parts, so that nobody who looks for secrets in this repository finds any.
@@ -109,8 +109,8 @@ SHAPES = [
 
 @pytest.mark.parametrize(("text", "left"), SHAPES, ids=range(len(SHAPES)))
 def test_what_providers_give_out_is_known_by_its_shape(text: str, left: str) -> None:
-    assert redacted(f"it said: {text}") == f"it said: {left or HIDDEN}"
-    assert redacted(f'("{text}")') in (f'("{left or HIDDEN}")', f'("{HIDDEN}')
+    assert redact(f"it said: {text}") == f"it said: {left or HIDDEN}"
+    assert redact(f'("{text}")') in (f'("{left or HIDDEN}")', f'("{HIDDEN}')
 
 
 PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
@@ -129,7 +129,7 @@ PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
     ],
 )  # fmt: skip
 def test_ordinary_lines_stay_as_they_are(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 @settings(
@@ -149,9 +149,9 @@ def test_no_secret_survives_in_any_text_and_a_second_pass_changes_nothing(
 ) -> None:
     secret = begin + digit + end
     monkeypatch.setenv("PLANTED_SECRET", secret)
-    once = redacted(f"{before}{secret}{after}")
+    once = redact(f"{before}{secret}{after}")
     assert secret not in once.replace(HIDDEN, "\0")
-    assert redacted(once) == once
+    assert redact(once) == once
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_no_secret_survives_in_any_text_and_a_second_pass_changes_nothing(
     ids=lambda text: text[:12].strip(),
 )  # fmt: skip
 def test_no_text_takes_long(text: str) -> None:
-    assert len(redacted(text)) <= len(text)  # an expression that goes back and forth would not return
+    assert len(redact(text)) <= len(text)  # an expression that goes back and forth would not return
 
 
 def test_errors_are_shown_without_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_SECRET", "planted-4711")
-    complain("ratchet: planted-4711\n")
+    write_stderr("ratchet: planted-4711\n")
     try:
         raise RuntimeError("no planted-4711") from KeyError("planted-4711")
     except RuntimeError as error:
-        show_error(type(error), error, error.__traceback__)
+        print_exception(type(error), error, error.__traceback__)
     shown = capsys.readouterr().err
     assert f"ratchet: {HIDDEN}\n" in shown
     assert f"RuntimeError: no {HIDDEN}\n" in shown
@@ -190,7 +190,7 @@ def test_a_terminal_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     closed.close()
     for stream in (Gone(), closed):
         monkeypatch.setattr(sys, "stderr", stream)
-        complain("nobody reads it\n")
+        write_stderr("nobody reads it\n")
 
 
 def test_what_anybody_writes_to_standard_error_is_redacted_while_it_is_shielded(
@@ -198,7 +198,7 @@ def test_what_anybody_writes_to_standard_error_is_redacted_while_it_is_shielded(
 ) -> None:
     monkeypatch.setenv("PLANTED_SECRET", "planted-4711")
     before = sys.stderr
-    with shielded():
+    with redact_stderr():
         print("printed planted-4711", file=sys.stderr, flush=True)
         sys.stderr.writelines(["lines ", "planted-4711\n"])
         assert (sys.stderr.encoding, sys.stderr.isatty()) == (before.encoding, False)

@@ -12,8 +12,8 @@ from ratchet.models import adapters, loading
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Journal
 from ratchet.training import checkpoint
-from ratchet.training.train_state import Snapshot
-from ratchet.training.trainer import Loop
+from ratchet.training.train_state import TrainSnapshot
+from ratchet.training.trainer import TrainingLoop
 from small_loop import SHAPE, SMALL, StopAfterSteps, loop_of
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def settings(method: str, quantization: str = "none") -> Train:
     return Train.model_validate(SMALL.model_dump() | METHODS[method] | {"quantization": quantization})
 
 
-def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens: tuple[int, ...] = ()) -> Loop:
+def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens: tuple[int, ...] = ()) -> TrainingLoop:
     """A loop as a fresh process makes it; the base in 4 bits if the settings say so."""
     stopping = None if stop is None else StopAfterSteps(RunPaths(root), stop)
     if train.quantization == "none" and not tokens:
@@ -67,7 +67,7 @@ def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens:
     RunPaths(root).checkpoints.mkdir(parents=True, exist_ok=True)
     journal = Journal(RunPaths(root).journal, 1)
     base = loading.load(directory, None, train, CPU)
-    return Loop(
+    return TrainingLoop(
         replace(
             task, spec=task.spec.model_copy(update={"train": train}), paths=RunPaths(root), journal=journal,
             model=adapters.attach(base, train, "base", tokens, task.plan.steps), stop=stopping or task.stop,
@@ -75,5 +75,5 @@ def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens:
     )  # fmt: skip
 
 
-def state_of(done: Loop) -> Snapshot:
-    return checkpoint.take(done.state, done.task.model, done.learner.optimizer)
+def state_of(done: TrainingLoop) -> TrainSnapshot:
+    return checkpoint.take_snapshot(done.state, done.task.model, done.learner.optimizer)

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("bad") / "project")
 
 
 @pytest.fixture
-def layout(finished: Layout, tmp_path: Path) -> Layout:
+def layout(finished: ProjectLayout, tmp_path: Path) -> ProjectLayout:
     shutil.copytree(finished.root, tmp_path / "project")
-    return Layout(tmp_path / "project")
+    return ProjectLayout(tmp_path / "project")
 
 
-def repro(layout: Layout) -> subprocess.Popen[str]:
+def repro(layout: ProjectLayout) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["dvc", "repro"], cwd=layout.root, env=tiny_project.environment(),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

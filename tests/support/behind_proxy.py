@@ -7,14 +7,18 @@ from pathlib import Path
 
 from faulty_proxy import Fault, FaultyProxy, Request
 from ratchet.runs.replication.s3_backend import PART_BYTES
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.files import Entry
 from s3_server import S3Server
 
 # The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
-QUICK = Terms(patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05)
-ONCE = Terms(patience_s=0.0, timeout_s=2.0, slowest_bytes_s=100_000.0)
-TRICKLE = Terms(patience_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05)
+QUICK = TransferLimits(
+    patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05
+)
+ONCE = TransferLimits(patience_s=0.0, timeout_s=2.0, slowest_bytes_s=100_000.0)
+TRICKLE = TransferLimits(
+    patience_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05
+)
 LARGE = 2 * PART_BYTES + 1000
 
 
@@ -26,8 +30,8 @@ class Mirror:
         self.bucket = server.bucket()
         self.url = f"s3://{self.bucket}/mirror"
 
-    def store(self, terms: Terms = QUICK, stopping: Callable[[], bool] = lambda: False) -> Store:
-        return Store(self.url, terms, stopping)
+    def store(self, terms: TransferLimits = QUICK, stopping: Callable[[], bool] = lambda: False) -> ReplicaStore:
+        return ReplicaStore(self.url, terms, stopping)
 
     def file(self, size: int, seed: int = 0) -> tuple[str, Path, Entry]:
         """Name in the mirror, path, entry."""

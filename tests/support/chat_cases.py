@@ -18,16 +18,16 @@ import pytest
 
 import generations
 from generations import SETTINGS
-from ratchet.config.machine import Endpoint
-from ratchet.storage.layout import Layout
+from ratchet.config.machine import EndpointSettings
+from ratchet.storage.layout import ProjectLayout
 
 PATIENCE_S = 30.0
-MACHINE = SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1, pause_s=0.001, answer_s=20)})
+MACHINE = SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(tries=1, pause_s=0.001, answer_s=20)})
 QUICK = SETTINGS.model_copy(update={"machine": MACHINE})
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> ProjectLayout:
     return generations.project(tmp_path / "p", QUICK)
 
 
@@ -35,7 +35,12 @@ class Terminal:
     """A program on a terminal of so many columns, and the keys that somebody presses there."""
 
     def __init__(
-        self, layout: Layout, model: str, columns: int = 80, verb: tuple[str, ...] = ("chat",), **environment: str
+        self,
+        layout: ProjectLayout,
+        model: str,
+        columns: int = 80,
+        verb: tuple[str, ...] = ("chat",),
+        **environment: str,
     ) -> None:
         self.text = ""
         clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI")}
@@ -95,7 +100,9 @@ class Terminal:
 
 
 @contextmanager
-def terminal(layout: Layout, model: str, columns: int = 80, *verb: str, **environment: str) -> Iterator[Terminal]:
+def terminal(
+    layout: ProjectLayout, model: str, columns: int = 80, *verb: str, **environment: str
+) -> Iterator[Terminal]:
     found = Terminal(layout, model, columns, verb or ("chat",), **environment)
     try:
         yield found

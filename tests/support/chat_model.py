@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deployable import CHATML
 from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
-from ratchet.export.verification.parity import TorchModel
+from ratchet.export.verification.parity import TorchRuntime
 from ratchet.models import base_model
 from ratchet.models.loading import load_plain
-from ratchet.storage.records.export import Probe
+from ratchet.storage.records.export import ExportProbe
 
 QUESTIONS = ("What is a ratchet?", "Name three colours.", "Is water wet?")
 TOKENS = 6
@@ -56,15 +56,15 @@ def write_model(directory: Path, seed: int, begins: bool = False) -> None:
     words.save_pretrained(directory)
 
 
-def probes_of_hf(directory: Path) -> tuple[Probe, ...]:
+def probes_of_hf(directory: Path) -> tuple[ExportProbe, ...]:
     words = base_model.load_tokenizer(directory)
-    model = TorchModel(load_plain(directory, torch.float32, torch.device("cpu"), False), words)
+    model = TorchRuntime(load_plain(directory, torch.float32, torch.device("cpu"), False), words)
     found = []
     for question in QUESTIONS:
-        prompt = tokenization.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
+        prompt = tokenization.encode_prompt(words, Conversation([{"role": "user", "content": question}]))
         answer = model.generate(prompt, TOKENS, [words.eos_token_id])
         found.append(
-            Probe(
+            ExportProbe(
                 question=question, prompt_ids=tuple(prompt), answer_ids=tuple(answer), answer=words.decode(answer),
                 margins=tuple(1.0 for _ in answer),
             )

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from ratchet.config.schema import Settings
-from ratchet.runs.callbacks import Observer
+from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.data import DatasetCard, Lengths
-from ratchet.storage.records.sweep import Measure, SweepReport, Trial
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import DatasetCard, LengthDistribution
+from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning import tracking_sync as clerks
-from ratchet.tuning.tracking_sync import Clerk
+from ratchet.tuning.tracking_sync import SweepTrackingSync
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name
-LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
+LENGTHS = LengthDistribution(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
 CARD = DatasetCard(
     digest="d" * 64, sources={"data/raw/a.jsonl": "1" * 64}, base_digest="b" * 64, task="text", rows_in=12, rows_out=10,
     dropped={}, splits={"train": 8, "validation": 1, "test": 1}, lengths={"train": LENGTHS}, labels={},
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Study:
     """A study with runs in a project, as workers would write them, without training."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ProjectLayout) -> None:
         self.layout = layout
         self.trials: list[Trial] = []
         self.runs: dict[int, Run] = {}
@@ -45,7 +45,8 @@ class Study:
 
     def report(self) -> SweepReport:
         return SweepReport(
-            study="sweep", storage="journal", objectives=(Measure(metric="validation_loss", direction="minimize"),),
+            study="sweep", storage="journal",
+            objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
             axes=(), sampler="random", pruner="asha", versions={}, data_digest=CARD.digest, base_digest="b" * 64,
             wanted_trials=20, trials=tuple(self.trials),
         )  # fmt: skip
@@ -97,7 +98,7 @@ class Study:
 
 
 @pytest.fixture
-def study(tracked_project: Layout) -> Study:
+def study(tracked_project: ProjectLayout) -> Study:
     return Study(tracked_project)
 
 
@@ -108,29 +109,31 @@ def draw(journal: Path, image: Path) -> None:
 
 def started(
     study: Study,
-    wrap: Callable[[Observer], Observer] = lambda one: one,
+    wrap: Callable[[RunCallback], RunCallback] = lambda one: one,
     prelude: Callable[[], None] = lambda: None,
-) -> Clerk:
+) -> SweepTrackingSync:
     """A clerk as a new process has it, at work."""
-    tracking = Tracking(study.layout, NAME)
+    tracking = MlflowTracker(study.layout, NAME)
 
-    def observer(run_id: str, trial: Trial) -> Observer:
+    def observer(run_id: str, trial: Trial) -> RunCallback:
         return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw, reconcile=False))
 
-    made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}), prelude)
+    made = SweepTrackingSync(
+        study.layout.runs, study.report, observer, MlflowSweepTracker(tracking, lambda _: {}), prelude
+    )
     made.start()
     return made
 
 
 def stored(study: Study, number: int) -> Any:
-    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
+    found = MlflowTracker(study.layout, NAME).find(study.trials[number].run_id or "")
     assert found is not None
     return found
 
 
 def shown(study: Study, number: int) -> tuple[str, str | None]:
     """Status, and state as a trial; nothing where MLflow has no such run."""
-    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
+    found = MlflowTracker(study.layout, NAME).find(study.trials[number].run_id or "")
     return ("", None) if found is None else (found.info.status, found.data.tags.get("ratchet.trial_state"))
 
 
@@ -141,7 +144,7 @@ def steps(study: Study, number: int) -> list[int]:
         return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]
 
 
-def found(layout: Layout) -> Study:
+def found(layout: ProjectLayout) -> Study:
     """The study as another process finds it."""
     study = Study(layout)
     for number in range(3):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[Layout]:
+def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[ProjectLayout]:
     """A project that trains for some seconds."""
     train = tiny_project.TRAIN.model_copy(update={"epochs": 6})
     settings = tiny_project.SETTINGS.model_copy(update={"train": train})

@@ -60,7 +60,7 @@ def damaged_newest(paths: RunPaths) -> None:
 
 
 def go_on_from_older(paths: RunPaths) -> None:
-    checkpoint.set_aside(paths, paths.checkpoint(2))
+    checkpoint.quarantine_newer(paths, paths.checkpoint(2))
     save(paths, 4)
 
 
@@ -138,7 +138,7 @@ def recover(runs: Path, scenario: Scenario, as_made: dict[int, dict[str, str]]) 
         problems.append(f"goes on from {step}")
     elif step and contents(paths.checkpoint(step)) != as_made[step]:
         problems.append(f"step {step} is not as it was made")
-    checkpoint.set_aside(paths, paths.checkpoint(step) if step else None)
+    checkpoint.quarantine_newer(paths, paths.checkpoint(step) if step else None)
     save(paths, 10)
     if newest(paths) != (10, []) or contents(paths.checkpoint(10)) != as_made[10]:
         problems.append("the next save is not as it should be")

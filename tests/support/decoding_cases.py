@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 
 import families
-from ratchet.models.decoding.decoder import Answered, Asked, Decoder, Decoding
-from ratchet.models.decoding.token_choice import gumbel
+from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions, DecodingRequest, DecodingResult
+from ratchet.models.decoding.token_choice import gumbel_noise
 
 ENDS = (3, 4, 5, 6)
-GREEDY = Decoding(max_new_tokens=20, ends=ENDS, pad=0, rows=5, window=9)
+GREEDY = DecodingOptions(max_new_tokens=20, ends=ENDS, pad=0, rows=5, window=9)
 DRAWN = replace(GREEDY, temperature=0.9)
 NUCLEUS = replace(GREEDY, temperature=1.1, top_p=0.7)
 SETTINGS = {"greedy": GREEDY, "drawn": DRAWN, "nucleus": NUCLEUS}
@@ -24,12 +24,12 @@ def words(draw: random.Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(7, families.VOCABULARY) for _ in range(count))
 
 
-def ragged(header: int = 0, count: int = 14) -> list[Asked]:
+def ragged(header: int = 0, count: int = 14) -> list[DecodingRequest]:
     """Prompts of 1 to 40 tokens behind a header, some of one length, two of them equal."""
     draw = random.Random(5)
     begin = words(draw, header)
     lengths = [1, 40, 17, 17, 17] + [draw.randint(2, 40) for _ in range(count - 6)]
-    asked = [Asked(10 + i, begin + words(draw, length), f"stream {i}") for i, length in enumerate(lengths)]
+    asked = [DecodingRequest(10 + i, begin + words(draw, length), f"stream {i}") for i, length in enumerate(lengths)]
     return [*asked, replace(asked[1], place=99, stream="another")]
 
 
@@ -37,7 +37,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return families.make(family, **changes).to(dtype)
 
 
-def plainly(model: Any, asked: Asked, settings: Decoding) -> Answered:
+def plainly(model: Any, asked: DecodingRequest, settings: DecodingOptions) -> DecodingResult:
     """What the contract says, in the plainest way: whole texts, one by one."""
     text, ids, finish = list(asked.ids), list[int](), "length"
     with torch.no_grad():
@@ -48,7 +48,7 @@ def plainly(model: Any, asked: Asked, settings: Decoding) -> Answered:
                 heated = logits / settings.temperature
                 mass = heated.double().softmax(0)
                 greater = (mass * (heated > heated.unsqueeze(1))).sum(dim=1)
-                noise = gumbel(asked.stream, step, len(logits))
+                noise = gumbel_noise(asked.stream, step, len(logits))
                 scores = torch.where(greater < settings.top_p, heated + noise, -torch.inf)
             token = int(scores.argmax())
             ids.append(token)
@@ -58,7 +58,7 @@ def plainly(model: Any, asked: Asked, settings: Decoding) -> Answered:
                 break
         logits = model(input_ids=torch.tensor([text[:-1]]), use_cache=False).logits[0, len(asked.ids) - 1 :]
         nll = functional.cross_entropy(logits.float(), torch.tensor(ids), reduction="none")
-    return Answered(asked.place, tuple(ids), finish, round(-float(nll.double().sum()) / len(ids), 4) + 0.0)  # type: ignore[arg-type]
+    return DecodingResult(asked.place, tuple(ids), finish, round(-float(nll.double().sum()) / len(ids), 4) + 0.0)  # type: ignore[arg-type]
 
 
 class Heard:
@@ -83,18 +83,20 @@ class Heard:
 
 
 def answered(
-    model: Any, asked: Sequence[Asked], settings: Decoding, budget: int | None = None, heard: Heard | None = None,
-    before: Callable[[int], None] = lambda _: None,
-) -> list[Answered]:  # fmt: skip
+    model: Any, asked: Sequence[DecodingRequest], settings: DecodingOptions, budget: int | None = None,
+    heard: Heard | None = None, before: Callable[[int], None] = lambda _: None,
+) -> list[DecodingResult]:  # fmt: skip
     """All answers, in the order of the prompts."""
     heard = heard or Heard()
-    decoder = Decoder(model, settings, budget, heard.tell, heard.beat, before)
+    decoder = BatchDecoder(model, settings, budget, heard.tell, heard.beat, before)
     found = {one.place: one for one in decoder.answers(iter(asked), lambda: False)}
     return [found[one.place] for one in asked]
 
 
 @lru_cache(maxsize=64)
-def expected(family: str, settings: Decoding, header: int = 0, dtype: torch.dtype = torch.float32) -> list[Answered]:
+def expected(
+    family: str, settings: DecodingOptions, header: int = 0, dtype: torch.dtype = torch.float32
+) -> list[DecodingResult]:
     model = model_of(family, dtype)
     once = replace(settings, rows=1, window=1)
     return [plainly(model, one, once) for one in ragged(header)]

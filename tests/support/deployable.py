@@ -10,9 +10,9 @@ from ratchet.registry import bundle_files, ledger, model_store, promotion_record
 from ratchet.registry.deployment import model_files
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Artifact, Bundle, Closeness, Parity, Probe
-from ratchet.storage.records.gate import Champion, Forced, Promotion, read_champion
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import DistributionDistance, ExportArtifact, ExportProbe, MergeParity, ModelBundle
+from ratchet.storage.records.gate import Champion, ForcedPromotion, Promotion, read_champion
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name
@@ -23,22 +23,22 @@ CHATML = (
 )
 
 
-def closeness() -> Closeness:
-    return Closeness(
+def closeness() -> DistributionDistance:
+    return DistributionDistance(
         rows=1, positions=1, max_difference=0, mean_difference=0, kl=0.001, max_kl=0, greedy_agreement=1, perplexity=2,
         reference_perplexity=2,
     )  # fmt: skip
 
 
-def artifact(root: Path, name: str, probes: Sequence[Probe] = ()) -> Artifact:
+def artifact(root: Path, name: str, probes: Sequence[ExportProbe] = ()) -> ExportArtifact:
     """The form of this name that lies below a directory, as an export describes it."""
     kind, _, type_ = name.partition("/")
     where = root / (f"gguf/model-{type_}.gguf" if kind == "gguf" else name)
     own = [where] if where.is_file() else sorted(p for p in where.rglob("*") if p.is_file())
     start = where.parent if where.is_file() else where
-    return Artifact(
+    return ExportArtifact(
         name=name, kind=kind, type=type_ or "float32", probes=tuple(probes), runtime="some runtime 1", threads=1,  # type: ignore[arg-type]
-        digest=digests.of_tree(start, [p.relative_to(start).as_posix() for p in own]),
+        digest=digests.hash_tree(start, [p.relative_to(start).as_posix() for p in own]),
         size_bytes=sum(p.stat().st_size for p in own), closeness=closeness(), task=None, texts_tokenised=1, texts=1,
         tokens_per_second=1.0,
     )  # fmt: skip
@@ -65,17 +65,17 @@ def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")
 
 
 def keep(
-    layout: Layout,
+    layout: ProjectLayout,
     source: Path,
     forms: Sequence[str],
-    probes: Mapping[str, Sequence[Probe]] = {},
-    forced: Forced | None = None,
-) -> Bundle:
+    probes: Mapping[str, Sequence[ExportProbe]] = {},
+    forced: ForcedPromotion | None = None,
+) -> ModelBundle:
     """The folder of a promoted model, of the forms below `source`, sealed and signed."""
     made = [artifact(source, form, probes.get(form, ())) for form in forms]
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
-    parity = Parity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
-    bundle = Bundle(
+    parity = MergeParity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
+    bundle = ModelBundle(
         model_digest=bundle_files.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64,
         data_digest="d" * 64,
         run_id="run", merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, artifacts=tuple(made),
@@ -83,22 +83,25 @@ def keep(
     with files.sealed_directory(layout.promoted_model(bundle.model_digest), model_store.KIND) as scratch:
         for name in own:
             files.link_or_copy(source / name, scratch / name)
-        extra = model_files.files_of(source, bundle, NAME, forced) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
-        for name, content in (extra | model_store.marked(forced)).items():
+        extra = model_files.build_model_files(source, bundle, NAME, forced) | {
+            "sbom.json": b"{}\n",
+            "verdict.json": b"{}\n",
+        }
+        for name, content in (extra | model_store.forced_marker(forced)).items():
             files.make_directory((scratch / name).parent)
             files.write_atomic(scratch / name, content)
         bundle.save(scratch / "bundle.json")
-        signature.sign(scratch, keys.signer(layout))
+        signature.sign_folder(scratch, keys.load_signer(layout))
     return bundle
 
 
-def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: str | None = None) -> int:
+def crown(layout: ProjectLayout, model_digest: str, action: Any = "promote", reason: str | None = None) -> int:
     """Make a kept model champion, as promotion and rollback do after the alias; returns its version."""
-    entries, before = ledger.read(layout.promotions), read_champion(layout.champion)
+    entries, before = ledger.read_entries(layout.promotions), read_champion(layout.champion)
     known = {e.model_digest: e.version for e in entries}
     version = known.get(model_digest, len(known) + 1)
     champion = Champion(version=version, model_digest=model_digest, adapter_digest="a" * 64, run_id="run")
-    added = ledger.append(
+    added = ledger.append_entry(
         layout.promotions,
         Promotion(
             id=f"event{len(entries)}", time="2026-01-01T00:00:00+00:00", action=action, by="ada", version=version,
@@ -111,8 +114,8 @@ def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: st
 
 
 def promoted(
-    layout: Layout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0"), forced: Forced | None = None
-) -> Bundle:
+    layout: ProjectLayout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0"), forced: ForcedPromotion | None = None
+) -> ModelBundle:
     """A model of a few bytes becomes champion."""
     source = layout.root / "made" / model
     few_bytes(source, model, forms)

@@ -9,20 +9,22 @@ import transformers
 
 import tiny_project
 from ratchet.config.schema import Settings
-from ratchet.config.train import Distill
-from ratchet.storage.layout import Layout
+from ratchet.config.train import DistillSettings
+from ratchet.storage.layout import ProjectLayout
 
 
-def with_teacher(layout: Layout, **changes: Any) -> Settings:
+def with_teacher(layout: ProjectLayout, **changes: Any) -> Settings:
     """Settings of the tiny project with a teacher; written to its params.yaml."""
-    train = tiny_project.TRAIN.model_copy(update={"distill": Distill(**{"teacher": "teacher", "top_k": 8} | changes)})
+    train = tiny_project.TRAIN.model_copy(
+        update={"distill": DistillSettings(**{"teacher": "teacher", "top_k": 8} | changes)}
+    )
     settings = tiny_project.SETTINGS.model_copy(update={"train": train})
     tiny_project.save(layout, settings)
     return settings
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     """Stages base and prepare have run; the teacher is the base itself, for what it knows does not matter here."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("distill") / "project")
     shutil.copytree(layout.tiny_model, layout.root / "teacher")
@@ -30,27 +32,27 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.fixture
-def project(prepared: Layout, tmp_path: Path) -> Layout:
+def project(prepared: ProjectLayout, tmp_path: Path) -> ProjectLayout:
     shutil.copytree(prepared.root, tmp_path / "project", symlinks=True)
-    return Layout(tmp_path / "project")
+    return ProjectLayout(tmp_path / "project")
 
 
-def nothing(_: Layout) -> None:
+def nothing(_: ProjectLayout) -> None:
     """The settings alone are wrong."""
 
 
-def other_tokenizer(project: Layout) -> None:
+def other_tokenizer(project: ProjectLayout) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
     tokenizer.add_tokens(["quite another"])
     tokenizer.save_pretrained(project.root / "teacher")
 
 
-def short_context(project: Layout) -> None:
+def short_context(project: ProjectLayout) -> None:
     path = project.root / "teacher" / "config.json"
     path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
 
 
-def padded(project: Layout) -> None:
+def padded(project: ProjectLayout) -> None:
     """The embedding gets more rows than there are tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
     model.resize_token_embeddings(512, mean_resizing=False)

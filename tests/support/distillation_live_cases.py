@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import transformers
 
-from ratchet.config.train import Distill, Train
-from ratchet.data.batches import Rows
+from ratchet.config.train import DistillSettings, Train
+from ratchet.data.batches import TokenRows
 from ratchet.models import model_spec
-from ratchet.models.teacher import Found
-from ratchet.training.online_distillation import Attending
+from ratchet.models.teacher import TeacherCandidate
+from ratchet.training.online_distillation import OnlineTeacherReader
 from small_loop import SHAPE, SMALL
 
 CPU = torch.device("cpu")
@@ -19,10 +19,10 @@ TEACHER = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layer
 
 def taught(top_k: int | None = 6, **changes: Any) -> Train:
     chosen = {"teacher": "t", "asked": "during", "weight": 0.6, "temperature": 2.0, "top_k": top_k} | changes
-    return SMALL.model_copy(update={"distill": Distill(**chosen), "dropout": 0.0})
+    return SMALL.model_copy(update={"distill": DistillSettings(**chosen), "dropout": 0.0})
 
 
-def found(folder: Path, wide: int = 64, spoil: Any = None) -> Found:
+def found(folder: Path, wide: int = 64, spoil: Any = None) -> TeacherCandidate:
     """A random model that is larger than the student; of its embedding 64 rows are tokens."""
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**TEACHER | {"vocab_size": wide}, initializer_range=0.3)
@@ -31,8 +31,8 @@ def found(folder: Path, wide: int = 64, spoil: Any = None) -> Found:
         with torch.no_grad():
             spoil(model)
     model.save_pretrained(folder)
-    return Found(folder, model_spec.load(folder), 64, wide)
+    return TeacherCandidate(folder, model_spec.load(folder), 64, wide)
 
 
-def attending(folder: Path, settings: Train, rows: Rows, **more: Any) -> Attending:
-    return Attending(found(folder, **more), settings, rows, CPU)
+def attending(folder: Path, settings: Train, rows: TokenRows, **more: Any) -> OnlineTeacherReader:
+    return OnlineTeacherReader(found(folder, **more), settings, rows, CPU)

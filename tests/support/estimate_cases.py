@@ -11,20 +11,20 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import capacity
-from ratchet.models.memory.capacity import Capacity
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.capacity import MemoryCapacity
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.training import memory_monitor
-from ratchet.training.memory_monitor import Beginning
+from ratchet.training.memory_monitor import InitialMemoryPlan
 from small_loop import SHAPE
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
 """Large enough for a step to need more than libraries and loading do."""
 MACHINE = Machine(device="cpu", micro_batch_rows=2)
 TRAIN = Train(rank=4, quantization="none")
-WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
+WORK = MemoryWorkload(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
             validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
 Room = Callable[[int], None]
 
@@ -34,32 +34,34 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     """Says how much memory the machine has: the one thing that is not real here."""
 
     def available(count: int) -> None:
-        monkeypatch.setattr(capacity, "of", lambda _: Capacity(count, count))
+        monkeypatch.setattr(capacity, "measure_device", lambda _: MemoryCapacity(count, count))
 
     return available
 
 
-def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
+def begun_with(
+    root: Path, base: ModelSpec, machine: Machine = MACHINE, work: MemoryWorkload = WORK
+) -> InitialMemoryPlan:
     journal = Journal(root / "journal.jsonl", 1)
     try:
-        return memory_monitor.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+        return memory_monitor.require_memory(RunPaths(root), base, TRAIN, machine, work, journal)
     finally:
         journal.close()
 
 
-def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
+def asked(root: Path, base: ModelSpec, machine: Machine = MACHINE, work: MemoryWorkload = WORK) -> list[JournalEvent]:
     begun_with(root, base, machine, work)
-    return list(Reader(root / "journal.jsonl").read())
+    return list(JournalReader(root / "journal.jsonl").read())
 
 
 LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows=1, validation_learned_tokens=64)
 
 
 @pytest.fixture(scope="module")
-def wide() -> Blueprint:
+def wide() -> ModelSpec:
     """Whose layers weigh more than what short rows leave in them."""
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
-    return model_spec.of_config(transformers.LlamaConfig(**SHAPE | size))
+    return model_spec.from_config(transformers.LlamaConfig(**SHAPE | size))
 
 
 SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,
@@ -68,4 +70,4 @@ SHARED = MACHINE.model_copy(update={"shard_base": True})
 
 
 def notices(root: Path) -> list[str]:
-    return [event.data["text"] for event in Reader(root / "journal.jsonl").read() if event.kind == "notice"]
+    return [event.data["text"] for event in JournalReader(root / "journal.jsonl").read() if event.kind == "notice"]

@@ -13,13 +13,13 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.stages import evaluate, export
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import EvalReport
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile
 
-SETTINGS: Settings = params_file.changed(
+SETTINGS: Settings = params_file.apply_changes(
     tiny_project.SETTINGS,
     {
         "evaluate.harness.limit": 4,
@@ -36,53 +36,53 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = tiny_project.prepared(tmp_path_factory.mktemp("evaluate") / "project", SETTINGS)
     torch.set_num_threads(1)
     export_of(layout, 3)
-    before = evaluate._track
-    evaluate._track = lambda *_: None
+    before = evaluate._log_to_mlflow
+    evaluate._log_to_mlflow = lambda *_: None
     try:
         evaluated(layout)
     finally:
-        evaluate._track = before
+        evaluate._log_to_mlflow = before
     return layout.root
 
 
-def export_of(layout: Layout, seed: int, strength: float = 0.2) -> Bundle:
+def export_of(layout: ProjectLayout, seed: int, strength: float = 0.2) -> ModelBundle:
     """A candidate as the stages before leave it."""
     tiny_project.adapted(layout, SETTINGS, seed, strength)
-    before = export._track
-    export._track = lambda *_: None  # MLflow takes its time, and has tests of its own
+    before = export._log_to_mlflow
+    export._log_to_mlflow = lambda *_: None  # MLflow takes its time, and has tests of its own
     try:
         export.export(layout, SETTINGS)
     finally:
-        export._track = before
-    return Bundle.load(layout.bundle)
+        export._log_to_mlflow = before
+    return ModelBundle.load(layout.bundle)
 
 
 @pytest.fixture
-def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
-    monkeypatch.setattr(evaluate, "_track", lambda *_: None)
+def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
+    monkeypatch.setattr(evaluate, "_log_to_mlflow", lambda *_: None)
     torch.set_num_threads(1)
     root = tmp_path / "project"
     subprocess.run(["cp", "-r", str(made), str(root)], check=True)
-    return Layout(root)
+    return ProjectLayout(root)
 
 
 @pytest.fixture
-def cold(layout: Layout) -> Layout:
+def cold(layout: ProjectLayout) -> ProjectLayout:
     """The same, never evaluated before."""
     for folder in (layout.scores, layout.evaluate):
         subprocess.run(["rm", "-r", str(folder)], check=True)
     return layout
 
 
-def evaluated(layout: Layout, settings: Settings = SETTINGS) -> EvalReport:
+def evaluated(layout: ProjectLayout, settings: Settings = SETTINGS) -> EvaluationReport:
     evaluate.evaluate(layout, settings, lambda _: None)
-    files.verify(layout.evaluate, "evaluation")
-    return EvalReport.load(layout.eval_report)
+    files.verify_sealed(layout.evaluate, "evaluation")
+    return EvaluationReport.load(layout.eval_report)
 
 
-def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True) -> Champion:
+def keep_as_champion(layout: ProjectLayout, version: int, *, with_adapter: bool = True) -> Champion:
     """The present export as a promoted model, as `ratchet promote` leaves it."""
-    bundle = Bundle.load(layout.bundle)
+    bundle = ModelBundle.load(layout.bundle)
     with files.sealed_directory(layout.promoted_model(bundle.model_digest), "model") as scratch:
         files.link_tree(layout.merged_model, scratch / "hf")
         files.link_or_copy(layout.bundle, scratch / "bundle.json")
@@ -96,7 +96,7 @@ def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True)
     return champion
 
 
-def samples(layout: Layout, report: EvalReport, who: Any, metric: str) -> dict[str, float]:
+def samples(layout: ProjectLayout, report: EvaluationReport, who: Any, metric: str) -> dict[str, float]:
     lines = base.read_lines(layout.evaluate / report.scores[who].samples[metric])
     return {line["id"]: line["value"] for line in lines}
 

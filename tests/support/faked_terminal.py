@@ -5,7 +5,7 @@ import io
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from ratchet.console.text_layout import Size, Terminal
+from ratchet.console.text_layout import ScreenSize, TerminalConsole
 
 T = 1_760_000_000.0
 GIB = 2**30
@@ -36,10 +36,10 @@ def assert_fits(lines: list[str], width: int, height: int) -> None:
     assert not [line for line in lines if "\x1b" in line]
 
 
-def drawn(picture: RenderableType, size: Size) -> list[str]:
+def drawn(picture: RenderableType, size: ScreenSize) -> list[str]:
     """What a terminal of this size gets, line by line."""
     raw = io.BytesIO()
-    terminal = Terminal(io.TextIOWrapper(raw, encoding=size.encoding))
+    terminal = TerminalConsole(io.TextIOWrapper(raw, encoding=size.encoding))
     terminal.width = size.width
     terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", end="")
     terminal.file.flush()

@@ -10,24 +10,28 @@ from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 from ratchet.storage.records.training import MemoryForecast
 
-CPU = Work(2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20)
+CPU = MemoryWorkload(
+    2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20
+)
 GPU = replace(CPU, device="cuda")
 
 
-def llama(hidden: int, inner: int, layers: int, **more: Any) -> Blueprint:
+def llama(hidden: int, inner: int, layers: int, **more: Any) -> ModelSpec:
     """Of the shape of Llama 2, without grouped keys."""
     config = LlamaConfig(
         vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=hidden // 128, max_position_embeddings=4096, tie_word_embeddings=False, **more,
     )  # fmt: skip
-    return model_spec.of_config(config)
+    return model_spec.from_config(config)
 
 
-def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: int = 2, **train: Any) -> MemoryForecast:
+def of(
+    family: str, work: MemoryWorkload = GPU, machine: Machine | None = None, layers: int = 2, **train: Any
+) -> MemoryForecast:
     names = {"gpt2": "n_layer"}
-    plan = model_spec.of_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
+    plan = model_spec.from_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
     return forecast.forecast(plan, Train(**{"rank": 4, **train}), machine or Machine(), work)

@@ -13,12 +13,12 @@ from ratchet.config.data import Prepare
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import Train
 from ratchet.stages import forecast as verb
-from ratchet.stages.forecast import Options
+from ratchet.stages.forecast import ForecastOptions
 
 SETTINGS = Settings(
     train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
 )
-ON_GPU = Options(device="cuda")
+ON_GPU = ForecastOptions(device="cuda")
 LARGE = 24 * units.GIB
 """What the inverse is asked for; without it there is none, which takes a tenth of the time."""
 

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 import tiny_project
-from ratchet.config.export import Export, Gguf, Onnx
+from ratchet.config.export import Export, GgufSettings, OnnxSettings
 from ratchet.config.schema import Settings
 from ratchet.stages import export
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ModelBundle
 
 PLAIN = Export(task_rows=12, parity_rows=8)
 EVERY = PLAIN.model_copy(
     update={
         "merge_base": "dequantized",
-        "gguf": Gguf(types=("f32", "q8_0")),
-        "onnx": Onnx(types=("fp32", "int8")),
+        "gguf": GgufSettings(types=("f32", "q8_0")),
+        "onnx": OnnxSettings(types=("fp32", "int8")),
         "data_licence": "CC-BY-4.0",
     }
 )
@@ -29,7 +29,7 @@ def with_export(wanted: Export, **evaluate: Any) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     """A project whose adapter is strong enough to show."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("forms") / "project")
     tiny_project.adapted(layout)
@@ -37,12 +37,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.fixture
-def run(trained: Layout, monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], Bundle]:
+def run(trained: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], ModelBundle]:
     """Stage export without MLflow, which has tests of its own."""
-    monkeypatch.setattr(export, "_track", lambda *_: None)
+    monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)
 
-    def exported(settings: Settings) -> Bundle:
+    def exported(settings: Settings) -> ModelBundle:
         export.export(trained, settings)
-        return Bundle.load(trained.bundle)
+        return ModelBundle.load(trained.bundle)
 
     return exported

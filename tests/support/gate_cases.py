@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.gate import Gate, Rule
-from ratchet.gate.decision import judge
-from ratchet.gate.evidence import Evidence
+from ratchet.gate.decision import decide_verdict
+from ratchet.gate.evidence import GateEvidence
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import (
     ROWS,
-    Cost,
-    EvalReport,
-    Metric,
-    Noise,
-    Sample,
-    Scores,
+    EvaluationNoise,
+    EvaluationReport,
+    InferenceCost,
+    MetricValue,
+    ModelScores,
+    SampleScore,
     Who,
     answers_file,
     sample_file,
 )
-from ratchet.storage.records.export import Bundle, Parity
-from ratchet.storage.records.gate import Champion, ChampionFile, Reason, Verdict
+from ratchet.storage.records.export import MergeParity, ModelBundle
+from ratchet.storage.records.gate import Champion, ChampionFile, RuleResult, Verdict
 
 MODEL, OLD, FIRST = "c" * 64, "a" * 64, "f" * 64
 ADAPTER, BASE, DATA, TASK = "d" * 64, "b" * 64, "e" * 64, "7" * 64
@@ -72,7 +72,7 @@ def nats(perplexity: float, n: int = 100, noise: float = 0.08) -> dict[str, floa
     return {key: TOKENS * value for key, value in spread(math.log(perplexity), n, noise=noise).items()}
 
 
-def metric(name: str, scores: Values) -> Metric:
+def metric(name: str, scores: Values) -> MetricValue:
     """The figure that evaluation would make of these scores: what it is, its name says."""
     finite = [value for value in scores.values() if math.isfinite(value)]
     mean = sum(finite) / max(1, len(finite))
@@ -83,34 +83,34 @@ def metric(name: str, scores: Values) -> Metric:
         better, unit, kind, mean = "lower", "1", "perplexity", math.exp(mean / TOKENS)
     elif name.endswith("f1"):
         unit = "mean of samples"
-    return Metric.model_validate(
+    return MetricValue.model_validate(
         {"value": mean, "n": len(scores), "low": mean - 0.05, "high": mean + 0.05, "better": better, "unit": unit,
          "kind": kind, "chance": 0.25 if name == "accuracy" else None}
     )  # fmt: skip
 
 
-def samples(name: str, scores: Values) -> dict[str, Sample]:
+def samples(name: str, scores: Values) -> dict[str, SampleScore]:
     """As they lie beside a report."""
     weight = TOKENS if name.endswith("perplexity") else 1.0
-    return {key: Sample(id=key, value=value, weight=weight) for key, value in scores.items()}
+    return {key: SampleScore(id=key, value=value, weight=weight) for key, value in scores.items()}
 
 
-def bundle(difference: float = 0.001, agreement: float = 1.0, **changes: Any) -> Bundle:
-    parity = Parity(
+def bundle(difference: float = 0.001, agreement: float = 1.0, **changes: Any) -> ModelBundle:
+    parity = MergeParity(
         rows=32, tokens=900, max_logit_difference=difference, mean_logit_difference=difference / 2,
         greedy_agreement=agreement,
     )  # fmt: skip
     plain = {"model_digest": MODEL, "adapter_digest": ADAPTER, "base_digest": BASE, "data_digest": DATA,
              "run_id": "r1", "merge_base": "dequantized", "dtype": "float32", "size_bytes": 3 * 2**20,
              "parity": parity}  # fmt: skip
-    return Bundle.model_validate({**plain, **changes})
+    return ModelBundle.model_validate({**plain, **changes})
 
 
-def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> EvalReport:
+def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> EvaluationReport:
     """The report that evaluation would write for these scores."""
     digests = {"merged": MODEL, "candidate": ADAPTER, "champion": OLD, "anchor": FIRST, "base": BASE}
     scores = {
-        who: Scores(
+        who: ModelScores(
             model_digest=digests[who],
             form="merged" if who == "merged" else "adapter",
             contract="k2" if who == "merged" else "k1",
@@ -125,12 +125,12 @@ def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> E
         "anchor_digest": champion.anchor.model_digest if champion.anchor else None,
         "gate_set": "9" * 64, "contracts": CONTRACTS, "scores": scores,
     }  # fmt: skip
-    return EvalReport.model_validate({**plain, **changes})
+    return EvaluationReport.model_validate({**plain, **changes})
 
 
-def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> Evidence:
+def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> GateEvidence:
     """All that the gate judges by. `changes` replaces fields of it."""
-    found = Evidence(
+    found = GateEvidence(
         report=report(models, champion),
         bundle=bundle(),
         champion=champion,
@@ -147,12 +147,14 @@ def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) ->
     return dataclasses.replace(found, **changes)
 
 
-def with_report(found: Evidence, **changes: Any) -> Evidence:
+def with_report(found: GateEvidence, **changes: Any) -> GateEvidence:
     """The same evidence with another report."""
     return dataclasses.replace(found, report=found.report.model_copy(update=changes))
 
 
-def with_metric(found: Evidence, name: str, who: tuple[Who, ...] = ("base", "candidate"), **changes: Any) -> Evidence:
+def with_metric(
+    found: GateEvidence, name: str, who: tuple[Who, ...] = ("base", "candidate"), **changes: Any
+) -> GateEvidence:
     """The same evidence with another figure of these models."""
     scores = dict(found.report.scores)
     for one in who:
@@ -161,18 +163,18 @@ def with_metric(found: Evidence, name: str, who: tuple[Who, ...] = ("base", "can
     return with_report(found, scores=scores)
 
 
-def with_noise(found: Evidence, name: str, again: Values, **changes: Any) -> Evidence:
+def with_noise(found: GateEvidence, name: str, again: Values, **changes: Any) -> GateEvidence:
     """The same evidence, the candidate scored a second time."""
     scores = found.report.scores["candidate"]
     plain = {
         "model_digest": scores.model_digest, "form": "adapter", "contract": scores.contract, "batch_rows": (8, 4),
         "metrics": {name: metric(name, again)}, "samples": {name: sample_file("candidate", name)},
     }  # fmt: skip
-    noise = Noise.model_validate({**plain, **changes})
+    noise = EvaluationNoise.model_validate({**plain, **changes})
     return dataclasses.replace(found, noise=noise, noise_samples={name: samples(name, again)})
 
 
-def write(layout: Layout, found: Evidence) -> None:
+def write(layout: ProjectLayout, found: GateEvidence) -> None:
     """Lay the evidence into a project as evaluate and export would."""
     write_evaluation(layout, found)
     with files.sealed_directory(layout.export, "export") as scratch:
@@ -180,7 +182,7 @@ def write(layout: Layout, found: Evidence) -> None:
     found.champion.save(layout.champion)
 
 
-def write_evaluation(layout: Layout, found: Evidence) -> None:
+def write_evaluation(layout: ProjectLayout, found: GateEvidence) -> None:
     """The part of it that evaluate writes."""
     files.make_directory(layout.experiments)
     with files.sealed_directory(layout.evaluate, "evaluation") as scratch:
@@ -199,7 +201,7 @@ def write_evaluation(layout: Layout, found: Evidence) -> None:
             write_samples(scratch, found.noise_samples, found.noise.samples)
 
 
-def beside_champion(project: Layout, champion_run: str, candidate_run: str, **changes: Any) -> None:
+def beside_champion(project: ProjectLayout, champion_run: str, candidate_run: str, **changes: Any) -> None:
     """Lay an evaluation into a project: of one run, beside another that is champion."""
     file = ChampionFile(champion=Champion(version=3, model_digest=OLD, adapter_digest="x" * 64, run_id=champion_run))
     models: Models = {
@@ -211,14 +213,14 @@ def beside_champion(project: Layout, champion_run: str, candidate_run: str, **ch
     write(project, found)
 
 
-def write_samples(folder: Path, by_metric: Mapping[str, Mapping[str, Sample]], names: Mapping[str, str]) -> None:
+def write_samples(folder: Path, by_metric: Mapping[str, Mapping[str, SampleScore]], names: Mapping[str, str]) -> None:
     for metric, name in names.items():
         rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in by_metric[metric].values()]
         base.write_lines(folder / name, rows)
 
 
-def cost(latency_s: float = 0.2, memory_bytes: int = 2**30) -> Cost:
-    return Cost(
+def cost(latency_s: float = 0.2, memory_bytes: int = 2**30) -> InferenceCost:
+    return InferenceCost(
         rows=8, latency_s=latency_s, latency_p95_s=2 * latency_s, tokens_per_s=9.0, memory_bytes=memory_bytes,
         device="cpu",
     )  # fmt: skip
@@ -231,9 +233,9 @@ def gate(*rules: Rule, **changes: Any) -> Gate:
 EXPECTED = {"pass": "PROMOTE", "fail": "REJECT", "undecided": "HOLD", "invalid": "INVALID"}
 
 
-def reason(rule: Rule, found: Evidence, **changes: Any) -> Reason:
+def reason(rule: Rule, found: GateEvidence, **changes: Any) -> RuleResult:
     """What one rule finds; and that the decision is what follows from it."""
-    verdict: Verdict = judge(found, gate(rule, **changes))
+    verdict: Verdict = decide_verdict(found, gate(rule, **changes))
     [one] = verdict.reasons
     assert verdict.decision == EXPECTED[one.outcome]
     return one

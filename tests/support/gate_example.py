@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.gate.evidence import Evidence
+from ratchet.gate.evidence import GateEvidence
 from ratchet.reports import verdict_page
-from ratchet.storage.records.evaluation import Cost, EvalReport, EvaluatedRow, Metric, Noise, Sample, Scores, Who
-from ratchet.storage.records.export import Bundle, Parity
-from ratchet.storage.records.gate import Champion, ChampionFile, Comparison, Forced, Reason, Verdict
+from ratchet.storage.records.evaluation import (
+    EvaluatedRow,
+    EvaluationNoise,
+    EvaluationReport,
+    InferenceCost,
+    MetricValue,
+    ModelScores,
+    SampleScore,
+    Who,
+)
+from ratchet.storage.records.export import MergeParity, ModelBundle
+from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, ModelComparison, RuleResult, Verdict
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b[31m \u202e\ud800 </style></body>'
 MODELS: tuple[Who, ...] = ("base", "candidate", "champion", "anchor")
@@ -28,7 +37,7 @@ class Case:
     """The arguments of `gate_page.write`."""
 
     verdict: Verdict
-    evidence: Evidence
+    evidence: GateEvidence
     rows: Sequence[EvaluatedRow]
     answers: Mapping[Who, Mapping[str, Sequence[str]]]
     documents: Mapping[Who, Mapping[str, Sequence[Mapping[str, Any]]]]
@@ -44,21 +53,21 @@ def case(count: int = 40, words: int = 14, seed: int = 7) -> Case:
     random_ = random.Random(seed)
     rows = [_row(number, words, random_) for number in range(count)]
     answers: dict[Who, dict[str, list[str]]] = {who: {} for who in MODELS}
-    samples: dict[Who, dict[str, dict[str, Sample]]] = {who: {} for who in MODELS}
+    samples: dict[Who, dict[str, dict[str, SampleScore]]] = {who: {} for who in MODELS}
     for who in MODELS:
         right, losses = {}, {}
         for row in rows:
             hit = random_.random() < SKILL[who]
             wrong = random_.choice([label for label in LABELS if label != row.expected])
             answers[who][row.id] = [row.expected if hit else wrong]
-            right[row.id] = Sample(id=row.id, value=float(hit))
-            losses[row.id] = Sample(id=row.id, value=round(random_.uniform(0.01, 0.6 if hit else 3.0), 4))
+            right[row.id] = SampleScore(id=row.id, value=float(hit))
+            losses[row.id] = SampleScore(id=row.id, value=round(random_.uniform(0.01, 0.6 if hit else 3.0), 4))
         general = {
-            f"block {n}": Sample(id=f"block {n}", value=random_.uniform(150, 250), weight=64.0) for n in range(8)
+            f"block {n}": SampleScore(id=f"block {n}", value=random_.uniform(150, 250), weight=64.0) for n in range(8)
         }
         samples[who] = {"accuracy": right, "answer_loss": losses, "general_perplexity": general}
         samples[who]["harness/poems/acc,none"] = {
-            f"doc{n}": Sample(id=f"doc{n}", value=float(random_.random() < 0.5)) for n in range(12)
+            f"doc{n}": SampleScore(id=f"doc{n}", value=float(random_.random() < 0.5)) for n in range(12)
         }
     documents = {who: {"poems": [_document(n, samples[who]) for n in range(12)]} for who in MODELS}
     report = _report(samples)
@@ -79,26 +88,26 @@ def _row(number: int, words: int, random_: random.Random) -> EvaluatedRow:
     )
 
 
-def _document(number: int, samples: Mapping[str, Mapping[str, Sample]]) -> dict[str, Any]:
+def _document(number: int, samples: Mapping[str, Mapping[str, SampleScore]]) -> dict[str, Any]:
     right = samples["harness/poems/acc,none"][f"doc{number}"].value
     answer = "A rose by any other name" if right else "A rise by another name"
     return {"id": f"doc{number}", "prompt": f"Poem {number}: go on", "target": "A rose by any other name",
             "answers": [answer], "scores": {"acc,none": right}}  # fmt: skip
 
 
-def metric(values: Sequence[Sample], better: str, unit: str, kind: str = "mean", **more: Any) -> Metric:
+def metric(values: Sequence[SampleScore], better: str, unit: str, kind: str = "mean", **more: Any) -> MetricValue:
     """A figure of samples, with an interval that need not be right."""
     mean = sum(one.value for one in values) / sum(one.weight for one in values)
     value = math.exp(mean) if kind == "perplexity" else mean
     half = 0.08 * abs(value) + 0.001
-    return Metric.model_validate(
+    return MetricValue.model_validate(
         {"value": value, "n": len(values), "low": value - half, "high": value + half, "better": better, "unit": unit,
          "kind": kind, **more}
     )  # fmt: skip
 
 
-def _report(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]]) -> EvalReport:
-    scores: dict[Who, Scores] = {}
+def _report(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> EvaluationReport:
+    scores: dict[Who, ModelScores] = {}
     for number, (who, by_metric) in enumerate(samples.items()):
         found = {name: list(by_id.values()) for name, by_id in by_metric.items()}
         metrics = {
@@ -108,7 +117,7 @@ def _report(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]]) -> EvalRe
             "harness/poems/acc,none": metric(found["harness/poems/acc,none"], "higher", "proportion", chance=0.25),
         }
         part = {"accuracy": metrics["accuracy"]}
-        scores[who] = Scores(
+        scores[who] = ModelScores(
             model_digest=DIGESTS[who],
             form="adapter",
             contract="7" * 64,
@@ -121,8 +130,10 @@ def _report(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]]) -> EvalRe
             },
             slices=dict.fromkeys(PARTS, part),
         )  # fmt: skip
-    cost = Cost(rows=8, latency_s=0.1234, latency_p95_s=0.2, tokens_per_s=61.5, memory_bytes=3 * 2**30, device="cpu")
-    return EvalReport(
+    cost = InferenceCost(
+        rows=8, latency_s=0.1234, latency_p95_s=0.2, tokens_per_s=61.5, memory_bytes=3 * 2**30, device="cpu"
+    )
+    return EvaluationReport(
         adapter_digest="d" * 64,
         base_digest="b" * 64,
         data_digest="e" * 64,
@@ -140,9 +151,11 @@ def _report(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]]) -> EvalRe
     )
 
 
-def _evidence(report: EvalReport, samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]]) -> Evidence:
-    parity = Parity(rows=32, tokens=912, max_logit_difference=3.1e-6, mean_logit_difference=4e-7, greedy_agreement=1.0)
-    bundle = Bundle(
+def _evidence(report: EvaluationReport, samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> GateEvidence:
+    parity = MergeParity(
+        rows=32, tokens=912, max_logit_difference=3.1e-6, mean_logit_difference=4e-7, greedy_agreement=1.0
+    )
+    bundle = ModelBundle(
         model_digest=DIGESTS["candidate"],
         adapter_digest="d" * 64,
         base_digest="b" * 64,
@@ -154,16 +167,16 @@ def _evidence(report: EvalReport, samples: Mapping[Who, Mapping[str, Mapping[str
         parity=parity,
         base_form="nf4+dq uint8",
     )
-    forced = Forced(by="mira", reason="demo on Friday", decision="HOLD")
+    forced = ForcedPromotion(by="mira", reason="demo on Friday", decision="HOLD")
     best = Champion(version=4, model_digest=DIGESTS["champion"], adapter_digest="c" * 64, run_id="r-1", forced=forced)
     champion = ChampionFile(
         champion=best,
         anchor=Champion(version=1, model_digest=DIGESTS["anchor"], adapter_digest="f" * 64, run_id="r-0"),
         ledger="3" * 64,
     )  # fmt: skip
-    noise = Noise(model_digest=DIGESTS["candidate"], form="adapter", contract="7" * 64, batch_rows=(16, 8),
+    noise = EvaluationNoise(model_digest=DIGESTS["candidate"], form="adapter", contract="7" * 64, batch_rows=(16, 8),
                   metrics={"accuracy": report.scores["candidate"].metrics["accuracy"]}, samples={})  # fmt: skip
-    return Evidence(
+    return GateEvidence(
         report=report,
         bundle=bundle,
         champion=champion,
@@ -176,23 +189,23 @@ def _evidence(report: EvalReport, samples: Mapping[Who, Mapping[str, Mapping[str
     )
 
 
-def compared(metric: str, against: str, figures: tuple[float, ...], n: int, **more: Any) -> Comparison:
+def compared(metric: str, against: str, figures: tuple[float, ...], n: int, **more: Any) -> ModelComparison:
     """A comparison; figures are difference, low, high, bound, detectable."""
     difference, low, high, bound, detectable = figures
     plain = {"metric": metric, "against": against, "form": "adapter", "difference": difference, "low": low,
              "high": high, "confidence": 0.95, "n": n, "bound": bound, "p": 0.0123, "detectable": detectable,
              "method": "Tango score interval"}  # fmt: skip
-    return Comparison.model_validate({**plain, **more})
+    return ModelComparison.model_validate({**plain, **more})
 
 
-def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]], count: int) -> Verdict:
+def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]], count: int) -> Verdict:
     new, old = samples["candidate"]["accuracy"], samples["champion"]["accuracy"]
     better = sum(new[one].value > old[one].value for one in new)
     worse = sum(new[one].value < old[one].value for one in new)
     difference = (better - worse) / count
     figures = (difference, difference - 0.06, difference + 0.06, -0.02, 0.072)
     reasons = (
-        Reason(
+        RuleResult(
             rule="must_improve",
             metric="accuracy",
             outcome="pass",
@@ -200,14 +213,14 @@ def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]], count: i
             comparisons=(compared("accuracy", "base", (0.41, 0.35, 0.46, 0.0, 0.05), count, better=18, worse=2,
                                   p=1e-7, p_adjusted=2e-7, method="McNemar mid-p"),),
         ),
-        Reason(
+        RuleResult(
             rule="must_not_regress",
             metric="accuracy",
             outcome="undecided",
             text="so few rows cannot show a loss of 2 points: 2,310 would be needed",
             comparisons=(compared("accuracy", "champion", figures, count, better=better, worse=worse, needed=2310),),
         ),
-        Reason(
+        RuleResult(
             rule="must_not_regress",
             metric="answer_loss",
             outcome="fail",
@@ -215,15 +228,15 @@ def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, Sample]]], count: i
             comparisons=(compared("answer_loss", "anchor", (-0.091, -0.12, -0.061, -0.05, 0.03), count, groups=31,
                                   method="paired BCa bootstrap"),),
         ),
-        Reason(
+        RuleResult(
             rule="forgetting",
             metric="general_perplexity",
             outcome="pass",
             text="perplexity of general text rose by 1.1 %; 5 % are allowed",
             comparisons=(compared("general_perplexity", "base", (-0.011, -math.inf, 0.002, -0.05, 0.02), 8),),
         ),
-        Reason(rule="export_parity", metric="-", outcome="pass", text="the export answers as the adapter does"),
-        Reason(rule="budget", metric="latency", outcome="pass", text="an answer takes 0.12 s; 1 s is allowed"),
+        RuleResult(rule="export_parity", metric="-", outcome="pass", text="the export answers as the adapter does"),
+        RuleResult(rule="budget", metric="latency", outcome="pass", text="an answer takes 0.12 s; 1 s is allowed"),
     )  # fmt: skip
     return Verdict(
         decision="REJECT",

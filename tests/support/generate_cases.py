@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import generations
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 COUNT = 60
 
@@ -21,5 +21,5 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> ProjectLayout:
     return generations.project(tmp_path / "my project", generations.with_generate(temperature=0.8))

@@ -13,13 +13,13 @@ from ratchet.config import params_file
 from ratchet.config.generate import Generate
 from ratchet.config.schema import Machine, Settings
 from ratchet.inference import model_reference, worker
-from ratchet.inference.prompts import Source
+from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import GenerationPaths, GenerationSpec
 from ratchet.runs.directory import Run
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Event, Reader
-from ratchet.storage.layout import Layout
-from ratchet.training.stopping import Stopping
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.storage.layout import ProjectLayout
+from ratchet.training.stopping import GracefulShutdown
 
 SETTINGS = Settings(
     generate=Generate(max_new_tokens=8, shard_rows=10, window_rows=16),
@@ -34,16 +34,16 @@ def with_generate(settings: Settings = SETTINGS, **changed: Any) -> Settings:
     return settings.model_copy(update={"generate": Generate.model_validate(values)})
 
 
-def project(root: Path, settings: Settings = SETTINGS) -> Layout:
+def project(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
     """A project without data or base: enough to ask a model that lies somewhere."""
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     layout.experiments.mkdir(parents=True)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     return layout
 
 
-def project_settings(layout: Layout, settings: Settings) -> None:
+def project_settings(layout: ProjectLayout, settings: Settings) -> None:
     """Write params.yaml anew."""
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
 
@@ -58,7 +58,7 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
-class StopAfter(Stopping):
+class StopAfter(GracefulShutdown):
     """Asks to stop once so many looks were taken."""
 
     def __init__(self, looks: int) -> None:
@@ -81,9 +81,9 @@ class Generation:
     model: str = ""
 
     def __post_init__(self) -> None:
-        self.layout = Layout(self.folder)
-        self.source = Source(self.prompts, self.settings)
-        self.meant = model_reference.meant(self.model, self.layout, self.settings)
+        self.layout = ProjectLayout(self.folder)
+        self.source = PromptSource(self.prompts, self.settings)
+        self.meant = model_reference.resolve_model(self.model, self.layout, self.settings)
         self.count, prompts_digest = self.source.measured()
         self.spec = GenerationSpec(
             generate=self.settings.generate.decisive(), prompts_digest=prompts_digest, model=self.meant.model,
@@ -101,20 +101,20 @@ class Generation:
         finally:
             run.close()
 
-    def work(self, stop: Stopping | None = None) -> int:
+    def work(self, stop: GracefulShutdown | None = None) -> int:
         """One worker, from its start to its end; the exit code."""
         with self.opened() as run:
             number = sum(event.kind == "attempt" for event in self.events()) + 1
             run.journal.attempt = number
             run.journal.append("attempt", pid=1, code_version="x")
-            return worker.work(run.paths, number, stop or Stopping(), Heartbeat.private())
+            return worker.run_worker(run.paths, number, stop or GracefulShutdown(), Heartbeat.private())
 
     @property
     def paths(self) -> GenerationPaths:
         return GenerationPaths(self.layout.generations / self.spec.run_id)
 
-    def events(self, kind: str | None = None) -> list[Event]:
-        return [e for e in Reader(self.paths.root / "journal.jsonl").read() if kind in (None, e.kind)]
+    def events(self, kind: str | None = None) -> list[JournalEvent]:
+        return [e for e in JournalReader(self.paths.root / "journal.jsonl").read() if kind in (None, e.kind)]
 
     def written(self) -> bytes:
         """The result's records."""

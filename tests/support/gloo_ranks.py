@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ratchet.config.train import Compression
-from ratchet.models.gradient_compression.reducer import Wire
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.models.gradient_compression.reducer import GradientReducer
 
 SHAPES = [(8, 40), (40, 8), (12,), (8, 40), (), (33, 9)]
 """Of the parameters that are added up: matrices of which some are alike, a vector, a single number."""
@@ -41,9 +41,9 @@ def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[str, nn
     return [(f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
 
 
-def wire_of(given: list[tuple[str, nn.Parameter]], whole_sums: int = 0, **settings: Any) -> Wire:
-    chosen = Compression.model_validate({"bucket_bytes": 2000, "block": 16} | settings)
-    return Wire(given, dist.group.WORLD, chosen, whole_sums=whole_sums)
+def wire_of(given: list[tuple[str, nn.Parameter]], whole_sums: int = 0, **settings: Any) -> GradientReducer:
+    chosen = GradientCompressionSettings.model_validate({"bucket_bytes": 2000, "block": 16} | settings)
+    return GradientReducer(given, dist.group.WORLD, chosen, whole_sums=whole_sums)
 
 
 def gradients(rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
@@ -57,7 +57,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def add_up(wire: Wire, rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> Tensor:
+def add_up(wire: GradientReducer, rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> Tensor:
     """What the gradients of a step become, flat."""
     for (_, parameter), gradient in zip(given, gradients(rank, step, given), strict=True):
         parameter.grad = gradient.clone()

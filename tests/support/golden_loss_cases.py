@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ratchet.config.train import Train
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters
-from ratchet.models.loss import pad
+from ratchet.models.loss import pad_rows
 from ratchet.training import optimizer as schedule
-from ratchet.training.trainer import Loop
+from ratchet.training.trainer import TrainingLoop
 from small_loop import ROWS, SHAPE, SMALL, loop_of, losses
 
 STEPS = 50
@@ -41,7 +41,7 @@ def settings_of(batch_rows: int) -> Train:
     return SMALL.model_copy(update=changes)
 
 
-def arguments_of(loop: Loop, micro: int, folder: Path, **more: Any) -> dict[str, Any]:
+def arguments_of(loop: TrainingLoop, micro: int, folder: Path, **more: Any) -> dict[str, Any]:
     """Our settings in Trainer's words."""
     train = loop.task.settings
     return {
@@ -54,7 +54,7 @@ def arguments_of(loop: Loop, micro: int, folder: Path, **more: Any) -> dict[str,
     }  # fmt: skip
 
 
-def dataset_of(loop: Loop) -> Dataset:
+def dataset_of(loop: TrainingLoop) -> Dataset:
     """The rows in the order in which our steps take them."""
     rows, order = loop.task.train, [row for step in range(STEPS) for (row,) in loop.plan.batch(step)]
     spans = [slice(int(rows.offsets[row]), int(rows.offsets[row + 1])) for row in order]
@@ -64,7 +64,7 @@ def dataset_of(loop: Loop) -> Dataset:
     )  # fmt: skip
 
 
-def model_of(loop: Loop) -> Any:
+def model_of(loop: TrainingLoop) -> Any:
     """The loop's model anew, with peft's own forward passes."""
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
@@ -79,12 +79,12 @@ def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Filled on the right, with a mask that says where."""
     ids, device = [row["input_ids"] for row in rows], torch.device("cpu")
     return {
-        "input_ids": pad(ids, 0, device), "labels": pad([row["labels"] for row in rows], MASKED, device),
-        "attention_mask": pad([[1] * len(row) for row in ids], 0, device),
+        "input_ids": pad_rows(ids, 0, device), "labels": pad_rows([row["labels"] for row in rows], MASKED, device),
+        "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, device),
     }  # fmt: skip
 
 
-def trainer(loop: Loop, micro: int, folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
+def trainer(loop: TrainingLoop, micro: int, folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
     """Of transformers."""
     arguments = TrainingArguments(**arguments_of(loop, micro, folder))
     return kind(model=model_of(loop), args=arguments, train_dataset=dataset_of(loop), data_collator=collated)
@@ -95,7 +95,7 @@ def losses_of(peer: Trainer, train: Train) -> list[float]:
 
     def scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         def factor(step: int) -> float:
-            return schedule.learning_rate(step, num_training_steps, train) / train.learning_rate
+            return schedule.compute_learning_rate(step, num_training_steps, train) / train.learning_rate
 
         peer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or peer.optimizer, factor)
         return peer.lr_scheduler

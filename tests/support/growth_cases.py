@@ -11,8 +11,8 @@ import transformers
 
 from ratchet.models.memory import capacity
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event, Journal
-from ratchet.training.trainer import Loop
+from ratchet.runs.journal import Journal, JournalEvent
+from ratchet.training.trainer import TrainingLoop
 from small_loop import ROWS, SHAPE, SMALL, loop_of
 
 EVERY_STEPS = 100
@@ -53,7 +53,7 @@ class Watched(Journal):
         super().__init__(path, 1)
         self._look = look
 
-    def append(self, kind: str, **data: Any) -> Event:
+    def append(self, kind: str, **data: Any) -> JournalEvent:
         event = super().append(kind, **data)
         if kind == "step":
             self._look(data)
@@ -77,6 +77,6 @@ def held_at(
     task = loop_of(root, SMALL.model_copy(update=changes), micro=rows, config=thin).task
     machine = task.machine.model_copy(update={"checkpoint_every": EVERY_STEPS})
     journal = Watched(RunPaths(root).journal, look)
-    loop = Loop(replace(task, machine=machine, journal=journal))
+    loop = TrainingLoop(replace(task, machine=machine, journal=journal))
     assert loop.run().step == steps[1] + 1
     return found

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet.config.evaluation import Harness
+from ratchet.config.evaluation import HarnessSettings
 from ratchet.evaluation import harness
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models import tiny_model
@@ -133,7 +133,9 @@ class Bench:
     model: Any
     tokenizer: Any
 
-    def run(self, settings: Harness, recall: harness.Recall | None = None) -> list[harness.TaskResult]:
+    def run(
+        self, settings: HarnessSettings, recall: harness.HarnessResultCache | None = None
+    ) -> list[harness.HarnessTaskResult]:
         store = recall or ScoreStore(None)
         return harness.run(self.model, self.tokenizer, settings, self.root, self.tasks, BATCH_ROWS, store)
 
@@ -172,8 +174,8 @@ def command(bench: Bench) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def ours(bench: Bench) -> dict[str, harness.TaskResult]:
-    return {one.task: one for one in bench.run(Harness(tasks=(*TASKS, "both")))}
+def ours(bench: Bench) -> dict[str, harness.HarnessTaskResult]:
+    return {one.task: one for one in bench.run(HarnessSettings(tasks=(*TASKS, "both")))}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,7 @@ def theirs(bench: Bench, command: subprocess.Popen[str], ours: Any) -> dict[str,
     return {"results": results["results"], "samples": samples}
 
 
-def of(result: harness.TaskResult, metric: str) -> harness.HarnessScores:
+def of(result: harness.HarnessTaskResult, metric: str) -> harness.HarnessScores:
     return next(one for one in result.scores if one.metric == metric)
 
 

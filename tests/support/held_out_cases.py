@@ -14,7 +14,7 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.runs.directory import RESULT, RunPaths, RunSpec
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import HeldOutJob, HeldOutLaunch
 from ratchet.tuning import validation_scores
 
@@ -26,9 +26,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(layout: Layout, changes: dict[str, Any]) -> str:
+def run_of(layout: ProjectLayout, changes: dict[str, Any]) -> str:
     """A finished run whose adapter is of random numbers; returns its id."""
-    settings: Settings = params_file.changed(SETTINGS, changes)
+    settings: Settings = params_file.apply_changes(SETTINGS, changes)
     report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
     spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
     paths = RunPaths(layout.runs / spec.run_id)
@@ -53,9 +53,9 @@ def ids(made: tuple[Path, dict[str, str]]) -> dict[str, str]:
 
 
 @pytest.fixture
-def layout(made: tuple[Path, dict[str, str]], tmp_path: Path) -> Layout:
+def layout(made: tuple[Path, dict[str, str]], tmp_path: Path) -> ProjectLayout:
     shutil.copytree(made[0], tmp_path / "project")
-    return Layout(tmp_path / "project")
+    return ProjectLayout(tmp_path / "project")
 
 
 def launch(run_ids: list[str], metrics: tuple[str, ...] = ("validation_loss",), **changes: Any) -> HeldOutLaunch:
@@ -64,12 +64,12 @@ def launch(run_ids: list[str], metrics: tuple[str, ...] = ("validation_loss",), 
     return HeldOutLaunch(job=HeldOutJob.model_validate(asked), max_new_tokens=8, machine=machine)
 
 
-def damage(layout: Layout, run_id: str) -> None:
+def damage(layout: ProjectLayout, run_id: str) -> None:
     weights = layout.runs / run_id / "result" / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
 
 
-def scorer(layout: Layout, asked: HeldOutLaunch, *more: str) -> list[str]:
+def scorer(layout: ProjectLayout, asked: HeldOutLaunch, *more: str) -> list[str]:
     return [*validation_scores.SCORER, str(layout.root), asked.model_dump_json(), *more]
 
 

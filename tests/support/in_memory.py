@@ -44,7 +44,9 @@ def _modules(source: Any, base: Any, name: str = "") -> Any:
 def _value(source: Any, plain: Any, leaf: str) -> Tensor:
     turned = leaf == "weight" and isinstance(plain, frozen_weights.TRANSPOSED)
     value = (
-        frozen_weights.weight_of(plain).clone() if leaf == "weight" else getattr(plain, leaf).detach().float().clone()
+        frozen_weights.dense_weight(plain).clone()
+        if leaf == "weight"
+        else getattr(plain, leaf).detach().float().clone()
     )
     module = source
     while (inner := _inside(module)) is not None:
@@ -72,7 +74,7 @@ def _adapted(layer: Any, leaf: str, value: Tensor) -> Tensor:
         return value + layer.get_delta_weight("default").float() if leaf == layer.parameter_name else value
     if leaf != "weight" or not isinstance(layer, LoraLayer):
         return value
-    found = adapter_format.of_layer("", layer)
+    found = adapter_format.layer_factors("", layer)
     moved = value + found.scale * (found.b @ found.a)
     if "default" not in layer.lora_magnitude_vector:
         return moved

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config import params_file
-from ratchet.config.gate import MustNotRegress
+from ratchet.config.gate import MustNotRegressRule
 from ratchet.config.schema import Settings
 from ratchet.stages import init
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
     """The settings of a project made from these rows."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
-    return params_file.load(Layout(folder / "project").params)
+    return params_file.load(ProjectLayout(folder / "project").params)
 
 
 def requests(count: int) -> list[dict[str, Any]]:
@@ -24,4 +24,4 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 def regressions(settings: Settings) -> dict[str, float]:
-    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
+    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegressRule)}

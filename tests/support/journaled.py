@@ -7,17 +7,17 @@ from typing import Any
 from ratchet.config.schema import Settings
 from ratchet.reports import plots
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.data import DatasetCard, Lengths
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.run_logger import RunObserver
+from ratchet.storage.records.data import DatasetCard, LengthDistribution
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name
-LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
+LENGTHS = LengthDistribution(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
 CARD = DatasetCard(
     digest="d" * 64,
     sources={"data/raw/a.jsonl": "1" * 64, "data/raw/b.csv": "2" * 64},
@@ -32,7 +32,7 @@ CARD = DatasetCard(
 )
 
 
-def opened(layout: Layout, seed: int = 0) -> Run:
+def opened(layout: ProjectLayout, seed: int = 0) -> Run:
     """A run whose lock we hold, in a project with prepared data."""
     CARD.save(layout.dataset_card)
     train = SETTINGS.train.model_copy(update={"seed": seed})
@@ -66,22 +66,22 @@ def seal_result(paths: RunPaths, best: int = 10, last: int = 20) -> None:
         (scratch / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
 
 
-def observer(layout: Layout, run: Run) -> RunObserver:
+def observer(layout: ProjectLayout, run: Run) -> MlflowRunCallback:
     """One as a new process has it: nothing remembered."""
-    return Tracking(layout, NAME).observer(run.paths, SETTINGS, plots.loss_curve)
+    return MlflowTracker(layout, NAME).observer(run.paths, SETTINGS, plots.draw_loss_curve)
 
 
-def journal(run: Run) -> list[Event]:
-    return list(Reader(run.paths.journal).read())
+def journal(run: Run) -> list[JournalEvent]:
+    return list(JournalReader(run.paths.journal).read())
 
 
-def stored(layout: Layout, run: Run) -> Any:
-    found = Tracking(layout, NAME).find(run.spec.run_id)
+def stored(layout: ProjectLayout, run: Run) -> Any:
+    found = MlflowTracker(layout, NAME).find(run.spec.run_id)
     assert found is not None
     return found
 
 
-def points(layout: Layout, run: Run, key: str) -> list[tuple[int, float, int]]:
+def points(layout: ProjectLayout, run: Run, key: str) -> list[tuple[int, float, int]]:
     """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
     with closing(sqlite3.connect(layout.mlflow_database)) as connection:
         rows = connection.execute(

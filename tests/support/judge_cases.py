@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.data.conversation import Conversation
-from ratchet.evaluation.evaluator import Result, Subject
+from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject
 from ratchet.evaluation.rows import TestRows
 from ratchet.storage import digests
 from ratchet.storage.records.evaluation import Who
@@ -20,7 +20,9 @@ ROWS = 40
 def settings(url: str, **more: Any) -> Settings:
     """Of a project that asks this judge."""
     changes = {"evaluate.judge.address": url, "machine.endpoint.pause_s": 0.01, "machine.endpoint.tries": 2}
-    return params_file.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
+    return params_file.apply_changes(
+        Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()}
+    )
 
 
 def rows(count: int = ROWS) -> TestRows:
@@ -28,16 +30,16 @@ def rows(count: int = ROWS) -> TestRows:
         Conversation([{"role": "user", "content": f"question {k}"}, {"role": "assistant", "content": f"truth {k}"}])
         for k in range(count)
     ]
-    ids = [digests.of_bytes(str(k).encode()) for k in range(count)]
+    ids = [digests.hash_bytes(str(k).encode()) for k in range(count)]
     empty: list[list[int]] = [[] for _ in range(count)]
     return TestRows(ids, asked, empty, empty, [None] * count, [{}] * count, count)
 
 
-def result(who: str, answers: Sequence[str]) -> Result:
-    return Result(Subject(who, who, who, "adapter"), {}, answers=[[one] for one in answers])
+def result(who: str, answers: Sequence[str]) -> EvaluationResult:
+    return EvaluationResult(EvaluationSubject(who, who, who, "adapter"), {}, answers=[[one] for one in answers])
 
 
-def answers(count: int = ROWS) -> dict[Who, Result]:
+def answers(count: int = ROWS) -> dict[Who, EvaluationResult]:
     """The candidate's are good but for every fourth, the base's are bad but for these."""
     ours = [f"{'bad' if k % 4 == 0 else 'good'} answer {k}, ours" for k in range(count)]
     theirs = [f"{'good' if k % 4 == 0 else 'bad'} answer {k}, theirs" for k in range(count)]

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
-NAMES = RunNames("abcdef012345")
+NAMES = RunObjectNames("abcdef012345")
 LONG_S = 600.0
 
 
-def store(root: Path) -> Store:
-    return Store(str(root / "mirror"), Terms(patience_s=5), lambda: False)
+def store(root: Path) -> ReplicaStore:
+    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=5), lambda: False)
 
 
-def lease(root: Path, node: str, lease_s: float) -> Lease:
-    return Lease(store(root), NAMES, node, lease_s)
+def lease(root: Path, node: str, lease_s: float) -> ReplicaLease:
+    return ReplicaLease(store(root), NAMES, node, lease_s)
 
 
 def never() -> bool:
@@ -30,9 +30,9 @@ def quiet(text: str) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[list[Lease]]:
+def held() -> Iterator[list[ReplicaLease]]:
     """Leases that are released at the end."""
-    leases: list[Lease] = []
+    leases: list[ReplicaLease] = []
     yield leases
     for one in leases:
         one.release()

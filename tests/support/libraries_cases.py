@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIGHT = "from ratchet.models import lazy_imports as libraries; libraries.load()"
+LIGHT = "from ratchet.models import lazy_imports as libraries; libraries.import_model_libraries()"
 
 
 def told(*lines: str) -> str:

@@ -4,11 +4,11 @@ from typing import Any
 
 from journaled import NAME, attempt, opened, seal_result
 from ratchet.runs.directory import Run
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-def finished(layout: Layout) -> Run:
+def finished(layout: ProjectLayout) -> Run:
     """A run whose best step is 10, and its last 20, as its training leaves it."""
     run = opened(layout)
     attempt(run, 1, 1, 20)
@@ -18,8 +18,8 @@ def finished(layout: Layout) -> Run:
     return run
 
 
-def logged(layout: Layout) -> list[Any]:
-    with Tracking(layout, NAME).connected() as client:
+def logged(layout: ProjectLayout) -> list[Any]:
+    with MlflowTracker(layout, NAME).connected() as client:
         experiment = client.get_experiment_by_name(NAME).experiment_id
         found = client.search_logged_models([experiment])
         return sorted((client.get_logged_model(one.model_id) for one in found), key=lambda one: one.name)

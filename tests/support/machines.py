@@ -8,15 +8,15 @@ from typing import Any
 import snapshots
 from ratchet.config.schema import Machine
 from ratchet.runs.directory import Run
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.replication.multi_node_replicator import Member
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.replicator import Keeper
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.replicator import RunReplicator
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage import files
 
 PATIENCE_S = 30.0
-NAMES = RunNames(snapshots.SPEC.run_id)
+NAMES = RunObjectNames(snapshots.SPEC.run_id)
 
 
 def settings(root: Path) -> Machine:
@@ -29,8 +29,8 @@ def together(root: Path, **more: Any) -> Machine:
     return Machine.model_validate(settings(root).model_dump() | meeting | more)
 
 
-def store(root: Path) -> Store:
-    return Store(str(root / "mirror"), Terms(patience_s=2), lambda: False)
+def store(root: Path) -> ReplicaStore:
+    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=2), lambda: False)
 
 
 def never() -> bool:
@@ -52,7 +52,7 @@ class Node:
         self.run = Run.open(root / name / "runs", snapshots.SPEC)
         self.paths = self.run.paths
         machine = machine or settings(root)
-        self.keeper: Any = (Keeper if machine.meeting_place is None else Member)(self.run, machine)
+        self.keeper: Any = (RunReplicator if machine.meeting_place is None else MultiNodeReplicator)(self.run, machine)
 
     def take(self) -> "Node":
         self.keeper.take(never)
@@ -74,15 +74,15 @@ class Node:
     def settled(self) -> None:
         assert self.keeper.settle(PATIENCE_S) is None
 
-    def events(self, kind: str) -> list[Event]:
-        return [event for event in Reader(self.paths.journal).read() if event.kind == kind]
+    def events(self, kind: str) -> list[JournalEvent]:
+        return [event for event in JournalReader(self.paths.journal).read() if event.kind == kind]
 
     def texts(self, kind: str) -> list[str]:
         return [event.data["text"] for event in self.events(kind)]
 
     def vanish(self) -> None:
         """The process is gone, without a word: its threads do nothing more."""
-        if isinstance(self.keeper, Member):
+        if isinstance(self.keeper, MultiNodeReplicator):
             self.keeper._errand.end()
             self.keeper._errand.join()
             lease, upload = self.keeper._holds or (None, None)

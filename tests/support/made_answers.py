@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.generate import Generate
-from ratchet.inference.spec import Card, GenerationSpec, Model
+from ratchet.inference.spec import GenerationCard, GenerationSpec, ModelIdentity
 from ratchet.storage import digests
-from ratchet.storage.output_card import card_of
+from ratchet.storage.output_card import card_path
 
 
 def spec(**settings: Any) -> GenerationSpec:
     """Of a generation with these settings."""
     generate = Generate.model_validate({"temperature": 0.7, **settings})
-    model = Model(kind="merged", digest="d" * 64, held="plain weights")
+    model = ModelIdentity(kind="merged", digest="d" * 64, held="plain weights")
     return GenerationSpec(generate=generate, prompts_digest="p" * 64, model=model, template_digest="")
 
 
@@ -35,12 +35,12 @@ def write(path: Path, records: Sequence[dict[str, Any]], **settings: Any) -> Pat
     path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     made = spec(**settings)
     finish = Counter(one["finish"] for one in records)
-    card = Card(
+    card = GenerationCard(
         spec=made, id=made.run_id, model_name="a model", prompts=len(records) // made.generate.samples, faults=0,
         answers=len(records), finish=dict(finish), prompt_tokens=9 * len(records),
-        tokens=sum(one["tokens"] or 0 for one in records), output=digests.of_file(path),
+        tokens=sum(one["tokens"] or 0 for one in records), output=digests.hash_file(path),
     )  # fmt: skip
-    card.save(card_of(path))
+    card.save(card_path(path))
     return path
 
 

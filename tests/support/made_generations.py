@@ -13,10 +13,10 @@ from ratchet.config.generate import Generate
 from ratchet.config.schema import Settings
 from ratchet.config.selection import Select
 from ratchet.inference import output
-from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.prompts import Source
-from ratchet.inference.spec import Answer, GenerationPaths, GenerationSpec, Model
-from ratchet.storage.layout import Layout
+from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.prompts import PromptSource
+from ratchet.inference.spec import GenerationAnswer, GenerationPaths, GenerationSpec, ModelIdentity
+from ratchet.storage.layout import ProjectLayout
 
 Said = str | tuple[str, dict[str, Any]]
 """What is answered, perhaps with other fields of Answer."""
@@ -27,9 +27,9 @@ def settings_of(select: dict[str, Any] | None = None, **generate: Any) -> Settin
     return Settings(select=Select.model_validate(select or {}), generate=Generate.model_validate(generate))
 
 
-def project(root: Path, settings: Settings) -> Layout:
+def project(root: Path, settings: Settings) -> ProjectLayout:
     """A project without data or base."""
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     layout.raw.mkdir(parents=True, exist_ok=True)
     layout.experiments.mkdir(exist_ok=True)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
@@ -43,7 +43,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def generation(
-    layout: Layout,
+    layout: ProjectLayout,
     settings: Settings,
     prompts: Path,
     answers: Callable[[str, int], Said],
@@ -51,30 +51,30 @@ def generation(
     model: str = "a",
 ) -> Path:
     """The output of a generation in which `answers(id of the prompt, sample)` were given."""
-    source = Source(prompts, settings)
+    source = PromptSource(prompts, settings)
     count, prompts_digest = source.measured()
     spec = GenerationSpec(
         generate=settings.generate.decisive(), prompts_digest=prompts_digest,
-        model=Model(kind="merged", digest=model * 64, held="float32"), template_digest="",
+        model=ModelIdentity(kind="merged", digest=model * 64, held="float32"), template_digest="",
     )  # fmt: skip
     paths = GenerationPaths(layout.generations / spec.run_id)
     source.keep(paths.prompts, count)
     samples = settings.generate.samples
-    ledger = Ledger(paths, 1, count * samples, lambda text: None)
+    ledger = AnswerLedger(paths, 1, count * samples, lambda text: None)
     for number, prompt in enumerate(source.prompts()):
         for sample in range(samples):
             said = answers(prompt.id, sample)
             text, other = said if isinstance(said, tuple) else (said, {})
             values = {"finish": "stop", "prompt_tokens": 3, "tokens": 2, "nats": -0.5, **other}
-            ledger.add(Answer(place=number * samples + sample, said=text, **values))
+            ledger.add(GenerationAnswer(place=number * samples + sample, said=text, **values))
     ledger.seal(max(1, count * samples))
     output.seal_result(paths, spec, ledger)
     ledger.close()
-    output.write(paths, target, f"models/{model}", 0)
+    output.write_output(paths, target, f"models/{model}", 0)
     return target
 
 
-def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> str:
     """The message with which `ratchet prepare` refuses a project; it leaves no data."""
     assert command_line.main(["--project", str(layout.root), "prepare"]) == 2
     message = capsys.readouterr().err

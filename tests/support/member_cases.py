@@ -8,7 +8,7 @@ import pytest
 
 from machines import NAMES, Node, store, together, wait_until
 from ratchet.runs.replication import lease
-from ratchet.runs.replication.lease import Claim
+from ratchet.runs.replication.lease import LeaseRecord
 
 Members = Callable[..., Node]
 PLACE = "one.example:29400"
@@ -46,13 +46,13 @@ def copies(one: Node) -> bool:
 
 
 def state(root: Path) -> list[str]:
-    found = (store(root).read(NAMES.claim(*key)) for key in lease.keys(store(root), NAMES))
-    return [claim.state for data in found if (claim := Claim.from_bytes(data or b""))]
+    found = (store(root).read(NAMES.claim(*key)) for key in lease.list_keys(store(root), NAMES))
+    return [claim.state for data in found if (claim := LeaseRecord.from_bytes(data or b""))]
 
 
 def stranger(root: Path, meeting: str | None, sign: int = 1) -> None:
     """Sign of life of a machine outside the meeting."""
-    claim = Claim(4, "far-away-1", "holding", sign, "2026-01-01T00:00:00+00:00", meeting=meeting)
+    claim = LeaseRecord(4, "far-away-1", "holding", sign, "2026-01-01T00:00:00+00:00", meeting=meeting)
     store(root).write(NAMES.claim(4, "far-away-1"), claim.as_bytes())
 
 

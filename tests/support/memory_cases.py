@@ -6,11 +6,11 @@ from typing import Any
 import families
 from ratchet.config.train import Train
 from ratchet.models import model_spec
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-PLAN = model_spec.of_config(families.FAMILIES["llama"](num_hidden_layers=6))
-LONG = Work(1, 2000, 1000, packed=False, device="cuda")
+PLAN = model_spec.from_config(families.FAMILIES["llama"](num_hidden_layers=6))
+LONG = MemoryWorkload(1, 2000, 1000, packed=False, device="cuda")
 
 
 def settings(**changes: Any) -> Train:

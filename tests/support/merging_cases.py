@@ -14,7 +14,7 @@ ROUNDING = 1e-4
 """Greatest difference of a logit that float32 sums in another order may make."""
 
 
-def check(wanted: Any, directory: Path) -> streaming.Merged:
+def check(wanted: Any, directory: Path) -> streaming.MergeResult:
     """Check that the written model has the bits of a merge in memory, and computes as base + adapter, not as base."""
     found, tensors, model = small.merge(wanted, directory)
     live = small.trained(wanted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_project
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 START_S = 180.0
 """MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""
@@ -86,7 +86,7 @@ class Opened:
 
 
 @contextmanager
-def opened_ui(layout: Layout, log: Path) -> Iterator[Opened]:
+def opened_ui(layout: ProjectLayout, log: Path) -> Iterator[Opened]:
     """`ratchet ui`, from MLflow's first answer on."""
     port = free_port()
     with log.open("wb") as stream:

@@ -37,7 +37,7 @@ TOLD: dict[Path, list[tuple[str, int, int]]] = {}
 
 def written(source: Path, target: Path, type: Any = "fp32") -> Path:
     told = TOLD.setdefault(target, [])
-    exporter.write(source, target, type, lambda *about: told.append(about))
+    exporter.write_onnx(source, target, type, lambda *about: told.append(about))
     return target
 
 

@@ -9,8 +9,8 @@ from ratchet.config.schema import Settings
 from ratchet.runs.directory import Run
 from ratchet.stages import train
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
-from ratchet.training.run_spec import spec_of
+from ratchet.storage.layout import ProjectLayout
+from ratchet.training.run_spec import build_run_spec
 
 SETTINGS = tiny_project.SETTINGS.model_copy(
     update={
@@ -22,24 +22,24 @@ SETTINGS = tiny_project.SETTINGS.model_copy(
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("profile") / "project", SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def profiled(project: Layout) -> tuple[str, dict[str, str]]:
+def profiled(project: ProjectLayout) -> tuple[str, dict[str, str]]:
     """What was printed, and what the rest of the project was before."""
-    Run.open(project.runs, spec_of(project, SETTINGS)).close()
+    Run.open(project.runs, build_run_spec(project, SETTINGS)).close()
     before = rest_of(project)
-    return train.profile(project, SETTINGS, 1000), before
+    return train.profile_training(project, SETTINGS, 1000), before
 
 
-def rest_of(project: Layout) -> dict[str, str]:
+def rest_of(project: ProjectLayout) -> dict[str, str]:
     """Everything of the project but its profiles and its lock files, by name."""
     apart = {project.profiles, project.experiments / ".locks"}
     there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
-    return {str(path): digests.of_file(path) for path in there}
+    return {str(path): digests.hash_file(path) for path in there}
 
 
-def sealed(project: Layout, settings: Settings = SETTINGS) -> Path:
-    return project.profiles / spec_of(project, settings).run_id
+def sealed(project: ProjectLayout, settings: Settings = SETTINGS) -> Path:
+    return project.profiles / build_run_spec(project, settings).run_id

@@ -7,26 +7,26 @@ from typing import Any
 
 import gate_cases
 from ratchet.config.evaluation import Evaluate
-from ratchet.config.gate import AtLeast, Gate, Hook, Promote
+from ratchet.config.gate import AtLeastRule, Gate, HookSettings, Promote
 from ratchet.config.schema import Settings
 from ratchet.gate import decision as judgement
 from ratchet.gate import evidence as reading
 from ratchet.registry import ledger
 from ratchet.registry.model_store import KIND
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle, Parity
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Promotion, read_champion
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 SETTINGS = Settings(
     evaluate=Evaluate(forms=("merged",)),
-    gate=Gate(rules=(AtLeast(rule="at_least", metric="accuracy", value=0.5),)),
+    gate=Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.5),)),
 )
 NAME = SETTINGS.promote.model_name
 
 
-def with_hooks(*hooks: Hook) -> Settings:
+def with_hooks(*hooks: HookSettings) -> Settings:
     return SETTINGS.model_copy(update={"promote": Promote(hooks=hooks)})
 
 
@@ -35,19 +35,21 @@ def works(model: Path) -> None:
     assert (model / "model.safetensors").exists()
 
 
-def stage(layout: Layout, model: str, decision: str = "PROMOTE") -> str:
+def stage(layout: ProjectLayout, model: str, decision: str = "PROMOTE") -> str:
     """What the stages would leave for a model of this name; returns its digest."""
     adapter = f"adapter of {model}".encode()
     files.write_atomic(layout.adapter / "adapter_model.safetensors", adapter)
-    adapter_digest = digests.of_tree(layout.adapter, ["adapter_model.safetensors"])
+    adapter_digest = digests.hash_tree(layout.adapter, ["adapter_model.safetensors"])
     contents = {"hf/model.safetensors": f"weights of {model}".encode(), "hf/config.json": CONFIG}
-    model_digest = digests.of_files({name: digests.of_bytes(content) for name, content in contents.items()})
+    model_digest = digests.hash_files({name: digests.hash_bytes(content) for name, content in contents.items()})
     with files.sealed_directory(layout.export, "export") as scratch:
         for name, content in contents.items():
             (scratch / name).parent.mkdir(parents=True, exist_ok=True)
             (scratch / name).write_bytes(content)
-        parity = Parity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
-        Bundle(
+        parity = MergeParity(
+            rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0
+        )
+        ModelBundle(
             model_digest=model_digest, adapter_digest=adapter_digest, run_id=f"run-{model}", base_digest="b" * 64,
             data_digest="d" * 64, merge_base="original", dtype="float32", size_bytes=1, parity=parity,
         ).save(scratch / "bundle.json")  # fmt: skip
@@ -60,9 +62,9 @@ RIGHT: Mapping[str, int] = {"PROMOTE": 190, "HOLD": 104, "REJECT": 20, "INVALID"
 """Of 200 answers, for what the gate then says of a floor of one half."""
 
 
-def judge(layout: Layout, decision: str, model_digest: str | None = None) -> None:
+def judge(layout: ProjectLayout, decision: str, model_digest: str | None = None) -> None:
     """Evaluation, verdict and page about the exported model (or another), beside the champion of now."""
-    bundle = Bundle.load(layout.bundle)
+    bundle = ModelBundle.load(layout.bundle)
     file = read_champion(layout.champion)
     scores = {"accuracy": gate_cases.right(RIGHT[decision]), "harness/odd|task/../acc,none": gate_cases.right(150)}
     plain: dict[str, Any] = {
@@ -76,7 +78,7 @@ def judge(layout: Layout, decision: str, model_digest: str | None = None) -> Non
     of_merged = report.scores["merged"].model_copy(update={"model_digest": plain["model_digest"]})
     report = report.model_copy(update={"scores": {"merged": of_merged}})
     gate_cases.write_evaluation(layout, dataclasses.replace(found, report=report))
-    verdict = judgement.judge(reading.read(layout, SETTINGS, {}), SETTINGS.gate)
+    verdict = judgement.decide_verdict(reading.read_evidence(layout, SETTINGS, {}), SETTINGS.gate)
     if model_digest is None:
         assert verdict.decision == decision
     with files.sealed_directory(layout.gate, "gate") as scratch:
@@ -84,27 +86,27 @@ def judge(layout: Layout, decision: str, model_digest: str | None = None) -> Non
     files.write_atomic(layout.gate_page, f"<p>{decision}</p>")
 
 
-def line(layout: Layout) -> list[str]:
+def line(layout: ProjectLayout) -> list[str]:
     """Champion and its predecessors, by model; checked against registry, model folders and ledger."""
     file = read_champion(layout.champion)
-    registry = Registry(layout, NAME)
+    registry = MlflowModelRegistry(layout, NAME)
     assert registry.champion() == (file.champion.version if file.champion else None)
     champions = ([file.champion] if file.champion else []) + list(file.previous)
     for champion in champions:
         found = registry.version(champion.version)
         assert found is not None
         assert found.model_digest == champion.model_digest
-        files.verify(layout.promoted_model(champion.model_digest), KIND)
+        files.verify_sealed(layout.promoted_model(champion.model_digest), KIND)
     entries = chain(layout)
     assert len({entry.id for entry in entries}) == len(entries)
     assert not layout.intent.exists()
     return [c.run_id.removeprefix("run-") for c in champions]
 
 
-def chain(layout: Layout) -> list[Promotion]:
+def chain(layout: ProjectLayout) -> list[Promotion]:
     """The ledger, whole and in agreement with the champion file."""
-    entries = ledger.read(layout.promotions)
-    ledger.check(layout.promotions, entries, read_champion(layout.champion))
+    entries = ledger.read_entries(layout.promotions)
+    ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
     return entries
 
 

@@ -8,10 +8,10 @@ import transformers
 
 from gloo_ranks import on_ranks
 from ratchet.config.schema import Machine
-from ratchet.config.train import Compression, Train
+from ratchet.config.train import GradientCompressionSettings, Train
 from ratchet.models import adapters, model_spec
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.storage.records.training import MemoryForecast
 from small_loop import SHAPE
 from wire_memory import measured
@@ -23,18 +23,18 @@ WAYS: list[dict[str, Any]] = [
     {"method": "powersgd", "rank": 2}, {"method": "topk", "share": 0.1},
 ]  # fmt: skip
 NAMES = [way["method"] for way in WAYS]
-WORK = Work(1, 16, 8, packed=False, device="cpu", validation_rows=1, validation_tokens=16)
+WORK = MemoryWorkload(1, 16, 8, packed=False, device="cpu", validation_rows=1, validation_tokens=16)
 
 
 def train(way: dict[str, Any]) -> Train:
-    compression = Compression.model_validate({"bucket_bytes": 5000} | way)
+    compression = GradientCompressionSettings.model_validate({"bucket_bytes": 5000} | way)
     return Train(quantization="none", rank=8, targets=("q_proj", "v_proj"), compression=compression)
 
 
 def shapes() -> list[tuple[int, ...]]:
     """Of what learns in a real model."""
     model = adapters.attach(transformers.AutoModelForCausalLM.from_config(CONFIG), train(WAYS[0]), "base")
-    return [tuple(parameter.shape) for _, parameter in adapters.trainable(model)]
+    return [tuple(parameter.shape) for _, parameter in adapters.trainable_parameters(model)]
 
 
 def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
@@ -44,7 +44,7 @@ def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
 
 def expected(way: dict[str, Any], ranks: int) -> MemoryForecast:
     work = WORK.among(ranks, ranks, 16)
-    return forecast.forecast(model_spec.of_config(CONFIG), train(way), Machine(), work)
+    return forecast.forecast(model_spec.from_config(CONFIG), train(way), Machine(), work)
 
 
 @pytest.fixture(scope="module", params=[2, 3])

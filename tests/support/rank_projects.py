@@ -13,17 +13,17 @@ from typing import Any
 import tiny_project
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import Train
-from ratchet.runs.directory import newest
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
-from ratchet.runs.journal import Event, Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 
 PATIENCE_S = 240
 STEPS = 24
 EVEN = tiny_project.TRAIN.model_copy(update={"dropout": 0.0})
 """Without dropout the order of sums is all that the number of ranks changes."""
-SLOW = Fault(kind="slow", seconds=0.3)
+SLOW = InjectedFault(kind="slow", seconds=0.3)
 """Steps of a third of a second, so that something can happen between them."""
 
 
@@ -32,14 +32,14 @@ def settings(train: Train = tiny_project.TRAIN, **machine: Any) -> Settings:
     return tiny_project.SETTINGS.model_copy(update={"train": train, "machine": Machine.model_validate(known)})
 
 
-def project(prepared: Path, root: Path, chosen: Settings) -> Layout:
+def project(prepared: Path, root: Path, chosen: Settings) -> ProjectLayout:
     shutil.copytree(prepared, root)
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     tiny_project.save(layout, chosen)
     return layout
 
 
-def start(layout: Layout, faults: Sequence[Fault] = ()) -> "subprocess.Popen[str]":
+def start(layout: ProjectLayout, faults: Sequence[InjectedFault] = ()) -> "subprocess.Popen[str]":
     environment = tiny_project.environment() | {
         VARIABLE: json.dumps([fault.model_dump(mode="json") for fault in faults]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
@@ -49,7 +49,7 @@ def start(layout: Layout, faults: Sequence[Fault] = ()) -> "subprocess.Popen[str
     )  # fmt: skip
 
 
-def train(layout: Layout, faults: Sequence[Fault] = ()) -> str:
+def train(layout: ProjectLayout, faults: Sequence[InjectedFault] = ()) -> str:
     """To the end; returns what was said."""
     process = start(layout, faults)
     said, complained = process.communicate(timeout=PATIENCE_S)
@@ -57,21 +57,25 @@ def train(layout: Layout, faults: Sequence[Fault] = ()) -> str:
     return said + complained
 
 
-def log(layout: Layout) -> str:
-    run = newest(layout.runs)
+def log(layout: ProjectLayout) -> str:
+    run = find_newest_run(layout.runs)
     return run.worker_log.read_text(encoding="utf-8")[-4000:] if run and run.worker_log.exists() else ""
 
 
-def events(layout: Layout, kind: str) -> list[Event]:
-    run = newest(layout.runs)
-    return [event for event in Reader(run.journal).read() if event.kind == kind] if run and run.journal.exists() else []
+def events(layout: ProjectLayout, kind: str) -> list[JournalEvent]:
+    run = find_newest_run(layout.runs)
+    return (
+        [event for event in JournalReader(run.journal).read() if event.kind == kind]
+        if run and run.journal.exists()
+        else []
+    )
 
 
-def report(layout: Layout) -> TrainReport:
+def report(layout: ProjectLayout) -> TrainReport:
     return TrainReport.load(layout.train_report)
 
 
-def batches(layout: Layout) -> dict[int, str]:
+def batches(layout: ProjectLayout) -> dict[int, str]:
     """Digest of the rows of each step, as it was done last."""
     return {event.data["step"]: event.data["batch"] for event in events(layout, "step")}
 
@@ -92,6 +96,6 @@ def free_port() -> int:
         return port
 
 
-def world(layout: Layout) -> int:
+def world(layout: ProjectLayout) -> int:
     ready = events(layout, "ready")
     return int(ready[-1].data["ranks"]) if ready else 0

@@ -1,10 +1,10 @@
 """What is wrong between machines: one message that says what, where and what to do, and an exit code."""
 
 from rank_projects import PATIENCE_S, events, start
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
-def ended(layout: Layout) -> tuple[int, str]:
+def ended(layout: ProjectLayout) -> tuple[int, str]:
     """Exit code and words of a training that cannot begin."""
     process = start(layout)
     said = process.communicate(timeout=PATIENCE_S)[1]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.runs.directory import newest
-from ratchet.runs.fault_injection.injectors import worker_of
-from ratchet.runs.journal import Event, Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.storage.layout import ProjectLayout
 from tiny_project import outcome
 
 PATIENCE_S = 120.0
@@ -23,35 +23,37 @@ Bytes = dict[str, str]
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Layout:
+def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> ProjectLayout:
     layout = tiny_project.prepared(tmp_path_factory.mktemp("prepared") / "project")
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout
 
 
 @pytest.fixture
-def project(prepared: Layout, tmp_path: Path) -> Layout:
+def project(prepared: ProjectLayout, tmp_path: Path) -> ProjectLayout:
     """A copy of its own for each test: another path on purpose, for a run must not depend on it."""
     shutil.copytree(prepared.root, tmp_path / "copy of project")
-    return Layout(tmp_path / "copy of project")
+    return ProjectLayout(tmp_path / "copy of project")
 
 
 @pytest.fixture(scope="session")
-def reference(prepared: Layout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
+def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
     """What an uninterrupted training makes."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(prepared.root, root)
-    done = tiny_project.ratchet(Layout(root), "train")
+    done = tiny_project.ratchet(ProjectLayout(root), "train")
     assert done.returncode == 0, done.stderr
-    return outcome(Layout(root))
+    return outcome(ProjectLayout(root))
 
 
-def events(layout: Layout) -> list[Event]:
-    run = newest(layout.runs)
-    return list(Reader(run.journal).read()) if run else []
+def events(layout: ProjectLayout) -> list[JournalEvent]:
+    run = find_newest_run(layout.runs)
+    return list(JournalReader(run.journal).read()) if run else []
 
 
-def wait_for(layout: Layout, process: subprocess.Popen[str], there: Callable[[list[Event]], bool]) -> bool:
+def wait_for(
+    layout: ProjectLayout, process: subprocess.Popen[str], there: Callable[[list[JournalEvent]], bool]
+) -> bool:
     """Wait until the journal shows something; False when the process ended first."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -63,7 +65,7 @@ def wait_for(layout: Layout, process: subprocess.Popen[str], there: Callable[[li
     raise AssertionError(f"nothing after {PATIENCE_S} s: {events(layout)[-3:]}")
 
 
-def steps_after(count: int) -> Callable[[list[Event]], bool]:
+def steps_after(count: int) -> Callable[[list[JournalEvent]], bool]:
     """More than `count` step events in the journal so far."""
     return lambda found: sum(e.kind == "step" for e in found) > count
 
@@ -75,7 +77,7 @@ def random_points() -> Iterator[random.Random]:
     yield random.Random(seed)
 
 
-def train_with_kills(layout: Layout, kills: int, random_points: random.Random) -> str:
+def train_with_kills(layout: ProjectLayout, kills: int, random_points: random.Random) -> str:
     """Train, and kill the worker so many times at random points; returns what the command printed."""
     process = tiny_project.start_training(layout)
     killed = 0
@@ -84,7 +86,7 @@ def train_with_kills(layout: Layout, kills: int, random_points: random.Random) -
         if not wait_for(layout, process, steps_after(done + random_points.randrange(3))):
             break
         time.sleep(random_points.uniform(0, 0.05))
-        pid = worker_of(process.pid, layout.root)
+        pid = find_worker(process.pid, layout.root)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             killed += 1

@@ -6,26 +6,26 @@ import pytest
 
 import made_generations as made
 from ratchet.cli import command_line
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> ProjectLayout:
     return made.project(tmp_path / "project", made.settings_of())
 
 
 @pytest.fixture
-def answers(layout: Layout, tmp_path: Path) -> Path:
+def answers(layout: ProjectLayout, tmp_path: Path) -> Path:
     asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
     return made.generation(layout, made.settings_of(), asked, lambda id, _: f"it is {id}", tmp_path / "answers.jsonl")
 
 
-def ratchet(layout: Layout, *arguments: Path | str) -> int:
+def ratchet(layout: ProjectLayout, *arguments: Path | str) -> int:
     return command_line.main(["--project", str(layout.root), "select", *map(str, arguments)])
 
 
-def refused(layout: Layout, capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:
+def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:
     assert ratchet(layout, *arguments) == 2
     return capsys.readouterr().err

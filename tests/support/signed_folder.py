@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ratchet.registry.signing import keys
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 def make(folder: Path) -> Path:
@@ -20,9 +20,9 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def public_key(layout: Layout, path: Path) -> Path:
+def public_key(layout: ProjectLayout, path: Path) -> Path:
     """The public key of a project that trusts one, as a file that a third party might have."""
-    (key,) = keys.read(layout.keyring).keys
+    (key,) = keys.read_keyring(layout.keyring).keys
     path.write_text(key.public)
     return path
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import families
 from ratchet.config.train import Train
 from ratchet.export.merge import streaming
-from ratchet.export.merge.recipe import Part, Recipe
-from ratchet.export.merge.streaming import Merged
+from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
+from ratchet.export.merge.streaming import MergeResult
 from ratchet.models import adapter_format, adapters, base_model, loading, vocabulary
 from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
@@ -62,7 +62,7 @@ def disturb(model: Model, seed: int = 3) -> Model:
     """As if it had learned something."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model):
+        for name, parameter in adapters.trainable_parameters(model):
             drawn = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             if "magnitude" in name:
                 parameter.mul_(1 + 0.3 * drawn)
@@ -76,8 +76,8 @@ def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | 
     about = about or card()
     model = loading.load(base, about, chosen, CPU)
     tokenizer = base_model.open_tokenizer(base)
-    vocabulary.add(tokenizer, about.added_tokens)
-    new = vocabulary.new_tokens(tokenizer, about, model)
+    vocabulary.add_tokens(tokenizer, about.added_tokens)
+    new = vocabulary.list_new_token_ids(tokenizer, about, model)
     adapted = disturb(adapters.attach(model, chosen, "base", new, steps=10), seed)
     directory.mkdir(parents=True)
     adapters.save(adapted, directory, "base")
@@ -88,7 +88,7 @@ def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words
     """An adapter as other people's scripts make it with peft, saved by peft; returns the model that learned it."""
     plain = loading.load_plain(base, torch.float32, CPU)
     plain.name_or_path = "base"
-    with adapters.without_remarks():
+    with adapters.suppress_peft_warnings():
         model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **words))
     disturb(model)
     with warnings.catch_warnings():  # of biases, which it takes for pieces of matrices
@@ -97,34 +97,34 @@ def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words
     return model
 
 
-def recipe(base: Path, *parts: Path | Part, **changes: Any) -> Recipe:
+def recipe(base: Path, *parts: Path | WeightedAdapter, **changes: Any) -> MergeRecipe:
     given: dict[str, Any] = {
         "base": base, "card": card(), "train": settings(), "modules": (), "merge_base": "dequantized",
         "dtype": torch.float32, "device": CPU, "shard_bytes": SHARD_BYTES,
-        "parts": tuple(one if isinstance(one, Part) else Part(one) for one in parts),
+        "parts": tuple(one if isinstance(one, WeightedAdapter) else WeightedAdapter(one) for one in parts),
     }  # fmt: skip
-    return Recipe(**given | changes)
+    return MergeRecipe(**given | changes)
 
 
-def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, **changes: Any) -> Recipe:
+def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, **changes: Any) -> MergeRecipe:
     """The recipe of a base and an adapter of ours that is written to the directory."""
     saved = write_adapter(directory, base, chosen, about)
     return recipe(base, saved, train=chosen, card=about or card(), **changes)
 
 
-def merge(wanted: Recipe, directory: Path) -> tuple[Merged, dict[str, Tensor], Model]:
+def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, Tensor], Model]:
     """What was written: what is said of it, and what plain transformers loads."""
     told: list[tuple[str, int, int]] = []
-    found = streaming.merge(wanted, directory, lambda *about: told.append(about))
+    found = streaming.merge_model(wanted, directory, lambda *about: told.append(about))
     files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
-    assert sum(file.stat().st_size for file in files) == streaming.size_bytes(wanted)
+    assert sum(file.stat().st_size for file in files) == streaming.merged_size_bytes(wanted)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted.dtype).eval()
     return found, model.state_dict(), model
 
 
-def trained(wanted: Recipe) -> Model:
+def trained(wanted: MergeRecipe) -> Model:
     """The base as it was trained against, with the recipe's one adapter, as peft computes it."""
     [part] = wanted.parts
     return adapters.load(loading.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)

@@ -9,16 +9,16 @@ import transformers
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.training.memory_monitor import Monitor
-from ratchet.training.stopping import Stopping
-from ratchet.training.train_step import Task
-from ratchet.training.trainer import Loop
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.train_step import TrainingContext
+from ratchet.training.trainer import TrainingLoop
 
 ROWS = 48
 SHAPE = {
@@ -31,15 +31,15 @@ SMALL = Train(
 )  # fmt: skip
 
 
-def random_rows(count: int, seed: int) -> Rows:
+def random_rows(count: int, seed: int) -> TokenRows:
     draw = np.random.default_rng(seed)
     ids = [draw.integers(3, 64, length).tolist() for length in draw.integers(3, 24, count)]
-    return Rows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
+    return TokenRows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
 
 
 def loop_of(
-    root: Path, train: Train, stop: Stopping | None = None, micro: int = 4, config: object = None, **more: Any
-) -> Loop:
+    root: Path, train: Train, stop: GracefulShutdown | None = None, micro: int = 4, config: object = None, **more: Any
+) -> TrainingLoop:
     """A loop as a fresh process would make it: model and data anew, state from the newest checkpoint in `root`."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ def loop_of(
     plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
     rows, journal = random_rows(ROWS, seed=1), Journal(paths.journal, 1)
     plan = BatchPlan(rows.lengths, train)
-    return Loop(
-        Task(
+    return TrainingLoop(
+        TrainingContext(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
             machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every=2),
             model=adapters.attach(plain, train, "base", (), plan.steps),
@@ -58,34 +58,34 @@ def loop_of(
             paths=paths,
             journal=journal,
             heartbeat=Heartbeat.private(),
-            stop=stop or Stopping(),
+            stop=stop or GracefulShutdown(),
             made_by={"torch": torch.__version__},
             plan=plan,
-            monitor=Monitor(journal, torch.device("cpu"), ()),
+            monitor=MemoryMonitor(journal, torch.device("cpu"), ()),
             advise=lambda tokens: f"take less than {tokens} tokens",
             **more,
         )
     )
 
 
-def after_steps(paths: RunPaths, count: int) -> Stopping:
+def after_steps(paths: RunPaths, count: int) -> GracefulShutdown:
     """Asks to stop once the journal has so many steps."""
     return StopAfterSteps(paths, count - len(steps(paths)))
 
 
-def trained_by(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in adapters.trainable(loop.task.model)}
+def trained_by(loop: TrainingLoop) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in adapters.trainable_parameters(loop.task.model)}
 
 
-def steps(run: RunPaths) -> list[Event]:
-    return [event for event in Reader(run.journal).read() if event.kind == "step"]
+def steps(run: RunPaths) -> list[JournalEvent]:
+    return [event for event in JournalReader(run.journal).read() if event.kind == "step"]
 
 
 def losses(run: RunPaths) -> list[float]:
     return [event.data["loss"] for event in steps(run)]
 
 
-class StopAfterSteps(Stopping):
+class StopAfterSteps(GracefulShutdown):
     """Asks to stop once the journal has so many more steps than now."""
 
     def __init__(self, paths: RunPaths, count: int) -> None:

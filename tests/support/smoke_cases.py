@@ -11,7 +11,7 @@ from deployable import artifact
 from ratchet.export.gguf import writer
 from ratchet.export.onnx import exporter
 from ratchet.models.runtimes import llama
-from ratchet.storage.records.export import Artifact
+from ratchet.storage.records.export import ExportArtifact
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +21,16 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("one", 1), ("other", 2)):
         (root / name / "gguf").mkdir(parents=True)
         write_model(root / name / "hf", seed)
-        writer.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
+        writer.write_gguf(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
     (root / "one" / "onnx" / "fp32").mkdir(parents=True)
-    exporter.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
+    exporter.write_onnx(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
     return root
 
 
 @pytest.fixture(scope="module")
-def verified(export: Path) -> dict[str, Artifact]:
+def verified(export: Path) -> dict[str, ExportArtifact]:
     """The forms of the first model, with what they answered."""
-    with llama.opened(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
+    with llama.open_runtime(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
         asked = runtime.probes(QUESTIONS, TOKENS)
     return {
         "gguf/f32": artifact(export / "one", "gguf/f32", asked),

@@ -9,8 +9,8 @@ from ratchet.config.train import Train
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import digests, files
 from ratchet.training import checkpoint
-from ratchet.training.checkpoint import Written
-from ratchet.training.train_state import Snapshot, State
+from ratchet.training.checkpoint import CheckpointWriteStats
+from ratchet.training.train_state import TrainSnapshot, TrainState
 
 SPEC = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
 MADE_BY = {"torch": "2.13.0", "device": "cpu x86_64", "threads": "1"}
@@ -20,7 +20,7 @@ def identity(spec: RunSpec = SPEC, **made_by: str) -> dict[str, Any]:
     return {"spec": spec.model_dump(mode="json"), "made_by": MADE_BY | made_by}
 
 
-def snapshot(step: int, best: int = 0, good: int = 0) -> Snapshot:
+def snapshot(step: int, best: int = 0, good: int = 0) -> TrainSnapshot:
     """The one training state that there is after this step."""
     draw = torch.Generator().manual_seed(step)
     weights = {f"layer.{n}.lora_{x}": torch.randn(4, 6, generator=draw) for n in (0, 1) for x in "AB"}
@@ -33,16 +33,16 @@ def snapshot(step: int, best: int = 0, good: int = 0) -> Snapshot:
         states[f"{number}/qmap2"] = torch.linspace(0, 1, 16)
     rest = {"groups": [{"lr": 0.1 / step, "params": list(range(len(weights)))}], "values": {"0": {"step": step}}}
     losses = {n: 1.0 / n for n in range(1, step + 1)}
-    state = State(step, losses, best_step=best, good_step=good, train_loss=1.5 / step, norms=(0.5, 1.5))
-    return Snapshot(state, weights, states, rest)
+    state = TrainState(step, losses, best_step=best, good_step=good, train_loss=1.5 / step, norms=(0.5, 1.5))
+    return TrainSnapshot(state, weights, states, rest)
 
 
-def save(paths: RunPaths, step: int, best: int = 0, good: int = 0) -> Written:
+def save(paths: RunPaths, step: int, best: int = 0, good: int = 0) -> CheckpointWriteStats:
     """Seal the checkpoint of a step."""
     return checkpoint.write(paths, snapshot(step, best, good), identity(), lambda: None)
 
 
-def equal(a: Snapshot, b: Snapshot) -> bool:
+def equal(a: TrainSnapshot, b: TrainSnapshot) -> bool:
     """Whether two training states are the same to the last bit."""
 
     def same(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
@@ -59,11 +59,11 @@ def equal(a: Snapshot, b: Snapshot) -> bool:
 def contents(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder."""
     names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
-    return {name: digests.of_file(folder / name) for name in names}
+    return {name: digests.hash_file(folder / name) for name in names}
 
 
 def newest(paths: RunPaths) -> tuple[int | None, list[str]]:
     """Step that a run would go on from, and what it was told about others."""
     notices: list[str] = []
-    path = checkpoint.newest_valid(paths, SPEC, notices.append)
+    path = checkpoint.find_newest_valid(paths, SPEC, notices.append)
     return (None if path is None else checkpoint.read(path).state.step), notices

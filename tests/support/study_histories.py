@@ -7,38 +7,38 @@ from functools import partial
 from typing import Any
 
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Knob, Sampler, Sweep
-from ratchet.storage.records.sweep import Measure, Trial
-from ratchet.tuning.parameter_scale import at_random
+from ratchet.config.sweep import SamplerSettings, Sweep, SweepParameter
+from ratchet.storage.records.sweep import SweepObjective, Trial
+from ratchet.tuning.parameter_scale import draw_value
 from ratchet.tuning.samplers import propose
-from ratchet.tuning.search_space import Space
+from ratchet.tuning.search_space import SearchSpace
 
-LOSS = (Measure(metric="validation_loss", direction="minimize"),)
+LOSS = (SweepObjective(metric="validation_loss", direction="minimize"),)
 
-RANK = {"train.rank": Knob(low=4, high=64, log=True), "train.alpha": Knob(tie="2 * train.rank")}
-RATE = {"train.learning_rate": Knob(low=1e-4, high=1e-2, log=True)}
-DROPOUT = {"train.dropout": Knob(low=0.0, high=0.3)}
-TARGETS = {"train.targets": Knob(choices=("all", ("q_proj", "v_proj"), ("q_proj",)))}
+RANK = {"train.rank": SweepParameter(low=4, high=64, log=True), "train.alpha": SweepParameter(tie="2 * train.rank")}
+RATE = {"train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True)}
+DROPOUT = {"train.dropout": SweepParameter(low=0.0, high=0.3)}
+TARGETS = {"train.targets": SweepParameter(choices=("all", ("q_proj", "v_proj"), ("q_proj",)))}
 CONDITIONAL = {
-    "train.adapter": Knob(choices=("lora", "adalora")),
-    "train.adalora.target_rank": Knob(low=2, high=4, when={"train.adapter": "adalora"}),
+    "train.adapter": SweepParameter(choices=("lora", "adalora")),
+    "train.adalora.target_rank": SweepParameter(low=2, high=4, when={"train.adapter": "adalora"}),
 }
 FINITE = {
-    "train.rank": Knob(low=4, high=16, step=4),
-    "train.batch_rows": Knob(low=16, high=32, step=8),
-    "train.schedule": Knob(choices=("cosine", "linear")),
+    "train.rank": SweepParameter(low=4, high=16, step=4),
+    "train.batch_rows": SweepParameter(low=16, high=32, step=8),
+    "train.schedule": SweepParameter(choices=("cosine", "linear")),
 }
 """24 points, two numeric knobs."""
 
 
-def space_of(*knobs: Mapping[str, Knob]) -> Space:
+def space_of(*knobs: Mapping[str, SweepParameter]) -> SearchSpace:
     """A space of these knobs together."""
-    return Space.of(Settings(sweep=Sweep(space={name: knob for part in knobs for name, knob in part.items()})))
+    return SearchSpace.of(Settings(sweep=Sweep(space={name: knob for part in knobs for name, knob in part.items()})))
 
 
-def drawn(space: Space, seed: int) -> dict[str, Any]:
+def drawn(space: SearchSpace, seed: int) -> dict[str, Any]:
     """Some values."""
-    return space.draw(partial(at_random, source=random.Random(seed)))
+    return space.draw(partial(draw_value, source=random.Random(seed)))
 
 
 def loss(values: Mapping[str, Any]) -> float:
@@ -61,7 +61,7 @@ def tried(history: Iterable[Trial], values: Mapping[str, Any]) -> bool:
 
 
 def searched(
-    space: Space, sampler: Sampler, trials: int, outcome: Callable[[int, dict[str, Any]], Trial] = trial
+    space: SearchSpace, sampler: SamplerSettings, trials: int, outcome: Callable[[int, dict[str, Any]], Trial] = trial
 ) -> list[Trial]:
     """A study of one worker: propose, compute, and again."""
     history: list[Trial] = []
@@ -73,7 +73,7 @@ def searched(
     return history
 
 
-def eventful(space: Space, trials: int = 16) -> list[Trial]:
+def eventful(space: SearchSpace, trials: int = 16) -> list[Trial]:
     """A history with trials in every state: pruned, continued, infeasible, failed, running."""
     history = [trial(number, drawn(space, number)) for number in range(trials)]
     changes: dict[int, dict[str, Any]] = {

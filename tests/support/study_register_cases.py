@@ -6,41 +6,43 @@ from typing import Any
 import pytest
 
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Knob, Sweep
+from ratchet.config.sweep import Sweep, SweepParameter
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.leases import Worker
-from ratchet.tuning.search_space import Space
-from ratchet.tuning.storage import Storage
-from ratchet.tuning.study_versions import identity
-from ratchet.tuning.trial_serialization import searched
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage
+from ratchet.tuning.study_versions import compute_identity
+from ratchet.tuning.trial_serialization import select_searched
+from ratchet.tuning.trial_store import TrialStore
 
 DATA, TINY_BASE = "d" * 64, "b" * 64
 WIDE = {
-    "train.rank": Knob(low=2, high=64, log=True),
-    "train.alpha": Knob(tie="2 * train.rank"),
-    "train.learning_rate": Knob(low=1e-4, high=1e-2, log=True),
+    "train.rank": SweepParameter(low=2, high=64, log=True),
+    "train.alpha": SweepParameter(tie="2 * train.rank"),
+    "train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True),
 }
 LONG = 3600.0
 """A lease in seconds that no test sees the end of."""
 
 
-def settings(space: dict[str, Knob] = WIDE, **sweep: Any) -> Settings:
+def settings(space: dict[str, SweepParameter] = WIDE, **sweep: Any) -> Settings:
     return Settings(sweep=Sweep(space=space, **sweep))
 
 
-def opened(storage: Storage, wanted: Settings, fork: bool = False, data: str = DATA, name: str = "sweep") -> Register:
-    return Register.open(storage, name, identity(wanted, data, TINY_BASE), Space.of(wanted), fork)
+def opened(
+    storage: StudyStorage, wanted: Settings, fork: bool = False, data: str = DATA, name: str = "sweep"
+) -> TrialStore:
+    return TrialStore.open(storage, name, compute_identity(wanted, data, TINY_BASE), SearchSpace.of(wanted), fork)
 
 
 @pytest.fixture
-def register(storage: Storage) -> Register:
+def register(storage: StudyStorage) -> TrialStore:
     return opened(storage, settings())
 
 
 @pytest.fixture
-def here() -> Worker:
-    return Worker.here()
+def here() -> SweepWorker:
+    return SweepWorker.here()
 
 
 def values(rank: int = 8, learning_rate: float = 1e-3) -> dict[str, Any]:
@@ -48,10 +50,10 @@ def values(rank: int = 8, learning_rate: float = 1e-3) -> dict[str, Any]:
 
 
 def begin(
-    register: Register, worker: Worker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
+    register: TrialStore, worker: SweepWorker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
 ) -> int:
     chosen = chosen or values()
-    return register.begin(chosen, searched(Space.of(settings()), chosen), "run-1", worker, continues)
+    return register.begin(chosen, select_searched(SearchSpace.of(settings()), chosen), "run-1", worker, continues)
 
 
 def ended(state: str = "complete", **changes: Any) -> Trial:
@@ -84,22 +86,22 @@ class Dying:
         return call
 
 
-NARROW = WIDE | {"train.rank": Knob(low=4, high=16, log=True)}
+NARROW = WIDE | {"train.rank": SweepParameter(low=4, high=16, log=True)}
 
 
-def populate(register: Register, here: Worker) -> None:
+def populate(register: TrialStore, here: SweepWorker) -> None:
     """One of each: 0 complete, 1 pruned and 2 going on with it, 3 infeasible, 4 failed, 5 complete, 6 running,
     7 complete with rank 32, 8 that failed going on with 1, 9 going on with 8."""
-    free = Space.of(settings())
+    free = SearchSpace.of(settings())
     told = [
         ended(curve={70: 2.0}), ended("pruned", values=values(4)), ended(values=values(4), continues=1),
         ended("infeasible", values=values(16), constraints={"memory": 1.0}), ended("failed"), ended(),
     ]  # fmt: skip
     for trial in told:
-        register.add(trial, searched(free, trial.values))
+        register.add(trial, select_searched(free, trial.values))
     begin(register, here)
     later = (
         ended(values=values(32)), ended("failed", values=values(4), continues=1), ended(values=values(4), continues=8)
     )  # fmt: skip
     for trial in later:
-        register.add(trial, searched(free, trial.values))
+        register.add(trial, select_searched(free, trial.values))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import postgres
-from ratchet.storage.layout import Layout
-from ratchet.tuning.storage import Storage, open_storage
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning.storage import StudyStorage, open_storage
 
 
 @pytest.fixture(params=["journal", "postgres"])
@@ -22,7 +22,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 
 @pytest.fixture
-def storage(project: Layout, url: str | None) -> Iterator[Storage]:
+def storage(project: ProjectLayout, url: str | None) -> Iterator[StudyStorage]:
     opened = open_storage(project, url)
     yield opened
     opened.close()

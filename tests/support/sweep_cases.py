@@ -9,11 +9,11 @@ import pytest
 
 import tiny_project
 import tiny_sweep
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Layout:
+def template(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> ProjectLayout:
     """A prepared project, which tests copy."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("sweep") / "my project", tiny_sweep.settings())
     shutil.copyfile(mlflow_template, layout.mlflow_database)
@@ -21,11 +21,11 @@ def template(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) ->
 
 
 @pytest.fixture
-def project(template: Layout, tmp_path: Path) -> Layout:
+def project(template: ProjectLayout, tmp_path: Path) -> ProjectLayout:
     shutil.copytree(template.root, tmp_path / "a project")
-    return Layout(tmp_path / "a project")
+    return ProjectLayout(tmp_path / "a project")
 
 
-def of_mlflow(layout: Layout, query: str) -> list[tuple[Any, ...]]:
+def of_mlflow(layout: ProjectLayout, query: str) -> list[tuple[Any, ...]]:
     with sqlite3.connect(layout.mlflow_database) as connection:
         return connection.execute(query).fetchall()

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from ratchet.config.sweep import DIRECTIONS
 from ratchet.storage.records.sweep import (
-    Axis,
-    Comparison,
-    Cost,
     Finalist,
-    Finals,
-    Measure,
+    FinalistComparison,
+    FinalRound,
+    ParameterAxis,
+    SweepObjective,
     SweepReport,
-    Take,
+    TrainingCost,
     Trial,
+    TrialExecution,
     TrialState,
 )
 
@@ -35,13 +35,15 @@ RUNGS = (20, 60)
 LEASE_S = 60.0
 
 AXES = (
-    Axis(knob="train.rank", kind="int", low=4, high=64, log=True),
-    Axis(knob="train.alpha", kind="tie", tie="2 * train.rank"),
-    Axis(knob="train.learning_rate", kind="float", low=1e-4, high=1e-2, log=True),
-    Axis(knob="train.dropout", kind="float", low=0.0, high=0.2),
-    Axis(knob="train.targets", kind="choice", choices=("all", ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj"))),
-    Axis(knob="train.adapter", kind="choice", choices=("lora", "dora", "adalora")),
-    Axis(knob="train.adalora.target_rank", kind="int", low=4, high=16, conditional=True),
+    ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),
+    ParameterAxis(knob="train.alpha", kind="tie", tie="2 * train.rank"),
+    ParameterAxis(knob="train.learning_rate", kind="float", low=1e-4, high=1e-2, log=True),
+    ParameterAxis(knob="train.dropout", kind="float", low=0.0, high=0.2),
+    ParameterAxis(
+        knob="train.targets", kind="choice", choices=("all", ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj"))
+    ),
+    ParameterAxis(knob="train.adapter", kind="choice", choices=("lora", "dora", "adalora")),
+    ParameterAxis(knob="train.adalora.target_rank", kind="int", low=4, high=16, conditional=True),
 )
 
 
@@ -119,7 +121,7 @@ def _trial(room: Room, number: int, at: float, worker: str) -> Trial:
         return Trial(
             number=number, values=values, run_id=None, state="infeasible", cause="data", constraints={"settings": 1.0},
             reason="train.rank: no layer is as wide as 64", begun=at, ended=at + 0.2,
-            takes=(Take(worker=worker, begun=at, seen=at + 0.2),),
+            takes=(TrialExecution(worker=worker, begun=at, seen=at + 0.2),),
         )  # fmt: skip
     values = _values(random_)
     if number % 10 == 7:
@@ -149,7 +151,7 @@ def _trained(
             break
     curve = {step * BATCH_ROWS: _loss(values, step, noise) for step in range(10, ends + 1, 10)}
     seconds = (ends - done) * (0.9 + values["train.rank"] / 90)
-    cost = Cost(
+    cost = TrainingCost(
         trained_tokens=ends * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=ends, planned_steps=STEPS,
         train_seconds=seconds * ends / (ends - done), memory_bytes=(600 + 6 * values["train.rank"]) << 20,
         adapter_bytes=values["train.rank"] * 70_000 if state == "complete" else 0,
@@ -169,13 +171,13 @@ def _trained(
         adapter_digest=_digest([values, "adapter"]) if state == "complete" else None,
         checkpoints={ends: _digest([values, ends])},
         cost=cost,
-        takes=(Take(worker=worker, begun=at, seen=at + seconds),),
+        takes=(TrialExecution(worker=worker, begun=at, seen=at + seconds),),
         begun=at,
         ended=at + seconds,
     )  # fmt: skip
 
 
-def _objective(metric: str, values: dict[str, Any], curve: dict[int, float], cost: Cost) -> float:
+def _objective(metric: str, values: dict[str, Any], curve: dict[int, float], cost: TrainingCost) -> float:
     if metric == "validation_loss":
         return min(curve.values())
     if metric == "train_seconds":
@@ -194,10 +196,10 @@ def _infeasible(number: int, place: tuple[float, str], values: dict[str, Any]) -
         number=number, values=values, run_id=_digest([values, number])[:12], state="infeasible",
         constraints={"memory": 0.31 if refused else 1.0}, cause="out_of_memory",
         reason="memory forecast: 31.4 GiB are needed, 24.0 GiB are at hand" if refused else "out of memory at step 3",
-        cost=Cost(planned_tokens=0 if refused else STEPS * TOKENS_A_STEP,
+        cost=TrainingCost(planned_tokens=0 if refused else STEPS * TOKENS_A_STEP,
                   trained_tokens=0 if refused else 2 * TOKENS_A_STEP, steps=0 if refused else 2,
                   planned_steps=STEPS, train_seconds=0 if refused else 3.0, attempts=0 if refused else 2),
-        takes=(Take(worker=worker, begun=at, seen=at + (2 if refused else 9)),), begun=at,
+        takes=(TrialExecution(worker=worker, begun=at, seen=at + (2 if refused else 9)),), begun=at,
         ended=at + (2 if refused else 9),
     )  # fmt: skip
 
@@ -207,9 +209,9 @@ def _failed(number: int, place: tuple[float, str], values: dict[str, Any]) -> Tr
     return Trial(
         number=number, values=values, run_id=_digest([values, number])[:12], state="failed", cause="bug",
         reason="ValueError: the tokenizer has no end of turn", curve={320: 3.1, 640: 2.9},
-        cost=Cost(trained_tokens=25 * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=25,
+        cost=TrainingCost(trained_tokens=25 * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=25,
                   planned_steps=STEPS, train_seconds=26.0, attempts=3),
-        takes=(Take(worker=worker, begun=at, seen=at + 40),), begun=at, ended=at + 40,
+        takes=(TrialExecution(worker=worker, begun=at, seen=at + 40),), begun=at, ended=at + 40,
     )  # fmt: skip
 
 
@@ -233,15 +235,15 @@ def _taken_over(trial: Trial, free: list[tuple[float, str]]) -> Trial:
     heapq.heappush(free, (died + 20, f"{host}/{int(process) + 100}"))
     again = max(at, died + LEASE_S)
     takes = (
-        Take(worker=first.worker, begun=first.begun, seen=died),
-        Take(worker=worker, begun=again, seen=again + 0.4 * (first.seen - first.begun)),
+        TrialExecution(worker=first.worker, begun=first.begun, seen=died),
+        TrialExecution(worker=worker, begun=again, seen=again + 0.4 * (first.seen - first.begun)),
     )
     cost = trial.cost.model_copy(update={"attempts": 2})
     return trial.model_copy(update={"takes": takes, "ended": takes[-1].seen, "cost": cost})
 
 
 def _report(room: Room, count: int, finals: bool) -> SweepReport:
-    measures = tuple(Measure(metric=name, direction=DIRECTIONS[name]) for name in room.metrics)
+    measures = tuple(SweepObjective(metric=name, direction=DIRECTIONS[name]) for name in room.metrics)
     complete = [one for one in room.trials if one.state == "complete"]
     best = _front(complete, measures)
     found = _finals(complete, measures[0]) if finals and len(complete) > 2 else None
@@ -266,7 +268,7 @@ def _report(room: Room, count: int, finals: bool) -> SweepReport:
     )
 
 
-def _front(complete: Sequence[Trial], measures: Sequence[Measure]) -> tuple[int, ...]:
+def _front(complete: Sequence[Trial], measures: Sequence[SweepObjective]) -> tuple[int, ...]:
     signs = [1 if one.direction == "minimize" else -1 for one in measures]
 
     def place(trial: Trial) -> list[float]:
@@ -284,7 +286,7 @@ def _front(complete: Sequence[Trial], measures: Sequence[Measure]) -> tuple[int,
     )
 
 
-def _finals(complete: Sequence[Trial], measure: Measure) -> Finals:
+def _finals(complete: Sequence[Trial], measure: SweepObjective) -> FinalRound:
     sign = 1 if measure.direction == "minimize" else -1
     ordered = sorted(complete, key=lambda one: sign * one.objectives[0])[:3]
     finalists = []
@@ -297,13 +299,14 @@ def _finals(complete: Sequence[Trial], measure: Measure) -> Finals:
                      dropped="worse than the leader at p < 0.01 (Wilcoxon)" if place == 2 else "")
         )  # fmt: skip
     comparisons = tuple(
-        Comparison(other=one.number, difference=abs(one.mean - finalists[0].mean), low=low, p=p, seed_error=0.004,
-                   row_error=0.006, better=low > 0, method="paired by row, seeds as a random effect")
+        FinalistComparison(other=one.number, difference=abs(one.mean - finalists[0].mean), low=low, p=p,
+                           seed_error=0.004, row_error=0.006, better=low > 0,
+                           method="paired by row, seeds as a random effect")
         for one, low, p in zip(finalists[1:], (-0.003, 0.021), (0.081, 0.0004), strict=False)
     )  # fmt: skip
     winner = finalists[0].number if len(finalists) < 2 else finalists[1].number
     reason = f"trials {finalists[0].number} and {winner} cannot be told apart; {winner} is the cheaper one"
-    return Finals(metric=measure.metric, direction=measure.direction, rows=512, finalists=tuple(finalists),
+    return FinalRound(metric=measure.metric, direction=measure.direction, rows=512, finalists=tuple(finalists),
                   comparisons=comparisons, winner=winner, reason=reason)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import sweep_example as example
 from ratchet.reports import sweep_canvas as canvas
 from ratchet.reports import sweep_plots
-from ratchet.storage.records.sweep import Axis, Cost, SweepReport, Take, Trial
+from ratchet.storage.records.sweep import ParameterAxis, SweepReport, TrainingCost, Trial, TrialExecution
 
 FORTY = example.report(40)
 
@@ -25,12 +25,14 @@ def valued(made: SweepReport, knob: str, of: Callable[[Trial], Any]) -> SweepRep
     return each(made, lambda one: {"values": {**one.values, knob: of(one)}})
 
 
-def shifted(take: Take, seconds: float) -> Take:
+def shifted(take: TrialExecution, seconds: float) -> TrialExecution:
     return take.model_copy(update={"begun": take.begun + seconds, "seen": take.seen + seconds})
 
 
 def thirty_knobs() -> SweepReport:
-    axes = tuple(Axis(knob=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30))
+    axes = tuple(
+        ParameterAxis(knob=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30)
+    )
     made = FORTY.model_copy(update={"axes": axes, "importances": {one.knob: 1 / 30 for one in axes}})
     return each(
         made, lambda one: {"values": {axis.knob: (7 * one.number + 3 * k) % 10 / 10 for k, axis in enumerate(axes)}}
@@ -38,7 +40,7 @@ def thirty_knobs() -> SweepReport:
 
 
 def hostile() -> SweepReport:
-    knobs = (*FORTY.axes, Axis(knob="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
+    knobs = (*FORTY.axes, ParameterAxis(knob="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
     made = FORTY.model_copy(update={"axes": knobs, "importances": {"_x$": 1.0, example.HOSTILE: 0.0}})
     made = valued(valued(made, "_x$", lambda _: example.HOSTILE), "train.targets", lambda _: example.HOSTILE)
     return each(made, lambda one: {"takes": tuple(t.model_copy(update={"worker": example.HOSTILE}) for t in one.takes)})
@@ -79,7 +81,7 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
         valued(FORTY, "train.rank", lambda one: one.values["train.rank"] * 100), "train.learning_rate", lambda _: 0
     ),
     "odd choices": lambda: valued(FORTY, "train.targets", lambda one: None if one.number % 2 else True),
-    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": Cost(), "takes": ()}),
+    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": TrainingCost(), "takes": ()}),
     "no time": lambda: each(
         FORTY, lambda one: {"takes": tuple(t.model_copy(update={"begun": 5.0, "seen": 5.0}) for t in one.takes)}
     ),

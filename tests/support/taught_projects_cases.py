@@ -12,18 +12,18 @@ import rank_projects
 import tiny_project
 from rank_projects import train
 from ratchet.config.schema import Settings
-from ratchet.config.train import Distill, Train
+from ratchet.config.train import DistillSettings, Train
 from ratchet.stages.distill import distill
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from tiny_project import outcome
 
 
 def taught(**changes: Any) -> Train:
     chosen = {"teacher": "teacher", "asked": "during", "top_k": None, "weight": 0.7, "temperature": 1.5} | changes
-    return tiny_project.TRAIN.model_copy(update={"distill": Distill(**chosen)})
+    return tiny_project.TRAIN.model_copy(update={"distill": DistillSettings(**chosen)})
 
 
-def with_teacher(layout: Layout, machine: dict[str, Any] | None = None, **changes: Any) -> Settings:
+def with_teacher(layout: ProjectLayout, machine: dict[str, Any] | None = None, **changes: Any) -> Settings:
     """Settings of the tiny project with a teacher; written to its params.yaml."""
     chosen = rank_projects.settings(taught(**changes), **(machine or {}))
     tiny_project.save(layout, chosen)
@@ -45,26 +45,26 @@ def make_teacher(place: Path, base: Path) -> None:
 def with_one(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("taught") / "project"
     shutil.copytree(prepared, root)
-    make_teacher(root / "teacher", Layout(root).tiny_model)
+    make_teacher(root / "teacher", ProjectLayout(root).tiny_model)
     return root
 
 
 @pytest.fixture
-def project(with_one: Path, tmp_path: Path) -> Layout:
+def project(with_one: Path, tmp_path: Path) -> ProjectLayout:
     shutil.copytree(with_one, tmp_path / "copy of project")
-    return Layout(tmp_path / "copy of project")
+    return ProjectLayout(tmp_path / "copy of project")
 
 
 @pytest.fixture(scope="module")
-def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, dict[str, str]]:
+def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ProjectLayout, dict[str, str]]:
     """A training that nobody interrupts."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(with_one, root)
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     with_teacher(layout)
     train(layout)
     return layout, outcome(layout)
 
 
-def told(layout: Layout, settings: Settings, forecast: bool = False) -> str:
+def told(layout: ProjectLayout, settings: Settings, forecast: bool = False) -> str:
     return distill(layout, settings, forecast, lambda _: None)

@@ -61,7 +61,7 @@ def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None,
 
 def write(path: Path, target: Path, kind: PlainType = "f32") -> Path:
     """The directory as a GGUF file."""
-    writer.write(path, target, kind, lambda what, done, total: None)
+    writer.write_gguf(path, target, kind, lambda what, done, total: None)
     return target
 
 

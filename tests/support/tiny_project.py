@@ -10,23 +10,23 @@ import tempfile
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare
-from ratchet.config.evaluation import Evaluate, Harness
-from ratchet.config.schema import Base, Machine, Settings, Tiny
-from ratchet.config.train import EarlyStopping, Train
+from ratchet.config.data import ColumnSettings, Prepare
+from ratchet.config.evaluation import Evaluate, HarnessSettings
+from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.stages import base, init, prepare
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import ChampionFile
 
-TINY = Tiny(
+TINY = TinyModelSettings(
     vocabulary=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48, batch_sequences=8,
     steps=6, seed=1,
 )  # fmt: skip
 
 TRAIN = Train(
     rank=4, alpha=8, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=7,
-    early_stopping=EarlyStopping(), seed=3,
+    early_stopping=EarlyStoppingSettings(), seed=3,
 )  # fmt: skip
 
 MACHINE = Machine(
@@ -37,12 +37,12 @@ SETTINGS = Settings(
     base=Base(tiny=TINY),
     prepare=Prepare(
         sources=("data/raw/rows.csv", "data/raw/rows.jsonl"),
-        columns=Columns(prompt="request", response="intent"),
+        columns=ColumnSettings(prompt="request", response="intent"),
         task="labels",
         max_tokens=64,
     ),
     train=TRAIN,
-    evaluate=Evaluate(max_new_tokens=8, harness=Harness(tasks=("answers",), limit=10)),
+    evaluate=Evaluate(max_new_tokens=8, harness=HarnessSettings(tasks=("answers",), limit=10)),
     machine=MACHINE,
 )
 
@@ -68,28 +68,28 @@ def write_rows(raw: Path, rows: int = 240) -> None:
     (raw / "rows.jsonl").write_text(lines, encoding="utf-8")
 
 
-def write(root: Path, settings: Settings = SETTINGS) -> Layout:
+def write(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
     """A project as it is before any stage has run (no git, no DVC)."""
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     write_rows(layout.raw)
     for folder in (layout.text, layout.tasks, layout.experiments, layout.mlruns):
         folder.mkdir(parents=True, exist_ok=True)
     (layout.text / "more.txt").write_text(
         "A parcel, a bill, a login.\nMoney comes back when it can.\n", encoding="utf-8"
     )
-    (layout.tasks / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    (layout.tasks / "answers.yaml").write_text(init.harness_task_yaml(8), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
     save(layout, settings)
     return layout
 
 
-def save(layout: Layout, settings: Settings) -> None:
+def save(layout: ProjectLayout, settings: Settings) -> None:
     """Write params.yaml."""
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
 
 
-def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
+def prepared(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
     """A project whose stages base and prepare have run: once in a process for the settings that they read."""
     seen = (settings.base, settings.prepare, settings.evaluate.harness.tasks, settings.machine.threads)
     key = repr(seen)
@@ -100,7 +100,7 @@ def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
         prepare.prepare(kept, settings)
         _PREPARED[key] = kept.root
     shutil.copytree(_PREPARED[key], root, dirs_exist_ok=True)
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     save(layout, settings)
     return layout
 
@@ -109,7 +109,7 @@ _PREPARED: dict[str, Path] = {}
 """Projects that nobody trains in, by what their stages read."""
 
 
-def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:
+def adapted(layout: ProjectLayout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:
     """Stage train without training: an adapter of random numbers, sealed as a run leaves it; strength 0: untrained."""
     import torch
 
@@ -122,11 +122,11 @@ def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, streng
     card = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, card)
     model = loading.load(path, card, settings.train, torch.device("cpu"))
-    learned = vocabulary.new_tokens(base_model.load_tokenizer(path, None, card.added_tokens), card, model)
+    learned = vocabulary.list_new_token_ids(base_model.load_tokenizer(path, None, card.added_tokens), card, model)
     model = adapters.attach(model, settings.train, card.digest, learned)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in adapters.trainable(model):
+        for _, parameter in adapters.trainable_parameters(model):
             parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=strength)
     data = DatasetCard.load(layout.dataset_card).digest
     with files.sealed_directory(layout.train, "train") as scratch:
@@ -135,7 +135,7 @@ def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, streng
         names = sorted(p.name for p in (scratch / "adapter").iterdir())
         report = TrainReport(
             run_id=RunSpec(train=settings.train, data_digest=data, base_digest=card.digest).run_id,
-            adapter_digest=digests.of_tree(scratch / "adapter", names), base_digest=card.digest, data_digest=data,
+            adapter_digest=digests.hash_tree(scratch / "adapter", names), base_digest=card.digest, data_digest=data,
             steps=7, planned_steps=7, best_step=7, kept_step=7, validation_loss={7: 1.0}, final_train_loss=1.0,
             trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
         )  # fmt: skip
@@ -149,14 +149,14 @@ def environment() -> dict[str, str]:
     return clean | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "DVC_NO_ANALYTICS": "1"}
 
 
-def ratchet(layout: Layout, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ratchet(layout: ProjectLayout, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     return subprocess.run(
         command(*arguments), cwd=layout.root, env=environment(), capture_output=True, text=True, check=False
     )
 
 
-def start_training(layout: Layout) -> "subprocess.Popen[str]":
+def start_training(layout: ProjectLayout) -> "subprocess.Popen[str]":
     """`ratchet train` as a process; what it says on both streams goes into one."""
     return subprocess.Popen(
         command("train"),
@@ -168,12 +168,12 @@ def start_training(layout: Layout) -> "subprocess.Popen[str]":
     )
 
 
-def outcome(layout: Layout) -> dict[str, str]:
+def outcome(layout: ProjectLayout) -> dict[str, str]:
     """SHA-256 of all that stage train made: adapter, report, weights and optimizer of best and last checkpoint."""
     from ratchet.storage import digests
 
     files = [path for path in sorted(layout.train.rglob("*")) if path.is_file()]
-    return {path.relative_to(layout.train).as_posix(): digests.of_file(path) for path in files}
+    return {path.relative_to(layout.train).as_posix(): digests.hash_file(path) for path in files}
 
 
 def command(*arguments: str) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any
 
 import tiny_project
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
-from ratchet.storage.layout import Layout
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport, Trial
 
 SPACE = {
-    "train.rank": Knob(low=2, high=8, log=True),
-    "train.alpha": Knob(tie="2 * train.rank"),
-    "train.learning_rate": Knob(low=1e-3, high=1e-1, log=True),
+    "train.rank": SweepParameter(low=2, high=8, log=True),
+    "train.alpha": SweepParameter(tie="2 * train.rank"),
+    "train.learning_rate": SweepParameter(low=1e-3, high=1e-1, log=True),
 }
 
 DEADLINE_S = 600.0
@@ -27,8 +27,8 @@ DEADLINE_S = 600.0
 def settings(**sweep: Any) -> Settings:
     """Those of the tiny project, with a sweep: of four trials without finals unless told otherwise."""
     chosen: dict[str, Any] = {
-        "space": SPACE, "trials": 4, "sampler": Sampler(startup=2), "pruner": Pruner(kind="asha", first=0.25),
-        "finalists": Finalists(top=1),
+        "space": SPACE, "trials": 4, "sampler": SamplerSettings(startup=2),
+        "pruner": PrunerSettings(kind="asha", first=0.25), "finalists": FinalistSettings(top=1),
     }  # fmt: skip
     train = tiny_project.TRAIN.model_copy(update={"epochs": 1.0, "validate_every_steps": 3})
     machine = tiny_project.MACHINE.model_copy(update={"lease_s": 4.0, "checkpoint_every": 1})
@@ -37,7 +37,7 @@ def settings(**sweep: Any) -> Settings:
     )
 
 
-def report(layout: Layout, study: str = "sweep") -> SweepReport:
+def report(layout: ProjectLayout, study: str = "sweep") -> SweepReport:
     """What the command has written down."""
     return SweepReport.load(layout.sweep(study) / "report.json")
 
@@ -50,7 +50,7 @@ def told(trials: tuple[Trial, ...]) -> list[tuple[Any, ...]]:
     ]
 
 
-def begin(layout: Layout, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def begin(layout: ProjectLayout, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """`ratchet sweep`, in a group of its own."""
     return subprocess.Popen(
         tiny_project.command("sweep", *arguments), cwd=layout.root, text=True, stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ def processes_of(text: str) -> list[int]:
     return found
 
 
-def kill_all(layout: Layout, sweep: subprocess.Popen[str]) -> None:
+def kill_all(layout: ProjectLayout, sweep: subprocess.Popen[str]) -> None:
     """As when the machine loses power: command, workers, trainers, all at once and without a word."""
     for pid in [sweep.pid, *processes_of(str(layout.root))]:
         try:

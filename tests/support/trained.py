@@ -44,7 +44,7 @@ def write_adapter(directory: Path, base: Path, chosen: Train, seed: int = 3, str
 def disturb(model: Model, seed: int = 3, strength: float = 0.2) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model):
+        for name, parameter in adapters.trainable_parameters(model):
             drawn = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             if "magnitude" in name:
                 parameter.mul_(1 + 1.5 * strength * drawn)

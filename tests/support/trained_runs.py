@@ -8,12 +8,12 @@ from typing import Any
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.runs.directory import Launch, RunPaths, RunSpec
-from ratchet.runs.journal import Event
+from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
+from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.evaluation import HeldOut, HeldOutMetric, path_in
+from ratchet.storage.records.evaluation import HeldOutMetric, HeldOutScores, held_out_path
 from ratchet.storage.records.training import MemoryForecast, PhaseMemory
 
 BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
@@ -65,14 +65,14 @@ class Training:
         return self.floor + 0.1 + 2.0 * math.exp(-step / 15) + 0.01 * (self.seed % 5)
 
 
-def events(one: Training) -> Iterator[Event]:
+def events(one: Training) -> Iterator[JournalEvent]:
     """The journal of a training."""
     places = [(0, 0), *one.restarts]
     for attempt, (_, start) in enumerate(places, start=1):
         end = places[attempt][0] if attempt < len(places) else one.last
 
-        def said(kind: str, attempt: int = attempt, **data: Any) -> Event:
-            return Event(kind, BEGUN + data.get("step", 0) * STEP_S, attempt, data)
+        def said(kind: str, attempt: int = attempt, **data: Any) -> JournalEvent:
+            return JournalEvent(kind, BEGUN + data.get("step", 0) * STEP_S, attempt, data)
 
         yield said("attempt", pid=1, code_version="0.1.0+c0de")
         yield said(
@@ -94,20 +94,22 @@ def events(one: Training) -> Iterator[Event]:
                            block_s=0.01, seconds=0.1)  # fmt: skip
         if attempt < len(places):
             data = {"exit_code": -9, "decision": "Retry", "text": one.word, "class": "killed"}
-            yield Event("died", BEGUN, attempt, data)
+            yield JournalEvent("died", BEGUN, attempt, data)
     if one.last == one.steps:
-        yield Event("finished", BEGUN + one.last, len(places),
+        yield JournalEvent("finished", BEGUN + one.last, len(places),
                     {"step": one.last, "reason": "completed", "adapter_digest": "d" * 64})  # fmt: skip
 
 
-def lay(layout: Layout, one: Training) -> str:
+def lay(layout: ProjectLayout, one: Training) -> str:
     """Lay a training into a project; returns its run id."""
     spec = one.spec
     paths = RunPaths(layout.runs / spec.run_id)
     files.make_directory(paths.root)
     spec.save(paths.spec)
     files.write_json(paths.format, {"format": 2})
-    Launch(machine=Machine(device="cpu"), base_path="model", data_path="data", base=card()).save(paths.launch)
+    TrainingLaunchSpec(machine=Machine(device="cpu"), base_path="model", data_path="data", base=card()).save(
+        paths.launch
+    )
     paths.journal.write_bytes(b"".join(event.line() for event in events(one)))
     phases = tuple(PhaseMemory(phase=phase, parts={"weights": 100 * 2**20, "activations": 150 * 2**20})
                    for phase in ("loaded", "steady"))  # fmt: skip
@@ -146,7 +148,7 @@ def adapter(one: Training) -> str:
     return (one.spec.run_id * 6)[:64]
 
 
-def score(layout: Layout, one: Training, right: float, rows: int = 200, **changes: Any) -> None:
+def score(layout: ProjectLayout, one: Training, right: float, rows: int = 200, **changes: Any) -> None:
     """Scores of its adapter on validation rows, as those of finalists are kept: this share of the rows is right."""
     ids = tuple(f"v{row:04d}" for row in range(rows))
     draw = random.Random(one.seed)
@@ -159,8 +161,8 @@ def score(layout: Layout, one: Training, right: float, rows: int = 200, **change
         "base_digest": BASE, "rows": 0, "ids": ids, "groups": (None,) * rows, "tokens": (3,) * rows, "values": values,
         "figures": {name: sum(found) / rows for name, found in values.items()}, "arithmetic": {"device": "cpu"},
     }  # fmt: skip
-    found = HeldOut.model_validate({**plain, **changes}).sealed()
-    found.save(path_in(layout.runs / one.spec.run_id, found.question))
+    found = HeldOutScores.model_validate({**plain, **changes}).sealed()
+    found.save(held_out_path(layout.runs / one.spec.run_id, found.question))
 
 
 def seeds(one: Training, count: int) -> list[Training]:

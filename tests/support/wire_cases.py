@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gloo_ranks import add_up, on_ranks, parameters, wire_of
-from ratchet.models.gradient_compression.methods import buckets_of
+from ratchet.models.gradient_compression.methods import build_buckets
 
 COMPRESSED: list[dict[str, Any]] = [
     {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "share": 0.1},
@@ -27,7 +27,7 @@ def largest_of_buckets(steps: Tensor) -> Tensor:
 
 
 def sizes_of_buckets() -> list[int]:
-    return [len(bucket.buffer()) for bucket in buckets_of([parameter for _, parameter in parameters()], 2000)]
+    return [len(bucket.buffer()) for bucket in build_buckets([parameter for _, parameter in parameters()], 2000)]
 
 
 def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Tensor]]]:

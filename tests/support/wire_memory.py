@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gloo_ranks import parameters
-from ratchet.config.train import Compression
-from ratchet.models.gradient_compression.reducer import Wire
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.models.gradient_compression.reducer import GradientReducer
 
 GRANULE = 64
 """Sizes of blocks are multiples of it on a CPU."""
@@ -56,20 +56,20 @@ def living() -> dict[int, int]:
 
 
 def measured(
-    _: int, shapes: list[tuple[int, ...]], ways: list[Compression], alone: bool
+    _: int, shapes: list[tuple[int, ...]], ways: list[GradientCompressionSettings], alone: bool
 ) -> list[tuple[int, int, int]]:  # fmt: skip
     """For each way, on this rank: bytes before the first sum, after three, and the most in a sum."""
     gc.freeze()  # what libraries have brought is not looked through each time
     return [_one(shapes, way, alone) for way in ways]
 
 
-def _one(shapes: list[tuple[int, ...]], way: Compression, alone: bool) -> tuple[int, int, int]:
+def _one(shapes: list[tuple[int, ...]], way: GradientCompressionSettings, alone: bool) -> tuple[int, int, int]:
     given = parameters(shapes)
     for _, parameter in given:
         parameter.grad = torch.randn_like(parameter)
     before = living()
     with Peak(before) as peak:
-        wire = Wire(given, None if alone else dist.group.WORLD, way)
+        wire = GradientReducer(given, None if alone else dist.group.WORLD, way)
         begun = living()
         for _ in range(3):
             wire.sum()

@@ -12,9 +12,9 @@ from ratchet.cli.command_line import main
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import GateError, SettingsError
-from ratchet.stages.callbacks import of_promotions, of_verdict
-from ratchet.stages.promote import Options, promote, rollback
-from ratchet.storage.layout import Layout
+from ratchet.stages.callbacks import notify_promotions, notify_verdict
+from ratchet.stages.promote import PromoteOptions, promote, rollback
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Verdict
 from ratchet.tracking.webhook import VARIABLE
 from receiver import Receiver, served
@@ -29,7 +29,9 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_ACTOR", "ada@example.org")
 
 
-def test_every_change_of_the_champion_is_posted_once(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_of_the_champion_is_posted_once(
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout, settings = tracked_project, promotable.SETTINGS
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     with served(200) as receiver:
@@ -38,8 +40,8 @@ def test_every_change_of_the_champion_is_posted_once(tracked_project: Layout, mo
             stage(layout, model)
             assert main(["--project", str(layout.root), "promote"]) == 0
         assert main(["--project", str(layout.root), "promote"]) == 0  # it is champion already
-        with of_promotions(layout, settings):
-            rollback(layout, settings, 1, Options(reason="worse on Mondays"), promotable.works)
+        with notify_promotions(layout, settings):
+            rollback(layout, settings, 1, PromoteOptions(reason="worse on Mondays"), promotable.works)
     told = bodies(receiver)
     assert [(one["action"], one["version"], one["before"]) for one in told] == [
         ("promote", 1, None), ("promote", 2, 1), ("rollback", 1, 2),
@@ -48,33 +50,35 @@ def test_every_change_of_the_champion_is_posted_once(tracked_project: Layout, mo
     assert (told[2]["reason"], told[2]["event"]) == ("worse on Mondays", "promoted")
 
 
-def test_a_promotion_that_is_refused_is_no_news(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_that_is_refused_is_no_news(
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage(tracked_project, "a", "HOLD")
     with served(200) as receiver:
         monkeypatch.setenv(VARIABLE, receiver.url)
-        with pytest.raises(GateError), of_promotions(tracked_project, promotable.SETTINGS):
+        with pytest.raises(GateError), notify_promotions(tracked_project, promotable.SETTINGS):
             promote(tracked_project, promotable.SETTINGS)
     assert receiver.got == []
 
 
 def test_an_address_that_is_none_is_refused_before_anything_is_promoted(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "hooks/xyzzy")
-    for telling in (of_promotions, of_verdict):
+    for telling in (notify_promotions, notify_verdict):
         with pytest.raises(SettingsError, match="is no address"), telling(tracked_project, Settings()):
             pytest.fail("begun")
 
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD"])
 def test_a_verdict_is_posted_and_written_for_prometheus(
-    decision: str, tracked_project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decision: str, tracked_project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ratchet.prom"
     machine = Settings().machine.model_copy(update={"metrics_file": str(path)})
     with served(200) as receiver:
         monkeypatch.setenv(VARIABLE, receiver.url)
-        with of_verdict(tracked_project, Settings(machine=machine)):
+        with notify_verdict(tracked_project, Settings(machine=machine)):
             stage(tracked_project, "a", decision)
     [body] = bodies(receiver)
     verdict = Verdict.load(tracked_project.verdict)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from journaled import NAME
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.experiments import LATE_TAG, RUN_TAG, Experiment, log_batch
 
 PROCESSES, ROUNDS = 4, 25
 KEYS = [f"key-{number}" for number in range(8)]
 
 
-def log_overlapping_batches(layout: Layout, mlflow_id: str, seed: int, together: Any) -> None:
+def log_overlapping_batches(layout: ProjectLayout, mlflow_id: str, seed: int, together: Any) -> None:
     """Log, at the same moment as the others, points of which some are the others' as well."""
     from mlflow.entities import Metric
 
@@ -27,7 +27,9 @@ def log_overlapping_batches(layout: Layout, mlflow_id: str, seed: int, together:
             log_batch(client, mlflow_id, metrics=metrics)
 
 
-def test_overlapping_batches_of_several_processes_are_stored_once(tracked_project: Layout, processes: Any) -> None:
+def test_overlapping_batches_of_several_processes_are_stored_once(
+    tracked_project: ProjectLayout, processes: Any
+) -> None:
     with Experiment(tracked_project, NAME, None).connected() as client:
         run = client.create_run(client.get_experiment_by_name(NAME).experiment_id).info.run_id
     together = processes.Barrier(PROCESSES)
@@ -49,7 +51,7 @@ def test_overlapping_batches_of_several_processes_are_stored_once(tracked_projec
     assert sorted(stored) == sorted(expected)
 
 
-def test_other_errors_are_raised_at_once(tracked_project: Layout) -> None:
+def test_other_errors_are_raised_at_once(tracked_project: ProjectLayout) -> None:
     from mlflow.entities import Metric
     from mlflow.exceptions import MlflowException
 
@@ -60,7 +62,7 @@ def test_other_errors_are_raised_at_once(tracked_project: Layout) -> None:
         log_batch(client, "0" * 32, metrics=[Metric("loss", 0.5, 1000, 1)])
 
 
-def test_of_several_runs_of_one_id_the_oldest_that_was_made_in_time_is_found(tracked_project: Layout) -> None:
+def test_of_several_runs_of_one_id_the_oldest_that_was_made_in_time_is_found(tracked_project: ProjectLayout) -> None:
     experiment = Experiment(tracked_project, NAME, None)
     with experiment.connected() as client:
         late, newer, first, other = (

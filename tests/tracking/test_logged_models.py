@@ -7,18 +7,18 @@ from logged_models_cases import (
     finished,
     logged,
 )
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import run_logger
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 
-def told(layout: Layout) -> list[Any]:
+def told(layout: ProjectLayout) -> list[Any]:
     """What there is, without times."""
     return [(one.model_id, one.name, one.tags, one.params, str(one.status), len(one.metrics)) for one in logged(layout)]
 
 
-def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project: Layout) -> None:
+def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
     assert (run.paths.result / "adapter" / "adapter_model.safetensors").exists()
     observer(tracked_project, run).catch_up()
@@ -41,7 +41,7 @@ def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project
     assert [step for step, _, _ in points(tracked_project, run, "validation/loss")] == [10, 20], "of the run, once"
 
 
-def test_repeating_it_adds_nothing(tracked_project: Layout) -> None:
+def test_repeating_it_adds_nothing(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
     observer(tracked_project, run).catch_up()
     before = told(tracked_project)
@@ -52,9 +52,9 @@ def test_repeating_it_adds_nothing(tracked_project: Layout) -> None:
     assert told(tracked_project) == before
 
 
-def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_project: Layout) -> None:
+def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
-    tracking = Tracking(tracked_project, NAME)
+    tracking = MlflowTracker(tracked_project, NAME)
     scores = {"test/candidate/accuracy": 0.75, "test/merged/accuracy": 0.5, "test/base/accuracy": 0.25}
     for _ in range(2):
         tracking.report(observer(tracked_project, run), scores, {}, {}, 60.0)
@@ -66,10 +66,10 @@ def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_pro
     assert stored(tracked_project, run).data.metrics["test/base/accuracy"] == 0.25
 
 
-def test_registered_version_is_named_by_its_logged_model(tracked_project: Layout) -> None:
+def test_registered_version_is_named_by_its_logged_model(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
     observer(tracked_project, run).catch_up()
-    registry = Registry(tracked_project, NAME)
+    registry = MlflowModelRegistry(tracked_project, NAME)
     tags = {run_logger.ADAPTER_TAG: "a" * 64}
     for _ in range(2):
         assert registry.ensure_version("m" * 64, tracked_project.models / "x", run.spec.run_id, tags) == 1

@@ -11,7 +11,7 @@ from observation_cases import (
     template,  # noqa: F401 (a fixture)
 )
 from ratchet.cli.command_line import main
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.webhook import VARIABLE
 
 
@@ -19,7 +19,7 @@ from ratchet.tracking.webhook import VARIABLE
 @pytest.mark.parametrize("what", ["a port that is taken", "an address that is none", "no folder for the file"])
 def test_what_cannot_be_observed_is_refused_before_anything_is_begun(
     what: str,
-    template: Layout,
+    template: ProjectLayout,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import free_port
 from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError, StorageError
-from ratchet.runs.journal import Event
-from ratchet.runs.prometheus_series import METRICS, STATES, Series
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.prometheus_series import METRICS, STATES, PrometheusSeries
 from ratchet.runs.restart_policy import FailureClass
 from ratchet.storage import files
 from ratchet.storage.records.gate import Verdict
-from ratchet.tracking.prometheus import Exposition, write_verdict
+from ratchet.tracking.prometheus import PrometheusExporter, write_verdict
 
 STEP = {"learning_rate": 0.1, "grad_norm": 1.5, "trained_tokens": 5, "input_tokens": 9}
 READY = {"start_step": 0, "planned_steps": 10, "device": "cpu", "compute_dtype": "float32", "ranks": 2}
@@ -27,8 +27,8 @@ CHECKPOINT = {"best": True, "size_bytes": 100, "bytes_written": 60, "bytes_linke
 FORECAST = {"phases": [{"phase": "steps", "parts": {"base": 300, "adapter": 100}}]}
 
 
-def event(kind: str, t: float = 1000.0, attempt: int = 1, **data: Any) -> Event:
-    return Event(kind, t, attempt, data)
+def event(kind: str, t: float = 1000.0, attempt: int = 1, **data: Any) -> JournalEvent:
+    return JournalEvent(kind, t, attempt, data)
 
 
 JOURNAL = [
@@ -104,13 +104,13 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def exposition(machine: Machine) -> Iterator[Exposition]:
-    made = Exposition(machine)
+def exposition(machine: Machine) -> Iterator[PrometheusExporter]:
+    made = PrometheusExporter(machine)
     yield made
     made.close()
 
 
-def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition: Exposition) -> None:
+def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition: PrometheusExporter) -> None:
     exposition.observer("abc", "shop").see(JOURNAL)
     port = machine.metrics_port or 0
     with socket.create_connection(("127.0.0.1", port)) as silent:  # a client that reads nothing blocks no other
@@ -129,7 +129,7 @@ def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition:
 
 
 def test_nothing_is_told_before_the_journal_is_read_and_then_all_of_it_at_once(
-    machine: Machine, exposition: Exposition
+    machine: Machine, exposition: PrometheusExporter
 ) -> None:
     """Else counters of a run that goes on would be seen to go back."""
     observer = exposition.observer("abc", "shop")
@@ -153,7 +153,7 @@ def test_nothing_is_told_before_the_journal_is_read_and_then_all_of_it_at_once(
 
 def test_labels_and_names_do_not_depend_on_how_far_the_run_is() -> None:
     """Bounded cardinality: no label takes a value from a step, a row or a text."""
-    series = Series(Machine(mirror="/nowhere"))
+    series = PrometheusSeries(Machine(mirror="/nowhere"))
     for one in JOURNAL:
         for sample in series.samples():
             assert set(sample.labels) <= set(METRICS[sample.name].labels)
@@ -162,7 +162,7 @@ def test_labels_and_names_do_not_depend_on_how_far_the_run_is() -> None:
 
 
 def test_damaged_events_are_passed_over() -> None:
-    series = Series(Machine(mirror="/nowhere"))
+    series = PrometheusSeries(Machine(mirror="/nowhere"))
     kinds = ("attempt", "ready", "step", "checkpoint", "validation", "died", "budget", "skipped", "mirror", "memory")
     for kind in (*kinds, "forecast", "finished", "stopped"):
         series.see(event(kind))
@@ -186,8 +186,8 @@ SENT_BY_ANOTHER = [one for one in JOURNAL if one.kind != "mirror"]
     ],
     ids=["everything is sent", "another machine sends", "this machine sends"],
 )  # fmt: skip
-def test_age_of_what_the_mirror_lacks(machine: Machine, events: list[Event], has_age: bool) -> None:
-    series, alone = Series(machine), Series(Machine())
+def test_age_of_what_the_mirror_lacks(machine: Machine, events: list[JournalEvent], has_age: bool) -> None:
+    series, alone = PrometheusSeries(machine), PrometheusSeries(Machine())
     for one in events:
         series.see(one)
     names = {sample.name for sample in series.samples()}
@@ -202,12 +202,12 @@ def test_address_that_cannot_be_used_is_reported() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(SettingsError, match=f"machine.metrics_port: {port} of 127.0.0.1 is taken by another"):
-            Exposition(Machine(metrics_port=port))
+            PrometheusExporter(Machine(metrics_port=port))
     with pytest.raises(SettingsError, match=r"machine.metrics_host, machine.metrics_port: 192.0.2.1, port 9464 cannot"):
-        Exposition(Machine(metrics_port=9464, metrics_host="192.0.2.1"))
+        PrometheusExporter(Machine(metrics_port=9464, metrics_host="192.0.2.1"))
 
 
-def test_the_port_is_on_loopback_unless_told_otherwise(machine: Machine, exposition: Exposition) -> None:
+def test_the_port_is_on_loopback_unless_told_otherwise(machine: Machine, exposition: PrometheusExporter) -> None:
     assert machine.metrics_host == "127.0.0.1"
     with socket.socket() as same_port_elsewhere:  # free: nobody listens on all addresses
         same_port_elsewhere.bind(("127.0.0.2", machine.metrics_port or 0))
@@ -215,7 +215,7 @@ def test_the_port_is_on_loopback_unless_told_otherwise(machine: Machine, exposit
 
 def test_the_end_is_fetched_by_those_who_have_been_fetching() -> None:
     machine = Machine(metrics_port=free_port(), metrics_wait_s=120.0)
-    exposition = Exposition(machine)
+    exposition = PrometheusExporter(machine)
     observer = exposition.observer("abc", "shop")
     observer.see(JOURNAL)
     states: list[float] = []
@@ -237,7 +237,7 @@ def test_the_end_is_fetched_by_those_who_have_been_fetching() -> None:
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED"], ids=["nobody fetches", "asked to stop"])
 def test_nobody_is_waited_for_in_vain(status: Any) -> None:
     machine = Machine(metrics_port=free_port(), metrics_wait_s=3600.0)
-    exposition = Exposition(machine)
+    exposition = PrometheusExporter(machine)
     observer = exposition.observer("abc", "shop")
     observer.see(JOURNAL)
     if status == "KILLED":
@@ -256,7 +256,7 @@ def test_a_file_is_there_at_the_end_and_is_replaced_as_a_whole(tmp_path: Path) -
     path = tmp_path / "ratchet.prom"
     path.write_text("ratchet_step 7\n")
     before = path.stat().st_ino
-    exposition = Exposition(Machine(metrics_file=str(path)))
+    exposition = PrometheusExporter(Machine(metrics_file=str(path)))
     observer = exposition.observer("abc", "shop")
     observer.see(JOURNAL)
     observer.finish("FINISHED")
@@ -273,13 +273,13 @@ def test_a_file_that_cannot_be_is_said_before_training(make: bool, tmp_path: Pat
     if make:
         path.mkdir(parents=True)
     with pytest.raises(StorageError, match=r"machine\.metrics_file: "):
-        Exposition(Machine(metrics_file=str(path)))
+        PrometheusExporter(Machine(metrics_file=str(path)))
 
 
 def test_a_disk_that_takes_no_file_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exposition = Exposition(Machine(metrics_file=str(tmp_path / "ratchet.prom")))
+    exposition = PrometheusExporter(Machine(metrics_file=str(tmp_path / "ratchet.prom")))
 
     def full(operation: str, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))

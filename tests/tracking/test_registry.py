@@ -8,19 +8,21 @@ import pytest
 
 from ratchet.config.schema import Settings
 from ratchet.errors import ChampionError, TrackingError
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
 
-def test_a_model_is_registered_once(tracked_project: Layout) -> None:
-    registry = Registry(tracked_project, "model")
+def test_a_model_is_registered_once(tracked_project: ProjectLayout) -> None:
+    registry = MlflowModelRegistry(tracked_project, "model")
     folder = tracked_project.models / "x"
     first = registry.ensure_version(A, folder, "run-a", {"ratchet.run_id": "run-a"})
     other = registry.ensure_version(B, folder, "run-b", {})
-    again = Registry(tracked_project, "model").ensure_version(A, folder, "run-a", {"ratchet.run_id": "changed"})
+    again = MlflowModelRegistry(tracked_project, "model").ensure_version(
+        A, folder, "run-a", {"ratchet.run_id": "changed"}
+    )
     assert (first, other, again) == (1, 2, 1)
     found = registry.version(1)
     assert found is not None
@@ -28,13 +30,13 @@ def test_a_model_is_registered_once(tracked_project: Layout) -> None:
     assert Path(found.source.removeprefix("file://").replace("%20", " ")) == folder
     assert [v.number for v in registry.versions()] == [1, 2]
     assert registry.version(3) is None
-    theirs = Registry(tracked_project, "theirs")
+    theirs = MlflowModelRegistry(tracked_project, "theirs")
     assert theirs.versions() == [], "models of another name"
     assert theirs.ensure_version(A, folder, "run", {}) == 1
 
 
-def test_alias_moves_only_between_known_versions_and_from_where_it_was_seen(tracked_project: Layout) -> None:
-    registry = Registry(tracked_project, "model")
+def test_alias_moves_only_between_known_versions_and_from_where_it_was_seen(tracked_project: ProjectLayout) -> None:
+    registry = MlflowModelRegistry(tracked_project, "model")
     assert registry.champion() is None
     for digest in (A, B):
         registry.ensure_version(digest, tracked_project.models, "run", {})
@@ -48,11 +50,11 @@ def test_alias_moves_only_between_known_versions_and_from_where_it_was_seen(trac
     for expected, said in ((None, "from no version to version 1"), (3, "from version 3 to version 1")):
         with pytest.raises(ChampionError, match=said):
             registry.set_champion(2, expected)
-    assert Registry(tracked_project, "model").champion() == 1
+    assert MlflowModelRegistry(tracked_project, "model").champion() == 1
 
 
-def test_asking_makes_no_database(project: Layout) -> None:
-    registry = Registry(project, "model")
+def test_asking_makes_no_database(project: ProjectLayout) -> None:
+    registry = MlflowModelRegistry(project, "model")
     assert registry.champion() is None
     assert registry.versions() == []
     assert not project.mlruns.exists()
@@ -60,7 +62,7 @@ def test_asking_makes_no_database(project: Layout) -> None:
 
 @pytest.mark.parametrize("content", [b"this is no database, but it is long enough to have a header" * 20, None])
 def test_broken_database_is_reported_without_retries(
-    project: Layout, content: bytes | None, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, content: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.mlruns.mkdir()
     if content is None:
@@ -70,16 +72,16 @@ def test_broken_database_is_reported_without_retries(
     slept_s: list[float] = []
     monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=slept_s.append))
     with pytest.raises(TrackingError, match=r"mlflow\.db"):
-        Registry(project, "model").champion()
+        MlflowModelRegistry(project, "model").champion()
     assert slept_s == [], "MLflow alone retries for 100 s"
 
 
-def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Layout) -> None:
+def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: ProjectLayout) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
     run = client.create_run(client.create_experiment("model"), tags={"ratchet.run_id": "run-a"}).info.run_id
-    registry = Registry(tracked_project, "model")
+    registry = MlflowModelRegistry(tracked_project, "model")
     assert registry.ensure_version(A, tracked_project.models, "run-a", {}) == 1
     registry.ensure_version(B, tracked_project.models, "run-of-another-machine", {})
     registry.tell(1, "run-a", {"ratchet.forced": "true"}, "in words")
@@ -94,23 +96,23 @@ def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Layout
 
 
 def test_a_copied_project_writes_into_itself_and_not_into_the_one_it_was_copied_from(
-    tracked_project: Layout, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tracked_project: ProjectLayout, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings()
-    first = Tracking(tracked_project, "model")
+    first = MlflowTracker(tracked_project, "model")
     first.find_or_create("run-a", 1)
-    Registry(tracked_project, "model").ensure_version(A, tracked_project.models / "x", "run-a", {})
-    copied = Layout(tmp_path / "elsewhere" / "a copy")
+    MlflowModelRegistry(tracked_project, "model").ensure_version(A, tracked_project.models / "x", "run-a", {})
+    copied = ProjectLayout(tmp_path / "elsewhere" / "a copy")
     shutil.copytree(tracked_project.root, copied.root)
     before = {path: path.read_bytes() for path in tracked_project.mlruns.rglob("*") if path.is_file()}
 
     note = tmp_path / "note.txt"
     note.write_text("from the copy", encoding="utf-8")
-    Tracking(copied, settings.promote.model_name).find("run-a")
-    Tracking(copied, "model").log_report("run-a", {"x": 1.0}, {"notes": [note]}, {})
+    MlflowTracker(copied, settings.promote.model_name).find("run-a")
+    MlflowTracker(copied, "model").log_report("run-a", {"x": 1.0}, {"notes": [note]}, {})
     assert len(list(copied.artifacts.rglob("note.txt"))) == 1
     assert {path: path.read_bytes() for path in tracked_project.mlruns.rglob("*") if path.is_file()} == before
-    version = Registry(copied, "model").version(1)
+    version = MlflowModelRegistry(copied, "model").version(1)
     assert version is not None
     assert version.source == (copied.models / "x").as_uri()
     assert capfd.readouterr().err.count("was made elsewhere") == 1, "told once: then it is so"

@@ -12,10 +12,18 @@ import pytest
 import sweep_example
 from ratchet.config.schema import Settings
 from ratchet.errors import TrackingError
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.sweep import Axis, Finalist, Finals, Measure, SweepReport, Take, Trial
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import (
+    Finalist,
+    FinalRound,
+    ParameterAxis,
+    SweepObjective,
+    SweepReport,
+    Trial,
+    TrialExecution,
+)
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning import tracking_payload
 
 NAME = Settings().promote.model_name
@@ -27,7 +35,7 @@ def trial(number: int, state: Any, run: str | None = "", **more: Any) -> Trial:
     ended = None if state == "running" else 200.0 + number
     run_id = RUNS[number] if run == "" else run
     values = {"train.rank": 4 + number, "train.learning_rate": 0.001, "train.targets": ("q", "v")}
-    fields = {"begun": 100.0 + number, "ended": ended, "takes": (Take(worker="node/1", begun=0, seen=0),)}
+    fields = {"begun": 100.0 + number, "ended": ended, "takes": (TrialExecution(worker="node/1", begun=0, seen=0),)}
     return Trial(number=number, values=values, run_id=run_id, state=state, **(fields | more))
 
 
@@ -36,10 +44,10 @@ def report(*trials: Trial, study: str = "sweep", **more: Any) -> SweepReport:
     best = min(complete, key=lambda t: t.objectives, default=None)
     fields: dict[str, Any] = {
         "study": study, "storage": "journal", "sampler": "TPE", "pruner": "asha", "versions": {"optuna": "5.0.0"},
-        "objectives": (Measure(metric="validation_loss", direction="minimize"),), "data_digest": "d" * 64,
+        "objectives": (SweepObjective(metric="validation_loss", direction="minimize"),), "data_digest": "d" * 64,
         "base_digest": "b" * 64, "wanted_trials": 20, "best": () if best is None else (best.number,),
-        "axes": (Axis(knob="train.rank", kind="int", low=4, high=64, log=True),
-                 Axis(knob="train.alpha", kind="tie", tie="2 * train.rank")),
+        "axes": (ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),
+                 ParameterAxis(knob="train.alpha", kind="tie", tie="2 * train.rank")),
     }  # fmt: skip
     return SweepReport(trials=trials, **(fields | more))
 
@@ -55,26 +63,26 @@ ALL_STATES = report(
 )
 
 
-def sweeps(layout: Layout, figures: Mapping[str, float] | None = None) -> SweepTracking:
+def sweeps(layout: ProjectLayout, figures: Mapping[str, float] | None = None) -> MlflowSweepTracker:
     """One as a new process has it: nothing remembered."""
-    return SweepTracking(Tracking(layout, NAME), lambda _: figures or {})
+    return MlflowSweepTracker(MlflowTracker(layout, NAME), lambda _: figures or {})
 
 
-def stored(layout: Layout) -> list[Any]:
+def stored(layout: ProjectLayout) -> list[Any]:
     """Every run of the experiment."""
-    with Tracking(layout, NAME).connected() as client:
+    with MlflowTracker(layout, NAME).connected() as client:
         experiment = client.get_experiment_by_name(NAME).experiment_id
         return list(client.search_runs([experiment], order_by=["attributes.start_time ASC"]))
 
 
-def parent(layout: Layout, study: str = "sweep") -> Any:
+def parent(layout: ProjectLayout, study: str = "sweep") -> Any:
     wanted = {"ratchet.sweep": study, "ratchet.sweep_role": "parent"}
     (found,) = [run for run in stored(layout) if wanted.items() <= run.data.tags.items()]
     assert found.info.run_name == study
     return found
 
 
-def children(layout: Layout, study: str = "sweep") -> dict[str, Any]:
+def children(layout: ProjectLayout, study: str = "sweep") -> dict[str, Any]:
     """By name, of this parent."""
     above = parent(layout, study).info.run_id
     found = [run for run in stored(layout) if run.data.tags.get("mlflow.parentRunId") == above]
@@ -82,23 +90,23 @@ def children(layout: Layout, study: str = "sweep") -> dict[str, Any]:
     return {run.info.run_name: run for run in found}
 
 
-def rows(layout: Layout, table: str) -> list[tuple[Any, ...]]:
+def rows(layout: ProjectLayout, table: str) -> list[tuple[Any, ...]]:
     """A table as it lies in the file, read without MLflow."""
     with closing(sqlite3.connect(layout.mlflow_database)) as connection:
         return sorted(connection.execute(f"select * from {table}"), key=repr)  # noqa: S608 (our names)
 
 
-def everything(layout: Layout) -> dict[str, list[tuple[Any, ...]]]:
+def everything(layout: ProjectLayout) -> dict[str, list[tuple[Any, ...]]]:
     return {table: rows(layout, table) for table in ("runs", "tags", "params", "metrics", "latest_metrics")}
 
 
-def validation_curve(layout: Layout, run: Any) -> list[tuple[int, float]]:
-    with Tracking(layout, NAME).connected() as client:
+def validation_curve(layout: ProjectLayout, run: Any) -> list[tuple[int, float]]:
+    with MlflowTracker(layout, NAME).connected() as client:
         points = client.get_metric_history(run.info.run_id, "curve/validation_loss")
     return [(point.step, point.value) for point in points]
 
 
-def test_child_and_parent_runs_hold_states_params_metrics_and_tags(tracked_project: Layout) -> None:
+def test_child_and_parent_runs_hold_states_params_metrics_and_tags(tracked_project: ProjectLayout) -> None:
     sweeps(tracked_project, {"saved/tokens": 4200}).update(ALL_STATES)
     found = children(tracked_project)
     assert {name: (run.info.status, run.data.tags["ratchet.trial_state"]) for name, run in found.items()} == {
@@ -139,7 +147,7 @@ def test_child_and_parent_runs_hold_states_params_metrics_and_tags(tracked_proje
     assert (top.data.tags["ratchet.best_run"], top.data.tags["ratchet.sweep_trials"]) == (RUNS[0], "6 of 20")
 
 
-def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project: Layout) -> None:
+def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project: ProjectLayout) -> None:
     first = sweeps(tracked_project)
     first.update(ALL_STATES)
     before = everything(tracked_project)
@@ -156,7 +164,7 @@ def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project
         first.update(ALL_STATES.model_copy(update={"stopped": "news"}))
 
 
-def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: Layout) -> None:
+def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: ProjectLayout) -> None:
     sweep = sweeps(tracked_project)
     pruned = trial(0, "pruned", reason="rank 5 of 9", curve={10: 3.0})
     sweep.update(report(pruned))
@@ -177,8 +185,8 @@ def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: La
     assert validation_curve(tracked_project, found) == [(10, 3.0), (20, 2.0)]
 
 
-def test_a_run_that_was_finished_before_stays_finished_and_gets_a_parent(tracked_project: Layout) -> None:
-    tracking = Tracking(tracked_project, NAME)
+def test_a_run_that_was_finished_before_stays_finished_and_gets_a_parent(tracked_project: ProjectLayout) -> None:
+    tracking = MlflowTracker(tracked_project, NAME)
     for number in range(3):
         run = tracking.find_or_create(RUNS[number], 5_000)
         with tracking.connected() as client:
@@ -189,14 +197,14 @@ def test_a_run_that_was_finished_before_stays_finished_and_gets_a_parent(tracked
     assert found["trial 1"].data.tags["ratchet.trial_state"] == "failed"
 
 
-def test_a_run_of_two_sweeps_is_a_child_of_the_later(tracked_project: Layout) -> None:
+def test_a_run_of_two_sweeps_is_a_child_of_the_later(tracked_project: ProjectLayout) -> None:
     for study in ("sweep", "sweep.2"):
         sweeps(tracked_project).update(report(trial(0, "complete", objectives=(1.5,)), study=study))
     assert children(tracked_project) == {}
     assert children(tracked_project, "sweep.2")["trial 0"].data.tags["ratchet.sweep"] == "sweep.2"
 
 
-def test_a_run_whose_journal_is_not_sent_is_not_shown_as_over(tracked_project: Layout) -> None:
+def test_a_run_whose_journal_is_not_sent_is_not_shown_as_over(tracked_project: ProjectLayout) -> None:
     sweep = sweeps(tracked_project)
     found = report(trial(0, "complete", objectives=(1.5,)), trial(1, "pruned"))
     sweep.update(found, pending=[RUNS[0]])
@@ -208,7 +216,7 @@ def test_a_run_whose_journal_is_not_sent_is_not_shown_as_over(tracked_project: L
     assert sweep.settled("sweep") == {RUNS[0]: 0, RUNS[1]: 1}
 
 
-def test_finish_and_going_on(tracked_project: Layout, tmp_path: Path) -> None:
+def test_finish_and_going_on(tracked_project: ProjectLayout, tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "history.png"
     page.write_text("page")
     picture.write_text("picture")
@@ -228,19 +236,19 @@ def test_finish_and_going_on(tracked_project: Layout, tmp_path: Path) -> None:
     assert parent(tracked_project).info.status == "RUNNING"
 
 
-def test_the_end_is_told_even_when_no_file_can_be_stored(tracked_project: Layout) -> None:
+def test_the_end_is_told_even_when_no_file_can_be_stored(tracked_project: ProjectLayout) -> None:
     sweep = sweeps(tracked_project)
     with pytest.raises(TrackingError):
         sweep.finish(ALL_STATES, {"": [tracked_project.root / "not there"]}, "KILLED")
     assert parent(tracked_project).info.status == "KILLED"
 
 
-def test_finalists_are_children_too(tracked_project: Layout) -> None:
+def test_finalists_are_children_too(tracked_project: ProjectLayout) -> None:
     finalist = Finalist(
         number=0, values={"train.rank": 4}, run_ids=(RUNS[0], RUNS[30], RUNS[31]), means=(1.5, 1.6, 1.7), mean=1.6,
         cost=ALL_STATES.trials[0].cost,
     )  # fmt: skip
-    finals = Finals(
+    finals = FinalRound(
         metric="accuracy", direction="maximize", rows=8, finalists=(finalist,), comparisons=(), winner=0,
         reason="better than all",
     )  # fmt: skip
@@ -252,13 +260,13 @@ def test_finalists_are_children_too(tracked_project: Layout) -> None:
     assert sweeps(tracked_project).settled("sweep") == dict.fromkeys((RUNS[0], RUNS[30], RUNS[31]), 0)
 
 
-def test_only_the_reconciling_of_sweeps_ends_parents_of_killed_sweeps(tracked_project: Layout) -> None:
+def test_only_the_reconciling_of_sweeps_ends_parents_of_killed_sweeps(tracked_project: ProjectLayout) -> None:
     for study in ("alive", "dead", "done"):
         sweep = sweeps(tracked_project)
         sweep.update(report(trial(0, "running", run=None), study=study))
         if study == "done":
             sweep.finish(report(study=study), {}, "FINISHED")
-    assert Tracking(tracked_project, NAME).reconcile(tracked_project.runs) == []
+    assert MlflowTracker(tracked_project, NAME).reconcile(tracked_project.runs) == []
     assert parent(tracked_project, "dead").info.status == "RUNNING"
     notes = sweeps(tracked_project).reconcile(lambda study: study == "alive")
     assert [note.split(":")[0] for note in notes] == ["sweep dead"]
@@ -280,7 +288,7 @@ class Dying:
         return getattr(self._client, name)
 
 
-def test_whenever_mlflow_dies_it_is_made_good(tracked_project: Layout) -> None:
+def test_whenever_mlflow_dies_it_is_made_good(tracked_project: ProjectLayout) -> None:
     calls, failures = 0, 0
     while True:
         sweep = sweeps(tracked_project)
@@ -305,7 +313,7 @@ def test_whenever_mlflow_dies_it_is_made_good(tracked_project: Layout) -> None:
     assert len(keys) == len({(row[0], row[3], row[4]) for row in rows(tracked_project, "metrics")})
 
 
-def test_one_child_that_cannot_be_shown_keeps_no_other_from_it(tracked_project: Layout) -> None:
+def test_one_child_that_cannot_be_shown_keeps_no_other_from_it(tracked_project: ProjectLayout) -> None:
     with closing(sqlite3.connect(tracked_project.mlflow_database)) as connection:
         connection.execute(
             "create trigger full before insert on params when new.value = '5' "
@@ -320,11 +328,11 @@ def test_one_child_that_cannot_be_shown_keeps_no_other_from_it(tracked_project: 
     assert children(tracked_project)["trial 1"].info.status == "KILLED"
 
 
-def test_what_was_deleted_by_hand_comes_back(tracked_project: Layout) -> None:
+def test_what_was_deleted_by_hand_comes_back(tracked_project: ProjectLayout) -> None:
     sweep = sweeps(tracked_project)
     sweep.update(ALL_STATES)
     for run in (children(tracked_project)["trial 0"], parent(tracked_project)):
-        with Tracking(tracked_project, NAME).connected() as client:
+        with MlflowTracker(tracked_project, NAME).connected() as client:
             client.delete_run(run.info.run_id)
     changed = [t.model_copy(update={"reason": "looked at again"}) if t.number == 0 else t for t in ALL_STATES.trials]
     news = ALL_STATES.model_copy(update={"trials": tuple(changed), "stopped": "news"})
@@ -334,7 +342,7 @@ def test_what_was_deleted_by_hand_comes_back(tracked_project: Layout) -> None:
     assert children(tracked_project)["trial 0"].data.tags["ratchet.trial_reason"] == "looked at again"
 
 
-def test_hostile_and_long_texts_are_stored(tracked_project: Layout) -> None:
+def test_hostile_and_long_texts_are_stored(tracked_project: ProjectLayout) -> None:
     made = sweep_example.report(30)
     assert made.finals is not None
     hostile = {"reason": sweep_example.HOSTILE, "values": {"train.targets": sweep_example.HOSTILE}}
@@ -355,10 +363,10 @@ def show(root: Path, study: str) -> None:
     for state in ("running", "complete"):
         objectives = (1.0,) if state == "complete" else ()
         trials = [trial(n, state, objectives=objectives, run=RUNS[n] if n else None) for n in range(4)]
-        sweeps(Layout(root)).update(report(*trials, study=study))
+        sweeps(ProjectLayout(root)).update(report(*trials, study=study))
 
 
-def test_processes_that_begin_together_make_everything_once(tracked_project: Layout, processes: Any) -> None:
+def test_processes_that_begin_together_make_everything_once(tracked_project: ProjectLayout, processes: Any) -> None:
     several = [processes.Process(target=show, args=(tracked_project.root, "sweep")) for _ in range(4)]
     for process in several:
         process.start()

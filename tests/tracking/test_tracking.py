@@ -18,20 +18,20 @@ from ratchet.reports import plots
 from ratchet.runs.directory import Run, RunPaths, RunSpec
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import revision_tags
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import HOST_TAG
 
 PER_STEP = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second")
 
 
-def assert_complete(layout: Layout, run: Run, last: int) -> None:
+def assert_complete(layout: ProjectLayout, run: Run, last: int) -> None:
     for key in PER_STEP:
         assert [step for step, _, _ in points(layout, run, key)] == list(range(1, last + 1)), key
     assert [step for step, _, _ in points(layout, run, "validation/loss")] == list(range(10, last + 1, 10))
 
 
-def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(tracked_project: Layout) -> None:
+def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch takes
     watcher = observer(tracked_project, run)
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(track
     assert (tags["ratchet.attempts"], tags["ratchet.code_version"]) == ("3", "code-3")
 
 
-def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: Layout) -> None:
+def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 600)
     watcher = observer(tracked_project, run)
@@ -70,7 +70,7 @@ def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: Layout
     assert_complete(tracked_project, run, 600)
 
 
-def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tracked_project: Layout) -> None:
+def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 30)
     watcher, other = observer(tracked_project, run), observer(tracked_project, run)
@@ -82,7 +82,7 @@ def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tra
 
 
 def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(tracked_project)
     attempt(run, 3, 1, 2, pid=os.getpid())
@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
 
 
 def test_damaged_database_is_reported_without_retries_and_a_repaired_one_catches_up(
-    project: Layout, mlflow_template: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, mlflow_template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(project)
     attempt(run, 1, 1, 20)
@@ -119,7 +119,7 @@ def test_damaged_database_is_reported_without_retries_and_a_repaired_one_catches
     assert_complete(project, run, 20)
 
 
-def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_project: Layout) -> None:
+def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_project: ProjectLayout) -> None:
     root = tracked_project.root
     run = opened(tracked_project, seed=7)
     attempt(run, 1, 1, 3, pid=os.getpid())
@@ -134,7 +134,7 @@ def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_pr
     assert found.data.tags["ratchet.base_digest"] == "b" * 64
     assert found.data.tags["mlflow.source.name"] == "ratchet"
     assert found.data.tags["ratchet.data_card"] == "experiments/data/card.json"
-    assert found.data.tags["ratchet.data_card_digest"] == digests.of_file(tracked_project.dataset_card)
+    assert found.data.tags["ratchet.data_card_digest"] == digests.hash_file(tracked_project.dataset_card)
     assert found.info.start_time == round(journal(run)[0].t * 1000)
     (dataset,) = [i.dataset for i in found.inputs.dataset_inputs]
     assert (dataset.name, dataset.digest) == ("a.jsonl, b.csv", "d" * 12)
@@ -143,7 +143,7 @@ def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_pr
     assert "  seed: 7\n" in settings.read_text(encoding="utf-8")
 
 
-def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: Layout) -> None:
+def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: ProjectLayout) -> None:
     runs = [opened(tracked_project, seed) for seed in (1, 2)]
     other = RunSpec(train=SETTINGS.train.model_copy(update={"rank": 2}), data_digest=CARD.digest, base_digest="b" * 64)
     runs.append(Run.open(tracked_project.runs, other))
@@ -154,7 +154,7 @@ def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: La
     assert first == second != third
 
 
-def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_project: Layout) -> None:
+def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 2)
     for sample in (1, 2, 3):
@@ -166,7 +166,7 @@ def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_pr
     assert len(points(tracked_project, run, "system/gpu_1_power_usage_watts")) == 3
 
 
-def test_catch_up_sends_a_whole_run_once(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catch_up_sends_a_whole_run_once(tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 30)
     run.journal.append("finished", step=30, reason="completed", adapter_digest="a")
@@ -185,7 +185,7 @@ def test_catch_up_sends_a_whole_run_once(tracked_project: Layout, monkeypatch: p
     assert stored(tracked_project, run).info.status == "FINISHED"
 
 
-def test_checkout_and_data_of_another_time_are_not_recorded(tracked_project: Layout) -> None:
+def test_checkout_and_data_of_another_time_are_not_recorded(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 3, pid=1)  # of another process, on another day
     (tracked_project.root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
@@ -248,7 +248,7 @@ def test_revision_of_git_and_dvc(tmp_path: Path) -> None:
     assert "dvc.base" not in tags
 
 
-def test_the_end_of_a_run_and_its_files(tracked_project: Layout) -> None:
+def test_the_end_of_a_run_and_its_files(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 10)
     run.journal.append("stopped", step=10)
@@ -279,7 +279,7 @@ def test_the_end_of_a_run_and_its_files(tracked_project: Layout) -> None:
     assert not (tracked_project.root / "mlflow.db").exists()
 
 
-def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: Layout) -> None:
+def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 5)
     tracked_project.artifacts.write_text("a file where the folder should be")
@@ -290,7 +290,7 @@ def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: Lay
     assert stored(tracked_project, run).info.status == "FAILED"
 
 
-def test_reconcile_ends_what_nobody_trains(tracked_project: Layout) -> None:
+def test_reconcile_ends_what_nobody_trains(tracked_project: ProjectLayout) -> None:
     runs = {
         name: opened(tracked_project, seed) for seed, name in enumerate(("alive", "killed", "failed", "done", "gone"))
     }
@@ -305,7 +305,7 @@ def test_reconcile_ends_what_nobody_trains(tracked_project: Layout) -> None:
         if name != "alive":
             run.close()
     runs["gone"].paths.root.rename(tracked_project.root / "elsewhere")
-    tracking = Tracking(tracked_project, NAME)
+    tracking = MlflowTracker(tracked_project, NAME)
     notes = tracking.reconcile(tracked_project.runs)
     statuses = {name: stored(tracked_project, run).info.status for name, run in runs.items()}
     assert statuses == {
@@ -316,13 +316,13 @@ def test_reconcile_ends_what_nobody_trains(tracked_project: Layout) -> None:
     assert len(tracking.reconcile(tracked_project.runs)) == 1
 
 
-def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: Layout, tmp_path: Path) -> None:
+def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: ProjectLayout, tmp_path: Path) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 5)
     observer(tracked_project, run).see(journal(run))
     report = tmp_path / "eval.json"
     report.write_text("{}")
-    tracking = Tracking(tracked_project, NAME)
+    tracking = MlflowTracker(tracked_project, NAME)
     for value, rows in ((0.5, 1), (0.5, 1), (0.25, 2), (0.25, 2)):
         tracking.log_report(run.spec.run_id, {"test/a": value, "test/b": 1.0}, {"reports": [report]}, {"gate": "HOLD"})
         assert len(points(tracked_project, run, "test/a")) == rows
@@ -336,10 +336,10 @@ def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: 
 
 
 def catch_up(root: Path, run: Path) -> None:
-    Tracking(Layout(root), NAME).observer(RunPaths(run), SETTINGS, plots.loss_curve).catch_up()
+    MlflowTracker(ProjectLayout(root), NAME).observer(RunPaths(run), SETTINGS, plots.draw_loss_curve).catch_up()
 
 
-def test_processes_that_meet_an_empty_directory(project: Layout, processes: Any) -> None:
+def test_processes_that_meet_an_empty_directory(project: ProjectLayout, processes: Any) -> None:
     """One is killed while it makes the database; four others meet what it left, and an empty file."""
     run = opened(project)
     attempt(run, 1, 1, 200)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.errors import EXIT_INPUT, SchemaError
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.registry import Registry
+from ratchet.errors import EXIT_INPUT, TrackingSchemaError
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 from tracking_schema_cases import (
     OLDER,
     content,
@@ -41,27 +41,29 @@ def older_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return database
 
 
-def test_a_newer_schema_is_said_to_be_newer_and_nothing_is_changed(tracked_project: Layout) -> None:
+def test_a_newer_schema_is_said_to_be_newer_and_nothing_is_changed(tracked_project: ProjectLayout) -> None:
     database = tracked_project.mlflow_database
     set_version(database, "f00df00df00d")
     before = content(database)
     with pytest.raises(
-        SchemaError, match=r"schema version f00df00df00d, which the MLflow .* does not know: a newer one"
+        TrackingSchemaError, match=r"schema version f00df00df00d, which the MLflow .* does not know: a newer one"
     ):
-        Tracking(tracked_project, "model").find("run")
-    with pytest.raises(SchemaError, match="Nothing was changed"):
-        Registry(tracked_project, "model").champion()
+        MlflowTracker(tracked_project, "model").find("run")
+    with pytest.raises(TrackingSchemaError, match="Nothing was changed"):
+        MlflowModelRegistry(tracked_project, "model").champion()
     assert content(database) == before
-    assert SchemaError.exit_code == EXIT_INPUT
+    assert TrackingSchemaError.exit_code == EXIT_INPUT
 
 
-def test_an_older_schema_is_named_with_the_command_that_migrates_it(project: Layout, older_database: Path) -> None:
+def test_an_older_schema_is_named_with_the_command_that_migrates_it(
+    project: ProjectLayout, older_database: Path
+) -> None:
     project.mlruns.mkdir()
     database = project.mlflow_database
     shutil.copyfile(older_database, database)
     before = content(database)
-    with pytest.raises(SchemaError, match=f"schema version {OLDER}, older than") as caught:
-        Tracking(project, "model").find("run")
+    with pytest.raises(TrackingSchemaError, match=f"schema version {OLDER}, older than") as caught:
+        MlflowTracker(project, "model").find("run")
     assert content(database) == before
     line = str(caught.value).partition("`")[2].partition("`")[0]
     assert line == f"cp '{database}' '{database}'.backup && mlflow db upgrade 'sqlite:///{database}'"
@@ -70,12 +72,12 @@ def test_an_older_schema_is_named_with_the_command_that_migrates_it(project: Lay
     )
     assert done.returncode == 0, done.stderr
     assert content(Path(f"{database}.backup")) == before
-    assert Tracking(project, "model").find("run") is None, "it is of use now"
+    assert MlflowTracker(project, "model").find("run") is None, "it is of use now"
 
 
-def test_a_database_with_other_tables_is_refused(project: Layout) -> None:
+def test_a_database_with_other_tables_is_refused(project: ProjectLayout) -> None:
     project.mlruns.mkdir()
     with closing(sqlite3.connect(project.mlflow_database)) as connection:
         connection.execute("CREATE TABLE notes (text)")
-    with pytest.raises(SchemaError, match="schema version none"):
-        Tracking(project, "model").find("run")
+    with pytest.raises(TrackingSchemaError, match="schema version none"):
+        MlflowTracker(project, "model").find("run")

@@ -9,11 +9,11 @@ from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
 from ratchet.config.schema import Settings
 from ratchet.runs.directory import Run
-from ratchet.stages.callbacks import Observation
-from ratchet.storage.layout import Layout
+from ratchet.stages.callbacks import TrainingCallbacks
+from ratchet.storage.layout import ProjectLayout
 
 
-def finished(layout: Layout) -> Run:
+def finished(layout: ProjectLayout) -> Run:
     run = opened(layout)
     attempt(run, 1, 1, 20)
     run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)
@@ -50,10 +50,10 @@ def frame(chrome: Browser) -> Any:
 
 
 def test_our_views_and_columns_and_curves_that_answer_in_the_frame_that_mlflow_shows_them_in(
-    chrome: Browser, tracked_project: Layout, tmp_path: Path
+    chrome: Browser, tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:
     run = finished(tracked_project)
-    observation = Observation(tracked_project, Settings(), None)
+    observation = TrainingCallbacks(tracked_project, Settings(), None)
     for _ in range(2):
         observation.publish(run.paths, run.paths.page)
     mlflow_id = stored(tracked_project, run).info.run_id

@@ -6,13 +6,13 @@ import zlib
 from typing import Any
 
 from journaled import NAME
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.experiments import NOTE_TAG, VIEW_TAG, VIEWS, Experiment, write
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.experiments import NOTE_TAG, VIEW_TAG, VIEWS, Experiment, write_views
 
 
-def tags(layout: Layout) -> dict[str, str]:
-    with Tracking(layout, NAME).connected() as client:
+def tags(layout: ProjectLayout) -> dict[str, str]:
+    with MlflowTracker(layout, NAME).connected() as client:
         return dict(client.get_experiment_by_name(NAME).tags)
 
 
@@ -23,8 +23,8 @@ def state(text: str) -> dict[str, Any]:
     return found
 
 
-def test_views_are_there_with_their_columns(tracked_project: Layout) -> None:
-    addresses = Tracking(tracked_project, NAME).views("http://127.0.0.1:5000/")
+def test_views_are_there_with_their_columns(tracked_project: ProjectLayout) -> None:
+    addresses = MlflowTracker(tracked_project, NAME).views("http://127.0.0.1:5000/")
     found = tags(tracked_project)
     runs = state(found[f"{VIEW_TAG}ratchet-runs"])
     assert {"params.`train.learning_rate`", "metrics.`validation/loss`", "tags.`ratchet.status`"} <= set(
@@ -39,18 +39,18 @@ def test_views_are_there_with_their_columns(tracked_project: Layout) -> None:
     assert all(len(text) < 5000 for text in found.values()), "as much as MLflow stores"
 
 
-def test_writing_them_again_changes_nothing_and_what_a_person_changed_stays(tracked_project: Layout) -> None:
+def test_writing_them_again_changes_nothing_and_what_a_person_changed_stays(tracked_project: ProjectLayout) -> None:
     place = Experiment(tracked_project, NAME, None)
-    write(place)
+    write_views(place)
     before = tags(tracked_project)
-    write(place)
+    write_views(place)
     assert tags(tracked_project) == before
     changed = json.loads(before[f"{VIEW_TAG}ratchet-runs"]) | {"updatedAt": 2**41, "name": "mine"}
     with place.connected() as client:
         client.set_experiment_tag(place.id, f"{VIEW_TAG}ratchet-runs", json.dumps(changed))
         client.set_experiment_tag(place.id, f"{VIEW_TAG}ratchet-best", "torn")
         client.set_experiment_tag(place.id, NOTE_TAG, "our words")
-    write(place)
+    write_views(place)
     found = tags(tracked_project)
     assert json.loads(found[f"{VIEW_TAG}ratchet-runs"])["name"] == "mine"
     assert found[f"{VIEW_TAG}ratchet-best"] == before[f"{VIEW_TAG}ratchet-best"]

@@ -11,9 +11,9 @@ import pytest
 from ratchet.config.schema import Machine, WebhookEvent
 from ratchet.errors import SettingsError
 from ratchet.runs.callbacks import Status
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.tracking import webhook as module
-from ratchet.tracking.webhook import VARIABLE, RunNews, Webhook
+from ratchet.tracking.webhook import VARIABLE, Webhook, WebhookCallback
 from receiver import HANGS_UP, STALLS, Receiver, served
 
 TOKEN = "T0PLANTED/B1/xyzzy"  # noqa: S105
@@ -29,12 +29,12 @@ def bodies(receiver: Receiver) -> list[dict[str, Any]]:
     return [json.loads(body) for _, _, body in receiver.got]
 
 
-def attempt(number: int = 1, **data: Any) -> Event:
-    return Event("attempt", round(time.time(), 3), number, {"pid": os.getpid(), "code_version": "1"} | data)
+def attempt(number: int = 1, **data: Any) -> JournalEvent:
+    return JournalEvent("attempt", round(time.time(), 3), number, {"pid": os.getpid(), "code_version": "1"} | data)
 
 
-def event(kind: str, number: int = 1, **data: Any) -> Event:
-    return Event(kind, time.time(), number, data)
+def event(kind: str, number: int = 1, **data: Any) -> JournalEvent:
+    return JournalEvent(kind, time.time(), number, data)
 
 
 READY = event("ready", start_step=0, planned_steps=9, leads=True)
@@ -149,12 +149,12 @@ def test_webhook_needs_an_address_and_events(
 
 def test_stall_success_and_failure_of_a_run_are_sent() -> None:
     with served(200) as receiver:
-        news = RunNews(webhook(receiver), "abc")
+        news = WebhookCallback(webhook(receiver), "abc")
         news.see([attempt(), READY])
         news.see([event("died", **STALLED)])
         news.see([attempt(2), READY, event("validation", 2, step=9, loss=1.25, improved=True, seconds=1.0)])
         news.finish("FINISHED")
-        news = RunNews(webhook(receiver), "abc")
+        news = WebhookCallback(webhook(receiver), "abc")
         cause = {"exit_code": 1, "class": "diverged", "decision": "GiveUp", "text": "8 bad steps in a row"}
         news.see([attempt(), READY, event("died", **cause)])
         news.finish("FAILED")
@@ -172,16 +172,16 @@ def test_stall_success_and_failure_of_a_run_are_sent() -> None:
     ("events", "status"),
     [
         ([attempt(pid=1), event("died", **STALLED)], "FINISHED"),
-        ([Event("attempt", 5.0, 1, {"pid": os.getpid(), "code_version": "1"})], "FINISHED"),
+        ([JournalEvent("attempt", 5.0, 1, {"pid": os.getpid(), "code_version": "1"})], "FINISHED"),
         ([], "FINISHED"),
         ([attempt(), READY], "KILLED"),
         ([attempt(), event("ready", start_step=0, planned_steps=9, leads=False)], "FINISHED"),
     ],
     ids=["another process's", "before this process", "trained before", "stopped on request", "another machine leads"],
 )
-def test_what_is_no_news_is_not_told(events: list[Event], status: Status) -> None:
+def test_what_is_no_news_is_not_told(events: list[JournalEvent], status: Status) -> None:
     with served(200) as receiver:
-        news = RunNews(webhook(receiver), "abc")
+        news = WebhookCallback(webhook(receiver), "abc")
         shifted = [one._replace(t=one.t if one.t == 5.0 else round(time.time(), 3)) for one in events]
         news.see(shifted)
         news.finish(status)

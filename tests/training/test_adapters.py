@@ -16,7 +16,7 @@ from adapters_cases import (
     state_of,
 )
 from ratchet.config.train import Train
-from ratchet.errors import DamagedError, InterruptedRunError, SettingsError
+from ratchet.errors import DamagedFileError, InterruptedRunError, SettingsError
 from ratchet.models import adapters
 from ratchet.training import checkpoint, optimizer
 from small_loop import SMALL
@@ -43,7 +43,7 @@ def test_a_checkpoint_of_another_kind_of_adapter_is_refused_with_its_place(tmp_p
     done.run()
     model = loop(tmp_path / "b", settings("loraplus"), "llama").task.model
     path = done.task.paths.checkpoint(done.state.step)
-    with pytest.raises(DamagedError, match=rf"step-{done.state.step:08d}: holds first matrices of other layers"):
+    with pytest.raises(DamagedFileError, match=rf"step-{done.state.step:08d}: holds first matrices of other layers"):
         checkpoint.load_weights(path, model)
 
 
@@ -54,7 +54,9 @@ def groups(method: str, **changes: Any) -> dict[str, tuple[float, float, float]]
     model = adapters.attach(plain, train, "base", [3])
     of = {id(p): (g["lr"], g["rate_ratio"], g["weight_decay"]) for g in made(model, train) for p in g["params"]}
     kinds = ("lora_A", "lora_B", "magnitude", "trainable_tokens", "lora_E")
-    found = {(kind, of.pop(id(p))) for name, p in adapters.trainable(model) for kind in kinds if kind in name}
+    found = {
+        (kind, of.pop(id(p))) for name, p in adapters.trainable_parameters(model) for kind in kinds if kind in name
+    }
     assert not of
     assert len(found) == len(dict(found))
     return dict(found)

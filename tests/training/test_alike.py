@@ -6,7 +6,7 @@ import pytest
 
 from ratchet.config.train import Train
 from ratchet.runs.directory import RECIPE_VERSION, RunSpec
-from ratchet.training.consistency_check import difference
+from ratchet.training.consistency_check import describe_difference
 
 
 def told(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def told(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:
     ],
 )
 def test_a_difference_is_named_as_its_user_knows_it(other: dict[str, Any], words: str) -> None:
-    assert difference(told(), other) == words
+    assert describe_difference(told(), other) == words
 
 
 def test_all_differences_are_named_and_equal_ranks_have_none() -> None:
-    assert difference(told(), told()) == ""
-    found = difference(told(), told({"train": Train(rank=8, seed=9)}, torch="2.12.1"))
+    assert describe_difference(told(), told()) == ""
+    found = describe_difference(told(), told({"train": Train(rank=8, seed=9)}, torch="2.12.1"))
     assert found.count("; ") == 2
     assert all(name in found for name in ("train.rank", "train.seed", "version of torch"))

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from ratchet.config.train import AdaLora, Train
+from ratchet.config.train import AdaLoraSettings, Train
 from ratchet.models import adapter_format, adapters, frozen_weights, loading
 from ratchet.models.loading import Model
 from ratchet.runs.directory import RunPaths
-from ratchet.storage.records.training import Analysis, ModuleAnalysis
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 from ratchet.training import analysis
-from ratchet.training.train_state import State
+from ratchet.training.train_state import TrainState
 from small_loop import SMALL, after_steps, loop_of
 
 SIZE = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -31,7 +31,7 @@ METHODS = {
     "lora": PLAIN,
     "rslora": PLAIN.model_copy(update={"rank_stabilized": True}),
     "pissa": PLAIN.model_copy(update={"initialization": "pissa"}),
-    "adalora": PLAIN.model_copy(update={"adapter": "adalora", "adalora": AdaLora(target_rank=2)}),
+    "adalora": PLAIN.model_copy(update={"adapter": "adalora", "adalora": AdaLoraSettings(target_rank=2)}),
     "dora": PLAIN.model_copy(update={"adapter": "dora"}),
 }
 
@@ -46,7 +46,7 @@ def adapted(family: str, settings: Train, new_tokens: tuple[int, ...] = ()) -> M
     model = adapters.attach(plain(family), settings, "base", new_tokens, 20)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model):
+        for name, parameter in adapters.trainable_parameters(model):
             noise = torch.randn_like(parameter) * 0.1
             parameter.copy_(parameter * (1 + noise) if "magnitude" in name else parameter + noise)
     return model.eval()
@@ -69,7 +69,7 @@ def moved(model: Model, base: Model) -> dict[str, tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("steps", [1, 2, 49, 50, 51, 97, 1000, 123_457])
 def test_gradients_are_taken_apart_at_a_grid_that_depends_on_the_plan_only(steps: int) -> None:
-    found = [step for step in range(steps + 2) if analysis.due(step, steps)]
+    found = [step for step in range(steps + 2) if analysis.is_due(step, steps)]
     assert found[0] == 1
     assert found[-1] == steps
     assert len(found) == min(steps, 50)
@@ -82,8 +82,10 @@ def test_gradient_norms_of_modules_are_all_of_the_gradient(family: str) -> None:
     model = adapted(family, PLAIN)
     model.train()
     model(input_ids=torch.arange(3, 33).view(2, 15), labels=torch.arange(3, 33).view(2, 15)).loss.backward()
-    found = analysis.norms(model)
-    total = float(torch.nn.utils.get_total_norm([p.grad for _, p in adapters.trainable(model) if p.grad is not None]))
+    found = analysis.compute_module_norms(model)
+    total = float(
+        torch.nn.utils.get_total_norm([p.grad for _, p in adapters.trainable_parameters(model) if p.grad is not None])
+    )
     assert math.hypot(*found.values()) == pytest.approx(total, rel=1e-5)
     assert sorted(found) == sorted(name for name, _ in adapter_format.adapted_layers(model))
     name, layer = next(iter(adapter_format.adapted_layers(model)))
@@ -94,18 +96,18 @@ def test_gradient_norms_of_modules_are_all_of_the_gradient(family: str) -> None:
 def test_rows_of_added_tokens_have_a_gradient_of_their_own() -> None:
     model = adapted("llama", PLAIN, new_tokens=(3, 9))
     model(input_ids=torch.tensor([[3, 9, 5]]), labels=torch.tensor([[3, 9, 5]])).loss.backward()
-    found = analysis.norms(model)
+    found = analysis.compute_module_norms(model)
     assert {"model.embed_tokens", "lm_head"} <= set(found)
     assert found["model.embed_tokens"] > 0
-    assert set(analysis.analyse(model, State(), PLAIN).modules) == set(found) - {"model.embed_tokens", "lm_head"}
+    assert set(analysis.analyse(model, TrainState(), PLAIN).modules) == set(found) - {"model.embed_tokens", "lm_head"}
 
 
 def test_noted_norms_are_kept_beside_their_steps() -> None:
-    assert analysis.norms(adapted("llama", PLAIN)) == {}  # there is no gradient
-    first = State(step=3)
-    assert analysis.noted(first, 4, {}) is first
-    state = analysis.noted(State(), 1, {"a": 1.0, "b": 2.0})
-    state = analysis.noted(state, 5, {"a": 3.0, "c": 4.0})
+    assert analysis.compute_module_norms(adapted("llama", PLAIN)) == {}  # there is no gradient
+    first = TrainState(step=3)
+    assert analysis.record_norms(first, 4, {}) is first
+    state = analysis.record_norms(TrainState(), 1, {"a": 1.0, "b": 2.0})
+    state = analysis.record_norms(state, 5, {"a": 3.0, "c": 4.0})
     assert state.gradient_steps == (1, 5)
     assert state.gradient_norms == {"a": (1.0, 3.0), "b": (2.0, 0.0), "c": (0.0, 4.0)}
 
@@ -114,7 +116,7 @@ def test_noted_norms_are_kept_beside_their_steps() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_updates_are_those_of_the_full_matrices(family: str, method: str) -> None:
     model = adapted(family, METHODS[method])
-    found = analysis.analyse(model, State(), METHODS[method])
+    found = analysis.analyse(model, TrainState(), METHODS[method])
     expected = moved(model, plain(family))
     assert found.modules.keys() == expected.keys()
     for name, (before, added) in expected.items():
@@ -133,21 +135,21 @@ def test_updates_are_those_of_the_full_matrices(family: str, method: str) -> Non
 def test_magnitudes_of_dora_count_in_the_update_and_not_in_its_rank() -> None:
     settings = METHODS["dora"]
     model = adapters.attach(plain("llama"), settings, "base", (), 20)
-    still = analysis.analyse(model, State(), settings)
+    still = analysis.analyse(model, TrainState(), settings)
     assert all(one.update_norm < 1e-5 * one.weight_norm for one in still.modules.values())
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model):
+        for name, parameter in adapters.trainable_parameters(model):
             if "magnitude" in name:
                 parameter.mul_(1.5)
-    for one in analysis.analyse(model, State(), settings).modules.values():
+    for one in analysis.analyse(model, TrainState(), settings).modules.values():
         assert one.update_norm == pytest.approx(0.5 * one.weight_norm, rel=1e-4)
         assert (one.effective_rank, *one.singular_values) == (0, 0, 0, 0, 0)
 
 
 def test_experts_are_judged_together() -> None:
     model = adapted("mixtral", PLAIN)
-    found = analysis.analyse(model, State(), PLAIN)
-    experts = [one for one in adapters.factors(model) if one.a.ndim == 3]
+    found = analysis.analyse(model, TrainState(), PLAIN)
+    experts = [one for one in adapters.iterate_factors(model) if one.a.ndim == 3]
     assert experts
     for one in experts:
         module, update = found.modules[one.name], one.update().double()
@@ -164,8 +166,8 @@ def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str,
     settings = METHODS[method].model_copy(update={"quantization": "nf4"})
     plain("llama").save_pretrained(tmp_path)
     model = adapters.attach(loading.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
-    found = analysis.analyse(model, State(), settings)
-    rounded = {name: frozen_weights.weight_of(layer) for name, layer in adapter_format.adapted_layers(model)}
+    found = analysis.analyse(model, TrainState(), settings)
+    rounded = {name: frozen_weights.dense_weight(layer) for name, layer in adapter_format.adapted_layers(model)}
     assert found.modules.keys() == rounded.keys()
     original = plain("llama")
     for name, one in found.modules.items():
@@ -178,7 +180,7 @@ def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str,
     ("values", "rank"), [([2.0, 2.0, 2.0, 2.0], 4), ([3.0, 0.0, 0.0], 1), ([0.0, 0.0], 0), ([], 0)]
 )
 def test_effective_rank_counts_directions(values: list[float], rank: float) -> None:
-    assert analysis.effective_rank(values) == pytest.approx(rank)
+    assert analysis.compute_effective_rank(values) == pytest.approx(rank)
 
 
 # ---------------------------------------------------------------------------------------------------- in a training
@@ -203,9 +205,9 @@ def test_an_interrupted_run_has_the_same_analysis(tmp_path: Path) -> None:
 
 def test_an_analysis_comes_back_from_its_file(tmp_path: Path) -> None:
     model = adapted("llama", PLAIN)
-    found = analysis.analyse(model, analysis.noted(State(), 1, dict.fromkeys(["x"], 1 / 3)), PLAIN)
+    found = analysis.analyse(model, analysis.record_norms(TrainState(), 1, dict.fromkeys(["x"], 1 / 3)), PLAIN)
     found.save(tmp_path / "analysis.json")
-    again = Analysis.load(tmp_path / "analysis.json")
+    again = AdapterAnalysis.load(tmp_path / "analysis.json")
     assert again == found
     again.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "analysis.json").read_bytes()
@@ -236,7 +238,7 @@ def model_of(**changes: Any) -> dict[str, ModuleAnalysis]:
 
 
 def advice(modules: dict[str, ModuleAnalysis], settings: Train = Train()) -> tuple[str, ...]:  # noqa: B008 (frozen)
-    return analysis.advice(modules, analysis.find_still_modules(modules), settings)
+    return analysis.suggest_changes(modules, analysis.find_still_modules(modules), settings)
 
 
 def test_a_training_that_changed_next_to_nothing_says_so() -> None:

@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.data.batches import micro_batches
-from ratchet.training.microbatch_budget import GROW_AFTER_STEPS, LONGEST_WAIT_STEPS, Budget
+from ratchet.data.batches import split_micro_batches
+from ratchet.training.microbatch_budget import GROW_AFTER_STEPS, LONGEST_WAIT_STEPS, MicrobatchBudget
 
 LAWS = settings(max_examples=100, deadline=None, derandomize=True)
 NO_LIMIT = 10**9
 
 
-def after_good(budget: Budget, steps: int) -> Budget:
+def after_good(budget: MicrobatchBudget, steps: int) -> MicrobatchBudget:
     for _ in range(steps):
         budget = budget.after_good_step()
     return budget
 
 
-def limit(budget: Budget) -> int:
+def limit(budget: MicrobatchBudget) -> int:
     return NO_LIMIT if budget.tokens is None else budget.tokens
 
 
@@ -41,13 +41,13 @@ def limit(budget: Budget) -> int:
     ],
 )
 def test_what_did_not_fit_is_made_smaller(tokens: int | None, failed: int, repeated: bool, expected: int) -> None:
-    shrunk = Budget(tokens, good_steps=7).shrunk(failed, repeated)
-    assert shrunk == Budget(expected, failed_tokens=failed)
+    shrunk = MicrobatchBudget(tokens, good_steps=7).shrunk(failed, repeated)
+    assert shrunk == MicrobatchBudget(expected, failed_tokens=failed)
 
 
 def test_a_micro_batch_without_tokens_cannot_fail() -> None:
     with pytest.raises(ValueError, match="at least one token, not 0"):
-        Budget().shrunk(0, False)
+        MicrobatchBudget().shrunk(0, False)
 
 
 @LAWS
@@ -60,9 +60,9 @@ def test_a_micro_batch_without_tokens_cannot_fail() -> None:
 def test_failures_in_a_step_end_with_what_fits_or_with_single_rows(
     lengths: list[int], rows: int, fits: int, tokens: int | None
 ) -> None:
-    budget, failures = Budget(tokens), 0
+    budget, failures = MicrobatchBudget(tokens), 0
     while True:
-        pieces = micro_batches(list(range(len(lengths))), lengths, rows, budget.tokens)
+        pieces = split_micro_batches(list(range(len(lengths))), lengths, rows, budget.tokens)
         sizes = [(len(piece), len(piece) * max(lengths[k] for k in piece)) for piece in pieces]
         failed = next((size for count, size in sizes if size > fits and count > 1), None)
         if failed is None:
@@ -74,7 +74,7 @@ def test_failures_in_a_step_end_with_what_fits_or_with_single_rows(
 
 
 def test_a_shrunk_budget_grows_by_a_quarter_after_good_steps() -> None:
-    shrunk = Budget().shrunk(8000, False).shrunk(6400, True)
+    shrunk = MicrobatchBudget().shrunk(8000, False).shrunk(6400, True)
     assert shrunk.tokens == 3200
     waiting = after_good(shrunk, GROW_AFTER_STEPS - 1)
     assert waiting.tokens == 3200
@@ -85,14 +85,14 @@ def test_a_shrunk_budget_grows_by_a_quarter_after_good_steps() -> None:
 
 
 def test_growth_to_what_failed_takes_the_limit_away() -> None:
-    grown = after_good(Budget().shrunk(1000, False), GROW_AFTER_STEPS)
+    grown = after_good(MicrobatchBudget().shrunk(1000, False), GROW_AFTER_STEPS)
     assert (grown.tokens, grown.grown) == (None, True)
     later = after_good(grown, 3)
     assert (later.tokens, later.good_steps) == (None, 3)
 
 
 def test_each_failure_of_a_grown_budget_doubles_the_wait_up_to_a_longest() -> None:
-    budget, waits = Budget(), []
+    budget, waits = MicrobatchBudget(), []
     for _ in range(12):
         budget = budget.shrunk(1000, False)
         assert budget.tokens == 800
@@ -105,9 +105,11 @@ def test_each_failure_of_a_grown_budget_doubles_the_wait_up_to_a_longest() -> No
 
 
 def test_further_failures_in_the_step_do_not_double_the_wait_again() -> None:
-    grown = after_good(Budget().shrunk(1000, False), GROW_AFTER_STEPS)
+    grown = after_good(MicrobatchBudget().shrunk(1000, False), GROW_AFTER_STEPS)
     assert grown.shrunk(1000, False).shrunk(800, True).wait_steps == 2 * GROW_AFTER_STEPS
-    assert after_good(Budget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2  # the smallest budget grows, too
+    assert (
+        after_good(MicrobatchBudget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2
+    )  # the smallest budget grows, too
 
 
 # A good step (None), or a failure of so many tokens.
@@ -119,7 +121,7 @@ events = st.lists(st.one_of(st.just(None), st.tuples(st.integers(1, 4000), st.bo
 def test_growth_is_earned_and_a_replay_from_any_place_comes_to_the_same(
     happened: list[tuple[int, bool] | None], place: int, good: list[int]
 ) -> None:
-    def follow(budget: Budget, start: int) -> list[Budget]:
+    def follow(budget: MicrobatchBudget, start: int) -> list[MicrobatchBudget]:
         found = [budget]
         for event, steps in list(zip(happened, good, strict=False))[start:]:
             if event is not None:
@@ -128,7 +130,7 @@ def test_growth_is_earned_and_a_replay_from_any_place_comes_to_the_same(
                 found.append(found[-1].after_good_step())
         return found
 
-    budgets = follow(Budget(), 0)
+    budgets = follow(MicrobatchBudget(), 0)
     since = 0
     for before, after in pairwise(budgets):
         if limit(after) > limit(before):
@@ -139,8 +141,8 @@ def test_growth_is_earned_and_a_replay_from_any_place_comes_to_the_same(
             since += 1
             assert after.good_steps == since
     prefix = happened[: min(place, len(happened))]
-    saved = Budget()
+    saved = MicrobatchBudget()
     for event, steps in zip(prefix, good, strict=False):
         saved = saved if event is None else saved.shrunk(*event)
         saved = after_good(saved, steps if event is None else 1)
-    assert follow(Budget(**asdict(saved)), len(prefix))[-1] == budgets[-1]
+    assert follow(MicrobatchBudget(**asdict(saved)), len(prefix))[-1] == budgets[-1]

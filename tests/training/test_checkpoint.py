@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 import snapshots
 from ratchet.config.train import Train
-from ratchet.errors import CorruptedError, DamagedError
+from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, disk, files
 from ratchet.training import checkpoint, optimizer
-from ratchet.training.train_state import State
+from ratchet.training.train_state import TrainState
 from snapshots import SPEC, contents, identity, newest, save
 
 FILES = [
@@ -85,7 +85,7 @@ def test_what_is_written_is_what_safetensors_reads(
         patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
         beats: list[None] = []
         checkpoint.write_safetensors(path, tensors, lambda: beats.append(None))
-        assert checkpoint.digest_and_size(tensors) == (digests.of_file(path), path.stat().st_size)
+        assert checkpoint.compute_digest_and_size(tensors) == (digests.hash_file(path), path.stat().st_size)
     assert len(beats) >= path.stat().st_size / (chunk + 1e5)
     found = load_file(path)
     assert found.keys() == tensors.keys()
@@ -126,7 +126,7 @@ def test_unknown_dtype_and_big_endian_machine_are_refused(tmp_path: Path, monkey
         checkpoint.write_safetensors(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
     monkeypatch.setattr("sys.byteorder", "big")
     with pytest.raises(RuntimeError, match="big-endian"):
-        checkpoint.digest_and_size({"x": torch.zeros(1)})
+        checkpoint.compute_digest_and_size({"x": torch.zeros(1)})
 
 
 # ---------------------------------------------------------------------------------------------------- saving, reading
@@ -138,7 +138,7 @@ def test_saved_checkpoint_is_read_back_and_gives_signs_of_life(paths: RunPaths) 
     written = checkpoint.write(paths, taken, identity(), lambda: beats.append(None))
     assert len(beats) > 5
     path = paths.checkpoint(4)
-    manifest = files.verify(path, CHECKPOINT)
+    manifest = files.verify_sealed(path, CHECKPOINT)
     assert set(manifest.files) | {"manifest.json"} == set(FILES)
     assert written.size_bytes == written.bytes_written == manifest.size_bytes
     assert written.bytes_linked == 0
@@ -154,18 +154,18 @@ def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: 
         for step in (2, 4, 6)
     ]
     path = paths.checkpoint(6) / "adapter.safetensors"
-    assert "adapter.safetensors" in files.verify(path.parent, CHECKPOINT).files
+    assert "adapter.safetensors" in files.verify_sealed(path.parent, CHECKPOINT).files
     found = checkpoint.read(path.parent).extra
     assert found.keys() == extra.keys()
     assert all(torch.equal(found[name], extra[name]) for name in extra)
     assert inodes(paths, "adapter.safetensors")[0] == inodes(paths, "adapter.safetensors")[2]  # linked: unchanged
     assert written[2].bytes_linked > path.stat().st_size
     flip(path, 8 * path.stat().st_size - 3)
-    with pytest.raises(DamagedError, match=r"adapter\.safetensors: content differs"):
+    with pytest.raises(DamagedFileError, match=r"adapter\.safetensors: content differs"):
         checkpoint.read(path.parent)
     assert newest(paths)[0] == 4
     broken = replace(snapshots.snapshot(8), extra={"first/x/a": torch.tensor([float("nan")])})
-    with pytest.raises(CorruptedError, match=r"first/x/a is not finite after step 8: this state is not saved"):
+    with pytest.raises(NonFiniteStateError, match=r"first/x/a is not finite after step 8: this state is not saved"):
         checkpoint.write(paths, broken, identity(), lambda: None)
 
 
@@ -194,7 +194,7 @@ def test_what_has_not_changed_is_linked_and_lies_on_the_disk_twice(paths: RunPat
     assert [w.bytes_linked for w in written] == [0, 0, unchanged, unchanged, unchanged]
     assert all(w.bytes_written + w.bytes_linked == w.size_bytes for w in written)
     for step in paths.checkpoint_steps():
-        files.verify(paths.checkpoint(step), CHECKPOINT)
+        files.verify_sealed(paths.checkpoint(step), CHECKPOINT)
 
 
 def test_damaged_copy_of_a_linked_file_is_neither_taken_nor_linked(paths: RunPaths) -> None:
@@ -236,7 +236,7 @@ def test_what_is_not_finite_is_never_sealed(paths: RunPaths, where: str, value: 
     bad = snapshots.snapshot(4)
     name = {"weights": "layer.1.lora_B", "optimizer": "2/exp_avg"}[where]
     getattr(bad, where)[name][1, 1] = value
-    with pytest.raises(CorruptedError, match=rf"{name} is not finite after step 4"):
+    with pytest.raises(NonFiniteStateError, match=rf"{name} is not finite after step 4"):
         checkpoint.write(paths, bad, identity(), lambda: None)
     assert contents(paths.root) == before
 
@@ -321,7 +321,7 @@ def resealed(path: Path, name: str, content: bytes) -> None:
     """Change a file and its entry in the manifest: what a program that goes mad could seal."""
     (path / name).write_bytes(content)
     (path / files.MANIFEST).unlink()
-    files.seal(path, CHECKPOINT)
+    files.seal_directory(path, CHECKPOINT)
 
 
 def changed(document: dict[str, Any], *keys: str, to: Any) -> bytes:
@@ -370,7 +370,7 @@ GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
 def test_sealed_garbage_is_passed_over_with_a_message(paths: RunPaths, two: Path, garbage: str) -> None:
     name, make = GARBAGE[garbage]
     resealed(two, name, make(json.loads((two / name).read_bytes())))
-    files.verify(two, CHECKPOINT)
+    files.verify_sealed(two, CHECKPOINT)
     step, notices = newest(paths)
     assert step == 2
     assert len(notices) == 1
@@ -412,10 +412,10 @@ def test_newer_format_is_refused_if_it_is_undamaged_and_else_passed_over(paths: 
     assert newest(paths)[0] == 2
     resealed(two, "state.json", b'{"format": 4, "else": "unknown"}')
     refused = r"step-00000004: format 4, written by a newer version of ratchet .* use"
-    with pytest.raises(DamagedError, match=refused):
+    with pytest.raises(DamagedFileError, match=refused):
         newest(paths)
     (two / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')  # a newer seal, too
-    with pytest.raises(DamagedError, match=refused):
+    with pytest.raises(DamagedFileError, match=refused):
         newest(paths)
 
 
@@ -424,26 +424,26 @@ def test_another_run_s_checkpoint_is_refused_by_name_of_what_differs(paths: RunP
     other = SPEC.model_copy(update={"train": Train(rank=8, quantization="none"), "base_digest": "x" * 64})
     checkpoint.write(paths, snapshots.snapshot(4), identity(other), lambda: None)
     differs = r"belongs to another run, it differs in base_digest, train\.quantization, train\.rank;"
-    with pytest.raises(DamagedError, match=differs):
+    with pytest.raises(DamagedFileError, match=differs):
         newest(paths)
 
 
 def test_other_libraries_are_told_and_not_refused(paths: RunPaths) -> None:
     checkpoint.write(paths, snapshots.snapshot(2), identity(torch="2.12.0"), lambda: None)
     assert newest(paths) == (2, [])
-    found = checkpoint.differences_of_origin(paths.checkpoint(2), identity(peft="0.21.2"))
+    found = checkpoint.list_origin_differences(paths.checkpoint(2), identity(peft="0.21.2"))
     assert found == ["peft unknown → 0.21.2", "torch 2.12.0 → 2.13.0"]
-    assert checkpoint.differences_of_origin(paths.checkpoint(2), identity(torch="2.12.0")) == []
+    assert checkpoint.list_origin_differences(paths.checkpoint(2), identity(torch="2.12.0")) == []
 
 
 def test_change_between_check_and_reading_is_found(paths: RunPaths) -> None:
     save(paths, 2)
     path = paths.checkpoint(2)
-    files.verify(path, CHECKPOINT)
+    files.verify_sealed(path, CHECKPOINT)
     for name in ("trainable.safetensors", "optimizer.safetensors", "constants.safetensors"):
         last = 8 * (path / name).stat().st_size - 3
         flip(path / name, last)
-        with pytest.raises(DamagedError, match=rf"{name}: content differs"):
+        with pytest.raises(DamagedFileError, match=rf"{name}: content differs"):
             checkpoint.read(path)
         flip(path / name, last)
     taken = checkpoint.read(path)
@@ -490,7 +490,7 @@ def test_a_folder_of_nearly_such_a_name_is_left_alone(paths: RunPaths) -> None:
     checkpoint.rotate(paths, 1, ())
     step, notices = newest(paths)
     assert (step, notices) == (6, [])
-    checkpoint.set_aside(paths, paths.checkpoint(6))
+    checkpoint.quarantine_newer(paths, paths.checkpoint(6))
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["step-00000006", "step-1", "step-9"]
 
 
@@ -498,13 +498,13 @@ def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside(paths: RunP
     for step in (2, 4, 6):
         save(paths, step)
     was = contents(paths.checkpoint(6))
-    checkpoint.set_aside(paths, paths.checkpoint(4))
+    checkpoint.quarantine_newer(paths, paths.checkpoint(4))
     assert paths.checkpoint_steps() == [2, 4]
     assert contents(paths.checkpoints / "damaged-step-00000006") == was
     save(paths, 6, best=4)
-    checkpoint.set_aside(paths, paths.checkpoint(6))
+    checkpoint.quarantine_newer(paths, paths.checkpoint(6))
     assert paths.checkpoint_steps() == [2, 4, 6]
-    checkpoint.set_aside(paths, None)
+    checkpoint.quarantine_newer(paths, None)
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == [f"damaged-step-0000000{s}" for s in (2, 4, 6)]
     assert contents(paths.checkpoints / "damaged-step-00000006") != was
 
@@ -535,11 +535,11 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
 ) -> None:
     model, steps = learner(kind)
     learn(model, steps, 0, 3)
-    taken = checkpoint.take(State(step=3), model, steps)
+    taken = checkpoint.take_snapshot(TrainState(step=3), model, steps)
     checkpoint.write(paths, taken, identity(), lambda: None)
     assert (paths.checkpoint(3) / "constants.safetensors").exists() == (kind == "adamw_8bit")
     learn(model, steps, 3, 6)
-    expected = checkpoint.take(State(step=6), model, steps)
+    expected = checkpoint.take_snapshot(TrainState(step=6), model, steps)
     assert not snapshots.equal(expected, taken)
 
     other, others = learner(kind)
@@ -549,7 +549,7 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
         checkpoint.restore(saved, other, others)
         assert snapshots.equal(saved, taken)
         learn(other, others, 3, 6)
-        assert snapshots.equal(checkpoint.take(State(step=6), other, others), expected)
+        assert snapshots.equal(checkpoint.take_snapshot(TrainState(step=6), other, others), expected)
         assert snapshots.equal(saved, taken)
     checkpoint.write(paths, saved, identity(), lambda: None)  # and is still one that can be saved
     assert snapshots.equal(checkpoint.read(paths.checkpoint(3)), taken)
@@ -558,19 +558,21 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
 def test_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
     model, steps = learner("adamw")
     save(paths, 2)
-    with pytest.raises(DamagedError, match=r"step 2: holds other parameters than this model trains, e\.g\. 0\.bias"):
+    with pytest.raises(
+        DamagedFileError, match=r"step 2: holds other parameters than this model trains, e\.g\. 0\.bias"
+    ):
         checkpoint.restore(checkpoint.read(paths.checkpoint(2)), model, steps)
-    with pytest.raises(DamagedError, match=r"step-00000002: holds other parameters"):
+    with pytest.raises(DamagedFileError, match=r"step-00000002: holds other parameters"):
         checkpoint.load_weights(paths.checkpoint(2), model)
-    wrong = checkpoint.take(State(step=3), model, steps)
+    wrong = checkpoint.take_snapshot(TrainState(step=3), model, steps)
     wrong.weights["0.bias"] = torch.zeros(3)
-    with pytest.raises(DamagedError, match=r"e\.g\. 0\.bias"):
+    with pytest.raises(DamagedFileError, match=r"e\.g\. 0\.bias"):
         checkpoint.restore(wrong, model, steps)
 
 
 def test_weights_alone_can_be_loaded(paths: RunPaths) -> None:
     model, steps = learner("adamw")
-    checkpoint.write(paths, checkpoint.take(State(step=1), model, steps), identity(), lambda: None)
+    checkpoint.write(paths, checkpoint.take_snapshot(TrainState(step=1), model, steps), identity(), lambda: None)
     was = [p.clone() for p in model.parameters()]
     learn(model, steps, 0, 2)
     checkpoint.load_weights(paths.checkpoint(1), model)

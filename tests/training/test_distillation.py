@@ -22,36 +22,36 @@ from distillation_cases import (
 )
 from ratchet.config import units
 from ratchet.config.schema import Settings
-from ratchet.config.train import Distill, Train
+from ratchet.config.train import DistillSettings, Train
 from ratchet.data import token_files
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
-from ratchet.errors import DamagedError, DataError, InputError, InterruptedRunError
+from ratchet.errors import DamagedFileError, DataError, InputError, InterruptedRunError
 from ratchet.models import adapters, chunked_loss, model_spec
-from ratchet.models.loss import Lesson, Sequences, loss_and_gradient
-from ratchet.models.memory.trace import Batch, Ledger
-from ratchet.models.teacher import Found, Teacher
+from ratchet.models.loss import SequenceBatch, StoredTeacherTargets, compute_loss_and_gradient
+from ratchet.models.memory.trace import AllocationTrace, BatchShape
+from ratchet.models.teacher import TeacherCandidate, TeacherModel
 from ratchet.runs.directory import Run, RunPaths, RunSpec
 from ratchet.stages.distill import distill
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.data import CARD, Teaching
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import CARD, DistillationCard
 from ratchet.training import distillation
-from ratchet.training.distillation import KIND, Lessons, Plan, Shards
-from ratchet.training.run_spec import spec_of
+from ratchet.training.distillation import KIND, TeacherShardPlan, TeacherShardReader, TeacherShardWriter
+from ratchet.training.run_spec import build_run_spec
 from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
 
 POSITIONS, VOCABULARY = 5, 23
 DIRECTIONS = ["forward", "reverse"]
 
 
-def lesson_of(logits: Tensor, k: int, **settings: object) -> Lesson:
+def lesson_of(logits: Tensor, k: int, **settings: object) -> StoredTeacherTargets:
     """What a teacher with these logits says."""
     chosen = {"weight": 0.3, "temperature": 2.0, "direction": "forward"} | settings
     soft = functional.log_softmax(logits / chosen["temperature"], dim=1)
     best = soft.topk(k, dim=1)
     rest = soft.scatter(1, best.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
-    return Lesson(best.indices, torch.cat([best.values, rest], dim=1), **chosen)  # type: ignore[arg-type]
+    return StoredTeacherTargets(best.indices, torch.cat([best.values, rest], dim=1), **chosen)  # type: ignore[arg-type]
 
 
 def drawn(seed: int, scale: float = 2.0) -> Tensor:
@@ -63,7 +63,7 @@ def targets_of() -> Tensor:
     return torch.randint(0, VOCABULARY, (POSITIONS,), generator=torch.Generator().manual_seed(9))
 
 
-def by_autograd(logits: Tensor, targets: Tensor, lesson: Lesson) -> Tensor:
+def by_autograd(logits: Tensor, targets: Tensor, lesson: StoredTeacherTargets) -> Tensor:
     """The same as the module's text has it, without a thought of memory."""
     student = functional.softmax(logits / lesson.temperature, dim=1)
     kept = student.gather(1, lesson.tokens)
@@ -85,7 +85,7 @@ def test_loss_and_gradient_are_those_of_autograd(direction: str, k: int, weight:
     logits, targets = drawn(2).requires_grad_(), targets_of()
     expected = by_autograd(logits, targets, lesson)
     expected.backward()
-    loss, gradient = loss_and_gradient(logits.detach(), targets, lesson)
+    loss, gradient = compute_loss_and_gradient(logits.detach(), targets, lesson)
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
     assert logits.grad is not None
     assert float((gradient - logits.grad).abs().max()) < 1e-13
@@ -95,7 +95,7 @@ def test_loss_and_gradient_are_those_of_autograd(direction: str, k: int, weight:
 def test_distance_is_zero_for_the_teacher_itself_and_grows_with_the_tokens_told_apart(direction: str) -> None:
     def distance(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
         lesson = lesson_of(teacher, k, weight=1.0, direction=direction)
-        return loss_and_gradient(student, targets_of(), lesson)
+        return compute_loss_and_gradient(student, targets_of(), lesson)
 
     loss, gradient = distance(drawn(3), drawn(3), 4)
     assert abs(float(loss)) < 1e-12
@@ -111,33 +111,33 @@ def test_nothing_is_nan_where_one_token_has_everything() -> None:
     for direction in DIRECTIONS:
         stored = lesson_of(teacher, 4, direction=direction)
         kept = stored.log_probabilities.clamp(min=-1e4).half().float()
-        lesson = Lesson(stored.tokens, kept, stored.weight, stored.temperature, stored.direction)
-        loss, gradient = loss_and_gradient(student, targets_of(), lesson)
+        lesson = StoredTeacherTargets(stored.tokens, kept, stored.weight, stored.temperature, stored.direction)
+        loss, gradient = compute_loss_and_gradient(student, targets_of(), lesson)
         assert torch.isfinite(loss)
         assert torch.isfinite(gradient).all()
 
 
 TEACHER = SHAPE | {"hidden_size": 48, "num_hidden_layers": 3}
-TAUGHT = SMALL.model_copy(update={"distill": Distill(teacher="t", weight=0.6, temperature=2.0, top_k=6)})
+TAUGHT = SMALL.model_copy(update={"distill": DistillSettings(teacher="t", weight=0.6, temperature=2.0, top_k=6)})
 TEACHING = "of the shards"
 
 
-def teacher_of(folder: Path, settings: Train = TAUGHT, rows: int = 64) -> Teacher:
+def teacher_of(folder: Path, settings: Train = TAUGHT, rows: int = 64) -> TeacherModel:
     """A random model that is larger than the student."""
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**TEACHER | {"vocab_size": rows}, initializer_range=0.3)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return Teacher(Found(folder, model_spec.load(folder), 64, rows), settings, torch.device("cpu"))
+    return TeacherModel(TeacherCandidate(folder, model_spec.load(folder), 64, rows), settings, torch.device("cpu"))
 
 
-def sealed(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Path:
+def sealed(folder: Path, rows: TokenRows, settings: Train = TAUGHT) -> Path:
     """What that teacher says about these rows, as `ratchet distill` leaves it."""
-    plan, out = Plan.of(rows), folder / "distill"
-    shards = Shards(folder / "shards", plan)
+    plan, out = TeacherShardPlan.of(rows), folder / "distill"
+    shards = TeacherShardWriter(folder / "shards", plan)
     shards.write(teacher_of(folder / "teacher", settings), rows, 4, lambda _: None)
     with files.sealed_directory(out, KIND) as scratch:
         shards.gather(scratch)
-        Teaching(
+        DistillationCard(
             digest=TEACHING, teacher="t", teacher_digest="d" * 64, data_digest="d" * 64, quantization="none",
             compute_dtype="float32", temperature=settings.distill.temperature, top_k=settings.distill.top_k,
             rows=plan.rows, positions=plan.positions, tokens=64, teacher_rows=64, base_rows=64, teacher_parameters=2,
@@ -146,8 +146,8 @@ def sealed(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Path:
     return out
 
 
-def lessons_of(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Lessons:
-    return Lessons(sealed(folder, rows, settings), rows, settings.distill, TEACHING)
+def lessons_of(folder: Path, rows: TokenRows, settings: Train = TAUGHT) -> TeacherShardReader:
+    return TeacherShardReader(sealed(folder, rows, settings), rows, settings.distill, TEACHING)
 
 
 @pytest.mark.parametrize("shard", [2**16, 40], ids=["one-shard", "many"])
@@ -156,11 +156,11 @@ def test_what_is_read_is_what_the_teacher_says(tmp_path: Path, shard: int, monke
     rows = random_rows(ROWS, seed=1)
     lessons = lessons_of(tmp_path, rows)
     sequences = [[7, 3], [40], [0, 47, 12]]
-    lesson = lessons.of(sequences, Sequences.of(rows, sequences, torch.device("cpu")))
+    lesson = lessons.of(sequences, SequenceBatch.of(rows, sequences, torch.device("cpu")))
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "teacher").eval()
     expected = []
     for row in (row for sequence in sequences for row in sequence):
-        batch = Sequences.of(rows, [[row]], torch.device("cpu"))
+        batch = SequenceBatch.of(rows, [[row]], torch.device("cpu"))
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids).logits[0, :-1]
         expected.append(logits[batch.labels[0, 1:] != MASKED] / TAUGHT.distill.temperature)
@@ -179,7 +179,7 @@ def test_pieces_of_the_head_give_the_gradient_of_the_whole(
 ) -> None:
     monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 2 * width * SHAPE["vocab_size"])
     rows = random_rows(ROWS, seed=1)
-    batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
+    batch = SequenceBatch.of(rows, [[1], [2], [30]], torch.device("cpu"))
     lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
@@ -188,18 +188,18 @@ def test_pieces_of_the_head_give_the_gradient_of_the_whole(
     learned = batch.labels[:, 1:] != MASKED
     expected = by_autograd(logits[learned], batch.labels[:, 1:][learned], lesson_whole(lesson))
     (expected * 0.01).backward()
-    wanted = [parameter.grad for _, parameter in adapters.trainable(model)]
+    wanted = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
     model.zero_grad()
     if not apart:
         monkeypatch.setattr(model.get_base_model(), "get_decoder", model.get_base_model)
-    found = chunked_loss.learn(model, batch, 0.01, lesson=lesson)
+    found = chunked_loss.forward_backward(model, batch, 0.01, lesson=lesson)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     largest = max(float(one.abs().max()) for one in wanted)
-    for (_, parameter), theirs in zip(adapters.trainable(model), wanted, strict=True):
+    for (_, parameter), theirs in zip(adapters.trainable_parameters(model), wanted, strict=True):
         assert float((parameter.grad - theirs).abs().max()) <= 1e-5 * largest
 
 
-def lesson_whole(lesson: Lesson) -> Lesson:
+def lesson_whole(lesson: StoredTeacherTargets) -> StoredTeacherTargets:
     """In double, and summing to 1."""
     values = lesson.log_probabilities.double()
     return replace(lesson, log_probabilities=values - values.logsumexp(dim=1, keepdim=True))
@@ -233,14 +233,14 @@ def test_damaged_shard_and_another_teaching_are_refused(tmp_path: Path) -> None:
     out = sealed(tmp_path, rows)
     for other, teaching in ((rows, "another"), (random_rows(ROWS + 1, seed=1), TEACHING)):
         with pytest.raises(DataError, match="changed since the run was started"):
-            Lessons(out, other, TAUGHT.distill, teaching)
+            TeacherShardReader(out, other, TAUGHT.distill, teaching)
     shard = out / "shard-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-20] ^= 1
     shard.unlink()
     shard.write_bytes(data)
-    with pytest.raises(DamagedError, match="shard-00000"):
-        Lessons(out, rows, TAUGHT.distill, TEACHING)
+    with pytest.raises(DamagedFileError, match="shard-00000"):
+        TeacherShardReader(out, rows, TAUGHT.distill, TEACHING)
 
 
 def test_a_teacher_that_answers_nan_is_named_with_the_row(tmp_path: Path) -> None:
@@ -271,48 +271,48 @@ def test_a_lesson_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.Monke
     """The most that lives in a micro-batch whose logits come in several pieces, with a teacher and without."""
     monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 8 * 20_000)
     rows = random_rows(ROWS, seed=1)
-    batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
+    batch = SequenceBatch.of(rows, [[1], [2], [30]], torch.device("cpu"))
     lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
 
-    def most(lesson: Lesson | None) -> int:
+    def most(lesson: StoredTeacherTargets | None) -> int:
         torch.manual_seed(0)
         plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 20_000}))
         model = adapters.attach(plain, TAUGHT.model_copy(update={"targets": ("q_proj",)}), "base", (), 4)
-        ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
+        ledger = AllocationTrace(model, BatchShape(3, 24, 72, False, "cpu"), learning=True)
         with ledger:
-            chunked_loss.learn(model, batch, 0.01, lesson=lesson)
+            chunked_loss.forward_backward(model, batch, 0.01, lesson=lesson)
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     assert most(lesson) <= 1.02 * most(None)
 
 
-def asked(layout: Layout, settings: Settings, forecast: bool = False) -> tuple[str, str]:
+def asked(layout: ProjectLayout, settings: Settings, forecast: bool = False) -> tuple[str, str]:
     """What the verb says meanwhile and at the end."""
     lines: list[str] = []
     return distill(layout, settings, forecast, lines.append), "\n".join(lines)
 
 
-def test_the_size_is_told_before_and_holds(project: Layout) -> None:
+def test_the_size_is_told_before_and_holds(project: ProjectLayout) -> None:
     settings = with_teacher(project)
     done, told = asked(project, settings, forecast=True)
     assert "nothing was computed" in done
     assert not project.distill.exists()
     done, _ = asked(project, settings)
-    card = Teaching.load(project.distill / CARD)
-    planned = Plan.of(token_files.rows(project.data, "train")).bytes_of(8)
+    card = DistillationCard.load(project.distill / CARD)
+    planned = TeacherShardPlan.of(token_files.load_rows(project.data, "train")).bytes_of(8)
     held = sum(path.stat().st_size for path in project.distill.glob("*.safetensors"))
     assert planned <= held <= planned + 1000
-    assert f"{card.positions:,} answer tokens x 8 tokens: {units.written(planned)}" in told
+    assert f"{card.positions:,} answer tokens x 8 tokens: {units.format_bytes(planned)}" in told
     assert not list(project.teachings.iterdir())
     assert "made before" in asked(project, settings)[0]
     assert tiny_project.ratchet(project, "verify", str(project.distill)).returncode == 0
 
 
-def test_what_is_sealed_is_not_asked_again(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sealed_is_not_asked_again(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "SHARD_POSITIONS", 100)
     settings = with_teacher(project)
     asked(project, settings)
-    whole = Teaching.load(project.distill / CARD)
+    whole = DistillationCard.load(project.distill / CARD)
     files.remove_sealed(project.distill)
 
     def dies(operation: str, path: Path) -> None:
@@ -329,53 +329,53 @@ def test_what_is_sealed_is_not_asked_again(project: Layout, monkeypatch: pytest.
     inode = (folder / "shard-00000.safetensors" / "shard-00000.safetensors").stat().st_ino
     _, told = asked(project, settings)
     assert "2 shards are there already" in told
-    assert Teaching.load(project.distill / CARD) == whole
+    assert DistillationCard.load(project.distill / CARD) == whole
     assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
 
 
-def test_training_requires_the_answers_that_the_settings_describe(project: Layout) -> None:
+def test_training_requires_the_answers_that_the_settings_describe(project: ProjectLayout) -> None:
     settings = with_teacher(project)
     with pytest.raises(DataError, match="not asked yet"):
-        spec_of(project, settings)
+        build_run_spec(project, settings)
     asked(project, settings)
     with pytest.raises(DataError, match=r"made with temperature 1\.0, train\.distill\.temperature is 3\.0 now"):
-        spec_of(project, with_teacher(project, temperature=3.0))
-    before = spec_of(project, settings)
+        build_run_spec(project, with_teacher(project, temperature=3.0))
+    before = build_run_spec(project, settings)
     inode = (project.distill / "shard-00000.safetensors").stat().st_ino
     (project.root / "teacher").rename(project.root / "elsewhere")
     moved = with_teacher(project, teacher="elsewhere")
     with pytest.raises(DataError, match=r"made with teacher teacher, train\.distill\.teacher is elsewhere now"):
-        spec_of(project, moved)
+        build_run_spec(project, moved)
     asked(project, moved)
     assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
-    assert spec_of(project, moved) == before
-    assert before.run_id != spec_of(project, tiny_project.SETTINGS).run_id
-    assert spec_of(project, with_teacher(project, teacher="elsewhere", weight=0.7)).run_id != before.run_id
+    assert build_run_spec(project, moved) == before
+    assert before.run_id != build_run_spec(project, tiny_project.SETTINGS).run_id
+    assert build_run_spec(project, with_teacher(project, teacher="elsewhere", weight=0.7)).run_id != before.run_id
 
 
 def test_a_run_that_nobody_teaches_goes_on_with_other_settings_of_teaching(tmp_path: Path) -> None:
-    for settings in (Distill(), Distill(weight=0.7, temperature=3.0)):
+    for settings in (DistillSettings(), DistillSettings(weight=0.7, temperature=3.0)):
         spec = RunSpec(train=Train(distill=settings), data_digest="d" * 64, base_digest="b" * 64)
         Run.open(tmp_path, spec).close()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_padded_teacher_is_allowed_and_reported(project: Layout) -> None:
+def test_padded_teacher_is_allowed_and_reported(project: ProjectLayout) -> None:
     padded(project)
     assert "512 rows (teacher)" in asked(project, with_teacher(project))[0]
 
 
-def no_weights(project: Layout) -> None:
+def no_weights(project: ProjectLayout) -> None:
     (project.root / "teacher" / "model.safetensors").unlink()
 
 
-def cut_weights(project: Layout) -> None:
+def cut_weights(project: ProjectLayout) -> None:
     path = project.root / "teacher" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
 
 
-def nan_weights(project: Layout) -> None:
+def nan_weights(project: ProjectLayout) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = torch.nan
@@ -396,7 +396,9 @@ def nan_weights(project: Layout) -> None:
     ],
     ids=["no-teacher", "no-directory", "top-k", "tokenizer", "no-weights", "cut-weights", "nan-weights", "context"],
 )
-def test_what_cannot_teach_is_refused(project: Layout, spoil: Any, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_teach_is_refused(
+    project: ProjectLayout, spoil: Any, changes: dict[str, Any], message: str
+) -> None:
     spoil(project)
     with pytest.raises(InputError, match=message):
         asked(project, with_teacher(project, **changes))

@@ -19,26 +19,26 @@ from distillation_live_cases import (
 )
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import Train
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import adapters, chunked_loss, model_spec, oom, recommendations
-from ratchet.models.loss import Lesson, Sequences, loss_and_gradient
+from ratchet.models.loss import SequenceBatch, StoredTeacherTargets, compute_loss_and_gradient
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
-from ratchet.models.memory.parameters import tensors_of
-from ratchet.models.memory.trace import Batch, Ledger
-from ratchet.models.recommendations import Room
-from ratchet.models.teacher import Found, Teacher
-from ratchet.training.online_distillation import Attending
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.memory.parameters import list_unique_tensors
+from ratchet.models.memory.trace import AllocationTrace, BatchShape
+from ratchet.models.recommendations import MemoryConstraint
+from ratchet.models.teacher import TeacherCandidate, TeacherModel
+from ratchet.training.online_distillation import OnlineTeacherReader
 from small_loop import ROWS, SHAPE, random_rows
 
 DIRECTIONS = ["forward", "reverse"]
 
 
-def lesson_of(teacher: Attending, rows: Rows, sequences: list[list[int]]) -> Lesson:
+def lesson_of(teacher: OnlineTeacherReader, rows: TokenRows, sequences: list[list[int]]) -> StoredTeacherTargets:
     """All that it says about them, at once."""
-    told = teacher.of(sequences, Sequences.of(rows, sequences, CPU))
+    told = teacher.of(sequences, SequenceBatch.of(rows, sequences, CPU))
     return told.some(slice(0, rows.trained([row for sequence in sequences for row in sequence])))
 
 
@@ -48,7 +48,7 @@ def student(settings: Train, **shape: int) -> Any:
     return adapters.attach(plain, settings, "base", (), 4)
 
 
-def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: Lesson) -> Tensor:
+def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: StoredTeacherTargets) -> Tensor:
     """Of every token that the teacher knows, without a thought of memory."""
     student = functional.log_softmax(logits[:, : known.shape[1]] / lesson.temperature, dim=1)
     a, b = (known, student) if lesson.direction == "forward" else (student, known)
@@ -67,12 +67,14 @@ def test_of_all_tokens_loss_and_gradient_are_those_of_autograd(
     draw = torch.Generator().manual_seed(1)
     logits, theirs = (2 * torch.randn(5, 20 + more, generator=draw, dtype=torch.float64) for more in (padding, 0))
     targets = torch.randint(0, 20, (5,), generator=draw)
-    lesson = Lesson(None, functional.log_softmax(theirs / temperature, dim=1), weight, temperature, direction)
+    lesson = StoredTeacherTargets(
+        None, functional.log_softmax(theirs / temperature, dim=1), weight, temperature, direction
+    )
     logits.requires_grad_()
     expected = by_autograd(logits, targets, lesson.log_probabilities, lesson)
     expected.backward()
     before = lesson.log_probabilities.clone()
-    loss, gradient = loss_and_gradient(logits.detach(), targets, lesson)
+    loss, gradient = compute_loss_and_gradient(logits.detach(), targets, lesson)
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
     assert logits.grad is not None
     assert float((gradient - logits.grad).abs().max()) < 1e-13
@@ -87,43 +89,45 @@ def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
 ) -> None:
     monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 4 * width * SHAPE["vocab_size"])
     settings, rows, sequences = taught(None, direction=direction), random_rows(ROWS, seed=1), [[1], [2], [30]]
-    teacher, batch = attending(tmp_path, settings, rows), Sequences.of(rows, sequences, CPU)
+    teacher, batch = attending(tmp_path, settings, rows), SequenceBatch.of(rows, sequences, CPU)
     model = student(settings)
     learned = batch.labels[:, 1:] != MASKED
     with torch.no_grad():
         theirs = teacher.model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][learned].double()
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][learned].double()
     known = functional.log_softmax(theirs / 2.0, dim=1)
-    expected = by_autograd(logits, batch.labels[:, 1:][learned], known, Lesson(None, known, 0.6, 2.0, direction))
+    expected = by_autograd(
+        logits, batch.labels[:, 1:][learned], known, StoredTeacherTargets(None, known, 0.6, 2.0, direction)
+    )
     (expected * 0.01).backward()
-    wanted = [parameter.grad for _, parameter in adapters.trainable(model)]
+    wanted = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
     model.zero_grad()
     if not apart:
         for one in (model.get_base_model(), teacher.model):
             monkeypatch.setattr(one, "get_decoder", lambda one=one: one)
-    assert float(chunked_loss.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch))) == pytest.approx(
-        float(expected.detach()), rel=1e-5
-    )
+    assert float(
+        chunked_loss.forward_backward(model, batch, 0.01, lesson=teacher.of(sequences, batch))
+    ) == pytest.approx(float(expected.detach()), rel=1e-5)
     largest = max(float(one.abs().max()) for one in wanted)
-    for (_, parameter), gradient in zip(adapters.trainable(model), wanted, strict=True):
+    for (_, parameter), gradient in zip(adapters.trainable_parameters(model), wanted, strict=True):
         assert float((parameter.grad - gradient).abs().max()) <= 1e-5 * largest
 
 
 def test_most_probable_tokens_and_what_is_learned_are_those_from_disk(tmp_path: Path) -> None:
     """But for the 16 bits on disk."""
     rows, settings, sequences = random_rows(ROWS, seed=1), taught(6), [[7], [3], [40]]
-    batch, teacher = Sequences.of(rows, sequences, CPU), attending(tmp_path, settings, rows)
-    said = Teacher(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
+    batch, teacher = SequenceBatch.of(rows, sequences, CPU), attending(tmp_path, settings, rows)
+    said = TeacherModel(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
     lesson = lesson_of(teacher, rows, sequences)
     assert torch.equal(lesson.tokens, said.tokens.long())
     assert torch.equal(lesson.log_probabilities.to(torch.float16), said.log_probabilities)
     assert lesson.log_probabilities.dtype == torch.float32
-    stored = Lesson(said.tokens.long(), said.log_probabilities.float(), 0.6, 2.0, "forward")
+    stored = StoredTeacherTargets(said.tokens.long(), said.log_probabilities.float(), 0.6, 2.0, "forward")
     gradients, losses = [], []
     for one in (stored, teacher.of(sequences, batch)):
         model = student(settings)
-        losses.append(float(chunked_loss.learn(model, batch, 0.01, lesson=one)))
-        gradients.append(torch.cat([one.grad.flatten() for _, one in adapters.trainable(model)]))
+        losses.append(float(chunked_loss.forward_backward(model, batch, 0.01, lesson=one)))
+        gradients.append(torch.cat([one.grad.flatten() for _, one in adapters.trainable_parameters(model)]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
 
@@ -152,7 +156,7 @@ def test_a_teacher_that_mixes_the_rows_of_a_pack_is_refused(tmp_path: Path) -> N
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
     rows, settings = random_rows(ROWS, seed=1), taught().model_copy(update={"batching": "packed"})
     with pytest.raises(SettingsError, match=r"train\.distill\.teacher: .*batching: packed, but this model"):
-        Attending(Found(tmp_path, model_spec.load(tmp_path), 64, 64), settings, rows, CPU)
+        OnlineTeacherReader(TeacherCandidate(tmp_path, model_spec.load(tmp_path), 64, 64), settings, rows, CPU)
 
 
 def test_padding_rows_of_its_embedding_are_ignored(tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ def test_a_row_that_it_answers_with_nan_is_named(tmp_path: Path, top_k: int | No
         model.model.embed_tokens.weight[13] = torch.nan
 
     ids = [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14, 15]]
-    rows = Rows.from_lists(ids, [[MASKED] * 2 + row[2:] for row in ids])
+    rows = TokenRows.from_lists(ids, [[MASKED] * 2 + row[2:] for row in ids])
     teacher = attending(tmp_path, taught(top_k), rows, spoil=deaf)
     with pytest.raises(DataError, match=r"training row 2 with numbers that are not finite"):
         lesson_of(teacher, rows, sequences)
@@ -185,16 +189,16 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
     """Logits that come in several pieces are no more, taken together, than without a teacher."""
     monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 8 * 20_000)
     rows, settings = random_rows(ROWS, seed=1), taught(top_k).model_copy(update={"targets": ("q_proj",)})
-    teacher = Attending(replace(found(tmp_path, wide=20_000), tokens=20_000), settings, rows, CPU)
+    teacher = OnlineTeacherReader(replace(found(tmp_path, wide=20_000), tokens=20_000), settings, rows, CPU)
     sequences = [[1], [2], [30]]
-    batch = Sequences.of(rows, sequences, CPU)
+    batch = SequenceBatch.of(rows, sequences, CPU)
 
     def most(taught: bool) -> int:
         model = student(settings, vocab_size=20_000)
-        ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
+        ledger = AllocationTrace(model, BatchShape(3, 24, 72, False, "cpu"), learning=True)
         ledger.leave_out(teacher.model)
         with ledger:
-            chunked_loss.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch) if taught else None)
+            chunked_loss.forward_backward(model, batch, 0.01, lesson=teacher.of(sequences, batch) if taught else None)
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     assert most(True) <= 1.05 * most(False)
@@ -203,10 +207,10 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_its_weights_are_counted_to_the_byte(tmp_path: Path, quantization: Any) -> None:
     settings = taught(None, quantization=quantization)
-    teacher = Teacher(found(tmp_path), settings, CPU)
-    held = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors_of(teacher.model))
-    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
-    work = Work(2, 48, 30, packed=False, device="cpu", teacher=teacher.found.blueprint)
+    teacher = TeacherModel(found(tmp_path), settings, CPU)
+    held = sum(-(-tensor.nbytes // 64) * 64 for tensor in list_unique_tensors(teacher.model))
+    base = model_spec.from_config(transformers.LlamaConfig(**SHAPE))
+    work = MemoryWorkload(2, 48, 30, packed=False, device="cpu", teacher=teacher.found.blueprint)
     parts = forecast.forecast(base, settings, Machine(), work)
     for phase in ("loaded", "adapters", "steady", "evaluation"):
         assert parts.of(phase).parts["teacher"] == held
@@ -220,18 +224,18 @@ def test_its_weights_are_counted_to_the_byte(tmp_path: Path, quantization: Any) 
 
 def test_layers_larger_than_the_students_are_counted(tmp_path: Path) -> None:
     """A wide teacher's pass is the highest point of a step of a tiny student."""
-    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
-    wide = model_spec.of_config(transformers.LlamaConfig(**TEACHER | {"intermediate_size": 20_000}))
-    work = Work(4, 48, 30, packed=False, device="cuda", teacher=wide)
+    base = model_spec.from_config(transformers.LlamaConfig(**SHAPE))
+    wide = model_spec.from_config(transformers.LlamaConfig(**TEACHER | {"intermediate_size": 20_000}))
+    work = MemoryWorkload(4, 48, 30, packed=False, device="cuda", teacher=wide)
     found = forecast.forecast(base, taught(), Machine(), work).of("steady").parts
     assert found["activations"] >= 4 * 48 * 20_000 * 2  # one of them at least, in 16 bits
 
 
 def test_what_would_need_less_is_named() -> None:
-    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
-    large = model_spec.of_config(transformers.LlamaConfig(**TEACHER | {"hidden_size": 256, "num_hidden_layers": 8}))
-    work = Work(1, 48, 30, packed=False, device="cuda", teacher=large)
-    text = oom.advice(base, taught(), Machine(), work)
+    base = model_spec.from_config(transformers.LlamaConfig(**SHAPE))
+    large = model_spec.from_config(transformers.LlamaConfig(**TEACHER | {"hidden_size": 256, "num_hidden_layers": 8}))
+    work = MemoryWorkload(1, 48, 30, packed=False, device="cuda", teacher=large)
+    text = oom.describe_alternatives(base, taught(), Machine(), work)
     assert "teacher " in text
     assert "train.distill.quantization: nf4" in text
     assert "train.distill.asked: before" in text
@@ -243,6 +247,6 @@ def test_the_doctor_puts_it_into_4_bits_before_rows_are_cut() -> None:
     def needed(one: Settings) -> int:
         return 150 if one.train.distill.quantization == "none" else 50
 
-    found = recommendations.fit(settings, "cuda", Room(100, needed, 64))
+    found = recommendations.fit_to_memory(settings, "cuda", MemoryConstraint(100, needed, 64))
     assert found.fits
     assert found.changes[-1].values == {"train.distill.quantization": "nf4"}

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError
-from ratchet.training.async_checkpoint import FIRST_S, LONGEST_S, PRIOR_S, Interval, auto_s, best_s, cost_s, failure_s
+from ratchet.training.async_checkpoint import (
+    FIRST_S,
+    LONGEST_S,
+    PRIOR_S,
+    CheckpointInterval,
+    auto_interval_s,
+    checkpoint_cost_s,
+    mean_failure_interval_s,
+    optimal_interval_s,
+)
 
 LAWS = settings(max_examples=200, deadline=None, derandomize=True)
 blocks = st.floats(0, 60)
@@ -27,7 +36,7 @@ watched = st.floats(0, 1e6)
 def test_the_best_interval_is_that_of_young_and_near_dalys(
     cost_min: float, failure_min: float, expected_min: float, published_min: float
 ) -> None:
-    found = best_s(60 * cost_min, 60 * failure_min) / 60
+    found = optimal_interval_s(60 * cost_min, 60 * failure_min) / 60
     assert found == pytest.approx(expected_min)
     assert found == pytest.approx(published_min, rel=0.04)
 
@@ -39,18 +48,18 @@ def test_the_best_interval_is_within_four_percent_of_dalys_full_estimate(cost: f
     mean = cost * max(50, ratio)
     part = cost / (2 * mean)
     full = math.sqrt(2 * cost * mean) * (1 + math.sqrt(part) / 3 + part / 9) - cost
-    assert best_s(cost, mean) == pytest.approx(full, rel=0.04)
+    assert optimal_interval_s(cost, mean) == pytest.approx(full, rel=0.04)
 
 
 def test_interval_is_zero_for_no_cost_or_a_cost_above_the_time_between_failures() -> None:
-    assert best_s(0, 3600) == 0
-    assert best_s(100, 10) == 0
+    assert optimal_interval_s(0, 3600) == 0
+    assert optimal_interval_s(100, 10) == 0
 
 
 def test_failures_are_estimated_from_the_run_itself() -> None:
-    assert failure_s(0, 0) == PRIOR_S == 6 * 3600
-    assert failure_s(3, 6 * 3600) == 3 * 3600  # 12 hours for 4 failures, the believed one among them
-    assert failure_s(0, 18 * 3600) == 24 * 3600
+    assert mean_failure_interval_s(0, 0) == PRIOR_S == 6 * 3600
+    assert mean_failure_interval_s(3, 6 * 3600) == 3 * 3600  # 12 hours for 4 failures, the believed one among them
+    assert mean_failure_interval_s(0, 18 * 3600) == 24 * 3600
 
 
 @pytest.mark.parametrize(
@@ -66,14 +75,14 @@ def test_failures_are_estimated_from_the_run_itself() -> None:
     ],
 )
 def test_the_interval_of_auto(block_s: float, save_s: float, died: int, observed_s: float, expected_s: float) -> None:
-    assert auto_s(block_s, save_s, died, observed_s) == pytest.approx(expected_s)
+    assert auto_interval_s(block_s, save_s, died, observed_s) == pytest.approx(expected_s)
 
 
 @LAWS
 @given(blocks, saves, deaths, watched)
 def test_auto_keeps_its_bounds(block_s: float, save_s: float, died: int, observed_s: float) -> None:
-    found = auto_s(block_s, save_s, died, observed_s)
-    cost = cost_s(block_s, save_s)
+    found = auto_interval_s(block_s, save_s, died, observed_s)
+    cost = checkpoint_cost_s(block_s, save_s)
     assert cost <= 0.01 * found * (1 + 1e-9)
     assert found >= 10 * save_s * (1 - 1e-9)
     assert found <= max(LONGEST_S, 100 * cost) * (1 + 1e-9)
@@ -84,15 +93,15 @@ def test_auto_keeps_its_bounds(block_s: float, save_s: float, died: int, observe
 def test_dearer_checkpoints_and_rarer_failures_make_longer_intervals(
     block_s: float, save_s: float, died: int, observed_s: float, dearer_s: float, fewer: int, longer_s: float
 ) -> None:
-    found = auto_s(block_s, save_s, died + fewer, observed_s) - 1e-6
-    assert auto_s(block_s + dearer_s, save_s, died + fewer, observed_s) >= found
-    assert auto_s(block_s, save_s + dearer_s, died + fewer, observed_s) >= found
-    assert auto_s(block_s, save_s, died, observed_s) >= found
-    assert auto_s(block_s, save_s, died + fewer, observed_s + longer_s) >= found
+    found = auto_interval_s(block_s, save_s, died + fewer, observed_s) - 1e-6
+    assert auto_interval_s(block_s + dearer_s, save_s, died + fewer, observed_s) >= found
+    assert auto_interval_s(block_s, save_s + dearer_s, died + fewer, observed_s) >= found
+    assert auto_interval_s(block_s, save_s, died, observed_s) >= found
+    assert auto_interval_s(block_s, save_s, died + fewer, observed_s + longer_s) >= found
 
 
 def test_in_steps_it_stays_due_until_something_is_saved() -> None:
-    interval = Interval(5, 0, 0.0)
+    interval = CheckpointInterval(5, 0, 0.0)
     assert [step for step in range(1, 8) if interval.due(step, 0.0)] == [5, 6, 7]
     interval.taken(7, 0.0, 0.1, 0.0)  # for another reason, or late
     assert [step for step in range(7, 12) if interval.due(step, 0.0)] == [10, 11]
@@ -101,7 +110,7 @@ def test_in_steps_it_stays_due_until_something_is_saved() -> None:
 @pytest.mark.parametrize(("setting", "seconds"), [("30 s", 30), ("10 min", 600), ("1.5 h", 5400), ("0.5 s", 0.5)])
 def test_in_time_it_is_due_when_that_has_passed(setting: str, seconds: float) -> None:
     Machine(checkpoint_every=setting)  # what params.yaml takes
-    interval = Interval(setting, 4, 1000.0)
+    interval = CheckpointInterval(setting, 4, 1000.0)
     assert interval.seconds(0) == seconds
     assert not interval.due(5, 1000.0 + 0.99 * seconds)
     assert interval.due(5, 1000.0 + seconds)
@@ -112,7 +121,7 @@ def test_in_time_it_is_due_when_that_has_passed(setting: str, seconds: float) ->
 
 @pytest.mark.parametrize("setting", [1, "1 s", "auto"])
 def test_a_step_is_never_due_twice(setting: str | int) -> None:
-    interval = Interval(setting, 0, 0.0)
+    interval = CheckpointInterval(setting, 0, 0.0)
     assert not interval.due(0, 1e9)
     assert interval.due(1, 1e9)
     interval.taken(1, 1e9, 0.1, 1.0)
@@ -120,33 +129,33 @@ def test_a_step_is_never_due_twice(setting: str | int) -> None:
 
 
 def test_auto_saves_first_after_half_a_minute_and_then_by_what_it_cost() -> None:
-    interval = Interval("auto", 0, 100.0)
+    interval = CheckpointInterval("auto", 0, 100.0)
     assert not interval.due(9, 129.0)
     assert interval.due(10, 130.0)
     interval.taken(10, 130.0, 0.05, 0.0)  # that save is still under way
     assert interval.seconds(140.0) == FIRST_S
     assert interval.due(20, 160.0)
     interval.taken(20, 160.0, 0.05, 2.0)
-    expected = auto_s(0.05, 2.0, 0, 100.0)
+    expected = auto_interval_s(0.05, 2.0, 0, 100.0)
     assert interval.seconds(200.0) == pytest.approx(expected)
     assert not interval.due(30, 160.0 + 0.98 * expected)
     assert interval.due(30, 160.0 + 1.02 * expected)
 
 
 def test_auto_uses_the_mean_of_blocks_the_last_save_and_earlier_attempts() -> None:
-    interval = Interval("auto", 0, 0.0)
+    interval = CheckpointInterval("auto", 0, 0.0)
     for step, (block_s, save_s) in enumerate([(0.3, 0.0), (0.2, 8.0), (0.6, 2.0), (0.1, 0.0)], start=1):
         interval.taken(step, 0.0, block_s, save_s)
-    assert interval.seconds(0.0) == pytest.approx(auto_s(0.3, 2.0, 0, 0.0))
-    unlucky = Interval("auto", 0, 50.0, deaths=7, observed_s=3600.0)
+    assert interval.seconds(0.0) == pytest.approx(auto_interval_s(0.3, 2.0, 0, 0.0))
+    unlucky = CheckpointInterval("auto", 0, 50.0, deaths=7, observed_s=3600.0)
     unlucky.taken(1, 50.0, 0.1, 1.0)
-    assert unlucky.seconds(150.0) == pytest.approx(auto_s(0.1, 1.0, 7, 3700.0))
+    assert unlucky.seconds(150.0) == pytest.approx(auto_interval_s(0.1, 1.0, 7, 3700.0))
 
 
 @pytest.mark.parametrize("setting", ["soon", "10", "10 days", "0 s", "-1 s", 0, -5, ""], ids=repr)
 def test_what_is_no_interval_is_refused(setting: str | int) -> None:
     with pytest.raises(SettingsError, match=r"machine\.checkpoint_every: .* is no interval; write"):
-        Interval(setting, 0, 0.0)
+        CheckpointInterval(setting, 0, 0.0)
 
 
 @LAWS
@@ -155,7 +164,7 @@ def test_in_steps_it_is_due_at_every_multiple_whatever_else_is_saved(
     every: int, begin: int, between: list[int]
 ) -> None:
     """A new best is saved when it comes; this moves no other checkpoint."""
-    interval, due = Interval(every, begin, 1e6), []
+    interval, due = CheckpointInterval(every, begin, 1e6), []
     for step in range(begin, 201):
         if interval.due(step, 0.0):
             due.append(step)

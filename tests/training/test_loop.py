@@ -11,32 +11,32 @@ from safetensors.torch import load_file
 
 import tiny_project
 from ratchet.config.schema import Machine, Settings
-from ratchet.config.train import EarlyStopping, Train
+from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.data import token_files
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.models import base_model, loading
-from ratchet.models.loss import answer_nll, pad
-from ratchet.runs.directory import Launch, Run, RunPaths
+from ratchet.models.loss import answer_nll, pad_rows
+from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.training import optimizer
-from ratchet.training.run_spec import spec_of
-from ratchet.training.stopping import Stopping
-from ratchet.training.worker import work
+from ratchet.training.run_spec import build_run_spec
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.worker import run_worker
 from small_loop import ROWS, SHAPE, SMALL, StopAfterSteps, after_steps, loop_of, losses, random_rows, steps, trained_by
 
 TrainHere = Callable[..., RunPaths]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("loop") / "project")
 
 
 @pytest.fixture
-def train_here(project: Layout, tmp_path: Path) -> TrainHere:
+def train_here(project: ProjectLayout, tmp_path: Path) -> TrainHere:
     """Train in this process with changed settings; asserts the exit code; returns the run."""
 
     def run_it(machine: dict[str, object] | None = None, expected: int = EXIT_OK, **changes: object) -> RunPaths:
@@ -47,17 +47,17 @@ def train_here(project: Layout, tmp_path: Path) -> TrainHere:
             }
         )
         run = opened(project, settings, tmp_path / f"runs{len(list(tmp_path.iterdir()))}")
-        assert work(run.paths, 1, Stopping(), Heartbeat.private()) == expected
+        assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()) == expected
         run.close()
         return run.paths
 
     return run_it
 
 
-def opened(project: Layout, settings: Settings, runs: Path) -> Run:
+def opened(project: ProjectLayout, settings: Settings, runs: Path) -> Run:
     base = BaseCard.load(project.base_card)
-    run = Run.open(runs, spec_of(project, settings))
-    Launch(
+    run = Run.open(runs, build_run_spec(project, settings))
+    TrainingLaunchSpec(
         machine=settings.machine,
         base_path=str(base_model.locate(project, base)),
         data_path=str(project.data),
@@ -70,7 +70,9 @@ def last_weights(run: RunPaths) -> dict[str, torch.Tensor]:
     return dict(load_file(run.result / "checkpoints" / "last" / "trainable.safetensors"))
 
 
-def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(project: Layout, train_here: TrainHere) -> None:
+def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(
+    project: ProjectLayout, train_here: TrainHere
+) -> None:
     before = base_model.fingerprint(project.tiny_model)
     run = train_here(epochs=8, rank=32, alpha=64, dropout=0.0)
     found = losses(run)
@@ -97,7 +99,7 @@ def test_validating_and_recomputing_activations_do_not_change_what_is_learned(tr
 
 
 def test_early_stopping_counts_validations_without_enough_improvement(train_here: TrainHere) -> None:
-    stopping = EarlyStopping(patience=2, threshold=100.0).model_dump()
+    stopping = EarlyStoppingSettings(patience=2, threshold=100.0).model_dump()
     report = TrainReport.load(train_here(validate_every_steps=3, early_stopping=stopping).result / "train.json")
     assert report.steps == 9  # the first validation is the best, two more are not better by 100 nats
     assert report.best_step == 3
@@ -117,15 +119,15 @@ def test_the_adapter_is_that_of_the_best_validation(train_here: TrainHere) -> No
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    train_here: TrainHere, project: Layout, tmp_path: Path, name: str
+    train_here: TrainHere, project: ProjectLayout, tmp_path: Path, name: str
 ) -> None:
     changes = {"optimizer": name, "rank": 64}  # 64 x 64 elements: large enough for really 8-bit states
     whole = train_here(**changes)
     train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
     run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
     for attempt in range(1, 5):
-        work(run.paths, attempt, StopAfterSteps(run.paths, 5), Heartbeat.private())
-    assert work(run.paths, 5, Stopping(), Heartbeat.private()) == EXIT_OK
+        run_worker(run.paths, attempt, StopAfterSteps(run.paths, 5), Heartbeat.private())
+    assert run_worker(run.paths, 5, GracefulShutdown(), Heartbeat.private()) == EXIT_OK
     run.close()
     assert {e.attempt for e in steps(run.paths)} == {1, 2, 3, 4, 5}
     for part in ("trainable", "optimizer"):
@@ -137,7 +139,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def failure(run: RunPaths) -> str:
-    return next(str(e.data["text"]) for e in Reader(run.journal).read() if e.kind == "failure")
+    return next(str(e.data["text"]) for e in JournalReader(run.journal).read() if e.kind == "failure")
 
 
 def test_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: TrainHere) -> None:
@@ -146,22 +148,22 @@ def test_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: Tr
     assert "q_proj" in text
 
 
-def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp_path: Path) -> None:
+def test_a_base_that_changed_since_it_was_pinned_is_refused(project: ProjectLayout, tmp_path: Path) -> None:
     run = opened(project, tiny_project.SETTINGS, tmp_path / "runs")
-    launch = Launch.load(run.paths.launch)
+    launch = TrainingLaunchSpec.load(run.paths.launch)
     wrong = launch.base.model_copy(update={"files": launch.base.files | {"config.json": "0" * 64}})
     launch.model_copy(update={"base": wrong}).save(run.paths.launch)
-    assert work(run.paths, 1, Stopping(), Heartbeat.private()) == EXIT_INPUT
+    assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()) == EXIT_INPUT
     run.close()
     assert "config.json: changed since the base was pinned" in failure(run.paths)
 
 
-def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
+def test_loss_is_that_of_the_whole_logits(project: ProjectLayout) -> None:
     """Computing logits only where they are learned from changes memory, not the loss."""
     model = loading.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
-    rows = token_files.read(project.data, "train").select(range(5))
-    ids = pad(rows["input_ids"][:], 0, model.device)
-    labels = pad(rows["labels"][:], -100, model.device)
+    rows = token_files.open_split(project.data, "train").select(range(5))
+    ids = pad_rows(rows["input_ids"][:], 0, model.device)
+    labels = pad_rows(rows["labels"][:], -100, model.device)
     with torch.no_grad():
         ours = answer_nll(model, ids, labels)
         logits = model(input_ids=ids).logits[:, :-1]
@@ -175,7 +177,7 @@ def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_to_the_peak_and_then_decays(name: str) -> None:
     settings = Train(learning_rate=1.0, warmup=0.1, schedule=name)  # type: ignore[arg-type]
-    rates = [optimizer.learning_rate(step, 100, settings) for step in range(100)]
+    rates = [optimizer.compute_learning_rate(step, 100, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
     expected = {
         "cosine": [0.5 * (1 + math.cos(math.pi * k / 90)) for k in range(90)],

@@ -25,18 +25,18 @@ from profile_cases import (
     sealed,
 )
 from ratchet.cli import command_line
-from ratchet.errors import BusyError, DataError, InterruptedRunError, SettingsError, StorageError
-from ratchet.reports.training_page import page
+from ratchet.errors import DataError, InterruptedRunError, LockHeldError, SettingsError, StorageError
+from ratchet.reports.training_page import format_profile
 from ratchet.runs.directory import Run, RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE
 from ratchet.stages import train
 from ratchet.storage import files
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
-from ratchet.storage.records.training import PARTS, Profile
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
+from ratchet.storage.records.training import PARTS, TrainingProfile
 from ratchet.training import mfu, profiler
-from ratchet.training.run_spec import spec_of
-from ratchet.training.step_timer import Spans, Stopwatch
-from ratchet.training.stopping import Stopping
+from ratchet.training.run_spec import build_run_spec
+from ratchet.training.step_timer import StepSpans, StepTimer
+from ratchet.training.stopping import GracefulShutdown
 from small_loop import SMALL, loop_of
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Clock:
 
 def test_spans_of_a_lap_exclude_what_is_inside_and_each_lap_begins_at_nothing() -> None:
     clock = Clock()
-    watch = Stopwatch(CPU, clock)
+    watch = StepTimer(CPU, clock)
     watch.start()
     clock.now_s += 1
     with watch.of("outer"):
@@ -86,7 +86,7 @@ def test_spans_of_a_lap_exclude_what_is_inside_and_each_lap_begins_at_nothing() 
 
 
 def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
-    spans = Spans()
+    spans = StepSpans()
     assert spans.of("forward") is spans.of("backward")
     with spans.of("forward"), spans.of("forward"):
         spans.computes(10)
@@ -111,13 +111,13 @@ def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     ],
 )
 def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert mfu.sheet_flops_s(name, dtype) == expected
+    assert mfu.datasheet_flops_s(name, dtype) == expected
 
 
 def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:
     layer = nn.Linear(16, 32, bias=False).requires_grad_(False)
     x = torch.randn(2, 4, 8, 16, requires_grad=True)
-    with profiler.watched(layer) as asked:
+    with profiler.count_workload(layer) as asked:
         mixed = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         layer(mixed).sum().backward()
     product, attention = 2 * 64 * 16 * 32, 2 * 2 * (2 * 4) * 8 * 8 * 16
@@ -132,10 +132,10 @@ def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
     layer = Linear4bit(64, 128, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     layer = layer.requires_grad_(False).to(CPU)
     x = torch.randn(2, 16, 64, requires_grad=True)
-    with profiler.watched(layer) as asked:
+    with profiler.count_workload(layer) as asked:
         layer(x).sum().backward()
     assert asked.flops == 2 * (2 * 32 * 64 * 128)
-    moved = profiler.moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
+    moved = profiler.estimate_moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
     assert moved["weights out of 4 bits, written and read"] == 3 * 2 * 2 * (64 * 128 * 4)
     assert moved["weights as stored, read"] >= 3 * 2 * (64 * 128 // 2)
 
@@ -143,7 +143,7 @@ def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
 def test_kept_tensors_are_let_go_with_their_graph() -> None:
     layer = nn.Linear(64, 64)
     x = torch.randn(32, 64)
-    with profiler.watched(layer) as asked:
+    with profiler.count_workload(layer) as asked:
         for _ in range(3):
             layer(x.clone()).exp().sum().backward()
     each = 2 * x.nbytes  # the layer's input, and what exp gives
@@ -153,7 +153,7 @@ def test_kept_tensors_are_let_go_with_their_graph() -> None:
 
 def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positions_only(tmp_path: Path) -> None:
     model = loop_of(tmp_path, SMALL).task.model
-    found = profiler.shapes_of(model, rows=100, learned=7)
+    found = profiler.count_product_shapes(model, rows=100, learned=7)
     assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: 64 tokens, width 32
     assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down the other way
     assert sum(found.values()) == 2 * (1 + 2 * 7)
@@ -165,7 +165,7 @@ def test_too_few_planned_steps_are_refused_with_what_to_change(tmp_path: Path) -
     with pytest.raises(
         SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans 3: raise train.epochs"
     ):
-        profiler.take(task, 20)
+        profiler.profile_training(task, 20)
 
 
 def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,22 +177,22 @@ def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monke
 
     monkeypatch.setattr(files, "before", full)
     with pytest.raises(StorageError, match=r"No space left on device; free some space .* RATCHET_RUNS=DIR"):
-        profiler.take(task, 20)
+        profiler.profile_training(task, 20)
 
 
 def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
-    stop = Stopping()
+    stop = GracefulShutdown()
     task = loop_of(tmp_path, SMALL, stop).task
     stop._asked = True
     with pytest.raises(InterruptedRunError):
-        profiler.take(task, 20)
+        profiler.profile_training(task, 20)
     assert not task.paths.result.exists()
 
 
 def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
-    project: Layout, profiled: tuple[str, dict[str, str]]
+    project: ProjectLayout, profiled: tuple[str, dict[str, str]]
 ) -> None:
-    found = Profile.load(sealed(project) / "profile.json")
+    found = TrainingProfile.load(sealed(project) / "profile.json")
     # Forward and gradient of inputs, 2 operations a weight each, but for the first layer's queries, keys and values:
     # what they take needs no gradient. Adapter, head and attention come on top.
     tiny = tiny_project.TINY
@@ -203,25 +203,25 @@ def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
     assert 0 < found.floors.floor_s < found.step_s
     kept = (sealed(project) / "profile.md").read_text(encoding="utf-8")
     assert profiled[0].startswith(kept)
-    assert kept == page(found)
+    assert kept == format_profile(found)
     for name in (*PARTS, "operations", "bytes moved", "tokens/s", "padding", "calls a step"):
         assert name in kept
     for quartiles_s, is_busy in (((0.9, 1.1), False), ((0.8, 1.2), True)):
         uneven = found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles_s})
-        assert ("busy machine" in page(uneven)) == is_busy
+        assert ("busy machine" in format_profile(uneven)) == is_busy
 
 
-def test_the_trace_shows_the_spans(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+def test_the_trace_shows_the_spans(project: ProjectLayout, profiled: tuple[str, dict[str, str]]) -> None:
     events = json.loads(gzip.decompress((sealed(project) / "trace.json.gz").read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"data", "forward", "loss", "backward", "optimizer", "aten::mm"} <= names
-    operators = {one.name for one in Profile.load(sealed(project) / "profile.json").operators}
+    operators = {one.name for one in TrainingProfile.load(sealed(project) / "profile.json").operators}
     assert operators <= names
     assert not operators & set(PARTS)
 
 
-def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(project: Layout) -> None:
-    work = RunPaths(project.profiles / train.WORK / spec_of(project, SETTINGS).run_id)
+def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(project: ProjectLayout) -> None:
+    work = RunPaths(project.profiles / train.WORK / build_run_spec(project, SETTINGS).run_id)
     before = rest_of(project)
     process = subprocess.Popen(
         tiny_project.command("train", "--profile", "4"), cwd=project.root, env=tiny_project.environment(),
@@ -238,11 +238,11 @@ def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(pro
     assert rest_of(project) == before
 
 
-def test_second_profile_at_the_same_time_is_refused(project: Layout) -> None:
-    run = Run.open(project.profiles / train.WORK, spec_of(project, SETTINGS))
+def test_second_profile_at_the_same_time_is_refused(project: ProjectLayout) -> None:
+    run = Run.open(project.profiles / train.WORK, build_run_spec(project, SETTINGS))
     try:
-        with pytest.raises(BusyError):
-            train.profile(project, SETTINGS, 4)
+        with pytest.raises(LockHeldError):
+            train.profile_training(project, SETTINGS, 4)
     finally:
         files.remove_sealed(run.paths.root)
         run.close()
@@ -250,7 +250,7 @@ def test_second_profile_at_the_same_time_is_refused(project: Layout) -> None:
 
 @pytest.mark.parametrize("steps", ["3", "0", "-1"])
 @pytest.mark.usefixtures("calm")
-def test_too_few_steps_are_refused(project: Layout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_steps_are_refused(project: ProjectLayout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["--project", str(project.root), "train", "--profile", steps]) == 2
     assert f"--profile {steps}: it takes 4 optimizer steps at least: one to warm up" in capsys.readouterr().err
 
@@ -258,21 +258,21 @@ def test_too_few_steps_are_refused(project: Layout, steps: str, capsys: pytest.C
 def test_before_the_data_are_prepared_it_says_what_training_would(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "new", SETTINGS)
     with pytest.raises(DataError, match="dvc repro"):
-        train.profile(layout, SETTINGS, 4)
+        train.profile_training(layout, SETTINGS, 4)
     assert not layout.profiles.exists()
 
 
-def test_a_training_that_is_too_short_is_refused_before_a_worker_loads_a_model(project: Layout) -> None:
+def test_a_training_that_is_too_short_is_refused_before_a_worker_loads_a_model(project: ProjectLayout) -> None:
     few = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 0.3})})
     with pytest.raises(SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans [23]: raise"):
-        train.profile(project, few, 4)
-    assert not (project.profiles / train.WORK / spec_of(project, few).run_id).exists()
+        train.profile_training(project, few, 4)
+    assert not (project.profiles / train.WORK / build_run_spec(project, few).run_id).exists()
 
 
 def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_kept(
-    project: Layout, profiled: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, profiled: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, name = sealed(project).stat().st_ino, spec_of(project, SETTINGS).run_id
+    kept, name = sealed(project).stat().st_ino, build_run_spec(project, SETTINGS).run_id
     here = project.profiles / train.WORK
     shutil.rmtree(here / name, ignore_errors=True)  # an interrupted profile leaves it
     moved = {RUNS_VARIABLE: str(tmp_path / "large disk"), VARIABLE: '[{"kind": "die"}]'}

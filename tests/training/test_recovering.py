@@ -11,34 +11,34 @@ import pytest
 import torch
 
 from ratchet.config.schema import Machine
-from ratchet.config.train import Guards, Train
-from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError, StorageError
+from ratchet.config.train import GuardSettings, Train
+from ratchet.errors import DivergenceError, InterruptedRunError, MemoryExhaustedError, NonFiniteStateError, StorageError
 from ratchet.models import activation_checkpointing
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.fault_injection.injection import Fault, Injection
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.fault_injection.injection import FaultInjector, InjectedFault
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import files
 from ratchet.training import checkpoint
-from ratchet.training.trainer import Loop
+from ratchet.training.trainer import TrainingLoop
 from small_loop import SMALL, after_steps, loop_of, losses, steps, trained_by
 
 PLAIN = SMALL.model_copy(update={"dropout": 0.0})
 
 
-def faulty(root: Path, *faults: dict[str, Any], train: Train = SMALL, **more: Any) -> Loop:
-    return loop_of(root, train, faults=Injection(tuple(map(Fault.model_validate, faults))), **more)
+def faulty(root: Path, *faults: dict[str, Any], train: Train = SMALL, **more: Any) -> TrainingLoop:
+    return loop_of(root, train, faults=FaultInjector(tuple(map(InjectedFault.model_validate, faults))), **more)
 
 
-def told(loop: Loop, kind: str) -> list[Event]:
-    return [event for event in Reader(loop.task.paths.journal).read() if event.kind == kind]
+def told(loop: TrainingLoop, kind: str) -> list[JournalEvent]:
+    return [event for event in JournalReader(loop.task.paths.journal).read() if event.kind == kind]
 
 
-def same_weights(a: Loop, b: Loop) -> bool:
+def same_weights(a: TrainingLoop, b: TrainingLoop) -> bool:
     x, y = trained_by(a), trained_by(b)
     return all(torch.equal(x[name], y[name]) for name in x)
 
 
-def interrupted(root: Path, count: int, *faults: dict[str, Any], train: Train = SMALL) -> Loop:
+def interrupted(root: Path, count: int, *faults: dict[str, Any], train: Train = SMALL) -> TrainingLoop:
     """A run that was stopped after so many steps, as the next process finds it."""
     with pytest.raises(InterruptedRunError):
         faulty(root, *faults, train=train, stop=after_steps(RunPaths(root), count)).run()
@@ -88,23 +88,23 @@ def test_a_step_that_was_left_out_once_is_left_out_by_a_process_that_finds_nothi
 
 def test_repeated_nan_stops_with_a_diagnosis_and_finite_weights(tmp_path: Path) -> None:
     faults = [{"kind": "non_finite", "step": step, "times": 0} for step in range(5, 25)]
-    train = SMALL.model_copy(update={"guards": Guards(patience=2)})
+    train = SMALL.model_copy(update={"guards": GuardSettings(patience=2)})
     loop = faulty(tmp_path / "patient", *faults, train=train)
-    with pytest.raises(DivergedError, match=r"5.*6.*7") as raised:
+    with pytest.raises(DivergenceError, match=r"5.*6.*7") as raised:
         loop.run()
     assert "train.learning_rate" in str(raised.value)
     assert str([row for sequence in loop.plan.batch(6) for row in sequence]) in str(raised.value)
     assert checkpoint.is_finite(trained_by(loop))
     assert loop.state.step == 6
-    train = SMALL.model_copy(update={"guards": Guards(on_non_finite="stop")})
+    train = SMALL.model_copy(update={"guards": GuardSettings(on_non_finite="stop")})
     at_once = faulty(tmp_path / "at once", {"kind": "non_finite", "step": 3, "times": 0}, train=train)
-    with pytest.raises(DivergedError):
+    with pytest.raises(DivergenceError):
         at_once.run()
     assert at_once.state.step == 2
 
 
 def test_going_back_takes_the_weights_of_the_snapshot_and_goes_on_with_the_next_rows(tmp_path: Path) -> None:
-    guards = Guards(on_non_finite="roll_back", snapshot_every_steps=3, rate_factor=0.5)
+    guards = GuardSettings(on_non_finite="roll_back", snapshot_every_steps=3, rate_factor=0.5)
     train = SMALL.model_copy(update={"guards": guards})
     fault = {"kind": "non_finite", "step": 8, "times": 0}
     before = faulty(tmp_path / "before", train=train, stop=after_steps(RunPaths(tmp_path / "before"), 6))
@@ -141,12 +141,12 @@ class StopWhenSkipped(type(after_steps(RunPaths(Path("/nonexistent")), 1))):  # 
 
     @property
     def asked(self) -> bool:
-        return any(event.kind == "skipped" for event in Reader(self._journal).read())
+        return any(event.kind == "skipped" for event in JournalReader(self._journal).read())
 
 
 @pytest.mark.parametrize("action", ["report", "skip"])
 def test_a_spike_is_reported_or_left_out(tmp_path: Path, action: str) -> None:
-    train = SMALL.model_copy(update={"guards": Guards(on_spike=action, window_steps=8)})  # type: ignore[arg-type]
+    train = SMALL.model_copy(update={"guards": GuardSettings(on_spike=action, window_steps=8)})  # type: ignore[arg-type]
     loop = faulty(tmp_path, {"kind": "spike", "step": 12}, train=train)
     loop.run()
     kind = "spike" if action == "report" else "skipped"
@@ -159,7 +159,7 @@ def test_a_validation_without_a_number_stops_with_a_diagnosis(tmp_path: Path) ->
     loop = faulty(tmp_path)
     with torch.no_grad():
         loop.task.model.get_input_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(DivergedError, match=r"validation loss is nan at step 0.*base model"):
+    with pytest.raises(DivergenceError, match=r"validation loss is nan at step 0.*base model"):
         loop.learner.validate()
     assert not told(loop, "validation")
 
@@ -168,7 +168,7 @@ def test_a_weight_that_becomes_nan_is_never_sealed(tmp_path: Path) -> None:
     clean = faulty(tmp_path / "clean")
     clean.run()
     loop = faulty(tmp_path / "poisoned", {"kind": "weights", "step": 7})
-    with pytest.raises(CorruptedError):
+    with pytest.raises(NonFiniteStateError):
         loop.run()
     again = faulty(tmp_path / "poisoned")
     assert 0 < again.state.step <= 7
@@ -210,7 +210,7 @@ def test_exhausted_memory_in_validation_changes_validation_alone(tmp_path: Path)
 
 
 def test_a_run_begins_within_what_the_forecast_allows_and_does_so_again_after_a_restart(tmp_path: Path) -> None:
-    def begun(first: int | None) -> Loop:
+    def begun(first: int | None) -> TrainingLoop:
         return loop_of(tmp_path, SMALL, micro=8, first_tokens=first)
 
     limit = begun(60)
@@ -244,7 +244,7 @@ def test_one_row_that_does_not_fit_has_its_activations_recomputed(
     loop = faulty(tmp_path / "full", micro=1)
 
     def memory(phase: str, step: int, tokens: int) -> None:
-        if phase == "train" and step >= 3 and not activation_checkpointing.is_on(loop.task.model):
+        if phase == "train" and step >= 3 and not activation_checkpointing.is_enabled(loop.task.model):
             raise MemoryError(f"{tokens} tokens")
 
     monkeypatch.setattr(loop.task.faults, "memory", memory)
@@ -296,7 +296,7 @@ def test_snapshot_is_not_changed_by_later_training(tmp_path: Path) -> None:
     loop = faulty(tmp_path, stop=after_steps(RunPaths(tmp_path), 2))
     with pytest.raises(InterruptedRunError):
         loop.run()
-    taken = checkpoint.take(loop.state, loop.task.model, loop.learner.optimizer)
+    taken = checkpoint.take_snapshot(loop.state, loop.task.model, loop.learner.optimizer)
     now = {**taken.weights, **taken.optimizer}
     assert len(now) == len(taken.weights) + len(taken.optimizer)
     kept = {name: tensor.clone() for name, tensor in now.items()}

@@ -5,7 +5,7 @@ import signal
 import time
 
 import tiny_project
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from resume_cases import (
     PATIENCE_S,
     Bytes,
@@ -22,7 +22,7 @@ from tiny_project import outcome
 from tiny_project import start_training as start
 
 
-def test_sigterm_seals_a_checkpoint_and_says_repeat(project: Layout, reference: Bytes) -> None:
+def test_sigterm_seals_a_checkpoint_and_says_repeat(project: ProjectLayout, reference: Bytes) -> None:
     process = start(project)
     assert wait_for(project, process, steps_after(3))
     while process.poll() is None:  # one who does not stop asking, down to the last moment of the process
@@ -40,7 +40,7 @@ def test_sigterm_seals_a_checkpoint_and_says_repeat(project: Layout, reference: 
 
 
 def test_a_worker_killed_at_a_random_point_changes_nothing(
-    project: Layout, reference: Bytes, random_points: random.Random
+    project: ProjectLayout, reference: Bytes, random_points: random.Random
 ) -> None:
     train_with_kills(project, 1, random_points)
     assert outcome(project) == reference

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Reader
+from ratchet.runs.journal import JournalReader
 from ratchet.training import train_step
-from ratchet.training.train_state import State
+from ratchet.training.train_state import TrainState
 from small_loop import SMALL, loop_of, losses, trained_by
 
 NAN, INF = float("nan"), float("inf")
@@ -28,24 +28,24 @@ NAN, INF = float("nan"), float("inf")
 def test_only_an_overflow_that_a_smaller_scale_may_mend_is_computed_again(
     scale: float, loss: float, norm: float, again: bool
 ) -> None:
-    assert train_step.overflowed(State(loss_scale=scale), loss, norm) is again
+    assert train_step.is_overflow(TrainState(loss_scale=scale), loss, norm) is again
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_long() -> None:
-    state = train_step.after_overflow(State(loss_scale=8.0, scale_steps=5))
+    state = train_step.reduce_loss_scale(TrainState(loss_scale=8.0, scale_steps=5))
     assert (state.loss_scale, state.scale_steps) == (4.0, 0)
     for _ in range(train_step.GROW_AFTER_STEPS):
         assert state.loss_scale == 4.0
-        state = train_step.after_good(state)
+        state = train_step.advance_loss_scale(state)
     assert (state.loss_scale, state.scale_steps) == (8.0, 0)
-    assert train_step.after_good(replace(state, loss_scale=train_step.LARGEST, scale_steps=10**6)).loss_scale == (
-        train_step.LARGEST
-    )
+    assert train_step.advance_loss_scale(
+        replace(state, loss_scale=train_step.LARGEST, scale_steps=10**6)
+    ).loss_scale == (train_step.LARGEST)
 
 
 def test_without_float16_nothing_is_scaled() -> None:
-    assert [train_step.first_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
-    assert train_step.after_good(State()) == State()
+    assert [train_step.initial_loss_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
+    assert train_step.advance_loss_scale(TrainState()) == TrainState()
 
 
 @pytest.mark.parametrize("exponent", [10, 127])
@@ -54,7 +54,7 @@ def test_scale_changes_nothing_that_is_learned_and_is_halved_at_each_overflow(tm
     plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, loss_scale=2.0**exponent)
     plain.run()
     scaled.run()
-    told = [e for e in Reader(RunPaths(tmp_path / "b").journal).read() if e.kind == "scale"]
+    told = [e for e in JournalReader(RunPaths(tmp_path / "b").journal).read() if e.kind == "scale"]
     assert bool(told) == (exponent == 127)
     assert all(event.data["step"] >= 1 for event in told)
     assert scaled.state.loss_scale == 2.0 ** (exponent - len(told))

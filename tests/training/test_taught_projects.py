@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from distillation_cases import nothing, other_tokenizer, padded, short_context
-from ratchet.config.train import Distill, Train
+from ratchet.config.train import DistillSettings, Train
 from ratchet.data import token_files
 from ratchet.errors import BaseModelError, InputError
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.training import online_distillation
-from ratchet.training.run_spec import launch_of, spec_of
+from ratchet.training.run_spec import build_launch, build_run_spec
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
@@ -25,32 +25,36 @@ from taught_projects_cases import (
 def test_runs_of_before_keep_their_names() -> None:
     spec = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
     assert spec.run_id == "3ea144e68039"
-    distill = Distill(teacher="0123456789ab", temperature=2.0)
+    distill = DistillSettings(teacher="0123456789ab", temperature=2.0)
     written = spec.model_copy(update={"train": Train(distill=distill), "teaching": "t" * 64})
     assert written.run_id == "c6fda8e378c8"  # as before a teacher could stay
     during = distill.model_copy(update={"asked": "during"})
     assert written.model_copy(update={"train": Train(distill=during)}).run_id != written.run_id
 
 
-def test_a_teacher_is_known_by_its_bytes(project: Layout) -> None:
-    before = spec_of(project, with_teacher(project))
+def test_a_teacher_is_known_by_its_bytes(project: ProjectLayout) -> None:
+    before = build_run_spec(project, with_teacher(project))
     assert (
-        before.train.distill.teacher == digests.of_files(launch_of(project, with_teacher(project)).teacher_files)[:12]
+        before.train.distill.teacher
+        == digests.hash_files(build_launch(project, with_teacher(project)).teacher_files)[:12]
     )
     (project.root / "teacher").rename(project.root / "elsewhere")
-    assert spec_of(project, with_teacher(project, teacher="elsewhere")) == before
+    assert build_run_spec(project, with_teacher(project, teacher="elsewhere")) == before
     with pytest.raises(BaseModelError, match="teacher: no such directory"):
-        spec_of(project, with_teacher(project))
+        build_run_spec(project, with_teacher(project))
     config = project.root / "elsewhere" / "tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
-    assert spec_of(project, with_teacher(project, teacher="elsewhere")).run_id != before.run_id
+    assert build_run_spec(project, with_teacher(project, teacher="elsewhere")).run_id != before.run_id
 
 
 @pytest.mark.parametrize(
     "change", [{"quantization": "nf4"}, {"temperature": 2.0}, {"top_k": 8}, {"weight": 0.5}, {"direction": "reverse"}]
 )
-def test_how_it_teaches_makes_another_run(project: Layout, change: dict[str, Any]) -> None:
-    assert spec_of(project, with_teacher(project, **change)).run_id != spec_of(project, with_teacher(project)).run_id
+def test_how_it_teaches_makes_another_run(project: ProjectLayout, change: dict[str, Any]) -> None:
+    assert (
+        build_run_spec(project, with_teacher(project, **change)).run_id
+        != build_run_spec(project, with_teacher(project)).run_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,24 +67,26 @@ def test_how_it_teaches_makes_another_run(project: Layout, change: dict[str, Any
     ids=["top-k", "tokenizer", "context"],
 )
 def test_what_cannot_teach_is_refused_before_anything_is_loaded(
-    project: Layout, spoil: Any, changes: dict[str, Any], message: str
+    project: ProjectLayout, spoil: Any, changes: dict[str, Any], message: str
 ) -> None:
     spoil(project)
     settings = with_teacher(project, **changes)
-    rows = token_files.rows(project.data, "train")
+    rows = token_files.load_rows(project.data, "train")
     for ask in (
-        lambda: online_distillation.found(spec_of(project, settings), launch_of(project, settings), rows),
+        lambda: online_distillation.find_teacher(
+            build_run_spec(project, settings), build_launch(project, settings), rows
+        ),
         lambda: told(project, settings),
     ):
         with pytest.raises(InputError, match=message):
             ask()
 
 
-def test_padded_teacher_is_allowed_and_reported(project: Layout) -> None:
+def test_padded_teacher_is_allowed_and_reported(project: ProjectLayout) -> None:
     padded(project)
     assert "512 rows (teacher)" in told(project, with_teacher(project))
 
 
 def test_all_tokens_need_a_teacher_that_stays() -> None:
     with pytest.raises(ValueError, match=r"top_k: null: .* asked: during"):
-        Distill(top_k=None)
+        DistillSettings(top_k=None)

@@ -20,7 +20,7 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
     loop = loop_of(tmp_path, SMALL.model_copy(update={"dropout": 0.0}), micro=1, config=config)
     task, gradients = loop.task, loop.learner.gradients
     rows = [row for sequence in task.plan.batch(0) for row in sequence]
-    with profiler.watched(task.model) as asked:
+    with profiler.count_workload(task.model) as asked:
         gradients.step(0, loop.state.budget)
     tokens = task.train.tokens(rows)
     told = mfu.flops_per_token(task.model, task.train.trained(rows) / tokens)

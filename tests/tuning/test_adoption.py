@@ -8,9 +8,9 @@ import pytest
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.sweep import Axis, Measure, SweepReport, Trial
-from ratchet.tuning.report import adopt
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import ParameterAxis, SweepObjective, SweepReport, Trial
+from ratchet.tuning.report import adopt_trial
 
 
 def trial(number: int, state: str = "complete", **values: Any) -> Trial:
@@ -21,29 +21,29 @@ def trial(number: int, state: str = "complete", **values: Any) -> Trial:
 
 def report(*trials: Trial, **fields: Any) -> SweepReport:
     return SweepReport(
-        study="sweep", storage="journal", objectives=(Measure(metric="validation_loss", direction="minimize"),),
-        axes=(Axis(knob="train.rank", kind="int", low=4, high=64, log=True),), sampler="TPE", pruner="none",
+        study="sweep", storage="journal", objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
+        axes=(ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),), sampler="TPE", pruner="none",
         versions={}, data_digest="d", base_digest="b", wanted_trials=3, trials=trials, **fields,
     )  # fmt: skip
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return Layout(tmp_path)
+def layout(tmp_path: Path) -> ProjectLayout:
+    return ProjectLayout(tmp_path)
 
 
 @pytest.fixture
-def path(layout: Layout) -> Path:
+def path(layout: ProjectLayout) -> Path:
     found = layout.params
     text = params_file.dump(Settings()).replace("  rank: 16\n", "  rank: 16  # of the paper\n")
     found.write_text(text, encoding="utf-8")
     return found
 
 
-def test_only_what_differs_is_written_and_comments_stay(layout: Layout, path: Path) -> None:
+def test_only_what_differs_is_written_and_comments_stay(layout: ProjectLayout, path: Path) -> None:
     before = path.read_text(encoding="utf-8").splitlines()
     winner = trial(1, rank=8, alpha=32.0, learning_rate=0.0013)
-    text = adopt(layout, params_file.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
+    text = adopt_trial(layout, params_file.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
     after = path.read_text(encoding="utf-8").splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert changed == [
@@ -55,15 +55,15 @@ def test_only_what_differs_is_written_and_comments_stay(layout: Layout, path: Pa
     assert "trains it again, for its run is not here" in text
 
 
-def test_values_that_are_there_already_change_nothing(layout: Layout, path: Path) -> None:
+def test_values_that_are_there_already_change_nothing(layout: ProjectLayout, path: Path) -> None:
     before = path.read_bytes()
-    text = adopt(layout, params_file.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
+    text = adopt_trial(layout, params_file.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
     assert path.read_bytes() == before
     assert "has these values already" in text
 
 
-def test_any_complete_trial_can_be_named(layout: Layout, path: Path) -> None:
-    adopt(layout, params_file.load(path), report(trial(0, rank=4), trial(1, rank=8), winner=0, best=(0,)), 1)
+def test_any_complete_trial_can_be_named(layout: ProjectLayout, path: Path) -> None:
+    adopt_trial(layout, params_file.load(path), report(trial(0, rank=4), trial(1, rank=8), winner=0, best=(0,)), 1)
     assert params_file.load(path).train.rank == 8
 
 
@@ -78,9 +78,9 @@ def test_any_complete_trial_can_be_named(layout: Layout, path: Path) -> None:
     ],
 )
 def test_adopting_an_unfinished_or_missing_trial_is_refused(
-    layout: Layout, path: Path, fields: dict[str, Any], number: int | None, says: str
+    layout: ProjectLayout, path: Path, fields: dict[str, Any], number: int | None, says: str
 ) -> None:
     before = path.read_bytes()
     with pytest.raises(DataError, match=says):
-        adopt(layout, params_file.load(path), report(trial(0), trial(1, "pruned"), **fields), number)
+        adopt_trial(layout, params_file.load(path), report(trial(0), trial(1, "pruned"), **fields), number)
     assert path.read_bytes() == before

@@ -16,11 +16,11 @@ from clerk_cases import (
     stored,
     study,  # noqa: F401 (a fixture)
 )
-from ratchet.runs.callbacks import Observer, Status
+from ratchet.runs.callbacks import RunCallback, Status
 from ratchet.runs.directory import Run
-from ratchet.runs.journal import Event
-from ratchet.tracking.mlflow.sweeps import SweepTracking
-from ratchet.tuning.tracking_sync import Standings
+from ratchet.runs.journal import JournalEvent
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
+from ratchet.tuning.tracking_sync import TrialProgressReader
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -60,9 +60,9 @@ def test_settled_trials_are_never_sent_again_and_a_complete_training_is_finished
     assert started(study).close(60)
     assert shown(study, 2) == ("FINISHED", "failed")  # its training has sealed a result
     asked: list[str] = []
-    seen: list[Observer] = []
-    settled = SweepTracking.settled
-    monkeypatch.setattr(SweepTracking, "settled", lambda self, name: asked.append(name) or settled(self, name))
+    seen: list[RunCallback] = []
+    settled = MlflowSweepTracker.settled
+    monkeypatch.setattr(MlflowSweepTracker, "settled", lambda self, name: asked.append(name) or settled(self, name))
     clerk = started(study, lambda one: seen.append(one) or one)  # type: ignore[func-returns-value]
     study.train(study.begin(), 1, 3)
     until(lambda: shown(study, 3) == ("RUNNING", "running"))
@@ -113,16 +113,16 @@ def test_a_dead_mlflow_is_reported_once_and_gets_everything_later(
 ) -> None:
     study.layout.mlflow_database.write_bytes(b"damaged" * 1000)
     failures: list[int] = []
-    settled = SweepTracking.settled
+    settled = MlflowSweepTracker.settled
 
-    def counted(self: SweepTracking, name: str) -> dict[str, int]:
+    def counted(self: MlflowSweepTracker, name: str) -> dict[str, int]:
         try:
             return settled(self, name)
         except Exception:
             failures.append(1)
             raise
 
-    monkeypatch.setattr(SweepTracking, "settled", counted)
+    monkeypatch.setattr(MlflowSweepTracker, "settled", counted)
     clerk = started(study)
     study.train(study.begin(), 1, 5)
     study.end(0, "complete")
@@ -163,7 +163,7 @@ def test_closing_waits_no_longer_than_it_may(study: Study, capsys: pytest.Captur
 
         name = "stuck"
 
-        def see(self, events: Sequence[Event]) -> None:
+        def see(self, events: Sequence[JournalEvent]) -> None:
             stuck.set()
             freed.wait(60)
 
@@ -209,7 +209,7 @@ def test_the_prelude_is_repeated_until_it_succeeds_and_the_conclusion_comes_last
 
 
 def test_standings_of_trials_that_run(study: Study) -> None:
-    standings = Standings(study.layout.runs)
+    standings = TrialProgressReader(study.layout.runs)
     assert standings.of(study.report()) == {}
     study.train(study.begin(), 1, 5)
     study.begin()

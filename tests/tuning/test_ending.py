@@ -46,7 +46,7 @@ def test_tokens_of_steps_that_were_done_twice_count_once_and_the_rest_is_extrapo
     journal.append("memory", phase="steady", peak_bytes=900, allocated_bytes=0, host_bytes=0, device_bytes=4000)
     journal.append("memory", phase="loaded", peak_bytes=500, allocated_bytes=0, host_bytes=0, device_bytes=4000)
     journal.close()
-    spent = trial.cost(paths, trial.read(paths))
+    spent = trial.compute_cost(paths, trial.read_run_summary(paths))
     assert (spent.trained_tokens, spent.planned_tokens, spent.steps, spent.planned_steps) == (20, 80, 2, 8)
     assert (spent.train_seconds, spent.memory_bytes, spent.trainable_parameters, spent.attempts) == (1.5, 900, 77, 2)
 
@@ -59,7 +59,7 @@ def test_a_failure_that_depends_on_the_values_is_a_constraint(
     paths: RunPaths, cause: str, constraint: str | None
 ) -> None:
     failed(paths, cause, "so it was").close()
-    found = trial.read(paths)
+    found = trial.read_run_summary(paths)
     assert (found.cause, found.text) == (cause, "so it was")
     assert found.constraints == ({constraint: 1.0} if constraint else {})
 
@@ -68,7 +68,7 @@ def test_the_forecast_says_how_much_memory_was_missing(paths: RunPaths) -> None:
     journal = failed(paths, "too_large", "too large", needed_bytes=3000, available_bytes=2000)
     journal.append("died", exit_code=2, **{"class": "too_large"}, decision="GiveUp", text="too large")
     journal.close()
-    assert trial.read(paths).constraints == {"memory": 0.5}
+    assert trial.read_run_summary(paths).constraints == {"memory": 0.5}
 
 
 def test_a_failure_of_an_earlier_attempt_is_none_of_a_later_one(paths: RunPaths) -> None:
@@ -77,5 +77,5 @@ def test_a_failure_of_an_earlier_attempt_is_none_of_a_later_one(paths: RunPaths)
     journal.append("attempt", pid=2, code_version="x")
     journal.append("died", exit_code=-9, **{"class": "killed"}, decision="GiveUp", text="killed by SIGKILL")
     journal.close()
-    found = trial.read(paths)
+    found = trial.read_run_summary(paths)
     assert (found.cause, found.text, found.constraints) == ("killed", "killed by SIGKILL", {})

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.sweep import Knob
-from ratchet.storage.records.sweep import Measure, Trial
-from ratchet.tuning.report import FEWEST, importances
+from ratchet.config.sweep import SweepParameter
+from ratchet.storage.records.sweep import SweepObjective, Trial
+from ratchet.tuning.report import FEWEST, compute_importances
 from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, drawn, space_of, trial
 
 
@@ -23,7 +23,9 @@ def position(values: dict[str, Any]) -> float:
 
 def test_the_knob_that_decides_explains_most_and_shares_sum_to_one() -> None:
     space = space_of(RANK, RATE, DROPOUT, TARGETS)
-    found = importances(space, LOSS, history(space, lambda values: position(values) + values["train.dropout"]), 0)
+    found = compute_importances(
+        space, LOSS, history(space, lambda values: position(values) + values["train.dropout"]), 0
+    )
     assert next(iter(found)) == "train.learning_rate"
     assert found["train.learning_rate"] > 0.6 > found["train.dropout"] > found["train.targets"]
     assert sum(found.values()) == pytest.approx(1)
@@ -32,25 +34,28 @@ def test_the_knob_that_decides_explains_most_and_shares_sum_to_one() -> None:
 
 def test_choices_count_as_such_and_ranges_on_their_own_scale() -> None:
     space = space_of(RATE, TARGETS)
-    found = importances(space, LOSS, history(space, lambda values: float(values["train.targets"] == "all")), 0)
+    found = compute_importances(space, LOSS, history(space, lambda values: float(values["train.targets"] == "all")), 0)
     assert found["train.targets"] > 0.8
     # Below 3e-4 lies a quarter of the logarithms, and a fiftieth of the plain range.
     space = space_of(RATE, DROPOUT)
     value = lambda values: float(position(values) < 0.25) + 3 * values["train.dropout"]  # noqa: E731
-    assert importances(space, LOSS, history(space, value, 60), 0)["train.learning_rate"] > 0.55
+    assert compute_importances(space, LOSS, history(space, value, 60), 0)["train.learning_rate"] > 0.55
 
 
 def test_knobs_that_some_trials_lack_are_left_out() -> None:
     space = space_of(RATE, CONDITIONAL)
-    assert set(importances(space, LOSS, history(space, position), 0)) == {"train.learning_rate", "train.adapter"}
+    assert set(compute_importances(space, LOSS, history(space, position), 0)) == {
+        "train.learning_rate",
+        "train.adapter",
+    }
 
 
 def test_the_same_history_and_seed_give_the_same() -> None:
     space = space_of(RANK, RATE)
     known = history(space, lambda values: position(values) + values["train.rank"] / 50)
-    first = importances(space, LOSS, known, 3)
-    assert first == importances(space, LOSS, known[::-1], 3)
-    assert first != importances(space, LOSS, known, 4)
+    first = compute_importances(space, LOSS, known, 3)
+    assert first == compute_importances(space, LOSS, known[::-1], 3)
+    assert first != compute_importances(space, LOSS, known, 4)
 
 
 def test_only_complete_trials_count() -> None:
@@ -64,7 +69,7 @@ def test_only_complete_trials_count() -> None:
         trial(number + 3, values, "running"),
         trial(number + 4, values, objectives=(math.inf,)),
     ]
-    assert importances(space, LOSS, known + noise, 0) == importances(space, LOSS, known, 0)
+    assert compute_importances(space, LOSS, known + noise, 0) == compute_importances(space, LOSS, known, 0)
 
 
 def test_where_pruning_has_left_few_complete_the_first_validation_counts() -> None:
@@ -74,30 +79,33 @@ def test_where_pruning_has_left_few_complete_the_first_validation_counts() -> No
         for number in range(30)
     ]
     others = [trial(30 + k, drawn(space, 30 + k), "pruned", curve={48: 9.0}) for k in range(4)]
-    found = importances(space, LOSS, [*known, *others], 0)
+    found = compute_importances(space, LOSS, [*known, *others], 0)
     assert found["train.learning_rate"] > 0.8, "trials whose first validation came elsewhere were mixed in"
-    accuracy = [Measure(metric="accuracy", direction="maximize")]
-    assert importances(space, accuracy, known, 0) == {}
+    accuracy = [SweepObjective(metric="accuracy", direction="maximize")]
+    assert compute_importances(space, accuracy, known, 0) == {}
 
 
 def test_the_first_of_several_objectives_counts() -> None:
     space = space_of(RATE, DROPOUT)
-    both = (Measure(metric="accuracy", direction="maximize"), Measure(metric="memory_bytes", direction="minimize"))
+    both = (
+        SweepObjective(metric="accuracy", direction="maximize"),
+        SweepObjective(metric="memory_bytes", direction="minimize"),
+    )
     known = [
         one.model_copy(update={"objectives": (*one.objectives, 1e9 * one.values["train.dropout"])})
         for one in history(space, position)
     ]
-    assert importances(space, both, known, 0)["train.learning_rate"] > 0.8
+    assert compute_importances(space, both, known, 0)["train.learning_rate"] > 0.8
 
 
 def test_nothing_is_said_where_too_little_is_known() -> None:
     space = space_of(RATE, DROPOUT)
-    assert importances(space, LOSS, [], 0) == {}
-    assert importances(space, LOSS, history(space, position, FEWEST - 1), 0) == {}
-    assert importances(space, LOSS, history(space, position, FEWEST), 0) != {}
-    assert importances(space, LOSS, history(space, lambda values: 1.0), 0) == {}  # all came to the same
+    assert compute_importances(space, LOSS, [], 0) == {}
+    assert compute_importances(space, LOSS, history(space, position, FEWEST - 1), 0) == {}
+    assert compute_importances(space, LOSS, history(space, position, FEWEST), 0) != {}
+    assert compute_importances(space, LOSS, history(space, lambda values: 1.0), 0) == {}  # all came to the same
     same = [trial(number, drawn(space, 1), objectives=(float(number),)) for number in range(9)]
-    assert importances(space, LOSS, same, 0) == {}
-    wide = space_of(RATE, DROPOUT, RANK, TARGETS, {"train.warmup": Knob(low=0.0, high=0.2)})
-    assert importances(wide, LOSS, history(wide, position, 9), 0) == {}
-    assert importances(wide, LOSS, history(wide, position, 10), 0) != {}
+    assert compute_importances(space, LOSS, same, 0) == {}
+    wide = space_of(RATE, DROPOUT, RANK, TARGETS, {"train.warmup": SweepParameter(low=0.0, high=0.2)})
+    assert compute_importances(wide, LOSS, history(wide, position, 9), 0) == {}
+    assert compute_importances(wide, LOSS, history(wide, position, 10), 0) != {}

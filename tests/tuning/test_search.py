@@ -12,40 +12,43 @@ import pytest
 import tiny_project
 import tiny_sweep
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, SweepParameter
 from ratchet.runs.directory import RunSpec
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.sweep import Cost, Trial
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
-from ratchet.tuning.leases import Worker
-from ratchet.tuning.scheduler import Search
-from ratchet.tuning.study import Desk
-from ratchet.tuning.trial import Assignment
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.scheduler import TrialScheduler
+from ratchet.tuning.study import StudySession
+from ratchet.tuning.trial import TrialTask
 
-RANDOM = Sampler(kind="random")
-NEVER = Pruner(kind="none")
-ASHA = Pruner(kind="asha", first=0.25, reduction=3)  # rungs at a quarter and three quarters
+RANDOM = SamplerSettings(kind="random")
+NEVER = PrunerSettings(kind="none")
+ASHA = PrunerSettings(kind="asha", first=0.25, reduction=3)  # rungs at a quarter and three quarters
 QUARTERS = (0.25, 0.5, 0.75)
-FOUR_POINTS = {"train.rank": Knob(choices=(2, 4)), "train.learning_rate": Knob(choices=(0.001, 0.01))}
+FOUR_POINTS = {
+    "train.rank": SweepParameter(choices=(2, 4)),
+    "train.learning_rate": SweepParameter(choices=(0.001, 0.01)),
+}
 LEASE_S = 3600.0
 
-Begin = Callable[..., Search]
+Begin = Callable[..., TrialScheduler]
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Layout:
+def copied(tmp_path: Path) -> ProjectLayout:
     return tiny_project.prepared(tmp_path / "a project", tiny_sweep.settings())
 
 
 @pytest.fixture
-def begin(copied: Layout) -> Iterator[Begin]:
+def begin(copied: ProjectLayout) -> Iterator[Begin]:
     """Opens the study of the project, with these settings of the sweep."""
     with ExitStack() as stack:
 
-        def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> Search:
+        def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> TrialScheduler:
             settings = _settings(train or {}, {"sampler": RANDOM, **sweep})
-            desk = stack.enter_context(Desk.open(copied, settings, fork))
-            return Search(copied, settings, desk.register, Worker.here(), _no_answers)
+            desk = stack.enter_context(StudySession.open(copied, settings, fork))
+            return TrialScheduler(copied, settings, desk.register, SweepWorker.here(), _no_answers)
 
         yield opened
 
@@ -60,19 +63,19 @@ def _no_answers(settings: Settings, run_id: str, metrics: Sequence[str]) -> Mapp
     raise AssertionError(f"nobody asked for {metrics}")
 
 
-def work(search: Search) -> Assignment:
+def work(search: TrialScheduler) -> TrialTask:
     """The next trial, where there is one."""
     found = search.next()
-    assert isinstance(found, Assignment), found
+    assert isinstance(found, TrialTask), found
     return found
 
 
-def curve(search: Search, losses: Sequence[float]) -> dict[int, float]:
+def curve(search: TrialScheduler, losses: Sequence[float]) -> dict[int, float]:
     """Losses at the quarters of the longest training."""
     return {math.ceil(share * search.longest_rows): loss for share, loss in zip(QUARTERS, losses, strict=False)}
 
 
-def end(search: Search, given: Assignment, state: str, losses: Sequence[float] = (), **fields: Any) -> Trial:
+def end(search: TrialScheduler, given: TrialTask, state: str, losses: Sequence[float] = (), **fields: Any) -> Trial:
     """End a trial with these losses at the quarters; returns its record in the study."""
     if state == "complete":
         fields = {"objectives": (losses[-1],), **fields}
@@ -81,13 +84,13 @@ def end(search: Search, given: Assignment, state: str, losses: Sequence[float] =
     return search.register.trials()[given.trial.number]
 
 
-def judged(search: Search, given: Assignment, *losses: float) -> str | None:
+def judged(search: TrialScheduler, given: TrialTask, *losses: float) -> str | None:
     """Verdict after validations with these losses."""
     assert given.judge is not None
     return given.judge(given.trial.model_copy(update={"curve": curve(search, losses)}))
 
 
-def left(search: Search, *losses: float) -> list[Trial]:
+def left(search: TrialScheduler, *losses: float) -> list[Trial]:
     """New trials, pruned with these losses at the first rung."""
     found = []
     for loss in losses:
@@ -132,7 +135,7 @@ def test_those_of_a_fork_come_on_top(begin: Begin) -> None:
     for loss in (1.0, 2.0):
         end(before, work(before), "complete", [loss])
     assert before.next() == "over"
-    after = begin(fork=True, trials=2, pruner=NEVER, sampler=Sampler(kind="random", seed=1))
+    after = begin(fork=True, trials=2, pruner=NEVER, sampler=SamplerSettings(kind="random", seed=1))
     assert after.register.carried == 2
     for loss in (3.0, 4.0):
         end(after, work(after), "complete", [loss])
@@ -160,7 +163,7 @@ def test_a_promoted_trial_is_continued_before_anything_new_is_tried(begin: Begin
     given = work(search)
     assert given.trial.continues == best.number
     assert (given.trial.values, given.trial.run_id) == (best.values, best.run_id)
-    assert final_round.counted(search.register.trials()) == 3
+    assert final_round.count_trials(search.register.trials()) == 3
     assert work(search).trial.continues is None  # named once
     assert first.state == "pruned"
 
@@ -193,7 +196,7 @@ def test_the_curves_of_others_are_looked_at_when_it_is_judged(begin: Begin) -> N
 
 
 def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(begin: Begin) -> None:
-    search = begin(trials=4, pruner=ASHA, finalists=Finalists(top=2))
+    search = begin(trials=4, pruner=ASHA, finalists=FinalistSettings(top=2))
     left(search, 3.0, 2.0, 4.0)
     end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3: continues 1, and is pruned at the next rung
     left(search, 5.0)
@@ -213,13 +216,13 @@ def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(b
 
 @pytest.mark.parametrize("top", [0, 1])
 def test_one_is_completed_by_any_worker_even_where_no_finals_are_wanted(begin: Begin, top: int) -> None:
-    search = begin(trials=2, pruner=ASHA, finalists=Finalists(top=top))
+    search = begin(trials=2, pruner=ASHA, finalists=FinalistSettings(top=top))
     left(search, 3.0, 2.0)
     given = work(search)
     assert given.trial.continues == 1
     assert judged(search, given, 2.0, 9.0, 9.0) is None
     search.register.release(given.trial.number, search.worker)
-    other = begin(trials=2, pruner=ASHA, finalists=Finalists(top=top))
+    other = begin(trials=2, pruner=ASHA, finalists=FinalistSettings(top=top))
     again = work(other)
     assert (again.trial.number, again.trial.continues) == (given.trial.number, 1)
     assert judged(other, again, 2.0, 9.0, 9.0) is None
@@ -246,11 +249,13 @@ def test_a_search_with_nothing_to_continue_is_over(begin: Begin) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "cost"),
-    [({"tokens": 1000}, Cost(trained_tokens=400)), ({"hours": 1}, Cost(train_seconds=1300.0))],
+    [({"tokens": 1000}, TrainingCost(trained_tokens=400)), ({"hours": 1}, TrainingCost(train_seconds=1300.0))],
     ids=["tokens", "hours"],
 )
-def test_at_a_limit_nothing_is_promoted_and_one_is_completed(begin: Begin, limit: dict[str, Any], cost: Cost) -> None:
-    search = begin(trials=8, pruner=ASHA, finalists=Finalists(top=3), **limit)
+def test_at_a_limit_nothing_is_promoted_and_one_is_completed(
+    begin: Begin, limit: dict[str, Any], cost: TrainingCost
+) -> None:
+    search = begin(trials=8, pruner=ASHA, finalists=FinalistSettings(top=3), **limit)
     for loss in (3.0, 2.0, 4.0):
         end(search, work(search), "pruned", [loss], cost=cost)
     given = work(search)  # the rule would promote it; at the limit it is continued to its end
@@ -262,12 +267,12 @@ def test_at_a_limit_nothing_is_promoted_and_one_is_completed(begin: Begin, limit
 
 
 def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> None:
-    search = begin(trials=8, pruner=ASHA, tokens=1000, finalists=Finalists(top=3))
-    end(search, work(search), "complete", [2.0, 1.0], cost=Cost(trained_tokens=900))
-    end(search, work(search), "pruned", [3.0], cost=Cost(trained_tokens=99))
+    search = begin(trials=8, pruner=ASHA, tokens=1000, finalists=FinalistSettings(top=3))
+    end(search, work(search), "complete", [2.0, 1.0], cost=TrainingCost(trained_tokens=900))
+    end(search, work(search), "pruned", [3.0], cost=TrainingCost(trained_tokens=99))
     under_way = work(search)
     assert under_way.trial.continues is None  # 999 of 1000
-    end(search, under_way, "pruned", [4.0], cost=Cost(trained_tokens=1))
+    end(search, under_way, "pruned", [4.0], cost=TrainingCost(trained_tokens=1))
     assert search.next() == "over"
 
 
@@ -277,7 +282,7 @@ def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> N
 @pytest.mark.parametrize("kind", ["random", "grid", "tpe"])
 def test_a_finite_space_is_used_up(begin: Begin, kind: str) -> None:
     search = begin(
-        trials=9, pruner=NEVER, space=FOUR_POINTS, sampler=Sampler.model_validate({"kind": kind, "startup": 2})
+        trials=9, pruner=NEVER, space=FOUR_POINTS, sampler=SamplerSettings.model_validate({"kind": kind, "startup": 2})
     )
     for number in range(4):
         end(search, work(search), "complete", [1.0 + number])
@@ -287,7 +292,9 @@ def test_a_finite_space_is_used_up(begin: Begin, kind: str) -> None:
 
 
 def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
-    search = begin(trials=9, pruner=Pruner(kind="asha", first=0.09, reduction=8), space=FOUR_POINTS)  # 0.09 and 0.72
+    search = begin(
+        trials=9, pruner=PrunerSettings(kind="asha", first=0.09, reduction=8), space=FOUR_POINTS
+    )  # 0.09 and 0.72
     left(search, 3.0, 2.0, 4.0, 5.0)
     given = work(search)
     assert given.trial.continues == 1
@@ -300,8 +307,11 @@ def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
 
 
 def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) -> None:
-    space = {"train.adapter": Knob(choices=("adalora", "lora")), "train.rank": Knob(choices=(2, 16))}
-    search = begin(trials=4, pruner=NEVER, space=space, sampler=Sampler(kind="grid"))
+    space = {
+        "train.adapter": SweepParameter(choices=("adalora", "lora")),
+        "train.rank": SweepParameter(choices=(2, 16)),
+    }
+    search = begin(trials=4, pruner=NEVER, space=space, sampler=SamplerSettings(kind="grid"))
     assert work(search).trial.values == {"train.adapter": "adalora", "train.rank": 16}
     refused = search.register.trials()[0]
     assert refused.values == {"train.adapter": "adalora", "train.rank": 2}
@@ -310,15 +320,15 @@ def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) 
     assert "adalora.target_rank: 8 must be below rank (2)" in refused.reason
     assert [work(search).trial.number for _ in range(2)] == [2, 3]
     assert search.next() == "wait"
-    assert final_round.counted(search.register.trials()) == 4  # knowledge, and one of the trials
+    assert final_round.count_trials(search.register.trials()) == 4  # knowledge, and one of the trials
 
 
 @pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
 def test_values_that_only_the_rows_refuse_are_tried_once(begin: Begin, kind: str) -> None:
-    space = {"train.pack_tokens": Knob(choices=(2, 128, 256))}
-    sampler = Sampler.model_validate({"kind": kind, "startup": 1})
+    space = {"train.pack_tokens": SweepParameter(choices=(2, 128, 256))}
+    sampler = SamplerSettings.model_validate({"kind": kind, "startup": 1})
     search = begin(train={"batching": "packed"}, trials=9, pruner=NEVER, space=space, sampler=sampler)
-    while isinstance(found := search.next(), Assignment):
+    while isinstance(found := search.next(), TrialTask):
         assert found.rows_per_step > found.settings.train.batch_rows  # several rows to a pack
         end(search, found, "complete", [1.0])
     told = {trial.values["train.pack_tokens"]: trial for trial in search.register.trials()}
@@ -331,7 +341,7 @@ def test_values_that_only_the_rows_refuse_are_tried_once(begin: Begin, kind: str
 
 
 def test_a_space_in_which_nothing_fits_stops_with_the_diagnosis(begin: Begin) -> None:
-    ranges = {"train.pack_tokens": Knob(low=1, high=8)}
+    ranges = {"train.pack_tokens": SweepParameter(low=1, high=8)}
     search = begin(train={"batching": "packed"}, trials=20, space=ranges, stop_after=2)
     assert search.next() == "over"
     assert len(search.register.trials()) == final_round.ALL_INFEASIBLE * 2
@@ -341,7 +351,7 @@ def test_a_space_in_which_nothing_fits_stops_with_the_diagnosis(begin: Begin) ->
 # Stopped
 
 
-def failed(search: Search) -> Trial:
+def failed(search: TrialScheduler) -> Trial:
     return end(search, work(search), "failed", cause="bug", reason="worker died at step 3")
 
 
@@ -386,7 +396,7 @@ def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) 
 def test_at_a_limit_nothing_that_failed_is_tried_again(begin: Begin) -> None:
     search = begin(trials=9, pruner=NEVER, stop_after=2, tokens=100)
     for tokens in (60, 60):
-        end(search, work(search), "failed", cause="bug", reason="it broke", cost=Cost(trained_tokens=tokens))
+        end(search, work(search), "failed", cause="bug", reason="it broke", cost=TrainingCost(trained_tokens=tokens))
     assert search.next() == "over"
     _desk(search).forgive()
     assert search.next() == "over"
@@ -396,7 +406,7 @@ def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
     before = begin(trials=2, pruner=NEVER)
     for loss in (1.0, 2.0):
         end(before, work(before), "complete", [loss])
-    search = begin(fork=True, trials=9, pruner=NEVER, sampler=Sampler(kind="random", seed=1), stop_after=2)
+    search = begin(fork=True, trials=9, pruner=NEVER, sampler=SamplerSettings(kind="random", seed=1), stop_after=2)
     failed(search)
     failed(search)
     assert search.next() == "over"
@@ -416,9 +426,9 @@ def test_a_running_trial_is_taken_over_in_a_stopped_study(begin: Begin) -> None:
     assert work(search).trial.number == under_way.trial.number
 
 
-def _desk(search: Search) -> Desk:
+def _desk(search: TrialScheduler) -> StudySession:
     """As the command has it that is given again."""
-    return Desk(
+    return StudySession(
         search.layout, search.settings, search.register.storage, search.register, search.space,
         dict(search.register.identity),
     )  # fmt: skip

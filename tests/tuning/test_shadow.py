@@ -4,8 +4,8 @@ import math
 
 import optuna
 
-from ratchet.storage.records.sweep import Measure
-from ratchet.tuning.in_memory_study import WORST, lineages, shadow
+from ratchet.storage.records.sweep import SweepObjective
+from ratchet.tuning.in_memory_study import WORST, build_in_memory_study, group_by_lineage
 from study_histories import LOSS, RANK, RATE, drawn, eventful, space_of, trial
 
 
@@ -16,7 +16,7 @@ def states(study: optuna.Study) -> list[str]:
 def test_the_estimator_gets_every_training_once() -> None:
     space = space_of(RANK, RATE)
     history = eventful(space)
-    told = shadow(space, LOSS, history, "tpe").trials
+    told = build_in_memory_study(space, LOSS, history, "tpe").trials
     # 3 was continued by 8, 5 is being continued by 14, 7 failed: of 16 trials 13 trainings.
     assert [one.params["train.learning_rate"] for one in told] == [
         history[number].values["train.learning_rate"] for number in (0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 15)
@@ -42,13 +42,17 @@ def test_the_gaussian_process_gets_a_figure_for_every_finished_training() -> Non
         trial(4, drawn(space, 4), "running"),
         trial(5, drawn(space, 5), objectives=(math.nan,)),
     ]
-    told = shadow(space, LOSS, history, "gp").trials
+    told = build_in_memory_study(space, LOSS, history, "gp").trials
     assert [one.values for one in told] == [[2.0], [3.0], [3.5], [3.5], None, [3.5]]
     assert [next(iter(one.constraints.values()), None) for one in told] == [-1, -1, -1, 1, None, 1]
-    unconstrained = shadow(space, LOSS, history[:3], "gp").trials
+    unconstrained = build_in_memory_study(space, LOSS, history[:3], "gp").trials
     assert all(one.constraints == {} for one in unconstrained)
-    accuracy = (Measure(metric="accuracy", direction="maximize"),)
-    assert [one.values for one in shadow(space, accuracy, history[:3], "gp").trials] == [[-2.0], [-3.0], [-2.0]]
+    accuracy = (SweepObjective(metric="accuracy", direction="maximize"),)
+    assert [one.values for one in build_in_memory_study(space, accuracy, history[:3], "gp").trials] == [
+        [-2.0],
+        [-3.0],
+        [-2.0],
+    ]
 
 
 def test_a_promoted_trial_that_failed_leaves_what_was_known_before() -> None:
@@ -56,7 +60,7 @@ def test_a_promoted_trial_that_failed_leaves_what_was_known_before() -> None:
     pruned = trial(0, drawn(space, 0), "pruned", curve={100: 2.0})
     failed = trial(1, pruned.values, "failed", continues=0, curve={100: 2.0, 300: 1.5})
     diverged = trial(1, pruned.values, "infeasible", continues=0, constraints={"diverged": 1.0})
-    assert lineages([failed, pruned])[0].told is pruned
-    assert lineages([failed, pruned])[0].curve == {100: 2.0, 300: 1.5}
-    assert lineages([diverged, pruned])[0].told is diverged
-    assert states(shadow(space, LOSS, [pruned, failed], "tpe")) == ["PRUNED"]
+    assert group_by_lineage([failed, pruned])[0].told is pruned
+    assert group_by_lineage([failed, pruned])[0].curve == {100: 2.0, 300: 1.5}
+    assert group_by_lineage([diverged, pruned])[0].told is diverged
+    assert states(build_in_memory_study(space, LOSS, [pruned, failed], "tpe")) == ["PRUNED"]

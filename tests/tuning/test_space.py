@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError
-from ratchet.tuning.parameter_scale import distribution, restored, stored
-from ratchet.tuning.parameters import Dimension
-from ratchet.tuning.search_space import MOST_POINTS, Space, settings_with
+from ratchet.tuning.parameter_scale import decode_value, encode_value, to_distribution
+from ratchet.tuning.parameters import SearchDimension
+from ratchet.tuning.search_space import MOST_POINTS, SearchSpace, apply_values
 
 OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -26,8 +26,8 @@ def project(space: str, train: str = "{}") -> Settings:
     return params_file.parse(f"train: {train}\nsweep:\n  space: {space}\n")
 
 
-def space_of(space: str, train: str = "{}") -> Space:
-    return Space.of(project(space, train))
+def space_of(space: str, train: str = "{}") -> SearchSpace:
+    return SearchSpace.of(project(space, train))
 
 
 WIDE = """
@@ -41,18 +41,18 @@ WIDE = """
 """
 
 
-def first(dimension: Dimension) -> Any:
+def first(dimension: SearchDimension) -> Any:
     return dimension.choices[0] if dimension.kind == "choice" else dimension.low
 
 
-def last(dimension: Dimension) -> Any:
+def last(dimension: SearchDimension) -> Any:
     return dimension.choices[-1] if dimension.kind == "choice" else dimension.high
 
 
 def test_each_knob_is_drawn_after_what_it_depends_on_and_else_in_the_order_of_the_file() -> None:
     space, asked = space_of(WIDE), []
 
-    def pick(dimension: Dimension) -> Any:
+    def pick(dimension: SearchDimension) -> Any:
         asked.append(dimension.name.removeprefix("train."))
         return last(dimension)
 
@@ -81,7 +81,7 @@ def test_axes_say_what_plots_need_and_upper_ends_are_reached_by_steps() -> None:
     assert axes["train.targets"].choices == ("all", ("q_proj", "v_proj"))
     assert space.dimension("train.adalora.target_rank").high == 8
     assert space.dimension("train.dropout").high == 0.3
-    assert [distribution(one).single() for one in space.dimensions()] == [False] * 6
+    assert [to_distribution(one).single() for one in space.dimensions()] == [False] * 6
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_values_of_another_space_are_known_for_what_they_are() -> None:
     assert not space.holds(values | {"train.warmup": 0.1})
 
 
-def from_table(values: dict[str, Any], dimension: Dimension) -> Any:
+def from_table(values: dict[str, Any], dimension: SearchDimension) -> Any:
     return values[dimension.name]
 
 
@@ -263,12 +263,12 @@ def spaces(draw: st.DrawFn) -> Settings:
 @OFTEN
 @given(spaces(), st.integers(0, 2**32 - 1))
 def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(project: Settings, seed: int) -> None:
-    space = Space.of(project)
+    space = SearchSpace.of(project)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     asked = study.ask()
 
-    def pick(dimension: Dimension) -> Any:
-        return restored(dimension, asked._suggest(dimension.name, distribution(dimension)))
+    def pick(dimension: SearchDimension) -> Any:
+        return decode_value(dimension, asked._suggest(dimension.name, to_distribution(dimension)))
 
     values = space.draw(pick)
     kept = json.loads(json.dumps(values))
@@ -277,15 +277,15 @@ def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(proj
     assert space.draw(partial(from_table, space.free(kept))) == values
     optuna.trial.create_trial(  # Optuna checks that it may hold these values
         value=0.0,
-        params={name: stored(value) for name, value in space.free(kept).items()},
-        distributions={name: distribution(space.dimension(name)) for name in space.free(kept)},
+        params={name: encode_value(value) for name, value in space.free(kept).items()},
+        distributions={name: to_distribution(space.dimension(name)) for name in space.free(kept)},
     )
     try:
-        patched = settings_with(project, kept)
+        patched = apply_values(project, kept)
     except SettingsError as error:
         assert "target_rank" in str(error)
         return
-    assert settings_with(patched, values) == patched
+    assert apply_values(patched, values) == patched
     for key, value in values.items():
         *sections, leaf = key.removeprefix("train.").split(".")
         node: Any = patched.train
@@ -298,7 +298,7 @@ def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(proj
 @OFTEN
 @given(spaces(), st.integers(2, 3))
 def test_grid_points_are_unique_and_drawable(project: Settings, points: int) -> None:
-    space = Space.of(project)
+    space = SearchSpace.of(project)
     grid = space.grid(points)
     assert len({json.dumps(values) for values in grid}) == len(grid) > 0
     for values in random.Random(0).sample(grid, min(20, len(grid))):
@@ -320,13 +320,13 @@ def test_the_document_says_the_same_of_the_same_space_and_names_what_inactive_kn
 
 def test_settings_of_a_trial_are_validated_as_a_whole_and_the_message_has_values_and_place() -> None:
     project = Settings()
-    assert settings_with(project, {"train.targets": ["q_proj"]}).train.targets == ("q_proj",)
+    assert apply_values(project, {"train.targets": ["q_proj"]}).train.targets == ("q_proj",)
     with pytest.raises(
         SettingsError, match=r"^train\.adapter adalora, train\.rank 4: train\.adalora\.target_rank: 8 m"
     ):
-        settings_with(project, {"train.adapter": "adalora", "train.rank": 4})
+        apply_values(project, {"train.adapter": "adalora", "train.rank": 4})
     with pytest.raises(SettingsError, match=r"train\.rank: input should be a valid integer"):
-        settings_with(project, {"train.rank": 4.5})
+        apply_values(project, {"train.rank": 4.5})
     for key in ("train.rnk", "train.rank.x", "nothing", "train.gurads.patience"):
         with pytest.raises(SettingsError, match=f"{key}: no such setting"):
-            settings_with(project, {key: 1})
+            apply_values(project, {key: 1})

@@ -5,12 +5,12 @@ import pytest
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError
-from ratchet.tuning.search_space import Space
+from ratchet.tuning.search_space import SearchSpace
 
 
 def refusal(space: str) -> str:
     with pytest.raises(SettingsError) as refused:
-        Space.of(params_file.parse(f"sweep: {{space: {{{space}}}}}"))
+        SearchSpace.of(params_file.parse(f"sweep: {{space: {{{space}}}}}"))
     return str(refused.value)
 
 
@@ -121,7 +121,7 @@ def test_knobs_that_do_not_fit_together_are_refused(knobs: str, words: str) -> N
 def test_whole_numbers_follow_where_every_value_fits() -> None:
     for source in ("{low: 2, high: 9, step: 2}", "{choices: [2, 4, 8]}"):
         text = f"sweep: {{space: {{train.rank: {source}, train.batch_rows: {{tie: rank / 2}}}}}}"
-        values = Space.of(params_file.parse(text)).grid(2)
+        values = SearchSpace.of(params_file.parse(text)).grid(2)
         assert [(one["train.batch_rows"], type(one["train.batch_rows"])) for one in values] == [
             (one["train.rank"] // 2, int) for one in values
         ]
@@ -133,7 +133,7 @@ CONDITIONAL = "train.rank: {low: 2, high: 8, step: 3}, train.alpha: {tie: 2 * ra
 @pytest.mark.parametrize(("source", "numbers"), [("rank", "[5, 8]"), ("alpha", "[10, 16]")])
 def test_a_condition_on_a_range_names_numbers_that_it_has(source: str, numbers: str) -> None:
     text = f"sweep: {{space: {{{CONDITIONAL} when: {{{source}: {numbers}}}}}}}}}"
-    assert [len(values) for values in Space.of(params_file.parse(text)).grid(2)] == [2, 3, 3]
+    assert [len(values) for values in SearchSpace.of(params_file.parse(text)).grid(2)] == [2, 3, 3]
 
 
 @pytest.mark.parametrize(("source", "number"), [("rank", 6), ("rank", 11), ("alpha", 5), ("alpha", 12)])
@@ -167,9 +167,9 @@ def test_all_problems_are_reported_together() -> None:
 
 def test_combinations_that_settings_refuse_are_left_to_trials() -> None:
     text = "sweep: {space: {train.adapter: {choices: [lora, adalora]}, train.rank: {low: 1, high: 64}}}"
-    assert len(Space.of(params_file.parse(text)).grid(2)) == 4
+    assert len(SearchSpace.of(params_file.parse(text)).grid(2)) == 4
 
 
 def test_the_default_space() -> None:
-    axes = Space.of(Settings()).axes()
+    axes = SearchSpace.of(Settings()).axes()
     assert [axis.knob for axis in axes] == ["train.rank", "train.alpha", "train.learning_rate"]

@@ -11,38 +11,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.sweep import Pruner
+from ratchet.config.sweep import PrunerSettings
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.in_memory_study import Lineage, lineages
-from ratchet.tuning.pruners import BRACKETS_OF, Ladder, brackets, promotable, rungs, verdict
+from ratchet.tuning.in_memory_study import TrialLineage, group_by_lineage
+from ratchet.tuning.pruners import (
+    BRACKETS_OF,
+    HyperbandBracket,
+    build_brackets,
+    compute_rungs,
+    decide_pruning,
+    find_promotable,
+)
 
 Curve = dict[int, float]
 
 LONGEST = 900
-ASHA = Pruner(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
-HALVING = Pruner(kind="asha", first=0.03, reduction=2)  # at 27, 54, 108, 216 and 432
-HYPERBAND = Pruner(kind="hyperband", first=0.11, reduction=3)
-MEDIAN = Pruner(kind="median", first=0.11, startup=3)
+ASHA = PrunerSettings(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
+HALVING = PrunerSettings(kind="asha", first=0.03, reduction=2)  # at 27, 54, 108, 216 and 432
+HYPERBAND = PrunerSettings(kind="hyperband", first=0.11, reduction=3)
+MEDIAN = PrunerSettings(kind="median", first=0.11, startup=3)
 
 
 # Rungs
 
 
 def test_rungs_grow_by_the_reduction_and_stop_where_nothing_would_be_saved() -> None:
-    assert rungs(0.11, 3, 900) == (99, 297)  # not 891: that training is as good as done
-    assert rungs(0.2, 3, 1000) == (200, 600)
-    assert rungs(0.25, 2, 1000) == (250, 500)
-    assert rungs(0.01, 4, 1000) == (10, 40, 160, 640)
-    assert rungs(0.95, 3, 1000) == ()
+    assert compute_rungs(0.11, 3, 900) == (99, 297)  # not 891: that training is as good as done
+    assert compute_rungs(0.2, 3, 1000) == (200, 600)
+    assert compute_rungs(0.25, 2, 1000) == (250, 500)
+    assert compute_rungs(0.01, 4, 1000) == (10, 40, 160, 640)
+    assert compute_rungs(0.95, 3, 1000) == ()
 
 
 def test_rungs_are_where_they_are_meant_to_be_whatever_floating_point_makes_of_it() -> None:
-    assert rungs(0.05, 3, 15_000) == (750, 2250, 6750)
-    assert rungs(0.1, 3, 1000) == (100, 300)  # 0.1 x 3 x 3 and 0.3 x 3 lie on different sides of 0.9
-    assert rungs(0.3, 3, 1000) == (300,)
+    assert compute_rungs(0.05, 3, 15_000) == (750, 2250, 6750)
+    assert compute_rungs(0.1, 3, 1000) == (100, 300)  # 0.1 x 3 x 3 and 0.3 x 3 lie on different sides of 0.9
+    assert compute_rungs(0.3, 3, 1000) == (300,)
     better = [Trial(number=n, values={}, run_id=str(n), state="complete", curve={2250: 1.0}) for n in range(3)]
     own = Trial(number=3, values={}, run_id="3", state="running", curve={768: 0.5, 2250: 2.0})
-    assert verdict(Pruner(), better, own, 15_000) is not None
+    assert decide_pruning(PrunerSettings(), better, own, 15_000) is not None
 
 
 # For any curves
@@ -60,12 +67,12 @@ def studies(draw: st.DrawFn) -> list[Curve]:
     return found
 
 
-def simulated(pruner: Pruner, curves: Sequence[Curve]) -> list[Trial]:
+def simulated(pruner: PrunerSettings, curves: Sequence[Curve]) -> list[Trial]:
     """One worker: promotable trials first, then new ones; each is judged after each validation."""
     history: list[Trial] = []
     waiting = list(range(len(curves)))
     while True:
-        number = promotable(pruner, history, LONGEST)
+        number = find_promotable(pruner, history, LONGEST)
         if number is None and not waiting:
             return history
         which = waiting.pop(0) if number is None else history[number].values["k"]
@@ -73,8 +80,8 @@ def simulated(pruner: Pruner, curves: Sequence[Curve]) -> list[Trial]:
         state = "complete"
         for rows in sorted(curves[which]):
             now = now.model_copy(update={"curve": now.curve | {rows: curves[which][rows]}})
-            reason = verdict(pruner, history, now, LONGEST)
-            assert reason == verdict(pruner, [*history[::-1], now], now, LONGEST)
+            reason = decide_pruning(pruner, history, now, LONGEST)
+            assert reason == decide_pruning(pruner, [*history[::-1], now], now, LONGEST)
             if reason is not None:
                 state = "pruned"
                 break
@@ -82,11 +89,11 @@ def simulated(pruner: Pruner, curves: Sequence[Curve]) -> list[Trial]:
         assert len(history) <= 8 * len(curves)
 
 
-def ladders(pruner: Pruner, field: list[Lineage]) -> list[Ladder]:
-    levels = rungs(pruner.first, pruner.reduction, LONGEST)
+def ladders(pruner: PrunerSettings, field: list[TrialLineage]) -> list[HyperbandBracket]:
+    levels = compute_rungs(pruner.first, pruner.reduction, LONGEST)
     if pruner.kind == "hyperband":
-        return brackets(levels, pruner.reduction, field)
-    return [Ladder(levels, pruner.reduction, tuple(field))]
+        return build_brackets(levels, pruner.reduction, field)
+    return [HyperbandBracket(levels, pruner.reduction, tuple(field))]
 
 
 def reached(curve: Curve, rung: float) -> float | None:
@@ -95,7 +102,7 @@ def reached(curve: Curve, rung: float) -> float | None:
     return None if loss is None else loss if math.isfinite(loss) else math.inf
 
 
-def best_of(ladder: Ladder, rung: float) -> list[int]:
+def best_of(ladder: HyperbandBracket, rung: float) -> list[int]:
     """The first trials of those that are continued from a rung in the end: floor(n / reduction) of all n on it."""
     there = sorted((loss, line.first) for line in ladder.field if (loss := reached(line.curve, rung)) is not None)
     return [first for _, first in there[: len(there) // ladder.reduction]]
@@ -103,10 +110,10 @@ def best_of(ladder: Ladder, rung: float) -> list[int]:
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(studies(), st.sampled_from([ASHA, HYPERBAND, HALVING]))
-def test_the_best_of_every_rung_are_continued_and_none_twice(curves: list[Curve], pruner: Pruner) -> None:
+def test_the_best_of_every_rung_are_continued_and_none_twice(curves: list[Curve], pruner: PrunerSettings) -> None:
     history = simulated(pruner, curves)
     assert all(count == 1 for count in Counter(one.continues for one in history if one.continues is not None).values())
-    field = lineages(history)
+    field = group_by_lineage(history)
     assert [line.first for line in field] == sorted({line.first for line in field})
     assert len(field) == len(curves)
     for line in field:
@@ -167,11 +174,13 @@ def random_curves(seed: int, count: int, every: int = 50) -> list[Curve]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("pruner", [ASHA, HALVING, Pruner(first=0.05, reduction=3), Pruner(first=0.1, reduction=4)])
-def test_one_worker_does_the_jobs_of_the_paper_in_its_order(pruner: Pruner, seed: int) -> None:
+@pytest.mark.parametrize(
+    "pruner", [ASHA, HALVING, PrunerSettings(first=0.05, reduction=3), PrunerSettings(first=0.1, reduction=4)]
+)
+def test_one_worker_does_the_jobs_of_the_paper_in_its_order(pruner: PrunerSettings, seed: int) -> None:
     """Going on at once with one that is promoted when it comes is what the paper's worker does next anyway."""
     curves = random_curves(seed, 40, every=10)
-    levels = (*rungs(pruner.first, pruner.reduction, LONGEST), LONGEST)
+    levels = (*compute_rungs(pruner.first, pruner.reduction, LONGEST), LONGEST)
     expected = algorithm_2(curves, levels, pruner.reduction)
     assert jobs_of(simulated(pruner, curves), levels) == expected
     assert Counter(rung for _, rung in expected)[levels[1]] >= 40 // pruner.reduction
@@ -186,7 +195,9 @@ def optunas(pruner: optuna.pruners.BasePruner) -> optuna.Study:
     return optuna.create_study(study_name=BRACKETS_OF, storage=storage, pruner=pruner)
 
 
-def decisions(ours: Pruner, theirs: optuna.pruners.BasePruner, curves: list[Curve]) -> list[tuple[bool, bool, int]]:
+def decisions(
+    ours: PrunerSettings, theirs: optuna.pruners.BasePruner, curves: list[Curve]
+) -> list[tuple[bool, bool, int]]:
     """A study led by Optuna's pruner, which promotes none: its decision, ours, and how many came to the rung by then.
 
     Asked is at each validation before the end; that number is 0 where no rung was reached.
@@ -203,7 +214,9 @@ def decisions(ours: Pruner, theirs: optuna.pruners.BasePruner, curves: list[Curv
             if rows == LONGEST:
                 break
             ended = trial.should_prune()
-            found.append((ended, verdict(ours, history, now, LONGEST) is not None, _among(ours, [*history, now])))
+            found.append(
+                (ended, decide_pruning(ours, history, now, LONGEST) is not None, _among(ours, [*history, now]))
+            )
             if ended:
                 break
         objectives = () if ended else (loss,)
@@ -212,11 +225,11 @@ def decisions(ours: Pruner, theirs: optuna.pruners.BasePruner, curves: list[Curv
     return found
 
 
-def _among(pruner: Pruner, history: list[Trial]) -> int:
+def _among(pruner: PrunerSettings, history: list[Trial]) -> int:
     """How many came to the rung that the last one of them has just reached."""
     curve = history[-1].curve
     *_, before, last = (0, *curve)
-    for ladder in ladders(pruner, lineages(history)):
+    for ladder in ladders(pruner, group_by_lineage(history)):
         if any(line.first == history[-1].number for line in ladder.field):
             for rung in ladder.rungs:
                 if before < rung <= last:
@@ -235,7 +248,7 @@ def _among(pruner: Pruner, history: list[Trial]) -> int:
     ids=["asha", "hyperband"],
 )
 def test_where_enough_came_to_a_rung_we_decide_as_optuna_does(
-    ours: Pruner, theirs: optuna.pruners.BasePruner, seed: int
+    ours: PrunerSettings, theirs: optuna.pruners.BasePruner, seed: int
 ) -> None:
     """With fewer, Optuna continues the best, because it cannot come back to it; we leave them all, and can."""
     found = decisions(ours, theirs, random_curves(seed, 40))

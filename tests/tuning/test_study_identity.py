@@ -8,15 +8,15 @@ import pytest
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.runs.directory import RECIPE_VERSION
-from ratchet.storage.digests import of_json
-from ratchet.tuning.search_space import Space, settings_with
-from ratchet.tuning.study_versions import differences, identity
+from ratchet.storage.digests import hash_json
+from ratchet.tuning.search_space import SearchSpace, apply_values
+from ratchet.tuning.study_versions import compute_identity, list_differences
 
 DATA, OTHER, ON = "d" * 64, "e" * 64, "b" * 64
 
 
 def of(text: str = "{}", data: str = DATA) -> dict[str, Any]:
-    return identity(params_file.parse(text), data, ON)
+    return compute_identity(params_file.parse(text), data, ON)
 
 
 SPACE = """
@@ -37,13 +37,13 @@ def searched(train: str = "epochs: 3", high: int = 64) -> str:
 def test_it_comes_back_from_json_as_it_was() -> None:
     found = of(searched("learning_rate: 1.1e-5, dropout: 0.30000000000000004"))
     assert json.loads(json.dumps(found)) == found
-    assert differences(json.loads(json.dumps(found)), found) == []
+    assert list_differences(json.loads(json.dumps(found)), found) == []
 
 
 def test_defaults_and_the_same_values_in_a_file_are_one_identity_to_the_byte() -> None:
     settings = Settings()
     written = params_file.parse(params_file.dump(settings))
-    assert of_json(identity(settings, DATA, ON)) == of_json(identity(written, DATA, ON))
+    assert hash_json(compute_identity(settings, DATA, ON)) == hash_json(compute_identity(written, DATA, ON))
 
 
 def test_the_identity_has_these_parts() -> None:
@@ -76,7 +76,9 @@ def test_the_identity_has_these_parts() -> None:
 )
 def test_settings_outside_the_identity_may_change(changes: dict[str, Any]) -> None:
     settings = params_file.parse(searched("adalora: {target_rank: 2}"))
-    assert identity(params_file.changed(settings, changes), DATA, ON) == identity(settings, DATA, ON)
+    assert compute_identity(params_file.apply_changes(settings, changes), DATA, ON) == compute_identity(
+        settings, DATA, ON
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,19 +104,22 @@ def test_settings_outside_the_identity_may_change(changes: dict[str, Any]) -> No
 )
 def test_differences_are_reported_line_by_line(changes: dict[str, Any], lines: list[str]) -> None:
     settings = params_file.parse(searched())
-    old, new = identity(settings, DATA, ON), identity(params_file.changed(settings, changes), DATA, ON)
-    assert differences(old, new) == lines
+    old, new = (
+        compute_identity(settings, DATA, ON),
+        compute_identity(params_file.apply_changes(settings, changes), DATA, ON),
+    )
+    assert list_differences(old, new) == lines
 
 
 def test_edits_of_the_space() -> None:
     old = of(searched())
-    assert differences(old, of(searched(high=128))) == ["space.train.rank.high: 64 -> 128"]
+    assert list_differences(old, of(searched(high=128))) == ["space.train.rank.high: 64 -> 128"]
     fewer = searched().replace("    train.alpha: {tie: 2 * rank}\n", "")
-    assert differences(old, of(fewer)) == [
+    assert list_differences(old, of(fewer)) == [
         "space.train.alpha.tie: 2 * train.rank -> (none)",
         "train.alpha: (none) -> 32",
     ]
-    lines = differences(old, of(searched().replace("{choices: [2, 3], when", "{low: 2, high: 3, when")))
+    lines = list_differences(old, of(searched().replace("{choices: [2, 3], when", "{low: 2, high: 3, when")))
     assert lines == [
         "space.train.adalora.target_rank.choices: [2, 3] -> (none)",
         "space.train.adalora.target_rank.high: (none) -> 3",
@@ -126,15 +131,15 @@ def test_edits_of_the_space() -> None:
 
 def test_digests_are_shortened_and_another_format_is_a_difference() -> None:
     old = of()
-    assert differences(old, of(data=OTHER)) == [f"data: {'d' * 12} -> {'e' * 12}"]
-    assert differences(old | {"format": 0}, old) == ["format: 0 -> 1"]
-    assert differences(old, {key: value for key, value in old.items() if key != "rows"}) == ["rows: 0 -> (none)"]
-    assert differences({"train": {"x": True}}, {"train": {"x": 1}}) == ["train.x: true -> 1"]
-    assert differences({"train": {"x": {}}}, {"train": {}}) == ["train.x: {} -> (none)"]
+    assert list_differences(old, of(data=OTHER)) == [f"data: {'d' * 12} -> {'e' * 12}"]
+    assert list_differences(old | {"format": 0}, old) == ["format: 0 -> 1"]
+    assert list_differences(old, {key: value for key, value in old.items() if key != "rows"}) == ["rows: 0 -> (none)"]
+    assert list_differences({"train": {"x": True}}, {"train": {"x": 1}}) == ["train.x: true -> 1"]
+    assert list_differences({"train": {"x": {}}}, {"train": {}}) == ["train.x: {} -> (none)"]
 
 
 def test_adopting_values_that_every_trial_has_leaves_the_study_as_it_is() -> None:
     settings = params_file.parse(searched())
-    values = Space.of(settings).grid(3)[0]
+    values = SearchSpace.of(settings).grid(3)[0]
     assert "train.adalora.target_rank" not in values
-    assert identity(settings_with(settings, values), DATA, ON) == identity(settings, DATA, ON)
+    assert compute_identity(apply_values(settings, values), DATA, ON) == compute_identity(settings, DATA, ON)

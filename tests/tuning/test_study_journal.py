@@ -17,10 +17,10 @@ from optuna.storages.journal._storage import JournalOperation
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from ratchet.errors import BusyError, DamagedError, StorageError
+from ratchet.errors import DamagedFileError, LockHeldError, StorageError
 from ratchet.storage import files
 from ratchet.tuning import journal_storage
-from ratchet.tuning.journal_storage import JournalFile, exclusive_lock, repair, sealed
+from ratchet.tuning.journal_storage import StudyJournalBackend, encode_operation, make_study_lock, repair
 from study_storages import asked
 
 
@@ -38,9 +38,9 @@ def numbers(logs: list[dict[str, Any]]) -> list[int]:
     return [one["user_attr"]["number"] for one in logs]
 
 
-def written(path: Path, count: int) -> JournalFile:
+def written(path: Path, count: int) -> StudyJournalBackend:
     """A journal of so many operations."""
-    file = JournalFile(path)
+    file = StudyJournalBackend(path)
     for number in range(count):
         file.append_logs([log(number)])
     return file
@@ -48,7 +48,7 @@ def written(path: Path, count: int) -> JournalFile:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Content of the journal as another process reads it."""
-    file = JournalFile(path)
+    file = StudyJournalBackend(path)
     try:
         return file.read_logs(0)
     finally:
@@ -57,7 +57,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def study(path: Path) -> tuple[JournalStorage, int]:
     """A study with a finished and a running trial."""
-    storage = JournalStorage(JournalFile(path))
+    storage = JournalStorage(StudyJournalBackend(path))
     number = storage.create_new_study([StudyDirection.MINIMIZE], "sweep")
     space = {"x": FloatDistribution(0, 1)}
     for state, values in ((TrialState.COMPLETE, [0.25]), (TrialState.RUNNING, None)):
@@ -71,7 +71,7 @@ def test_operations_are_read_as_they_were_written(path: Path) -> None:
     assert file.read_logs(0) == [log(number) for number in range(5)]
     assert numbers(file.read_logs(3)) == [3, 4]
     assert file.read_logs(5) == []
-    other = JournalFile(path)
+    other = StudyJournalBackend(path)
     file.append_logs([log(5), log(6)])
     assert numbers(other.read_logs(4)) == [4, 5, 6]
     file.close()
@@ -106,17 +106,17 @@ def test_a_line_torn_at_any_byte_costs_that_line_only(path: Path, capsys: pytest
     for length in range(1, len(last)):
         path.write_bytes(whole[: kept + length])
         assert numbers(read(path)) == [0, 1], length
-        file = JournalFile(path)
+        file = StudyJournalBackend(path)
         file.append_logs([log(9)])
         assert numbers(file.read_logs(0)) == [0, 1, 9], length
         file.close()
         aside = path.with_name(f"studies.jsonl.torn-{length}")
         assert aside.read_bytes() == last[:length]
         assert aside.name in capsys.readouterr().err
-        assert path.read_bytes() == whole[:kept] + sealed(log(9))
+        assert path.read_bytes() == whole[:kept] + encode_operation(log(9))
 
 
-@pytest.mark.parametrize("tail", [b"\0" * 70, b"\0" * 70 + b"\n", sealed(log(2))[:-20] + b"\0" * 19 + b"\n"])
+@pytest.mark.parametrize("tail", [b"\0" * 70, b"\0" * 70 + b"\n", encode_operation(log(2))[:-20] + b"\0" * 19 + b"\n"])
 def test_a_last_line_damaged_by_a_power_loss_is_cut_too(path: Path, tail: bytes) -> None:
     file = written(path, 2)
     with path.open("ab") as stream:
@@ -141,7 +141,7 @@ def test_no_damaged_bit_before_the_last_line_goes_unnoticed(path: Path) -> None:
             try:
                 # The name of our key is the one thing that can be damaged and mean the same.
                 assert numbers(read(path)) == [0, 1, 2]
-            except DamagedError as error:
+            except DamagedFileError as error:
                 assert f"{path}:2: " in str(error)
                 noticed += 1
     assert noticed > 2 * (len(second) - len('"ratchet":"1'))
@@ -151,8 +151,8 @@ def test_nothing_is_appended_behind_damage(path: Path) -> None:
     file = written(path, 3)
     damaged = path.read_bytes().replace(b'"number":1', b'"number":7')
     path.write_bytes(damaged)
-    other = JournalFile(path)
-    with pytest.raises(DamagedError, match=r"studies.jsonl:2: .*checksum.*`ratchet sweep --repair`"):
+    other = StudyJournalBackend(path)
+    with pytest.raises(DamagedFileError, match=r"studies.jsonl:2: .*checksum.*`ratchet sweep --repair`"):
         other.append_logs([log(3)])
     assert path.read_bytes() == damaged
     file.close()
@@ -163,19 +163,19 @@ def test_nothing_is_appended_behind_damage(path: Path) -> None:
 def test_lines_of_a_newer_version_are_not_touched(path: Path, last: bool) -> None:
     written(path, 1).close()
     with path.open("ab") as stream:
-        stream.write(sealed(log(1)).replace(b'"ratchet":"1-', b'"ratchet":"2-'))
-        stream.write(b"" if last else sealed(log(2)))
+        stream.write(encode_operation(log(1)).replace(b'"ratchet":"1-', b'"ratchet":"2-'))
+        stream.write(b"" if last else encode_operation(log(2)))
     content = path.read_bytes()
-    file = JournalFile(path)
+    file = StudyJournalBackend(path)
     for touch in (lambda: file.read_logs(0), lambda: file.append_logs([log(2)]), lambda: repair(path)):
-        with pytest.raises(DamagedError, match=r"studies.jsonl:2: written by a newer version .*format 2"):
+        with pytest.raises(DamagedFileError, match=r"studies.jsonl:2: written by a newer version .*format 2"):
             touch()
     assert path.read_bytes() == content
     file.close()
 
 
 def _append_to_full_disk(path: Path, room: int, told: Any) -> None:
-    file = JournalFile(path)
+    file = StudyJournalBackend(path)
     size = path.stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))  # the kernel writes so much only
     try:
@@ -187,7 +187,7 @@ def _append_to_full_disk(path: Path, room: int, told: Any) -> None:
     file.close()
 
 
-@pytest.mark.parametrize("room", [0, 1, 40, len(sealed(log(9))) - 1])
+@pytest.mark.parametrize("room", [0, 1, 40, len(encode_operation(log(9))) - 1])
 def test_a_full_disk_leaves_nothing_half_written(path: Path, processes: Any, room: int) -> None:
     written(path, 2).close()
     before = path.read_bytes()
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_nothing_half_written(path: Path, processes: Any, roo
     child.join()
     assert child.exitcode == 0
     assert str(path) in told.get()
-    assert path.read_bytes() == before + sealed(log(10))
+    assert path.read_bytes() == before + encode_operation(log(10))
     assert not list(path.parent.glob("*.torn-*"))
 
 
@@ -250,7 +250,7 @@ def test_a_journal_that_was_cut_under_a_process_is_noticed(path: Path) -> None:
 def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "sweeps").write_text("a file")
     with pytest.raises(StorageError, match="sweeps"):
-        JournalFile(tmp_path / "sweeps" / "studies.jsonl")
+        StudyJournalBackend(tmp_path / "sweeps" / "studies.jsonl")
 
 
 def test_repair_keeps_the_lines_before_the_damage_and_sets_the_rest_aside(path: Path) -> None:
@@ -272,14 +272,14 @@ def test_repair_cuts_a_torn_line_and_does_not_wait_for_a_lock(path: Path) -> Non
     assert "not there" in repair(path)
     written(path, 2).close()
     os.truncate(path, path.stat().st_size - 3)
-    with exclusive_lock(path), pytest.raises(BusyError, match=f"process {os.getpid()}"):
+    with make_study_lock(path), pytest.raises(LockHeldError, match=f"process {os.getpid()}"):
         repair(path)
     assert "the last line is torn; lines kept: 1, set aside in studies.jsonl.damaged-1: 1" in repair(path)
     assert numbers(read(path)) == [0]
 
 
 def _append_for_ever(path: Path, worker: int) -> None:
-    file = JournalFile(path)
+    file = StudyJournalBackend(path)
     number = len([one for one in file.read_logs(0) if one["worker_id"] == str(worker)])
     while True:
         file.append_logs([{**log(number), "worker_id": str(worker)}])
@@ -295,7 +295,7 @@ def test_writers_that_are_killed_at_any_moment_lose_no_line_and_keep_no_lock(pat
         return process
 
     running = [start(worker) for worker in range(3)]
-    reader = JournalFile(path)
+    reader = StudyJournalBackend(path)
     known: list[dict[str, Any]] = []
     for _ in range(8):
         wanted = len(known) + 5

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.sweep import Pruner
-from ratchet.storage.records.sweep import Cost, Trial
-from ratchet.tuning.pruners import bracket, describe, most_promising, promotable, verdict
+from ratchet.config.sweep import PrunerSettings
+from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.tuning.pruners import bracket_index, decide_pruning, describe, find_most_promising, find_promotable
 
 LONGEST = 900
-ASHA = Pruner(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
-HYPERBAND = Pruner(kind="hyperband", first=0.11, reduction=3)
-MEDIAN = Pruner(kind="median", first=0.11, startup=3)
+ASHA = PrunerSettings(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
+HYPERBAND = PrunerSettings(kind="hyperband", first=0.11, reduction=3)
+MEDIAN = PrunerSettings(kind="median", first=0.11, startup=3)
 
 
 def run(number: int, curve: dict[int, float], state: str = "pruned", **fields: Any) -> Trial:
@@ -23,8 +23,8 @@ def run(number: int, curve: dict[int, float], state: str = "pruned", **fields: A
     return Trial(number=number, values={"k": number}, run_id=str(number), state=state, curve=curve, **fields)
 
 
-def ends(pruner: Pruner, history: list[Trial], trial: Trial) -> bool:
-    return verdict(pruner, history, trial, LONGEST) is not None
+def ends(pruner: PrunerSettings, history: list[Trial], trial: Trial) -> bool:
+    return decide_pruning(pruner, history, trial, LONGEST) is not None
 
 
 # A table of asynchronous successive halving
@@ -64,7 +64,7 @@ def test_trials_that_pass_the_first_rung(others: list[float], loss: float, prune
 def test_the_reason_says_where_it_stood(others: int, reason: str) -> None:
     losses = [2.0, 3.0, 2.5, 4.0, 5.0, 6.0][:others]
     history = [run(number, {100: loss}, "running") for number, loss in enumerate(losses)]
-    assert verdict(ASHA, history, run(9, {50: 4.0, 120: 2.75}, "running"), LONGEST) == reason
+    assert decide_pruning(ASHA, history, run(9, {50: 4.0, 120: 2.75}, "running"), LONGEST) == reason
 
 
 def test_judged_is_the_first_validation_at_or_behind_a_rung_and_no_other() -> None:
@@ -92,16 +92,16 @@ def test_a_validation_behind_two_rungs_is_judged_at_both() -> None:
 def test_a_training_at_its_end_is_left_alone() -> None:
     better = [run(number, {100: 1.0, 300: 0.5}, "complete") for number in range(3)]
     assert not ends(ASHA, better, run(7, {80: 9.0, 900: 9.0}, "running"))
-    done = Cost(steps=10, planned_steps=10)
+    done = TrainingCost(steps=10, planned_steps=10)
     assert not ends(ASHA, better, run(7, {300: 9.0}, "running", cost=done))
-    assert ends(ASHA, better, run(7, {300: 9.0}, "running", cost=Cost(steps=9, planned_steps=10)))
+    assert ends(ASHA, better, run(7, {300: 9.0}, "running", cost=TrainingCost(steps=9, planned_steps=10)))
 
 
 def test_without_a_curve_or_a_pruner_nothing_ends() -> None:
     better = [run(number, {100: 1.0}, "complete") for number in range(3)]
     assert not ends(ASHA, better, run(7, {}, "running"))
-    assert not ends(Pruner(kind="none"), better, run(7, {100: 9.0}, "running"))
-    assert promotable(Pruner(kind="none"), [run(0, {100: 1.0})], LONGEST) is None
+    assert not ends(PrunerSettings(kind="none"), better, run(7, {100: 9.0}, "running"))
+    assert find_promotable(PrunerSettings(kind="none"), [run(0, {100: 1.0})], LONGEST) is None
 
 
 @pytest.mark.parametrize("state", ["failed", "infeasible"])
@@ -118,20 +118,20 @@ def test_one_that_came_to_nothing_takes_no_place_and_is_none_of_those_that_came(
 
 def test_a_pruned_one_is_promoted_when_enough_worse_ones_came_to_its_rung() -> None:
     history = [run(0, {100: 1.0}, "complete"), run(1, {100: 2.0}), run(2, {100: 3.0}), run(3, {100: 4.0})]
-    assert promotable(ASHA, history, LONGEST) is None
+    assert find_promotable(ASHA, history, LONGEST) is None
     history += [run(4, {100: 5.0}), run(5, {100: 6.0}, "running")]
-    assert promotable(ASHA, history, LONGEST) == 1
+    assert find_promotable(ASHA, history, LONGEST) == 1
     # A trial that is or was continued is not named again, however that ended.
     for state in ("running", "complete", "failed", "infeasible"):
         again = run(6, {} if state == "running" else {100: 2.0, 300: 1.0}, state, continues=1)
-        assert promotable(ASHA, [*history, again], LONGEST) is None
+        assert find_promotable(ASHA, [*history, again], LONGEST) is None
 
 
 def test_one_that_was_left_behind_two_rungs_at_once_has_to_be_among_the_best_of_both() -> None:
     history = [run(0, {400: 2.0}), run(1, {100: 1.0, 300: 3.0}, "complete"), run(2, {100: 1.5, 300: 4.0}, "complete")]
-    assert promotable(ASHA, history, LONGEST) is None  # best of three on the second, but not on the first
+    assert find_promotable(ASHA, history, LONGEST) is None  # best of three on the second, but not on the first
     history += [run(number, {100: 9.0}) for number in range(3, 9)]
-    assert promotable(ASHA, history, LONGEST) == 0  # third of nine
+    assert find_promotable(ASHA, history, LONGEST) == 0  # third of nine
 
 
 def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> None:
@@ -151,21 +151,25 @@ def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> No
 
 def test_the_first_to_come_to_a_rung_are_promoted_once_there_are_enough() -> None:
     history = [run(0, {100: 3.0}), run(1, {100: 2.0})]
-    assert promotable(ASHA, [*history, run(2, {100: 4.0}, "running")], LONGEST) == 1  # one under way came there, too
-    assert promotable(ASHA, [*history, run(2, {50: 1.0}, "running")], LONGEST) is None  # not there yet
-    assert promotable(ASHA, [*history, run(2, {100: 1.0}, "complete")], LONGEST) is None  # the best went on at once
+    assert (
+        find_promotable(ASHA, [*history, run(2, {100: 4.0}, "running")], LONGEST) == 1
+    )  # one under way came there, too
+    assert find_promotable(ASHA, [*history, run(2, {50: 1.0}, "running")], LONGEST) is None  # not there yet
+    assert (
+        find_promotable(ASHA, [*history, run(2, {100: 1.0}, "complete")], LONGEST) is None
+    )  # the best went on at once
 
 
 # Hyperband
 
 
 def test_brackets_have_the_shares_of_hyperband() -> None:
-    counts = Counter(bracket(number, 2, 3) for number in range(17_000))
+    counts = Counter(bracket_index(number, 2, 3) for number in range(17_000))
     assert {s: count / 1000 for s, count in counts.items()} == pytest.approx({0: 9, 1: 5, 2: 3}, rel=0.1)
 
 
 def test_only_trainings_of_one_bracket_compete_and_the_last_prunes_nothing() -> None:
-    by_bracket = {s: [number for number in range(200) if bracket(number, 2, 3) == s] for s in range(3)}
+    by_bracket = {s: [number for number in range(200) if bracket_index(number, 2, 3) == s] for s in range(3)}
     better = [run(number, {100: 1.0, 300: 1.0}, "complete") for number in by_bracket[0][:5]]
     bad = {100: 9.0, 300: 9.0}
     assert ends(HYPERBAND, better, run(by_bracket[0][5], {100: 9.0}, "running"))
@@ -180,11 +184,11 @@ def test_only_trainings_of_one_bracket_compete_and_the_last_prunes_nothing() -> 
 
 
 def test_a_promoted_training_stays_in_its_bracket() -> None:
-    number = next(n for n in range(200) if bracket(n, 2, 3) == 0)
-    follower = next(n for n in range(200, 400) if bracket(n, 2, 3) == 2)
-    others = [n for n in range(number + 1, 199) if bracket(n, 2, 3) == 0][:5]
+    number = next(n for n in range(200) if bracket_index(n, 2, 3) == 0)
+    follower = next(n for n in range(200, 400) if bracket_index(n, 2, 3) == 2)
+    others = [n for n in range(number + 1, 199) if bracket_index(n, 2, 3) == 0][:5]
     history = [run(number, {100: 2.0}), *(run(n, {100: 3.0 + n, 300: 1.0}, "complete") for n in others)]
-    assert promotable(HYPERBAND, history, LONGEST) == number
+    assert find_promotable(HYPERBAND, history, LONGEST) == number
     assert ends(HYPERBAND, history, run(follower, {100: 2.0, 300: 1.5}, "running", continues=number))
 
 
@@ -216,32 +220,32 @@ def test_the_median_handles_nan() -> None:
 
 def test_the_most_promising_is_the_best_of_those_that_came_farthest() -> None:
     low = [run(0, {100: 0.5}), run(1, {100: 0.1})]
-    assert most_promising(low) == 1
+    assert find_most_promising(low) == 1
     far = [run(2, {100: 3.0, 300: 2.0}), run(3, {100: 3.0, 300: 1.5}), run(4, {100: 0.1, 300: 1.5})]
-    assert most_promising(low + far) == 3  # by its last loss, not its best; of equal ones the earlier
-    assert most_promising([*far[::-1], *low]) == 3
+    assert find_most_promising(low + far) == 3  # by its last loss, not its best; of equal ones the earlier
+    assert find_most_promising([*far[::-1], *low]) == 3
 
 
 def test_without_anything_pruned_there_is_none() -> None:
-    assert most_promising([]) is None
+    assert find_most_promising([]) is None
     others = [run(0, {900: 1.0}, "complete"), run(1, {100: 1.0}, "running"), run(2, {100: 1.0}, "failed")]
-    assert most_promising([*others, run(3, {100: 1.0}, "infeasible"), run(4, {})]) is None
+    assert find_most_promising([*others, run(3, {100: 1.0}, "infeasible"), run(4, {})]) is None
 
 
 @pytest.mark.parametrize("state", ["running", "complete", "failed", "infeasible"])
 def test_one_that_is_or_was_continued_is_not_named_again(state: str) -> None:
     history = [run(0, {100: 1.0}), run(1, {100: 2.0}), run(2, {100: 1.0, 300: 0.5}, state, continues=0)]
-    assert most_promising(history) == 1
-    assert most_promising([history[0], history[2]]) is None
+    assert find_most_promising(history) == 1
+    assert find_most_promising([history[0], history[2]]) is None
     again = [run(0, {100: 1.0}), run(1, {100: 0.5}), run(2, {300: 5.0}, continues=0)]  # pruned again
-    assert most_promising(again) == 2
+    assert find_most_promising(again) == 2
 
 
 def test_nan_comes_last_among_those_that_came_as_far() -> None:
     broken = [run(0, {100: math.nan}), run(1, {100: math.inf}), run(2, {100: 9.0})]
-    assert most_promising(broken) == 2
-    assert most_promising(broken[:2]) == 0
-    assert most_promising([*broken, run(3, {100: 1.0, 300: math.nan})]) == 3  # farther all the same
+    assert find_most_promising(broken) == 2
+    assert find_most_promising(broken[:2]) == 0
+    assert find_most_promising([*broken, run(3, {100: 1.0, 300: math.nan})]) == 3  # farther all the same
 
 
 # Words
@@ -251,4 +255,4 @@ def test_descriptions() -> None:
     assert describe(ASHA) == f"asha: first rung at {ASHA.first:g} of the longest training, one in 3 goes on"
     assert describe(HYPERBAND).startswith("hyperband: first rung at")
     assert describe(MEDIAN).endswith(f"of the longest training on, after {MEDIAN.startup} trials")
-    assert describe(Pruner(kind="none")) == "none"
+    assert describe(PrunerSettings(kind="none")) == "none"

@@ -13,17 +13,17 @@ from optuna.distributions import FloatDistribution
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from ratchet.config.sweep import Aim, Knob, Pruner, Sampler
-from ratchet.errors import DamagedError, SettingsError
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.sweep import Cost, Take, Trial
+from ratchet.config.sweep import ObjectiveSettings, PrunerSettings, SamplerSettings, SweepParameter
+from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import TrainingCost, Trial, TrialExecution
 from ratchet.tuning import journal_storage, leases
-from ratchet.tuning.leases import LeaseLostError, Worker
-from ratchet.tuning.search_space import Space
-from ratchet.tuning.storage import Storage, open_storage
-from ratchet.tuning.study_versions import identity
-from ratchet.tuning.trial_serialization import OUTCOME, searched
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage, open_storage
+from ratchet.tuning.study_versions import compute_identity
+from ratchet.tuning.trial_serialization import OUTCOME, select_searched
+from ratchet.tuning.trial_store import TrialStore
 from study_register_cases import (
     DATA,
     LONG,
@@ -41,18 +41,18 @@ from study_register_cases import (
 )
 
 
-def elsewhere(worker: Worker, pid: int = 4711) -> Worker:
+def elsewhere(worker: SweepWorker, pid: int = 4711) -> SweepWorker:
     """A worker on another machine: whether its process lives cannot be seen here."""
-    return Worker("node7", "another boot", pid, worker.started)
+    return SweepWorker("node7", "another boot", pid, worker.started)
 
 
-def frozen(register: Register, number: int = 0) -> optuna.trial.FrozenTrial:
+def frozen(register: TrialStore, number: int = 0) -> optuna.trial.FrozenTrial:
     """The trial as Optuna and its dashboard see it."""
     study = optuna.load_study(study_name=register.study, storage=register.storage.optuna)
     return study.get_trials(deepcopy=False)[number]
 
 
-def reopened(register: Register, project: Layout, url: str | None) -> tuple[Storage, Register]:
+def reopened(register: TrialStore, project: ProjectLayout, url: str | None) -> tuple[StudyStorage, TrialStore]:
     """Storage and register as another process opens them."""
     storage = open_storage(project, url)
     return storage, opened(storage, settings())
@@ -64,7 +64,7 @@ FULL = {
     "reason": "it did",
     "adapter_digest": "a" * 64,
     "checkpoints": {5: "c" * 64},
-    "cost": Cost(trained_tokens=7, train_seconds=1.5, attempts=2),
+    "cost": TrainingCost(trained_tokens=7, train_seconds=1.5, attempts=2),
 }
 
 
@@ -78,9 +78,9 @@ FULL = {
     ],
 )
 def test_the_outcome_of_a_trial_is_read_as_it_was_written(
-    register: Register, project: Layout, url: str | None, state: str, changes: Any, in_optuna: TrialState
+    register: TrialStore, project: ProjectLayout, url: str | None, state: str, changes: Any, in_optuna: TrialState
 ) -> None:
-    here = Worker.here()
+    here = SweepWorker.here()
     outcome = ended(state, **FULL, **changes)
     assert begin(register, here) == 0
     register.report(0, 70, 2.5)
@@ -99,7 +99,7 @@ def test_the_outcome_of_a_trial_is_read_as_it_was_written(
     storage.close()
 
 
-def test_a_trial_that_runs_is_there_in_one_piece(register: Register, here: Worker) -> None:
+def test_a_trial_that_runs_is_there_in_one_piece(register: TrialStore, here: SweepWorker) -> None:
     assert [begin(register, here), begin(register, here, values(16), continues=0)] == [0, 1]
     first, second = register.trials()
     assert (first.state, first.values, first.run_id, first.continues) == ("running", values(), "run-1", None)
@@ -109,26 +109,26 @@ def test_a_trial_that_runs_is_there_in_one_piece(register: Register, here: Worke
     assert register.trials()[1].curve == {70: 3.0}
 
 
-def test_lists_and_nothing_come_back_as_settings_have_them(storage: Storage, here: Worker) -> None:
-    wanted = settings({"train.targets": Knob(choices=(("q_proj",), ("q_proj", "v_proj"), "all"))})
-    space = Space.of(wanted)
+def test_lists_and_nothing_come_back_as_settings_have_them(storage: StudyStorage, here: SweepWorker) -> None:
+    wanted = settings({"train.targets": SweepParameter(choices=(("q_proj",), ("q_proj", "v_proj"), "all"))})
+    space = SearchSpace.of(wanted)
     register = opened(storage, wanted)
     for choice in space.grid(2):
-        register.begin(choice, searched(space, choice), None, here)
+        register.begin(choice, select_searched(space, choice), None, here)
     assert [trial.values for trial in register.trials()] == space.grid(2)
     assert register.trials()[1].values == {"train.targets": ("q_proj", "v_proj")}
     assert register.trials()[0].run_id is None
 
 
-def test_a_trial_that_is_over_is_added_in_one_piece(register: Register, here: Worker) -> None:
+def test_a_trial_that_is_over_is_added_in_one_piece(register: TrialStore, here: SweepWorker) -> None:
     begin(register, here)
     register.finish(0, ended(), here)
-    take = Take(worker="node7/1", begun=1.0, seen=2.0)
+    take = TrialExecution(worker="node7/1", begun=1.0, seen=2.0)
     done = ended(takes=(take,), curve={70: 1.0})
-    assert register.add(done, searched(Space.of(settings()), done.values)) == 1
+    assert register.add(done, select_searched(SearchSpace.of(settings()), done.values)) == 1
     assert register.trials()[1] == done.model_copy(update={"number": 1})
     refused = ended("infeasible", run_id=None, constraints={"memory": 1.0})
-    assert register.add(refused, searched(Space.of(settings()), refused.values)) == 2
+    assert register.add(refused, select_searched(SearchSpace.of(settings()), refused.values)) == 2
     assert register.trials()[2] == refused.model_copy(update={"number": 2})
     assert frozen(register, 2).constraints == {"memory": 1.0}
     # An earlier version wrote a further field.
@@ -142,7 +142,7 @@ def test_a_trial_that_is_over_is_added_in_one_piece(register: Register, here: Wo
     assert register.trials()[3] == done.model_copy(update={"number": 3})
 
 
-def test_invalid_outcomes_are_refused(register: Register, here: Worker) -> None:
+def test_invalid_outcomes_are_refused(register: TrialStore, here: SweepWorker) -> None:
     begin(register, here)
     for wrong in (ended(objectives=(1.0, 2.0)), ended(objectives=()), ended("running")):
         with pytest.raises(ValueError, match=r"objectives|over|begun"):
@@ -154,7 +154,7 @@ def test_invalid_outcomes_are_refused(register: Register, here: Worker) -> None:
 
 @pytest.mark.parametrize("write", range(1, 7))
 def test_an_end_that_is_cut_off_anywhere_is_written_again(
-    register: Register, here: Worker, monkeypatch: pytest.MonkeyPatch, write: int
+    register: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
     begin(register, here)
     dying = Dying(register.storage.optuna, write)
@@ -176,10 +176,10 @@ def test_an_end_that_is_cut_off_anywhere_is_written_again(
     assert {key: value for key, value in frozen(register).constraints.items() if value > 0} == {"memory": 0.25}
 
 
-def test_a_trial_whose_process_ended_is_taken_at_once(register: Register, here: Worker, processes: Any) -> None:
+def test_a_trial_whose_process_ended_is_taken_at_once(register: TrialStore, here: SweepWorker, processes: Any) -> None:
     child = processes.Process(target=time.sleep, args=(600,))
     child.start()
-    lives = replace(here, pid=child.pid, started=leases._process(child.pid)[1])
+    lives = replace(here, pid=child.pid, started=leases._read_process(child.pid)[1])
     begin(register, lives)
     assert register.take_over(here, LONG) is None
     child.kill()
@@ -188,27 +188,27 @@ def test_a_trial_whose_process_ended_is_taken_at_once(register: Register, here: 
     assert taken is not None
     assert (taken.number, [take.worker for take in taken.takes]) == (0, [lives.name, here.name])
     assert register.take_over(here, LONG) is None  # it has a holder, who lives
-    with pytest.raises(LeaseLostError, match=rf"trial 0: {here.name} has it now"):
+    with pytest.raises(TrialLeaseLostError, match=rf"trial 0: {here.name} has it now"):
         register.finish(0, ended(), lives)
     register.finish(0, ended(), here)
 
 
-def test_a_reused_process_id_and_a_zombie_are_gone(here: Worker) -> None:
+def test_a_reused_process_id_and_a_zombie_are_gone(here: SweepWorker) -> None:
     assert not here.is_gone(here)
     assert replace(here, started=here.started - 1).is_gone(here)
     assert not replace(here, boot="another", pid=2**22 + 1).is_gone(here)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
-    zombie = replace(here, pid=pid, started=leases._process(pid)[1])
+    zombie = replace(here, pid=pid, started=leases._read_process(pid)[1])
     while not zombie.is_gone(here):
         time.sleep(0.01)
-    assert leases._process(pid)[0] == "Z"
+    assert leases._read_process(pid)[0] == "Z"
     os.waitpid(pid, 0)
     assert zombie.is_gone(here)
 
 
-def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: Register, here: Worker) -> None:
+def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: TrialStore, here: SweepWorker) -> None:
     """Two machines: the other one's process cannot be seen, its counter can."""
     other = elsewhere(here)
     begin(register, other)
@@ -227,7 +227,7 @@ def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: Regis
         lambda: register.finish(0, ended(objectives=(9.0,)), other),
         lambda: register.release(0, other),
     ):
-        with pytest.raises(LeaseLostError, match=f"{here.name} has it now; {other.name}"):
+        with pytest.raises(TrialLeaseLostError, match=f"{here.name} has it now; {other.name}"):
             late()
     register.renew(0, here)
     register.finish(0, ended(), here)
@@ -236,7 +236,7 @@ def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: Regis
         lambda: register.finish(0, ended(), here),
         lambda: register.report(0, 9, 1),
     ):
-        with pytest.raises(LeaseLostError, match="is over"):
+        with pytest.raises(TrialLeaseLostError, match="is over"):
             late()
     (trial,) = register.trials()
     assert (trial.objectives, trial.curve) == ((1.5,), {70: 2.0})
@@ -244,7 +244,9 @@ def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: Regis
     assert register.take_over(here, 0.0) is None
 
 
-def test_a_late_renewal_changes_nothing(register: Register, here: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_renewal_changes_nothing(
+    register: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The holder was stopped between looking and writing."""
     other = elsewhere(here)
     begin(register, other)
@@ -261,18 +263,18 @@ def test_a_late_renewal_changes_nothing(register: Register, here: Worker, monkey
         real(*arguments)
 
     monkeypatch.setattr(backend, "set_trial_user_attr", slow)
-    with pytest.raises(LeaseLostError, match=f"{here.name} has it now"):
+    with pytest.raises(TrialLeaseLostError, match=f"{here.name} has it now"):
         register.renew(0, other)
     register.renew(0, here)
     (trial,) = register.trials()
     assert [take.worker for take in trial.takes] == [other.name, here.name, other.name, here.name]
 
 
-def test_a_trial_that_was_given_back_is_anybodys(register: Register, here: Worker) -> None:
+def test_a_trial_that_was_given_back_is_anybodys(register: TrialStore, here: SweepWorker) -> None:
     begin(register, here)
     begin(register, here)
     register.release(1, here)
-    with pytest.raises(LeaseLostError, match="nobody has it now"):
+    with pytest.raises(TrialLeaseLostError, match="nobody has it now"):
         register.renew(1, here)
     other = elsewhere(here)
     taken = register.take_over(other, LONG)
@@ -281,7 +283,7 @@ def test_a_trial_that_was_given_back_is_anybodys(register: Register, here: Worke
     assert register.take_over(here, LONG) is None
 
 
-def test_notes_are_kept_with_the_study(register: Register, project: Layout, url: str | None) -> None:
+def test_notes_are_kept_with_the_study(register: TrialStore, project: ProjectLayout, url: str | None) -> None:
     assert register.notes() == {}
     register.note("stopped", {"why": ["memory"]})
     register.note("stopped", None)
@@ -293,31 +295,31 @@ def test_notes_are_kept_with_the_study(register: Register, project: Layout, url:
         register.note("bad", float("nan"))
 
 
-def test_the_same_study_is_found_again(register: Register, storage: Storage) -> None:
+def test_the_same_study_is_found_again(register: TrialStore, storage: StudyStorage) -> None:
     again = opened(storage, settings(trials=99, hours=3))  # no part of what a study is
     assert again.study == register.study == "sweep"
     assert again.versions["optuna"] == optuna.__version__
     assert set(again.versions) == {"optuna", "cmaes", "ratchet"}
     assert again.carried == 0
-    newest = Register.newest(storage, "sweep")
+    newest = TrialStore.newest(storage, "sweep")
     assert newest is not None
-    assert newest.identity == json.loads(json.dumps(identity(settings(), DATA, TINY_BASE)))
-    assert Register.newest(storage, "other") is None
+    assert newest.identity == json.loads(json.dumps(compute_identity(settings(), DATA, TINY_BASE)))
+    assert TrialStore.newest(storage, "other") is None
 
 
-def test_directions_are_those_of_the_objectives_and_a_fork_reorders_them(storage: Storage) -> None:
-    aims = (Aim(metric="accuracy"), Aim(metric="memory_bytes"))
-    first = opened(storage, settings(objectives=aims, pruner=Pruner(kind="none")))
+def test_directions_are_those_of_the_objectives_and_a_fork_reorders_them(storage: StudyStorage) -> None:
+    aims = (ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="memory_bytes"))
+    first = opened(storage, settings(objectives=aims, pruner=PrunerSettings(kind="none")))
     study = optuna.load_study(study_name=first.study, storage=storage.optuna)
     assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
     done = ended(objectives=(0.5, 7.0))
-    first.add(done, searched(Space.of(settings()), done.values))
-    second = opened(storage, settings(objectives=aims[::-1], pruner=Pruner(kind="none")), fork=True)
+    first.add(done, select_searched(SearchSpace.of(settings()), done.values))
+    second = opened(storage, settings(objectives=aims[::-1], pruner=PrunerSettings(kind="none")), fork=True)
     assert [trial.objectives for trial in second.trials()] == [(7.0, 0.5)]
     assert frozen(second).values == [7.0, 0.5]
 
 
-def test_another_space_is_refused_with_the_differences(register: Register, storage: Storage) -> None:
+def test_another_space_is_refused_with_the_differences(register: TrialStore, storage: StudyStorage) -> None:
     with pytest.raises(SettingsError) as refused:
         opened(storage, settings(NARROW))
     told = str(refused.value)
@@ -326,9 +328,11 @@ def test_another_space_is_refused_with_the_differences(register: Register, stora
     assert opened(storage, settings(NARROW), name="other").study == "other"
 
 
-def test_a_fork_takes_over_the_trials_inside_the_new_space(register: Register, storage: Storage, here: Worker) -> None:
+def test_a_fork_takes_over_the_trials_inside_the_new_space(
+    register: TrialStore, storage: StudyStorage, here: SweepWorker
+) -> None:
     populate(register, here)
-    forked = opened(storage, settings(NARROW, sampler=Sampler(kind="random")), fork=True)
+    forked = opened(storage, settings(NARROW, sampler=SamplerSettings(kind="random")), fork=True)
     assert (forked.study, forked.carried) == ("sweep.2", 6)
     old = register.trials()
     taken = [old[number].model_copy(update={"number": new}) for new, number in enumerate((0, 1, 2, 3, 5))]
@@ -339,20 +343,20 @@ def test_a_fork_takes_over_the_trials_inside_the_new_space(register: Register, s
     ]
     assert [trial.number for trial in register.trials()] == list(range(10))  # the old one is as it was
     # From now on each is found by its identity, with or without a fork.
-    assert opened(storage, settings(NARROW, sampler=Sampler(kind="random"))).study == "sweep.2"
+    assert opened(storage, settings(NARROW, sampler=SamplerSettings(kind="random"))).study == "sweep.2"
     assert opened(storage, settings(), fork=True).study == "sweep"
     assert begin(forked, here) == 6
 
 
-def test_a_fork_knows_what_a_setting_was_that_was_not_searched(storage: Storage, here: Worker) -> None:
+def test_a_fork_knows_what_a_setting_was_that_was_not_searched(storage: StudyStorage, here: SweepWorker) -> None:
     """Fixed then, searched now: it had one value. Searched then, fixed now: only who had this value counts."""
     now = settings().train.rank
-    one = settings({"train.rank": Knob(choices=(now, 2 * now))})
+    one = settings({"train.rank": SweepParameter(choices=(now, 2 * now))})
     first = opened(storage, one)
     for rank in (now, 2 * now):
         chosen = {"train.rank": rank}
-        first.add(ended(values=chosen), searched(Space.of(one), chosen))
-    two = settings({"train.learning_rate": Knob(low=1e-5, high=1e-1, log=True)})
+        first.add(ended(values=chosen), select_searched(SearchSpace.of(one), chosen))
+    two = settings({"train.learning_rate": SweepParameter(low=1e-5, high=1e-1, log=True)})
     second = opened(storage, two, fork=True)
     assert [trial.values for trial in second.trials()] == [{"train.learning_rate": two.train.learning_rate}]
     assert frozen(second).user_attrs["from"] == ["sweep", 0]
@@ -360,13 +364,13 @@ def test_a_fork_knows_what_a_setting_was_that_was_not_searched(storage: Storage,
 
 @pytest.mark.parametrize("change", ["data", "metric", "train"])
 def test_a_fork_takes_nothing_that_cannot_be_compared(
-    register: Register, storage: Storage, here: Worker, change: str
+    register: TrialStore, storage: StudyStorage, here: SweepWorker, change: str
 ) -> None:
     populate(register, here)
     train = settings().train.model_copy(update={"dropout": 0.25})
     wanted, data = {
         "data": (settings(), "e" * 64),
-        "metric": (settings(objectives=(Aim(metric="accuracy"),)), DATA),
+        "metric": (settings(objectives=(ObjectiveSettings(metric="accuracy"),)), DATA),
         "train": (settings().model_copy(update={"train": train}), DATA),
     }[change]
     changed = opened(storage, wanted, fork=True, data=data)
@@ -374,11 +378,14 @@ def test_a_fork_takes_nothing_that_cannot_be_compared(
 
 
 def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_program_is_kept(
-    storage: Storage,
+    storage: StudyStorage,
 ) -> None:
     """A study without an identity has one objective or two; the next one wants what it wants."""
     first = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
-    two = settings(objectives=(Aim(metric="accuracy"), Aim(metric="memory_bytes")), pruner=Pruner(kind="none"))
+    two = settings(
+        objectives=(ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="memory_bytes")),
+        pruner=PrunerSettings(kind="none"),
+    )
     assert opened(storage, two).study == "sweep.2"
     assert opened(storage, settings(), name="other").study == "other"
     storage.optuna.create_new_trial(first)
@@ -386,14 +393,16 @@ def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_p
         opened(storage, settings())
 
 
-def test_a_study_of_a_newer_version_is_left_alone(register: Register, storage: Storage) -> None:
+def test_a_study_of_a_newer_version_is_left_alone(register: TrialStore, storage: StudyStorage) -> None:
     study = storage.optuna.get_study_id_from_name("sweep")
     storage.optuna.set_study_user_attr(study, "ratchet.format", 2)
-    with pytest.raises(DamagedError, match=r"'sweep' was written by a newer version of Ratchet \(format 2"):
+    with pytest.raises(DamagedFileError, match=r"'sweep' was written by a newer version of Ratchet \(format 2"):
         opened(storage, settings())
 
 
-def test_changes_by_another_program_are_reported(register: Register, storage: Storage, here: Worker) -> None:
+def test_changes_by_another_program_are_reported(
+    register: TrialStore, storage: StudyStorage, here: SweepWorker
+) -> None:
     begin(register, here)
     study = storage.optuna.get_study_id_from_name("sweep")
     storage.optuna.set_trial_state_values(frozen(register)._trial_id, TrialState.FAIL)  # by hand, in the dashboard
@@ -401,32 +410,34 @@ def test_changes_by_another_program_are_reported(register: Register, storage: St
     assert (trial.state, trial.reason) == ("failed", "ended by another program")
     foreign = create_trial(value=1.0, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
     storage.optuna.create_new_trial(study, foreign)
-    with pytest.raises(DamagedError, match="study sweep, trial 1: another program has put it there"):
+    with pytest.raises(DamagedFileError, match="study sweep, trial 1: another program has put it there"):
         register.trials()
 
 
-def test_many_trials_are_read_in_no_time(register: Register, here: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_trials_are_read_in_no_time(
+    register: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that are over are turned into records once."""
     from ratchet.tuning import trial_serialization
 
-    free = searched(Space.of(settings()), values())
+    free = select_searched(SearchSpace.of(settings()), values())
     for _ in range(30):
         register.add(ended(), free)
     begin(register, here)
     assert len(register.trials()) == 31
     read = []
-    real = trial_serialization.record
+    real = trial_serialization.deserialize_trial
 
     def counted(study: str, one: optuna.trial.FrozenTrial) -> Trial:
         read.append(one.number)
         return real(study, one)
 
-    monkeypatch.setattr(trial_serialization, "record", counted)
+    monkeypatch.setattr(trial_serialization, "deserialize_trial", counted)
     assert len(register.trials()) == 31
     assert read == [30]
 
 
-def test_a_repaired_journal_is_continued(project: Layout, here: Worker) -> None:
+def test_a_repaired_journal_is_continued(project: ProjectLayout, here: SweepWorker) -> None:
     storage = open_storage(project, None)
     register = opened(storage, settings())
     for _ in range(3):
@@ -438,7 +449,7 @@ def test_a_repaired_journal_is_continued(project: Layout, here: Worker) -> None:
     place = next(n for n, line in enumerate(lines) if b'"op_code":4' in line) + 1
     lines[place] = lines[place].replace(b"train.rank", b"train.runk", 1)
     path.write_bytes(b"".join(lines))
-    with pytest.raises(DamagedError, match=f":{place + 1}: "):
+    with pytest.raises(DamagedFileError, match=f":{place + 1}: "):
         open_storage(project, None)
     journal_storage.repair(path)
     storage = open_storage(project, None)

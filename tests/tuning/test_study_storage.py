@@ -12,22 +12,22 @@ import pytest
 from optuna.study import StudyDirection
 
 import postgres
-from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
-from ratchet.storage.layout import Layout
+from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, StorageError
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import storage as storages
-from ratchet.tuning.leases import Worker
-from ratchet.tuning.storage import Storage, open_storage
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.storage import StudyStorage, open_storage
 from study_storages import asked
 
 
-def _hold(layout: Layout, url: str | None, inside: Any) -> None:
+def _hold(layout: ProjectLayout, url: str | None, inside: Any) -> None:
     storage = open_storage(layout, url)
     with storage.locked():
         inside.put(os.getpid())
         time.sleep(600)
 
 
-def _holder(layout: Layout, url: str | None, processes: Any) -> Any:
+def _holder(layout: ProjectLayout, url: str | None, processes: Any) -> Any:
     """A process that holds the storage until it is killed."""
     inside = processes.SimpleQueue()
     process = processes.Process(target=_hold, args=(layout, url, inside), daemon=True)
@@ -36,19 +36,19 @@ def _holder(layout: Layout, url: str | None, processes: Any) -> Any:
     return process
 
 
-def test_a_storage_says_what_it_is(storage: Storage, project: Layout, url: str | None) -> None:
+def test_a_storage_says_what_it_is(storage: StudyStorage, project: ProjectLayout, url: str | None) -> None:
     assert storage.kind == ("postgres" if url else "journal")
     assert storage.where == (url or str(project.study_journal))
 
 
 def test_only_one_process_is_inside_and_its_death_lets_the_next_in(
-    storage: Storage, project: Layout, url: str | None, processes: Any, monkeypatch: pytest.MonkeyPatch
+    storage: StudyStorage, project: ProjectLayout, url: str | None, processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = _holder(project, url, processes)
     with monkeypatch.context() as patched:
         patched.setattr(storages, "LOCK_WAIT_S", 0.1)
-        name = Worker.here().host + f"/{holder.pid}" if url else f"process {holder.pid}"
-        with pytest.raises(BusyError, match=name), storage.locked():
+        name = SweepWorker.here().host + f"/{holder.pid}" if url else f"process {holder.pid}"
+        with pytest.raises(LockHeldError, match=name), storage.locked():
             pytest.fail("two at once")
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
@@ -56,7 +56,7 @@ def test_only_one_process_is_inside_and_its_death_lets_the_next_in(
         pass
 
 
-def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_may_lock_again_and_another_may_not(storage: StudyStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def lock_in_a_thread() -> None:
@@ -64,7 +64,7 @@ def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypat
             try:
                 with storage.locked():
                     told.append("inside")
-            except BusyError as error:
+            except LockHeldError as error:
                 told.append(str(error))
 
         thread = threading.Thread(target=lock)
@@ -85,7 +85,7 @@ def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypat
 
 
 def test_who_is_interrupted_while_it_waits_holds_nothing(
-    project: Layout, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
+    project: ProjectLayout, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Postgres may grant the lock at the moment in which a signal ends the wait for it."""
 
@@ -110,7 +110,7 @@ def test_who_is_interrupted_while_it_waits_holds_nothing(
     other.close()
 
 
-def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Server, project: Layout) -> None:
+def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Server, project: ProjectLayout) -> None:
     from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
 
     url = postgres_server.database()
@@ -136,13 +136,13 @@ def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Serve
         ("", "no such storage"),
     ],
 )
-def test_an_invalid_address_is_refused_without_repeating_it(project: Layout, url: str, told: str) -> None:
+def test_an_invalid_address_is_refused_without_repeating_it(project: ProjectLayout, url: str, told: str) -> None:
     with pytest.raises(SettingsError, match=r"params.yaml: machine.studies: .*" + told) as refused:
         open_storage(project, url)
     assert "secret" not in str(refused.value) or url == "secret"
 
 
-def test_a_missing_server_database_or_right_is_named(project: Layout, postgres_server: postgres.Server) -> None:
+def test_a_missing_server_database_or_right_is_named(project: ProjectLayout, postgres_server: postgres.Server) -> None:
     with pytest.raises(StorageError, match=r"postgresql://me@127.0.0.1:1/studies: Postgres does not answer: .*refused"):
         open_storage(project, "postgresql://me@127.0.0.1:1/studies")
     with pytest.raises(StorageError, match=r'database "nowhere" does not exist'):
@@ -157,29 +157,29 @@ def test_a_missing_server_database_or_right_is_named(project: Layout, postgres_s
     ("version", "cure"), [("v9.9.9.a", "install that version"), ("v3.0.0.a", "optuna storage upgrade")]
 )
 def test_tables_of_another_optuna_are_refused(
-    project: Layout, postgres_server: postgres.Server, version: str, cure: str
+    project: ProjectLayout, postgres_server: postgres.Server, version: str, cure: str
 ) -> None:
     url = postgres_server.database()
     open_storage(project, url).close()
     database = url.rpartition("/")[2]
     postgres_server.run(f"UPDATE alembic_version SET version_num = '{version}'", database)  # noqa: S608
     postgres_server.run("UPDATE version_info SET library_version = '9.9.9'", database)
-    with pytest.raises(DamagedError, match=rf"made by Optuna 9.9.9 \(schema {version}\).*{cure}"):
+    with pytest.raises(DamagedFileError, match=rf"made by Optuna 9.9.9 \(schema {version}\).*{cure}"):
         open_storage(project, url)
 
 
-def test_a_journal_that_is_damaged_is_not_opened(project: Layout) -> None:
+def test_a_journal_that_is_damaged_is_not_opened(project: ProjectLayout) -> None:
     storage = open_storage(project, None)
     for name in "ab":
         storage.optuna.create_new_study([StudyDirection.MINIMIZE], name)
     storage.close()
     project.study_journal.write_bytes(project.study_journal.read_bytes().replace(b'"a"', b'"x"'))
-    with pytest.raises(DamagedError, match=r"studies.jsonl:1: .*ratchet sweep --repair"):
+    with pytest.raises(DamagedFileError, match=r"studies.jsonl:1: .*ratchet sweep --repair"):
         open_storage(project, None)
 
 
 def test_a_reader_does_not_wait_for_the_lock(
-    storage: Storage, project: Layout, url: str | None, monkeypatch: pytest.MonkeyPatch
+    storage: StudyStorage, project: ProjectLayout, url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storages, "LOCK_WAIT_S", 0.1)
     with storage.locked():
@@ -188,7 +188,7 @@ def test_a_reader_does_not_wait_for_the_lock(
         other.close()
 
 
-def test_a_server_that_was_started_again_is_used_again(project: Layout) -> None:
+def test_a_server_that_was_started_again_is_used_again(project: ProjectLayout) -> None:
     with postgres.serve() as server:
         storage = open_storage(project, server.database())
         study = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
@@ -208,7 +208,7 @@ def test_a_server_that_was_started_again_is_used_again(project: Layout) -> None:
         storage.close()
 
 
-def test_locks_of_two_databases_are_two(project: Layout, postgres_server: postgres.Server) -> None:
+def test_locks_of_two_databases_are_two(project: ProjectLayout, postgres_server: postgres.Server) -> None:
     one, other = (open_storage(project, postgres_server.database()) for _ in range(2))
     with one.locked(), other.locked():
         pass
@@ -216,7 +216,7 @@ def test_locks_of_two_databases_are_two(project: Layout, postgres_server: postgr
     other.close()
 
 
-def test_a_folder_that_cannot_be_locked_is_named(project: Layout) -> None:
+def test_a_folder_that_cannot_be_locked_is_named(project: ProjectLayout) -> None:
     storage = open_storage(project, None)
     Path(f"{project.study_journal}.exclusive").mkdir()
     with pytest.raises(StorageError, match=r"studies.jsonl: cannot be locked: Is a directory"), storage.locked():

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from ratchet.config.sweep import Sweep
-from ratchet.storage.records.sweep import Cost, Trial
+from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
 
 
 def trial(number: int, state: str = "complete", **fields: Any) -> Trial:
-    cost = Cost(trained_tokens=fields.pop("tokens", 100), train_seconds=fields.pop("seconds", 360.0))
+    cost = TrainingCost(trained_tokens=fields.pop("tokens", 100), train_seconds=fields.pop("seconds", 360.0))
     values = {"train.rank": number + 1}
     return Trial(number=number, values=values, run_id=f"run{number}", state=state, cost=cost, **fields)
 
@@ -21,46 +21,46 @@ def failures(*reasons: str, cause: str = "bug") -> list[Trial]:
 
 def test_a_continued_trial_counts_once_among_all_trials() -> None:
     history = [trial(0, "pruned"), trial(1), trial(2, continues=0)]
-    assert final_round.counted(history) == 2
-    assert final_round.exhausted(Sweep(trials=3), history) is None
-    assert final_round.exhausted(Sweep(trials=2), history) == "all 2 trials"
+    assert final_round.count_trials(history) == 2
+    assert final_round.check_budget(Sweep(trials=3), history) is None
+    assert final_round.check_budget(Sweep(trials=2), history) == "all 2 trials"
 
 
 def test_hours_and_tokens_of_a_continued_trial_count_once() -> None:
     first = trial(0, "pruned", tokens=100, seconds=1800.0)
     again = trial(2, continues=0, tokens=250, seconds=5400.0)
-    assert final_round.spent([first, trial(1, tokens=300, seconds=3600.0), again]) == (pytest.approx(2.5), 550)
+    assert final_round.sum_costs([first, trial(1, tokens=300, seconds=3600.0), again]) == (pytest.approx(2.5), 550)
     begun = trial(1, "running", continues=0, tokens=0, seconds=0.0)  # the costs of the earlier one count until it ends
-    assert final_round.spent([first, begun]) == (0.5, 100)
+    assert final_round.sum_costs([first, begun]) == (0.5, 100)
 
 
 def test_limits_of_hours_and_tokens_end_the_search() -> None:
     history = [trial(0, tokens=100, seconds=7200.0)]
-    assert final_round.over_limit(Sweep(hours=2.5), history) is None
-    assert final_round.over_limit(Sweep(hours=2), history) == "2.00 hours trained of 2"
-    assert final_round.over_limit(Sweep(tokens=101), history) is None
-    assert final_round.exhausted(Sweep(tokens=100), history) == "100 tokens learned from, of 100"
+    assert final_round.check_limits(Sweep(hours=2.5), history) is None
+    assert final_round.check_limits(Sweep(hours=2), history) == "2.00 hours trained of 2"
+    assert final_round.check_limits(Sweep(tokens=101), history) is None
+    assert final_round.check_budget(Sweep(tokens=100), history) == "100 tokens learned from, of 100"
 
 
 def test_repeated_failures_of_one_cause_stop_the_sweep_with_the_diagnosis() -> None:
     history = failures("run 0a1b2c3d4e5f: worker died at step 7", "run 1b2c3d4e5f6a: worker died at step 12")
     sweep = Sweep(stop_after=3)
-    assert final_round.diagnosis(sweep, history) is None
+    assert final_round.diagnose_failures(sweep, history) is None
     third = trial(2, "failed", cause="bug", reason="run 99ffee334455: worker died at step 3")
-    text = final_round.diagnosis(sweep, [*history, third])
+    text = final_round.diagnose_failures(sweep, [*history, third])
     assert text is not None
     assert "3 trials failed for the same cause (bug; trials 0, 1, 2)" in text
     assert "died at step 3" in text
     killed = trial(3, "failed", cause="killed", reason="the disk is full")
     different = [*failures("the disk is full", "no such module: q_prj", "the disk is full"), killed]
-    assert final_round.diagnosis(sweep, different) is None
-    assert final_round.diagnosis(Sweep(stop_after=2), different) is not None
+    assert final_round.diagnose_failures(sweep, different) is None
+    assert final_round.diagnose_failures(Sweep(stop_after=2), different) is not None
 
 
 def test_infeasible_trials_are_knowledge_as_long_as_anything_fits() -> None:
     infeasible = [trial(n, "infeasible", cause="too_large", reason="needs 9 GiB") for n in range(9)]
-    assert final_round.diagnosis(Sweep(stop_after=3), [*infeasible[:8]]) is None
-    text = final_round.diagnosis(Sweep(stop_after=3), infeasible)
+    assert final_round.diagnose_failures(Sweep(stop_after=3), [*infeasible[:8]]) is None
+    text = final_round.diagnose_failures(Sweep(stop_after=3), infeasible)
     assert text is not None
     assert "none of 9 trials was feasible" in text
-    assert final_round.diagnosis(Sweep(stop_after=3), [*infeasible, trial(9)]) is None
+    assert final_round.diagnose_failures(Sweep(stop_after=3), [*infeasible, trial(9)]) is None

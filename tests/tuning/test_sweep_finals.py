@@ -10,22 +10,29 @@ import pytest
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.config.sweep import Sweep
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.gate import test_set_reuse
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import HeldOut, HeldOutJob, Objective
-from ratchet.storage.records.sweep import Cost, Finals, Measure, Trial
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import HeldOutJob, HeldOutScores, ObjectiveSet
+from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial
 from ratchet.tuning import final_round
-from ratchet.tuning.final_round import Train, Training, measure_of, plan, values_of, write_objective
+from ratchet.tuning.final_round import (
+    FinalistTraining,
+    FinalistTrainingBatch,
+    plan_next_step,
+    select_comparison_measure,
+    values_for_seed,
+    write_objective,
+)
 
 ROWS = 40
-LOSS = Measure(metric="validation_loss", direction="minimize")
+LOSS = SweepObjective(metric="validation_loss", direction="minimize")
 
 
 def trial(number: int, *objectives: float, **more: Any) -> Trial:
     fields: dict[str, Any] = {
         "values": {"train.rank": 2 + number}, "run_id": f"run{number}.0", "state": "complete",
-        "cost": Cost(trainable_parameters=1000 - number),
+        "cost": TrainingCost(trainable_parameters=1000 - number),
     }  # fmt: skip
     return Trial(number=number, objectives=objectives, **(fields | more))
 
@@ -38,12 +45,12 @@ def sweep(**finalists: Any) -> Sweep:
     return Sweep.model_validate(settings)
 
 
-def held_out(run_id: str, nats: Sequence[float], rows: int = 0, **more: Any) -> HeldOut:
+def held_out(run_id: str, nats: Sequence[float], rows: int = 0, **more: Any) -> HeldOutScores:
     fields: dict[str, Any] = {
         "ids": tuple(f"{i:02}" for i in range(len(nats))), "groups": (None,) * len(nats),
         "tokens": (2,) * len(nats), "values": {"validation_loss": tuple(nats)},
     }  # fmt: skip
-    return HeldOut(
+    return HeldOutScores(
         question="q", run_id=run_id, adapter_digest="a", data_digest="d", base_digest="b", rows=rows, figures={},
         arithmetic={}, **(fields | more),
     )  # fmt: skip
@@ -55,27 +62,31 @@ class World:
     def __init__(self, levels: Mapping[int, float], fails: Mapping[tuple[int, int], str] | None = None) -> None:
         self.levels, self.fails = levels, fails or {}
         self.hard = np.random.default_rng(0).normal(4, 1, ROWS)
-        self.trainings: list[Training] = []
-        self.scores: dict[str, HeldOut] = {}
+        self.trainings: list[FinalistTraining] = []
+        self.scores: dict[str, HeldOutScores] = {}
         self.told: list[Any] = []
 
-    def run(self, settings: Sweep, trials: Sequence[Trial]) -> Finals:
+    def run(self, settings: Sweep, trials: Sequence[Trial]) -> FinalRound:
         for _ in range(50):
-            step = plan(settings, trials, self.trainings, self.scores)
-            assert plan(settings, trials, reversed(self.trainings), dict(reversed(self.scores.items()))) == step
-            if isinstance(step, Finals):
+            step = plan_next_step(settings, trials, self.trainings, self.scores)
+            assert (
+                plan_next_step(settings, trials, reversed(self.trainings), dict(reversed(self.scores.items()))) == step
+            )
+            if isinstance(step, FinalRound):
                 return step
-            self.told.append(step.wanted if isinstance(step, Train) else step.run_ids)
-            if isinstance(step, Train):
+            self.told.append(step.wanted if isinstance(step, FinalistTrainingBatch) else step.run_ids)
+            if isinstance(step, FinalistTrainingBatch):
                 self.train(step)
             else:
                 self.score(step)
         raise AssertionError("the plan has no end")
 
-    def train(self, step: Train) -> None:
+    def train(self, step: FinalistTrainingBatch) -> None:
         for number, index in step.wanted:
             assert (number, index) not in {(one.number, one.index) for one in self.trainings}
-            self.trainings.append(Training(number, index, f"run{number}.{index}", self.fails.get((number, index), "")))
+            self.trainings.append(
+                FinalistTraining(number, index, f"run{number}.{index}", self.fails.get((number, index), ""))
+            )
 
     def score(self, job: HeldOutJob) -> None:
         for run_id in job.run_ids:
@@ -136,8 +147,8 @@ def test_trainings_under_way_are_waited_for_and_only_what_is_missing_is_wanted()
     trials = [trial(0, 2.0), trial(1, 2.1)]
     world = World({0: 0.0, 1: 0.02})
     world.score(HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",)))
-    world.train(Train(((1, 1),)))
-    assert plan(sweep(), trials, world.trainings, world.scores) == Train(((0, 1),))
+    world.train(FinalistTrainingBatch(((1, 1),)))
+    assert plan_next_step(sweep(), trials, world.trainings, world.scores) == FinalistTrainingBatch(((0, 1),))
 
 
 def test_a_finalist_that_cannot_be_trained_again_does_not_win() -> None:
@@ -155,24 +166,24 @@ def test_scores_of_another_sample_are_asked_for_again_and_of_other_rows_refused(
     trials = [trial(0, 2.0), trial(1, 2.1)]
     scores = {"run0.0": held_out("run0.0", [1.0, 2.0]), "run1.0": held_out("run1.0", [1.0, 2.0], ids=("x", "y"))}
     asked = HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",), rows=7)
-    assert plan(sweep(rows=7), trials, [], scores) == asked
+    assert plan_next_step(sweep(rows=7), trials, [], scores) == asked
     with pytest.raises(DataError, match=r"run1\.0 was scored on other validation rows"):
-        plan(sweep(), trials, [], scores)
+        plan_next_step(sweep(), trials, [], scores)
 
 
 def test_rows_without_tokens_to_learn_count_nowhere() -> None:
     some = {
         f"run{number}.0": held_out(f"run{number}.0", [4.0 + number, 0.0, 6.0], tokens=(2, 0, 3)) for number in range(2)
     }
-    found = plan(sweep(seeds=1), [trial(0, 2.0), trial(1, 2.1)], [], some)
-    assert isinstance(found, Finals)
+    found = plan_next_step(sweep(seeds=1), [trial(0, 2.0), trial(1, 2.1)], [], some)
+    assert isinstance(found, FinalRound)
     assert (found.rows, [one.mean for one in found.finalists]) == (2, [2.0, 2.2])
 
 
 @pytest.mark.parametrize("top", [0, 1])
 def test_without_a_comparison_the_best_trial_is_named(top: int) -> None:
-    found = plan(sweep(top=top), [trial(0, 2.0), trial(1, 1.5)], [], {})
-    assert isinstance(found, Finals)
+    found = plan_next_step(sweep(top=top), [trial(0, 2.0), trial(1, 1.5)], [], {})
+    assert isinstance(found, FinalRound)
     assert (found.winner, found.comparisons, found.rows) == (1, (), 0)
     assert found.finalists[0].means == (1.5,)
     assert f"top is {top}" in found.reason
@@ -180,11 +191,11 @@ def test_without_a_comparison_the_best_trial_is_named(top: int) -> None:
 
 def test_an_only_trial_wins_and_no_trial_is_an_error() -> None:
     others = [trial(1, state="failed"), trial(2, state="pruned"), trial(3, state="infeasible", run_id=None)]
-    found = plan(sweep(), [trial(0, 2.0), *others], [], {})
-    assert isinstance(found, Finals)
+    found = plan_next_step(sweep(), [trial(0, 2.0), *others], [], {})
+    assert isinstance(found, FinalRound)
     assert (found.winner, "no other" in found.reason) == (0, True)
     with pytest.raises(DataError, match="none of the 3 trials"):
-        plan(sweep(), others, [], {})
+        plan_next_step(sweep(), others, [], {})
 
 
 @pytest.mark.parametrize(
@@ -199,22 +210,22 @@ def test_an_only_trial_wins_and_no_trial_is_an_error() -> None:
 def test_finalists_are_compared_by_the_first_objective_where_rows_have_it(
     first: str, metric: str, direction: str
 ) -> None:
-    asked, measure = measure_of(sweep(objectives=[first, "memory_bytes"]))
-    assert (asked, measure) == (metric, Measure.model_validate({"metric": metric, "direction": direction}))
-    wanted = plan(sweep(objectives=[first, "memory_bytes"]), [trial(0, 0.5, 3), trial(1, 0.4, 2)], [], {})
+    asked, measure = select_comparison_measure(sweep(objectives=[first, "memory_bytes"]))
+    assert (asked, measure) == (metric, SweepObjective.model_validate({"metric": metric, "direction": direction}))
+    wanted = plan_next_step(sweep(objectives=[first, "memory_bytes"]), [trial(0, 0.5, 3), trial(1, 0.4, 2)], [], {})
     if first not in {"accuracy", "token_f1"}:  # else trial 0 beats by the one, trial 1 by the other
-        assert isinstance(wanted, Finals)  # trial 1 is better by both: the front has one
+        assert isinstance(wanted, FinalRound)  # trial 1 is better by both: the front has one
     else:
         assert wanted == HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=(asked,))
 
 
 def test_the_seed_of_an_index_is_so_many_further() -> None:
-    settings: Settings = params_file.changed(Settings(), {"train.seed": 7})
+    settings: Settings = params_file.apply_changes(Settings(), {"train.seed": 7})
     one = trial(0, 1.0)
-    assert values_of(settings, one, 0) == one.values
-    assert values_of(settings, one, 2) == {"train.rank": 2, "train.seed": 9}
+    assert values_for_seed(settings, one, 0) == one.values
+    assert values_for_seed(settings, one, 2) == {"train.rank": 2, "train.seed": 9}
     searched = trial(0, 1.0, values={"train.seed": 100})
-    assert values_of(settings, searched, 1) == {"train.seed": 101}
+    assert values_for_seed(settings, searched, 1) == {"train.seed": 101}
 
 
 # ---------------------------------------------------------------------------------------------------------- finalists
@@ -231,34 +242,34 @@ def test_the_best_are_ranked_by_the_direction_each_training_once() -> None:
         trial(7, state="running"),
         trial(8, 1.0),
     ]
-    assert [one.number for one in final_round.best(reversed(trials), [LOSS], 3)] == [1, 8, 5]
-    up = Measure(metric="accuracy", direction="maximize")
-    assert [one.number for one in final_round.best(trials, [up], 2)] == [0, 5]
-    assert final_round.leaders(trials, [up]) == (0,)
-    assert final_round.leaders([], [up]) == ()
+    assert [one.number for one in final_round.best_trials(reversed(trials), [LOSS], 3)] == [1, 8, 5]
+    up = SweepObjective(metric="accuracy", direction="maximize")
+    assert [one.number for one in final_round.best_trials(trials, [up], 2)] == [0, 5]
+    assert final_round.leader_numbers(trials, [up]) == (0,)
+    assert final_round.leader_numbers([], [up]) == ()
 
 
 def test_only_the_front_of_several_objectives_counts() -> None:
-    measures = [LOSS, Measure(metric="accuracy", direction="maximize")]
+    measures = [LOSS, SweepObjective(metric="accuracy", direction="maximize")]
     trials = [trial(0, 1.0, 0.5), trial(1, 2.0, 0.9), trial(2, 1.5, 0.4), trial(3, 0.5, 0.1), trial(4, 2.0, 0.9)]
-    assert final_round.leaders(trials, measures) == (0, 1, 3, 4)
-    assert [one.number for one in final_round.best(trials, measures, 3)] == [3, 0, 1]
+    assert final_round.leader_numbers(trials, measures) == (0, 1, 3, 4)
+    assert [one.number for one in final_round.best_trials(trials, measures, 3)] == [3, 0, 1]
 
 
 # --------------------------------------------------------------------------------------- rows that models are chosen by
 
 
 def test_rows_that_models_are_chosen_by_are_refused_to_the_gate(tmp_path: Path) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     write_objective(layout, "sweep.2", ["b", "a"])
     path = layout.objectives / "sweep.2.json"
     before, place = path.read_bytes(), path.stat().st_ino
     write_objective(layout, "sweep.2", ["a", "b"])
     write_objective(layout, "sweep.2", ["a"])
     assert (path.read_bytes(), path.stat().st_ino) == (before, place)
-    assert test_set_reuse.shared(layout, ["a", "z"], []) == {"sweep sweep.2": 1}
+    assert test_set_reuse.count_overlaps(layout, ["a", "z"], []) == {"sweep sweep.2": 1}
     write_objective(layout, "sweep.2", ["c"])  # models were chosen by the others: they stay
-    assert Objective.load(path).sample_ids == ("a", "b", "c")
+    assert ObjectiveSet.load(path).sample_ids == ("a", "b", "c")
     path.write_text("{}")
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedFileError):
         write_objective(layout, "sweep.2", ["a"])

@@ -10,7 +10,7 @@ PROFILE_STEPS = 20
 Command = Callable[[argparse.Namespace], int]
 
 
-def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """The command line; `commands` carry out the verbs, by name."""
     whole = argparse.ArgumentParser(
         prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
@@ -34,8 +34,8 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     verb("prepare", "stage: source files to split, templated, tokenised data")
     distill = verb("distill", "optional stage: ask a larger model about the training rows (train.distill)")
     distill.add_argument("--forecast", action="store_true", help="only say how much disk and memory it will take")
-    _train_options(verb("train", "stage: fine-tune under supervision; starting is resuming"))
-    _sweep_options(verb("sweep", "many trainings chosen by a study: search rank, alpha, learning rate ..."))
+    _add_train_options(verb("train", "stage: fine-tune under supervision; starting is resuming"))
+    _add_sweep_options(verb("sweep", "many trainings chosen by a study: search rank, alpha, learning rate ..."))
     evaluate = verb("evaluate", "stage: score base, candidate and champion on the test rows")
     evaluate.add_argument(
         "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
@@ -47,17 +47,19 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     either.add_argument(
         "--aa", action="store_true", help="score the candidate a second time and compare it with itself: what is noise?"
     )
-    _promotion_options(verb)
-    _deployment_options(verb)
-    _generation_options(verb("generate", "answer every prompt of a file; starting is going on, and none is lost"))
-    _model_option(verb("chat", "talk to a model in this terminal; /help says what else can be typed"))
-    _selection_options(verb("select", "choose among a teacher's answers, and write those taken as data to learn from"))
-    _forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
+    _add_promotion_options(verb)
+    _add_deployment_options(verb)
+    _add_generation_options(verb("generate", "answer every prompt of a file; starting is going on, and none is lost"))
+    _add_model_option(verb("chat", "talk to a model in this terminal; /help says what else can be typed"))
+    _add_selection_options(
+        verb("select", "choose among a teacher's answers, and write those taken as data to learn from")
+    )
+    _add_forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
     doctor = verb("doctor", "look at data, base and machine, and propose settings with their reasons")
     doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
-    _admission_options(doctor)
-    _looking_options(verb)
-    _history_options(verb)
+    _add_requirement_options(doctor)
+    _add_watch_options(verb)
+    _add_history_options(verb)
     verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     verify.add_argument(
@@ -65,25 +67,25 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     reset = verb("reset", "remove a training's or generation's directory, after asking")
     reset.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning")
-    _mirror_option(reset, "remove it from this mirror (default: machine.mirror), not from this machine")
+    _add_mirror_option(reset, "remove it from this mirror (default: machine.mirror), not from this machine")
     reset.add_argument("--yes", action="store_true", help="do not ask")
-    _chaos_options(verb("chaos", "prove on this project that faults change nothing: train, break, compare"))
+    _add_chaos_options(verb("chaos", "prove on this project that faults change nothing: train, break, compare"))
     ui = verb("ui", "open the MLflow UI on this project's store, on loopback")
     ui.add_argument("--port", type=int, default=5000)
     return whole
 
 
-def _looking_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_watch_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
     status = verb("status", "where a training or generation stands")
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
-    _mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
+    _add_mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
     watch = verb("watch", "runs on this screen while they go on, wherever they were started")
     watch.add_argument("runs", nargs="*", metavar="RUN", help="id, or its beginning (default: all that go on)")
     watch.add_argument("--once", action="store_true", help="draw it once, and end")
-    _mirror_option(watch, "runs in this mirror (default: machine.mirror), from any machine")
+    _add_mirror_option(watch, "runs in this mirror (default: machine.mirror), from any machine")
 
 
-def _train_options(train: argparse.ArgumentParser) -> None:
+def _add_train_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
     train.add_argument("--nodes", metavar="MIN:MAX", help="machines that train this run (default: machine.nodes)")
     train.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet (default: machine.rendezvous)")
@@ -93,7 +95,7 @@ def _train_options(train: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
     compare = verb("compare", "trainings side by side: what differs, curves, scores, which differences are real")
     compare.add_argument(
         "names", nargs="+", metavar="A",
@@ -108,11 +110,11 @@ def _history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> Non
         one.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
 
 
-def _mirror_option(verb: argparse.ArgumentParser, text: str) -> None:
+def _add_mirror_option(verb: argparse.ArgumentParser, text: str) -> None:
     verb.add_argument("--mirror", nargs="?", const=True, metavar="URL", help=text)
 
 
-def _admission_options(doctor: argparse.ArgumentParser) -> None:
+def _add_requirement_options(doctor: argparse.ArgumentParser) -> None:
     act = doctor.add_mutually_exclusive_group()
     act.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
     act.add_argument(
@@ -124,7 +126,7 @@ def _admission_options(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--json", type=Path, metavar="FILE", help="with --require: write the findings there, too")
 
 
-def _promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
     promote = verb("promote", "register the exported model and make it champion")
     promote.add_argument("--force", action="store_true", help="against the verdict; recorded with who and why")
     promote.add_argument("--reason", metavar="TEXT", help="why it is forced")
@@ -141,7 +143,7 @@ def _promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> N
     promotions.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
     deploy = verb("deploy", "put the champion into a directory that a server reads, checked, and swapped in at once")
     deploy.add_argument("directory", type=Path, metavar="DIR")
     deploy.add_argument("--format", metavar="FORM", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
@@ -160,16 +162,16 @@ def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> 
     keys.add_argument("--reason", metavar="TEXT", help="why it is revoked")
 
 
-def _generation_options(generate: argparse.ArgumentParser) -> None:
+def _add_generation_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON, JSONL, CSV, TSV or Parquet")
     generate.add_argument("--output", type=Path, metavar="FILE", help="one record an answer, .jsonl or .parquet")
-    _model_option(generate)
+    _add_model_option(generate)
     generate.add_argument(
         "--stream", action="store_true", help="write no file: show each answer as it is given, reasoning set apart"
     )
 
 
-def _model_option(verb: argparse.ArgumentParser) -> None:
+def _add_model_option(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--model", default="adapter", metavar="WHICH",
         help="base, adapter, merged, champion, v3, a directory, a .gguf file, or http(s)://HOST[#MODEL] "
@@ -177,7 +179,7 @@ def _model_option(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _selection_options(select: argparse.ArgumentParser) -> None:
+def _add_selection_options(select: argparse.ArgumentParser) -> None:
     select.add_argument("answers", nargs="+", type=Path, metavar="ANSWERS", help="outputs of `ratchet generate`")
     select.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the rows, such as data/raw/taught.jsonl"
@@ -187,7 +189,7 @@ def _selection_options(select: argparse.ArgumentParser) -> None:
     )
 
 
-def _sweep_options(sweep: argparse.ArgumentParser) -> None:
+def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument(
         "--workers", type=int, default=1, metavar="N", help="trainings at once, here or on the cluster (default: 1)"
     )
@@ -210,7 +212,7 @@ def _sweep_options(sweep: argparse.ArgumentParser) -> None:
     act.add_argument("--repair", action="store_true", help="cut a damaged journal of studies at the first bad line")
 
 
-def _chaos_options(chaos: argparse.ArgumentParser) -> None:
+def _add_chaos_options(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--kills", type=int, default=5, metavar="N", help="kills of each kind of signal (default: 5)")
     chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of every schedule (default: 0)")
     chaos.add_argument("--faults", metavar="A,B", help="only these (default: all; a wrong one lists them)")
@@ -219,7 +221,7 @@ def _chaos_options(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
 
 
-def _forecast_options(forecast: argparse.ArgumentParser) -> None:
+def _add_forecast_options(forecast: argparse.ArgumentParser) -> None:
     forecast.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
     forecast.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: of params.yaml)")
     forecast.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: of the data)")

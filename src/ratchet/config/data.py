@@ -4,25 +4,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ratchet.config.fields import Count, Fraction, Limit, Name, PositiveCount, Section, as_tuple, number_from
+from ratchet.config.fields import Count, Fraction, Limit, Name, PositiveCount, Section, convert_to_tuple, parse_number
 
 Shape = Literal["auto", "columns", "alpaca", "messages", "sharegpt", "instances", "choices"]
 
 
-def _one_or_more(value: Any) -> Any:
+def _wrap_single_value(value: Any) -> Any:
     """A list may be given as its only entry."""
-    return (value,) if isinstance(value, str | dict) else as_tuple(value)
+    return (value,) if isinstance(value, str | dict) else convert_to_tuple(value)
 
 
-def _rows_of_category(value: Any) -> Any:
+def _parse_category_rows(value: Any) -> Any:
     """A number of rows, or `smallest`; one complaint for what is neither."""
-    value = number_from(value)
+    value = parse_number(value)
     if value != "smallest" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"{value!r} is no number of rows; write one from 1, or smallest")
     return value
 
 
-class Columns(Section):
+class ColumnSettings(Section):
     """Names of the source columns; null: found by the names that are usual, and shown."""
 
     prompt: Name | None = None
@@ -37,7 +37,7 @@ class Columns(Section):
     """Column with the tools that the conversation may use, as JSON schemas."""
 
     @model_validator(mode="after")
-    def _one_shape(self) -> "Columns":
+    def _one_shape(self) -> "ColumnSettings":
         if self.messages and (self.prompt or self.response or self.system):
             raise ValueError("messages holds whole conversations: name it, or prompt and response, not both")
         if self.prompt is not None and self.prompt == self.response:
@@ -48,7 +48,7 @@ class Columns(Section):
         return self
 
 
-class Source(Section):
+class SourceSettings(Section):
     """One place that rows come from: files of this project, or a dataset of the hub."""
 
     files: Name | None = None
@@ -61,17 +61,17 @@ class Source(Section):
     """Configuration of the dataset, where it has several."""
     dataset_split: Name = "train"
     """Split of the dataset to read."""
-    weight: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1000)] = 1
+    weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1000)] = 1
     """How often a training row of this source comes in an epoch; the part behind the point by a draw on its content."""
     shape: Shape = "auto"
     """Shape of its records, where it is not prepare.shape."""
-    columns: Columns | None = None
+    columns: ColumnSettings | None = None
     """Its columns, where they are not prepare.columns."""
     split: Literal["train", "validation", "test"] | None = None
     """Split that all its rows belong to; the fraction of that split is then not taken from other sources."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> "Source":
+    def _one_place(self) -> "SourceSettings":
         if (self.files is None) == (self.dataset is None):
             raise ValueError("name either files or dataset")
         if self.dataset and not self.revision:
@@ -89,12 +89,12 @@ class Source(Section):
         return f"{self.dataset}{subset}@{self.revision}[{self.dataset_split}]"
 
 
-def _from_path(value: Any) -> Any:
+def _build_from_path(value: Any) -> Any:
     """A source may be given as just its path or glob."""
     return {"files": value} if isinstance(value, str) else value
 
 
-class Split(Section):
+class SplitSettings(Section):
     """How rows are divided. By default a row's split depends on its prompt and the seed alone, never on other rows."""
 
     validation: Fraction = 0.1
@@ -111,7 +111,7 @@ class Split(Section):
     """Field with a date or number: the newest rows are test, the next validation; added rows move the borders."""
 
     @model_validator(mode="after")
-    def _something_left(self) -> "Split":
+    def _something_left(self) -> "SplitSettings":
         if self.validation + self.test >= 1:
             raise ValueError(f"validation + test is {self.validation + self.test:g}: nothing is left to train on")
         if len(chosen := [key for key in ("group", "stratify", "time") if getattr(self, key)]) > 1:
@@ -119,23 +119,23 @@ class Split(Section):
         return self
 
 
-class Duplicates(Section):
+class DeduplicationSettings(Section):
     """Which rows count as the same. Rows whose text is another's but for case and white space always do."""
 
-    near: Annotated[float, BeforeValidator(number_from), Field(ge=0.3, le=1)] | None = 0.8
+    near: Annotated[float, BeforeValidator(parse_number), Field(ge=0.3, le=1)] | None = 0.8
     """Drop rows whose word shingles have at least this Jaccard similarity with those of another; null: keep them."""
     shingle_words: PositiveCount = 3
     """Words of one shingle."""
-    permutations: Annotated[int, BeforeValidator(number_from), Field(ge=16, le=1024)] = 128
+    permutations: Annotated[int, BeforeValidator(parse_number), Field(ge=16, le=1024)] = 128
     """MinHash permutations: more find more of the pairs just above the threshold, and take longer."""
 
 
-class Balance(Section):
+class BalanceSettings(Section):
     """As many training rows of each category (hard-balanced sampling); rows are chosen by their content and a seed."""
 
     by: Name | None = None
     """Field of the records that holds the category, or `label` where prepare.task is labels; null: off."""
-    rows: Annotated[PositiveCount | Literal["smallest"], BeforeValidator(_rows_of_category)] = "smallest"
+    rows: Annotated[PositiveCount | Literal["smallest"], BeforeValidator(_parse_category_rows)] = "smallest"
     """Training rows of each category: a number, or `smallest`, as many as the smallest category has."""
     fewer: Literal["take", "repeat", "refuse"] = "take"
     """Categories with fewer rows: take those that there are, repeat them to fill up, or end the stage."""
@@ -143,20 +143,20 @@ class Balance(Section):
     """Seed of the choice."""
 
 
-class Leakage(Section):
+class LeakageSettings(Section):
     """Evaluation sets that must not be learned from."""
 
-    tasks: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ()
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_wrap_single_value)] = ()
     """lm-evaluation-harness tasks in data/tasks, beside those of evaluate.harness.tasks, without the ending."""
-    files: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ()
+    files: Annotated[tuple[str, ...], BeforeValidator(_wrap_single_value)] = ()
     """Further evaluation sets: files or globs below data/raw or data/tasks."""
-    ngram_words: Annotated[int, BeforeValidator(number_from), Field(ge=5, le=50)] = 13
+    ngram_words: Annotated[int, BeforeValidator(parse_number), Field(ge=5, le=50)] = 13
     """Words of the n-grams that no row may share with an evaluation set (Brown et al. 2020, appendix C: 13)."""
     action: Literal["drop", "fail"] = "drop"
     """`drop` leaves rows that overlap out of the data; `fail` ends the stage and lists them."""
 
 
-class Limits(Section):
+class DropLimitSettings(Section):
     """Largest share of the rows that may be lost for a reason; more fails the stage. null: any share."""
 
     malformed: Limit = 0.01
@@ -189,12 +189,14 @@ class Prepare(Section):
     """From source files to token ids."""
 
     sources: Annotated[
-        tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(_one_or_more), Field(min_length=1)
-    ] = (Source(files="data/raw/data.jsonl"),)
+        tuple[Annotated[SourceSettings, BeforeValidator(_build_from_path)], ...],
+        BeforeValidator(_wrap_single_value),
+        Field(min_length=1),
+    ] = (SourceSettings(files="data/raw/data.jsonl"),)
     """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz ...), or {files: x, weight: 2, ...}."""
     shape: Shape = "auto"
     """Shape of the records: columns, alpaca, messages (OpenAI), sharegpt, instances, choices; `auto` looks and says."""
-    columns: Columns = Columns()
+    columns: ColumnSettings = ColumnSettings()
     """Which columns hold what."""
     task: Literal["labels", "text"] = "text"
     """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
@@ -202,9 +204,9 @@ class Prepare(Section):
     """Answers to learn from: all or the last, unless flagged `train: false` or `weight: 0`; or those flagged."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
-    keep: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    keep: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Further fields of the records that stay with their row: categories by which results are given."""
-    split: Split = Split()
+    split: SplitSettings = SplitSettings()
     """Division into training, validation and test rows."""
     max_tokens: PositiveCount = 256
     """Longest conversation, template included, in tokens."""
@@ -212,13 +214,13 @@ class Prepare(Section):
     """Longer conversations are dropped, cut (an answer keeps its end-of-turn token), or end the stage."""
     min_answer_tokens: PositiveCount = 1
     """Fewest tokens that a row must have to learn from, end of turn not counted."""
-    duplicates: Duplicates = Duplicates()
+    duplicates: DeduplicationSettings = DeduplicationSettings()
     """Which rows count as the same."""
-    balance: Balance = Balance()
+    balance: BalanceSettings = BalanceSettings()
     """As many training rows of each category."""
-    leakage: Leakage = Leakage()
+    leakage: LeakageSettings = LeakageSettings()
     """Evaluation sets that must not be learned from."""
-    limits: Limits = Limits()
+    limits: DropLimitSettings = DropLimitSettings()
     """Largest share of the rows that may be lost for a reason; more fails the stage."""
 
     @model_validator(mode="after")

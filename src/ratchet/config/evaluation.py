@@ -6,33 +6,42 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet import http_client
-from ratchet.config.fields import Count, Name, NotNegative, Positive, PositiveCount, Section, as_tuple, number_from
+from ratchet.config.fields import (
+    Count,
+    Name,
+    NotNegative,
+    Positive,
+    PositiveCount,
+    Section,
+    convert_to_tuple,
+    parse_number,
+)
 
 Form = Literal["adapter", "merged"]
 Opponent = Literal["base", "champion", "anchor"]
 Measure = Literal["token_f1", "bleu", "rouge", "chrf", "length"]
 
 
-def _increasing(value: Any) -> Any:
-    value = as_tuple(value)
+def _require_increasing(value: Any) -> Any:
+    value = convert_to_tuple(value)
     if isinstance(value, tuple) and list(value) != sorted(set(value)):
         raise ValueError("bounds must rise from one to the next")
     return value
 
 
-def _opponents(value: Any) -> Any:
-    value = as_tuple(value)
+def _require_distinct_opponents(value: Any) -> Any:
+    value = convert_to_tuple(value)
     if isinstance(value, tuple) and (not value or len(set(value)) != len(value)):
         raise ValueError("names each opponent once, and at least one: base, champion, anchor")
     return value
 
 
-class Harness(Section):
+class HarnessSettings(Section):
     """lm-evaluation-harness tasks."""
 
-    tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    tasks: Annotated[tuple[str, ...], BeforeValidator(convert_to_tuple)] = ()
     """Names of YAML files in data/tasks, without the ending."""
-    library: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    library: Annotated[tuple[str, ...], BeforeValidator(convert_to_tuple)] = ()
     """Tasks that come with the harness, e.g. hellaswag, arc_challenge, gsm8k; their data needs a network once."""
     limit: PositiveCount | None = None
     """Score only the first so many documents of each task; null scores all."""
@@ -40,7 +49,7 @@ class Harness(Section):
     """Examples shown before each document; null: as each task says."""
 
 
-class General(Section):
+class GeneralTextSettings(Section):
     """Text that has nothing to do with the task: what the model forgets shows there."""
 
     text: Name | None = None
@@ -51,25 +60,25 @@ class General(Section):
     """At most so many blocks, from the beginning of the text on."""
 
 
-def _address(value: Any) -> Any:
-    if isinstance(value, str) and (fault := http_client.fault_of_endpoint(value)):
+def _require_valid_address(value: Any) -> Any:
+    if isinstance(value, str) and (fault := http_client.find_endpoint_problem(value)):
         raise ValueError(fault)
     return value
 
 
-Price = Annotated[NotNegative | None, BeforeValidator(number_from)]
+Price = Annotated[NotNegative | None, BeforeValidator(parse_number)]
 
 
-class Judge(Section):
+class JudgeSettings(Section):
     """Another model says which of two generated answers is better: candidate and base, candidate and champion."""
 
-    address: Annotated[str | None, BeforeValidator(_address)] = None
+    address: Annotated[str | None, BeforeValidator(_require_valid_address)] = None
     """OpenAI-compatible server that is sent test rows and answers, such as http://127.0.0.1:8000/v1; null: none is."""
     model: Name | None = None
     """Its name there; null: the only one that is served."""
     rubric: Name | None = None
     """Text file below data/tasks: what makes an answer good; null: the rubric that comes with Ratchet."""
-    against: Annotated[tuple[Opponent, ...], BeforeValidator(_opponents)] = ("base", "champion")
+    against: Annotated[tuple[Opponent, ...], BeforeValidator(_require_distinct_opponents)] = ("base", "champion")
     """Whom the candidate's answers are held against: base, champion, anchor; those that are not there are left out."""
     rows: PositiveCount | None = None
     """At most so many of the answered test rows (a fixed sample by content); null: all of them."""
@@ -90,7 +99,7 @@ class Judge(Section):
 class Evaluate(Section):
     """What is measured on the test rows, for base, candidate, champion and anchor alike."""
 
-    forms: Annotated[tuple[Form, ...], BeforeValidator(as_tuple), Field(min_length=1)] = ("adapter",)
+    forms: Annotated[tuple[Form, ...], BeforeValidator(convert_to_tuple), Field(min_length=1)] = ("adapter",)
     """Of the candidate: `adapter` on the base as it was trained against, `merged` as it was exported."""
     generate_rows: Count = 0
     """Test rows to answer with generated text (a fixed sample by content); 0 answers all."""
@@ -102,21 +111,28 @@ class Evaluate(Section):
     """Of drawn answers; read only when samples is above 1."""
     seed: Count = 0
     """Of drawn answers, and of the intervals of corpus figures."""
-    measures: Annotated[tuple[Measure, ...], BeforeValidator(as_tuple)] = ()
+    measures: Annotated[tuple[Measure, ...], BeforeValidator(convert_to_tuple)] = ()
     """Further measures of generated answers: token_f1, bleu, rouge, chrf, length."""
     answer_format: Name | None = None
     """`json`, or a regular expression that a whole answer must match; measured as format_validity."""
     label_scores: bool = True
     """For labels: how likely each label is as the answer to each row; gives precision-recall curves."""
-    categories: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    categories: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Fields of the source records (listed in prepare.keep) by whose values results are given, too."""
-    length_bins: Annotated[tuple[PositiveCount, ...], BeforeValidator(_increasing)] = (32, 64, 128, 256, 512, 1024)
+    length_bins: Annotated[tuple[PositiveCount, ...], BeforeValidator(_require_increasing)] = (
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+    )
     """Upper bounds, in tokens of a row, of the bins by which perplexity is given."""
-    general: General = General()
+    general: GeneralTextSettings = GeneralTextSettings()
     """Perplexity of text outside the task."""
-    harness: Harness = Harness()
+    harness: HarnessSettings = HarnessSettings()
     """lm-evaluation-harness tasks to run."""
-    judge: Judge = Judge()
+    judge: JudgeSettings = JudgeSettings()
     """Pairs of generated answers, judged by another model; informs, and never gates."""
     latency_rows: Count = 8
     """Test rows answered one at a time, to measure seconds per answer and memory; 0 measures neither."""

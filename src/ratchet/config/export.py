@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ratchet.config.fields import Name, PositiveCount, Section, as_tuple, number_from
-from ratchet.config.units import bytes_from
+from ratchet.config.fields import Name, PositiveCount, Section, convert_to_tuple, parse_number
+from ratchet.config.units import parse_bytes
 from ratchet.errors import SettingsError
 
 PlainType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4"]
@@ -16,45 +16,49 @@ GgufType = PlainType | ToolType
 OnnxType = Literal["fp32", "int8"]
 
 
-def _lower(value: Any) -> Any:
-    value = as_tuple(value)
+def _convert_to_lower_case(value: Any) -> Any:
+    value = convert_to_tuple(value)
     return tuple(one.lower() if isinstance(one, str) else one for one in value) if isinstance(value, tuple) else value
 
 
-def _once(types: tuple[str, ...]) -> tuple[str, ...]:
+def _require_distinct_types(types: tuple[str, ...]) -> tuple[str, ...]:
     if twice := [one for i, one in enumerate(types) if one in types[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
     return types
 
 
-def _bytes(value: Any) -> Any:
-    value = number_from(value)
+def _parse_size(value: Any) -> Any:
+    value = parse_number(value)
     try:
-        return bytes_from(value, "it") if isinstance(value, str) else value
+        return parse_bytes(value, "it") if isinstance(value, str) else value
     except SettingsError as error:
         raise ValueError(str(error).removeprefix("it: ")) from None
 
 
-class Also(Section):
+class AdditionalAdapterSettings(Section):
     """A further adapter of the same base that is merged, too."""
 
     adapter: Name
     """Directory of a saved adapter, relative to the project, such as mlruns/models/0123456789abcdef/adapter."""
-    weight: Annotated[float, BeforeValidator(number_from), Field(allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)] = 1.0
     """Its update is multiplied by this."""
 
 
-class Gguf(Section):
+class GgufSettings(Section):
     """Files for llama.cpp, Ollama and LM Studio."""
 
-    types: Annotated[tuple[GgufType, ...], BeforeValidator(_lower), AfterValidator(_once)] = ()
+    types: Annotated[
+        tuple[GgufType, ...], BeforeValidator(_convert_to_lower_case), AfterValidator(_require_distinct_types)
+    ] = ()
     """f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 ...; q4_k_m and the like need llama.cpp's tools (machine.llama_cpp)."""
 
 
-class Onnx(Section):
+class OnnxSettings(Section):
     """Directories for onnxruntime."""
 
-    types: Annotated[tuple[OnnxType, ...], BeforeValidator(_lower), AfterValidator(_once)] = ()
+    types: Annotated[
+        tuple[OnnxType, ...], BeforeValidator(_convert_to_lower_case), AfterValidator(_require_distinct_types)
+    ] = ()
     """fp32, and int8 (matrices and token embedding in 8 bits, a scale for each 32 numbers)."""
 
 
@@ -65,17 +69,17 @@ class Export(Section):
     """Weights that the adapter is added to: trained against, before quantisation, or whichever is measured closer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type in which the merged model is stored; the merge itself is computed in float32."""
-    weight: Annotated[float, BeforeValidator(number_from), Field(allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)] = 1.0
     """The adapter's update is multiplied by this before it is added."""
-    also: Annotated[tuple[Also, ...], BeforeValidator(as_tuple)] = ()
+    also: Annotated[tuple[AdditionalAdapterSettings, ...], BeforeValidator(convert_to_tuple)] = ()
     """Further adapters of the same base, each with its weight: updates are summed."""
-    modules: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    modules: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Merge the updates of these modules only: names or regular expressions, as train.targets; empty: all."""
-    shard_size: Annotated[int, BeforeValidator(_bytes), Field(gt=0)] = 4_000_000_000
+    shard_size: Annotated[int, BeforeValidator(_parse_size), Field(gt=0)] = 4_000_000_000
     """Largest file of the merged model, in bytes, or such as 4GB; a single tensor may be larger."""
-    gguf: Gguf = Gguf()
+    gguf: GgufSettings = GgufSettings()
     """Files for llama.cpp, each run in it."""
-    onnx: Onnx = Onnx()
+    onnx: OnnxSettings = OnnxSettings()
     """Directories for onnxruntime, each run in it."""
     parity_rows: PositiveCount = 32
     """Test rows on which every exported form is compared with base + adapter, token by token."""

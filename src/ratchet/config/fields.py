@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from ratchet.redaction import reveals
+from ratchet.redaction import contains_secret
 
 
-def number_from(value: Any) -> Any:
+def parse_number(value: Any) -> Any:
     """Accept a number that YAML 1.1 writers quoted or spelled as text (`1e-4`, `1e-05`); leave the rest to pydantic."""
     if isinstance(value, str):
         try:
@@ -26,7 +26,7 @@ def number_from(value: Any) -> Any:
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def interval_from(value: Any) -> int | float | None:
+def parse_interval(value: Any) -> int | float | None:
     """An interval as it is written: optimizer steps (int), a time (float, in seconds), or `auto` (None).
 
     Raises:
@@ -41,18 +41,18 @@ def interval_from(value: Any) -> int | float | None:
     raise ValueError(f"{value!r} is no interval; write a number of steps, a time such as 30 s, 10 min or 1 h, or auto")
 
 
-def as_tuple(value: Any) -> Any:
+def convert_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Number = Annotated[float, BeforeValidator(number_from), Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(number_from), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(number_from), Field(ge=1)]
-Fraction = Annotated[float, BeforeValidator(number_from), Field(ge=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(number_from), Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)]
-Limit = Annotated[float, BeforeValidator(number_from), Field(ge=0, le=1, allow_inf_nan=False)] | None
-Share = Annotated[float, BeforeValidator(number_from), Field(gt=0, lt=1, allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(parse_number), Field(ge=0)]
+PositiveCount = Annotated[int, BeforeValidator(parse_number), Field(ge=1)]
+Fraction = Annotated[float, BeforeValidator(parse_number), Field(ge=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
+Limit = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1, allow_inf_nan=False)] | None
+Share = Annotated[float, BeforeValidator(parse_number), Field(gt=0, lt=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -67,7 +67,7 @@ class Section(BaseModel):
         if info.field_name == "webhook":  # addresses to post to are secrets themselves, and are shown nowhere
             return value
         texts = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(text, str) and reveals(text) for text in texts):
+        if any(isinstance(text, str) and contains_secret(text) for text in texts):
             raise ValueError(
                 "holds a password, a token or a key, and settings are kept with the project for everybody to read; "
                 "leave it out, and give it in the environment, or in files that the library which needs it reads"
@@ -83,11 +83,11 @@ class Section(BaseModel):
         found: dict[str, str] = {}
         for one in reversed(cls.__mro__):
             if issubclass(one, Section) and one is not Section:
-                found |= _sentences_in(one)
+                found |= _read_sentences(one)
         return found
 
 
-def _sentences_in(section: type[Section]) -> dict[str, str]:
+def _read_sentences(section: type[Section]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     below: dict[str, str] = {}
     for knob, text in pairwise(getattr(body, "body", ())):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ratchet.config.fields import Count, Name, NotNegative, PositiveCount, Section, as_tuple, number_from
+from ratchet.config.fields import Count, Name, NotNegative, PositiveCount, Section, convert_to_tuple, parse_number
 
 
 class Generate(Section):
@@ -15,7 +15,7 @@ class Generate(Section):
     """Longest answer, in tokens, its end and its reasoning included."""
     temperature: NotNegative = 0.0
     """0: the likeliest token, always. Else answers are drawn, from logits that are divided by this."""
-    top_p: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Tokens are drawn from the fewest likeliest ones that have this probability together; 1: from all."""
     samples: PositiveCount = 1
     """Answers to each prompt, each drawn by itself; more than one need a temperature above 0."""
@@ -25,13 +25,13 @@ class Generate(Section):
     """System message of prompts that have none of their own; null: they get none."""
     column: Name | None = None
     """Column with the prompt, a text or a list of messages; null: that of prepare.columns, else looked for."""
-    keep: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    keep: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Fields of the source records that answers carry along, for whoever selects or reports by them."""
-    labels: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    labels: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Answers that are possible: each record has the log-probability of each of them as the whole answer."""
     skip_faults: bool = False
     """Leave out records that are no prompts, and count them; false: refuse the file, naming the first of them."""
-    reasoning_marks: Annotated[tuple[Name, Name], BeforeValidator(as_tuple)] = ("<think>", "</think>")
+    reasoning_marks: Annotated[tuple[Name, Name], BeforeValidator(convert_to_tuple)] = ("<think>", "</think>")
     """Between these a model thinks: the record has reasoning and answer apart."""
     exact: bool = True
     """Answers do not depend on which prompts were computed together; false: on near ties they may, and it is faster."""

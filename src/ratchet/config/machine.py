@@ -7,50 +7,50 @@ import math
 import re
 from typing import Any
 
-from ratchet.config.fields import Positive, PositiveCount, Section, interval_from, number_from
-from ratchet.config.units import bytes_from
+from ratchet.config.fields import Positive, PositiveCount, Section, parse_interval, parse_number
+from ratchet.config.units import parse_bytes
 from ratchet.errors import SettingsError
 
 
-def rows_from(value: Any) -> Any:
+def parse_rows(value: Any) -> Any:
     """A number of rows, or `auto`."""
-    value = number_from(value)
+    value = parse_number(value)
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"{value!r} is no number of rows; write one, or auto")
     return value
 
 
-def interval_as_written(value: Any) -> Any:
+def check_interval(value: Any) -> Any:
     """A number of steps, a time, or `auto`, as it stands."""
-    value = number_from(value)
-    interval_from(value)
+    value = parse_number(value)
+    parse_interval(value)
     return value
 
 
-def address_from(value: Any) -> Any:
+def parse_database_address(value: Any) -> Any:
     """The address of a database, without a password."""
     if isinstance(value, str) and re.match(r"[^/]*://[^/@]*:[^/@]*@", value):
         raise ValueError("holds a password, and params.yaml is no place for one; put it into PGPASSWORD or ~/.pgpass")
     return value
 
 
-def gpus_from(value: Any) -> Any:
+def parse_gpus(value: Any) -> Any:
     """GPUs of a worker, parts of one too, or `auto`."""
-    value = number_from(value)
+    value = parse_number(value)
     if value != "auto" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
         raise ValueError(f"{value!r} is no number of GPUs; write one, or auto")
     return value
 
 
-def ranks_from(value: Any) -> Any:
+def parse_ranks(value: Any) -> Any:
     """A number of ranks, or `auto`."""
-    value = number_from(value)
+    value = parse_number(value)
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"{value!r} is no number of ranks; write one, or auto")
     return value
 
 
-def nodes_from(value: Any) -> Any:
+def parse_nodes(value: Any) -> Any:
     """A number of machines, or MIN:MAX, as text."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text) if isinstance(text, str) else None
@@ -59,7 +59,7 @@ def nodes_from(value: Any) -> Any:
     return text
 
 
-def meeting_from(value: Any) -> Any:
+def parse_rendezvous(value: Any) -> Any:
     """HOST:PORT."""
     found = re.fullmatch(r"[^\s/:]+:([0-9]{1,5})", value) if isinstance(value, str) else None
     if isinstance(value, str) and not (found and 0 < int(found[1]) < 65536):
@@ -75,7 +75,7 @@ NO_MIRRORS = {
 """Schemes of fsspec for what ends with its process, can only be read, or is another place in disguise."""
 
 
-def fault_of_scheme(url: str) -> str:
+def explain_scheme_fault(url: str) -> str:
     """Why nothing of this scheme can be a mirror, in words; empty: something may."""
     if (scheme := url.split(":", 1)[0]) not in NO_MIRRORS:
         return ""
@@ -85,7 +85,7 @@ def fault_of_scheme(url: str) -> str:
     )
 
 
-def place_from(value: Any) -> Any:
+def parse_mirror_url(value: Any) -> Any:
     """Where a mirror may be, without a secret."""
     if isinstance(value, str) and "://" not in value and not value.startswith("/"):
         raise ValueError(f"{value!r} is no place; write a URL such as s3://BUCKET/FOLDER, or a path that begins with /")
@@ -94,39 +94,39 @@ def place_from(value: Any) -> Any:
             "holds a password or a query, and params.yaml is kept with the run for everybody to read; leave it out and "
             "give credentials in the environment or in the library's own files"
         )
-    if isinstance(value, str) and (fault := fault_of_scheme(value)):
+    if isinstance(value, str) and (fault := explain_scheme_fault(value)):
         raise ValueError(fault)
     return value
 
 
-def rate_from(value: Any) -> Any:
+def parse_rate(value: Any) -> Any:
     """Bytes a second, or null."""
-    return _bytes_from(value, ", or null")
+    return _parse_bytes_or(value, ", or null")
 
 
 LEAST_LOG_BYTES = 4096
 """Room for one record with what it is about."""
 
 
-def log_bytes_from(value: Any) -> Any:
+def parse_log_bytes(value: Any) -> Any:
     """The size of a log file."""
-    size = _bytes_from(value, "")
+    size = _parse_bytes_or(value, "")
     if isinstance(size, int) and not isinstance(size, bool) and size < LEAST_LOG_BYTES:
         raise ValueError(f"{value!r} is too little for one line of a log; write at least {LEAST_LOG_BYTES}")
     return size
 
 
-def _bytes_from(value: Any, otherwise: str) -> Any:
-    value = number_from(value)
+def _parse_bytes_or(value: Any, otherwise: str) -> Any:
+    value = parse_number(value)
     if not isinstance(value, str):
         return value
     try:
-        return bytes_from(value, "")
+        return parse_bytes(value, "")
     except SettingsError:
         raise ValueError(f"{value!r} is no number of bytes; write 20MB, 512KiB or a number{otherwise}") from None
 
 
-def server_from(value: Any) -> Any:
+def parse_tracking_server(value: Any) -> Any:
     """The address of an MLflow server, without a secret."""
     if isinstance(value, str) and re.match(r"[^/]*://[^/@]*@", value):
         raise ValueError(
@@ -138,7 +138,7 @@ def server_from(value: Any) -> Any:
     return value
 
 
-def metrics_file_from(value: Any) -> Any:
+def parse_metrics_file(value: Any) -> Any:
     """An absolute path that node_exporter would read."""
     if isinstance(value, str) and not (value.startswith("/") and re.search(r"[^/]\.prom$", value)):
         raise ValueError(f"{value!r} is no file that node_exporter reads; write an absolute path that ends in .prom")
@@ -148,7 +148,7 @@ def metrics_file_from(value: Any) -> Any:
 # Settings of `machine.endpoint`: how servers of models are asked, whoever asks them.
 
 
-class Endpoint(Section):
+class EndpointSettings(Section):
     """How OpenAI-compatible servers (vLLM, llama.cpp and others) are asked; their key is in RATCHET_ENDPOINT_KEY."""
 
     requests: PositiveCount = 8

@@ -13,14 +13,14 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from ratchet.config.data import Columns, Source
-from ratchet.config.export import Also
-from ratchet.config.fields import Section, number_from
-from ratchet.config.gate import RULES, Hook, MustImprove
+from ratchet.config.data import ColumnSettings, SourceSettings
+from ratchet.config.export import AdditionalAdapterSettings
+from ratchet.config.fields import Section, parse_number
+from ratchet.config.gate import RULES, HookSettings, MustImproveRule
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Knob
+from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
-from ratchet.redaction import redacted
+from ratchet.redaction import redact
 
 Options = Mapping[str, str | None]
 
@@ -55,8 +55,8 @@ def parse(text: str, name: str = "params.yaml", machine: Options | None = None) 
     except YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
-        raise SettingsError(f"{name}: expected sections such as `train:`, found {_shown(document)}")
-    plain = _plain(document)
+        raise SettingsError(f"{name}: expected sections such as `train:`, found {_format_found(document)}")
+    plain = _convert_to_builtin(document)
     given = {key: value for key, value in (machine or {}).items() if value is not None}
     if given and isinstance(plain.setdefault("machine", {}), dict):
         plain["machine"] |= given
@@ -65,36 +65,38 @@ def parse(text: str, name: str = "params.yaml", machine: Options | None = None) 
     except ValidationError as error:
         options = {("machine", key) for key in given}
         problems = [
-            _of_option(dict(item)) if item["loc"] in options else _problem(document, dict(item), name)
+            _format_option_problem(dict(item))
+            if item["loc"] in options
+            else _format_problem(document, dict(item), name)
             for item in error.errors()
         ]
         raise SettingsError("\n".join(problems)) from None
 
 
-def _plain(node: Any) -> Any:
+def _convert_to_builtin(node: Any) -> Any:
     """ruamel's containers and scalars as builtin ones (pydantic's strict mode takes nothing else)."""
     if isinstance(node, CommentedMap):
-        return {str(key): _plain(value) for key, value in node.items()}
+        return {str(key): _convert_to_builtin(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
-        return [_plain(value) for value in node]
+        return [_convert_to_builtin(value) for value in node]
     for kind in (bool, int, float, str):
         if isinstance(node, kind):
             return kind(node)
     return node
 
 
-def _shown(value: Any) -> str:
+def _format_found(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
-    text = redacted(text)  # a password that should not stand there
+    text = redact(text)  # a password that should not stand there
     text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # nor a key in the query of an address
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _of_option(item: dict[str, Any]) -> str:
-    return f"--{item['loc'][-1]}: {_complaint(item)}"
+def _format_option_problem(item: dict[str, Any]) -> str:
+    return f"--{item['loc'][-1]}: {_format_complaint(item)}"
 
 
-def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
+def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
     """One line for one of pydantic's findings."""
     # Tags of unions ('must_improve', 'str', 'tuple[...]') stand in pydantic's location, but not in the file.
     keys, node, line = [], document, 1
@@ -112,7 +114,7 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
     path = ".".join(keys)
     kind = item["type"]
     if kind == "extra_forbidden":
-        known = _known_keys(keys[:-1])
+        known = _list_known_keys(keys[:-1])
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
         return f"{where}unknown key {path}: {hint}"
@@ -120,29 +122,29 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
         return f"{where}{path} is missing: add it"
     if kind == "union_tag_invalid":
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")
-        return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
+        return f"{where}{path}: unknown rule {_format_found(item['ctx']['tag'])}; known rules: {expected}"
     if isinstance(item["input"], dict) and kind == "value_error":  # of a section as a whole: it names its own keys
-        message = _message(item)
+        message = _format_message(item)
         if not path:  # of several sections together
             return f"{name}: {message}"
-        named = re.split(r"[.: ]", message, maxsplit=1)[0] in _known_keys(keys)
+        named = re.split(r"[.: ]", message, maxsplit=1)[0] in _list_known_keys(keys)
         return f"{where}{path}{'.' if named else ': '}{message}"
-    return f"{where}{path}: {_complaint(item)}"
+    return f"{where}{path}: {_format_complaint(item)}"
 
 
-def _message(item: dict[str, Any]) -> str:
-    return redacted(str(item["msg"]).removeprefix("Value error, "))
+def _format_message(item: dict[str, Any]) -> str:
+    return redact(str(item["msg"]).removeprefix("Value error, "))
 
 
-def _complaint(item: dict[str, Any]) -> str:
-    message = _message(item)
+def _format_complaint(item: dict[str, Any]) -> str:
+    message = _format_message(item)
     if item["type"] == "tuple_type":
         one = item["input"]
-        message = f"a list is wanted{f'; write [{_shown(one)}]' if isinstance(one, str | int | float) else ''}"
-    return f"found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
+        message = f"a list is wanted{f'; write [{_format_found(one)}]' if isinstance(one, str | int | float) else ''}"
+    return f"found {_format_found(item['input'])}: {message[0].lower() + message[1:]}"
 
 
-def _known_keys(path: list[str]) -> list[str]:
+def _list_known_keys(path: list[str]) -> list[str]:
     section: type[Section] | None = Settings
     for key in path:
         if section is None or key.isdigit():
@@ -151,11 +153,11 @@ def _known_keys(path: list[str]) -> list[str]:
         candidates = [field.annotation, *get_args(field.annotation)] if field else []
         section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
     if path[:2] == ["sweep", "space"] and len(path) > 2:
-        return list(Knob.model_fields)
+        return list(SweepParameter.model_fields)
     if "sources" in path:
-        return list((Columns if path[-1] == "columns" else Source).model_fields)
+        return list((ColumnSettings if path[-1] == "columns" else SourceSettings).model_fields)
     if section is None or (path and path[-1].isdigit()):
-        own: dict[str, tuple[type[Section], ...]] = {"hooks": (Hook,), "also": (Also,)}
+        own: dict[str, tuple[type[Section], ...]] = {"hooks": (HookSettings,), "also": (AdditionalAdapterSettings,)}
         kinds = next((own[key] for key in path if key in own), RULES)
         return sorted({key for kind in kinds for key in kind.model_fields})
     return list(section.model_fields)
@@ -179,47 +181,60 @@ def _dump_section(section: Section, depth: int) -> list[str]:
         if isinstance(value, Section):
             lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
         elif isinstance(value, dict) and value and all(isinstance(one, Section) for one in value.values()):
-            lines += [comment, f"{pad}{name}:", *(f"{pad}  {_scalar(key)}: {_flow(one)}" for key, one in value.items())]
+            lines += [
+                comment,
+                f"{pad}{name}:",
+                *(f"{pad}  {_format_scalar(key)}: {_format_flow(one)}" for key, one in value.items()),
+            ]
         elif isinstance(value, tuple) and value and all(map(_is_path, value)):
-            lines += [comment, f"{pad}{name}: {_scalar(tuple(source.files for source in value))}"]
+            lines += [comment, f"{pad}{name}: {_format_scalar(tuple(source.files for source in value))}"]
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             lines += [comment, f"{pad}{name}:"]
-            lines += [f"{pad}  - {_scalar(source.files) if _is_path(source) else _flow(source)}" for source in value]
+            lines += [
+                f"{pad}  - {_format_scalar(source.files) if _is_path(source) else _format_flow(source)}"
+                for source in value
+            ]
         else:
-            lines += [comment, f"{pad}{name}: {_scalar(value)}"]
+            lines += [comment, f"{pad}{name}: {_format_scalar(value)}"]
     return lines
 
 
 def _is_path(item: Any) -> bool:
     """Whether a source says nothing but which files."""
-    return isinstance(item, Source) and item.files is not None and item == Source(files=item.files)
+    return isinstance(item, SourceSettings) and item.files is not None and item == SourceSettings(files=item.files)
 
 
-def _flow(item: Section) -> str:
+def _format_flow(item: Section) -> str:
     """A section on one line; of a source, hook or knob, what is not as by default."""
-    whole = not isinstance(item, Source | Columns | Hook | Knob)
+    whole = not isinstance(item, SourceSettings | ColumnSettings | HookSettings | SweepParameter)
     fields = type(item).model_fields
     shown = {
         k: v for k, v in item if v is not None and (whole or v != fields[k].get_default(call_default_factory=True))
     }
-    if isinstance(item, MustImprove) and len(item.metric) == 1:
+    if isinstance(item, MustImproveRule) and len(item.metric) == 1:
         shown["metric"] = item.metric[0]
-    return "{" + ", ".join(f"{k}: {_flow(v) if isinstance(v, Section) else _scalar(v)}" for k, v in shown.items()) + "}"
+    return (
+        "{"
+        + ", ".join(
+            f"{k}: {_format_flow(v) if isinstance(v, Section) else _format_scalar(v)}" for k, v in shown.items()
+        )
+        + "}"
+    )
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """JSON's string is YAML's too, but for line breaks and controls that only YAML knows."""
     raw = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in raw)
 
 
-def _collection(value: tuple[Any, ...] | dict[str, Any]) -> str:
+def _format_collection(value: tuple[Any, ...] | dict[str, Any]) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(_scalar(v) for v in value) + "]"
+        return "{" + ", ".join(f"{_format_scalar(k)}: {_format_scalar(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(_format_scalar(v) for v in value) + "]"
 
 
-def _scalar(value: Any) -> str:
+def _format_scalar(value: Any) -> str:
     """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
     if value is None:
         return "null"
@@ -232,16 +247,16 @@ def _scalar(value: Any) -> str:
             text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
         return text.removesuffix(".0")
     if isinstance(value, tuple | dict):
-        return _collection(value)
+        return _format_collection(value)
     if isinstance(value, str):
         plain = (
             value
             and all(c.isalnum() or c in "_-./" for c in value)
-            and not isinstance(number_from(value), (int, float))
+            and not isinstance(parse_number(value), (int, float))
         )
         plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
         # Only what begins with a letter can be no number and no date (0x1f, 2024-01-01).
-        return value if plain and value[0].isalpha() else _quoted(value)
+        return value if plain and value[0].isalpha() else _quote(value)
     return str(value)
 
 
@@ -251,7 +266,7 @@ Changes = Mapping[str, Any]
 """New values by dotted key, such as `train.rank`."""
 
 
-def value_of(settings: Settings, key: str) -> Any:
+def get_value(settings: Settings, key: str) -> Any:
     """The value of a dotted key, such as `train.rank`."""
     value: Any = settings
     for part in key.split("."):
@@ -259,7 +274,7 @@ def value_of(settings: Settings, key: str) -> Any:
     return value
 
 
-def changed(settings: Settings, changes: Changes) -> Settings:
+def apply_changes(settings: Settings, changes: Changes) -> Settings:
     """These settings with other values. Raises SettingsError when they do not go together."""
     tree = settings.model_dump()
     for key, value in changes.items():
@@ -274,7 +289,7 @@ def changed(settings: Settings, changes: Changes) -> Settings:
         raise SettingsError(f"{', '.join(changes)}: {error}") from None
 
 
-def amended(text: str, changes: Changes) -> str:
+def amend_text(text: str, changes: Changes) -> str:
     """The text of params.yaml with these values.
 
     A key that is not written there is added at the end of its section, with its sentence. The result is read again: it
@@ -283,10 +298,10 @@ def amended(text: str, changes: Changes) -> str:
     Raises:
         SettingsError: the text is not valid, or cannot be changed so (an anchor that several keys share, for example).
     """
-    wanted = changed(parse(text), changes)
+    wanted = apply_changes(parse(text), changes)
     full = dump(wanted)
     for key in changes:
-        text = _with(text, full, key.split("."))
+        text = _set_key(text, full, key.split("."))
     try:
         exact = parse(text) == wanted
     except SettingsError:
@@ -304,46 +319,46 @@ def _compose(text: str) -> Node:
     return root
 
 
-def _with(text: str, full: str, path: list[str]) -> str:
+def _set_key(text: str, full: str, path: list[str]) -> str:
     """The text with one key as `full` has it, which names every key."""
     node, other = _compose(text), _compose(full)
     missing: list[str] = []
     for name in path:
-        other = _known(other, name)
-        found = None if missing else _child(node, name)
+        other = _require_child(other, name)
+        found = None if missing else _find_child(node, name)
         if found is None:
             missing.append(name)
         else:
             node = found
     if missing:
-        return _with_lines(text, node, full, other, missing[:-1])
-    start, stop = _span(text, node)
-    written = full[slice(*_span(full, other))]
+        return _insert_lines(text, node, full, other, missing[:-1])
+    start, stop = _find_span(text, node)
+    written = full[slice(*_find_span(full, other))]
     head = text[:start]
     if start == stop or not head.rpartition("\n")[2].strip():  # `rank:` with nothing behind it, or lines of its own
         head = f"{head.rstrip()} "
     return head + written + text[stop:]
 
 
-def _child(node: Node, name: str) -> Node | None:
+def _find_child(node: Node, name: str) -> Node | None:
     if not isinstance(node, MappingNode):
         return None
     return next((value for key, value in node.value if str(key.value) == name), None)
 
 
-def _known(node: Node, name: str) -> Node:
-    found = _child(node, name)
+def _require_child(node: Node, name: str) -> Node:
+    found = _find_child(node, name)
     if found is None:
         raise SettingsError(f"{name}: no such key")
     return found
 
 
-def _with_lines(text: str, node: Node, full: str, other: Node, sections: list[str]) -> str:
+def _insert_lines(text: str, node: Node, full: str, other: Node, sections: list[str]) -> str:
     """The text with new lines at the end of a section: a key and its sentence, in sections of its own if need be.
 
     Where the section is written on one line, the result will not mean what it should.
     """
-    start, stop = _span(full, other)
+    start, stop = _find_span(full, other)
     lines = full[: full.find("\n", stop) + 1].splitlines()
     first = full.count("\n", 0, start)
     first -= 1 if lines[first - 1].lstrip().startswith("#") else 0
@@ -352,11 +367,11 @@ def _with_lines(text: str, node: Node, full: str, other: Node, sections: list[st
     wanted = [f"{'  ' * i}{name}:" for i, name in enumerate(sections)]
     wanted += ["  " * len(sections) + line[own:] for line in lines[first:]]
     block = "".join(f"{' ' * depth}{line}\n" for line in wanted)
-    place = _end_of_line(text, _span(text, node)[1])
+    place = _find_end_of_line(text, _find_span(text, node)[1])
     return text[:place] + (block if not place or text[place - 1] == "\n" else f"\n{block}") + text[place:]
 
 
-def _span(text: str, node: Node) -> tuple[int, int]:
+def _find_span(text: str, node: Node) -> tuple[int, int]:
     """Where a node's own characters begin and end; marks of block nodes lie behind the blank lines that follow."""
     start, stop = int(node.start_mark.index), int(node.end_mark.index)
     last = node
@@ -366,6 +381,6 @@ def _span(text: str, node: Node) -> tuple[int, int]:
     return start, start + len(text[start:stop].rstrip())
 
 
-def _end_of_line(text: str, index: int) -> int:
+def _find_end_of_line(text: str, index: int) -> int:
     found = text.find("\n", index)
     return len(text) if found < 0 else found + 1

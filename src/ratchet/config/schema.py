@@ -19,32 +19,32 @@ from ratchet.config.fields import (
     PositiveCount,
     Section,
     Share,
-    as_tuple,
-    number_from,
+    convert_to_tuple,
+    parse_number,
 )
 from ratchet.config.gate import Gate, Promote
 from ratchet.config.generate import Generate
 from ratchet.config.machine import (
-    Endpoint,
-    address_from,
-    gpus_from,
-    interval_as_written,
-    log_bytes_from,
-    meeting_from,
-    metrics_file_from,
-    nodes_from,
-    place_from,
-    ranks_from,
-    rate_from,
-    rows_from,
-    server_from,
+    EndpointSettings,
+    check_interval,
+    parse_database_address,
+    parse_gpus,
+    parse_log_bytes,
+    parse_metrics_file,
+    parse_mirror_url,
+    parse_nodes,
+    parse_ranks,
+    parse_rate,
+    parse_rendezvous,
+    parse_rows,
+    parse_tracking_server,
 )
 from ratchet.config.selection import Select
 from ratchet.config.sweep import Sweep
 from ratchet.config.train import Train
 
 
-class Tiny(Section):
+class TinyModelSettings(Section):
     """The embedded base: a small decoder that is pre-trained from scratch on the project's texts."""
 
     vocabulary: PositiveCount = 2048
@@ -69,7 +69,7 @@ class Tiny(Section):
     """Seed of initial weights and of the order of the texts."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "Tiny":
+    def _heads_divide(self) -> "TinyModelSettings":
         if self.hidden_size % self.heads:
             raise ValueError(f"heads: {self.heads} does not divide hidden_size {self.hidden_size}")
         return self
@@ -84,13 +84,13 @@ class Base(Section):
     """Commit, tag or branch of a hub id; the commit it resolves to is recorded. Must be given for a hub id."""
     chat_template: Name | None = None
     """Jinja file below data/raw or data/text to use instead of the tokenizer's own chat template."""
-    added_tokens: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    added_tokens: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
     """Tokens that the tokenizer gets beside its own; their rows of the embedding are learned."""
     trust_remote_code: str | None = None
     """Repeat base.source here to let the Python code run that this model brings along; null runs none."""
     convert_pickles: bool = False
     """Convert weights that come as pickles (*.bin) to safetensors, with torch's reader that runs no code."""
-    tiny: Tiny = Tiny()
+    tiny: TinyModelSettings = TinyModelSettings()
     """Shape and schedule of the tiny base; read only when source is `tiny`."""
 
     @model_validator(mode="after")
@@ -105,14 +105,14 @@ class Base(Section):
 WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted"]
 
 
-class Ray(Section):
+class RaySettings(Section):
     """The cluster on which `ratchet sweep --engine ray` places its workers, and what each of them gets there."""
 
     address: Name = "auto"
     """`auto`: the cluster that this machine belongs to, or RAY_ADDRESS; else HOST:PORT of its head."""
     cpus: Positive = 1
     """CPUs of a worker, and its threads where machine.threads is 0."""
-    gpus: Annotated[float | Literal["auto"], BeforeValidator(gpus_from)] = "auto"
+    gpus: Annotated[float | Literal["auto"], BeforeValidator(parse_gpus)] = "auto"
     """GPUs of a worker; `auto`: one, if any node has one. Where nodes with GPUs come on demand, write the number."""
     resources: dict[Name, Positive] = Field(default_factory=dict)
     """Custom resources of a worker, such as {spot: 1}: only nodes started with them are used."""
@@ -125,11 +125,11 @@ class Machine(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU when there is one."""
-    gpus: Annotated[int | Literal["auto"], BeforeValidator(ranks_from)] = "auto"
+    gpus: Annotated[int | Literal["auto"], BeforeValidator(parse_ranks)] = "auto"
     """Ranks on this machine, one to a GPU; `auto`: as many as there are GPUs. On CPUs: processes."""
-    nodes: Annotated[str, BeforeValidator(nodes_from)] = "1"
+    nodes: Annotated[str, BeforeValidator(parse_nodes)] = "1"
     """Machines that train one run together: a number, or MIN:MAX. They come and go between the two."""
-    rendezvous: Annotated[str | None, BeforeValidator(meeting_from)] = None
+    rendezvous: Annotated[str | None, BeforeValidator(parse_rendezvous)] = None
     """Where several machines meet: HOST:PORT, the host the one that is there longest."""
     rendezvous_wait_s: Positive = 900.0
     """How long a machine waits there for MIN machines, in seconds."""
@@ -143,9 +143,9 @@ class Machine(Section):
     """Directory of a llama.cpp (checkout or installation) whose tools are used; null: what lies on PATH, if any."""
     micro_batch_rows: PositiveCount = 8
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
-    micro_batch_tokens: Annotated[PositiveCount | None, BeforeValidator(number_from)] = None
+    micro_batch_tokens: Annotated[PositiveCount | None, BeforeValidator(parse_number)] = None
     """Most tokens computed at once, padding included: long rows in smaller company. null: rows alone are counted."""
-    evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(rows_from)] = "auto"
+    evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(parse_rows)] = "auto"
     """Rows scored at once; `auto`: as many as fit. Halved, for all models alike, where memory does not suffice."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, a third more time. `auto`: if one row would not fit."""
@@ -153,9 +153,9 @@ class Machine(Section):
     """Each rank keeps a share of the frozen base (FSDP), layers travel at every use. `auto`: if it would not fit."""
     on_forecast: Literal["refuse", "report"] = "refuse"
     """A run that needs more memory than there is, by the forecast: refused before anything is loaded, or only told."""
-    memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(as_tuple)] = (0.9, 0.97)
+    memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(convert_to_tuple)] = (0.9, 0.97)
     """Fractions of the device's memory; the first time that a phase of a run passes one, an alert says so."""
-    checkpoint_every: Annotated[str | int, BeforeValidator(interval_as_written)] = "auto"
+    checkpoint_every: Annotated[str | int, BeforeValidator(check_interval)] = "auto"
     """Between two checkpoints: a number of optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
     keep_checkpoints: PositiveCount = 2
     """Newest checkpoints kept, beside the best one. Two or more: a damaged one then costs one interval."""
@@ -173,45 +173,45 @@ class Machine(Section):
     """Restarts in a row without a new sealed step before the supervisor gives up."""
     retry_delay_s: NotNegative = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
-    studies: Annotated[str | None, BeforeValidator(address_from)] = None
+    studies: Annotated[str | None, BeforeValidator(parse_database_address)] = None
     """Database of the studies of sweeps, such as postgresql://user@host/name; null: a journal in experiments/sweeps."""
-    lease_s: Annotated[float, BeforeValidator(number_from), Field(ge=2, allow_inf_nan=False)] = 60.0
+    lease_s: Annotated[float, BeforeValidator(parse_number), Field(ge=2, allow_inf_nan=False)] = 60.0
     """A trial, or a run in a mirror, without a sign of life for so long, in seconds, is taken up by another machine."""
-    mirror: Annotated[Name | None, BeforeValidator(place_from)] = None
+    mirror: Annotated[Name | None, BeforeValidator(parse_mirror_url)] = None
     """Second copy of a run: s3://BUCKET/FOLDER, any fsspec URL, a shared folder. Trials of sweeps are not mirrored."""
     mirror_every_s: Positive = 30.0
     """New lines of the journal are copied there so often, in seconds; checkpoints as soon as they are sealed."""
-    mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(rate_from)] = None
+    mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(parse_rate)] = None
     """Most that is sent there, in bytes a second, such as 20MB; null: as much as the line carries."""
     mirror_wait_s: NotNegative = 600.0
     """Wait for it, in seconds: at the start until it answers, at the end until it has the result; else exit 75."""
     tracking_grace_s: NotNegative = 120.0
     """Longest wait for MLflow at the end of a run or stage, in seconds; what is missing is sent the next time."""
-    tracking: Annotated[str | None, BeforeValidator(server_from)] = None
+    tracking: Annotated[str | None, BeforeValidator(parse_tracking_server)] = None
     """MLflow server that runs and sweeps are shown on, such as https://mlflow.example; null: the project's mlruns/."""
-    metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(number_from)] = None
+    metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(parse_number)] = None
     """While a run is trained, Prometheus can fetch its figures from this port; null: it cannot."""
     metrics_host: Name = "127.0.0.1"
     """Address that the port belongs to; 0.0.0.0 shows the figures to the whole network, without a password."""
-    metrics_file: Annotated[Name | None, BeforeValidator(metrics_file_from)] = None
+    metrics_file: Annotated[Name | None, BeforeValidator(parse_metrics_file)] = None
     """The same figures as a file for node_exporter's textfile collector: an absolute path, NAME.prom; null: none."""
     metrics_wait_s: NotNegative = 20.0
     """At its end a run waits so long, in seconds, for a last fetch, if others came at such intervals; 0: never."""
-    webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(as_tuple)] = get_args(WebhookEvent)
+    webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(convert_to_tuple)] = get_args(WebhookEvent)
     """What is told to the address in RATCHET_WEBHOOK_URL (a secret, so not here), as JSON that Slack takes too."""
     webhook_wait_s: Positive = 10.0
     """Longest time that telling one event takes, all tries counted, in seconds; training never waits for it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What goes to a run's logs/: this, and what is graver."""
-    log_bytes: Annotated[PositiveCount, BeforeValidator(log_bytes_from)] = 10_000_000
+    log_bytes: Annotated[PositiveCount, BeforeValidator(parse_log_bytes)] = 10_000_000
     """Most that one file of a log holds, such as 10MB; then the next one is begun."""
     log_files: PositiveCount = 3
     """Files kept of each log, the one that is written counted; the oldest goes."""
     system_every_s: NotNegative = 30.0
     """CPU, memory, disk, network and GPUs are noted in the journal so often, in seconds; 0: never."""
-    ray: Ray = Ray()
+    ray: RaySettings = RaySettings()
     """Where `ratchet sweep --engine ray` places workers."""
-    endpoint: Endpoint = Endpoint()
+    endpoint: EndpointSettings = EndpointSettings()
     """How servers of models are asked: the judge of evaluate, and `ratchet generate --model http://...`."""
 
     @property

@@ -15,12 +15,12 @@ from ratchet.config.fields import (
     PositiveCount,
     Section,
     Share,
-    as_tuple,
-    number_from,
+    convert_to_tuple,
+    parse_number,
 )
 
 
-class EarlyStopping(Section):
+class EarlyStoppingSettings(Section):
     """When to stop before the last step."""
 
     patience: Count = 0
@@ -29,7 +29,7 @@ class EarlyStopping(Section):
     """Improvement of validation loss that counts, in nats per token."""
 
 
-class Guards(Section):
+class GuardSettings(Section):
     """What is done about a step whose loss or gradient is not as it should be, before the optimizer sees it."""
 
     on_non_finite: Literal["skip", "roll_back", "stop"] = "skip"
@@ -38,11 +38,11 @@ class Guards(Section):
     """The gradient norm is far above those of the steps before; `roll_back` leaves out the steps since the snapshot."""
     spike_deviations: Positive = 20.0
     """How far: gradient norm before clipping above the running median, in scaled median absolute deviations."""
-    window_steps: Annotated[int, BeforeValidator(number_from), Field(ge=8)] = 50
+    window_steps: Annotated[int, BeforeValidator(parse_number), Field(ge=8)] = 50
     """Good steps that median and deviation are taken over, and steps in which bad ones are counted."""
     patience: Count = 5
     """Bad steps within window_steps that are put up with; one more stops the run with a diagnosis."""
-    rate_factor: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)] = 1.0
+    rate_factor: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1)] = 1.0
     """The learning rate of the rest of the run is multiplied by this at each bad step."""
     snapshot_every_steps: PositiveCount = 50
     """Steps between the snapshots that `roll_back` goes back to; none is taken when no rule rolls back."""
@@ -53,7 +53,7 @@ class Guards(Section):
         return "roll_back" in (self.on_non_finite, self.on_spike)
 
 
-class AdaLora(Section):
+class AdaLoraSettings(Section):
     """AdaLoRA's schedule (Zhang et al. 2023, section 3.3): ranks are cut from train.rank to target_rank on average."""
 
     target_rank: PositiveCount = 8
@@ -72,7 +72,7 @@ class AdaLora(Section):
     """Weight of the penalty that keeps singular vectors orthogonal (gamma of the paper)."""
 
 
-class Compression(Section):
+class GradientCompressionSettings(Section):
     """How gradients are made smaller where several ranks train together; with one rank nothing is sent."""
 
     method: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
@@ -85,7 +85,7 @@ class Compression(Section):
     """Rank of the matrices that are sent; below train.rank. Read only when method is powersgd."""
     share: Share = 0.4
     """Of all numbers, those that are sent in a step; what is left adds up. Read only when method is topk."""
-    bucket_bytes: Annotated[int, BeforeValidator(number_from), Field(ge=4)] = 26_214_400
+    bucket_bytes: Annotated[int, BeforeValidator(parse_number), Field(ge=4)] = 26_214_400
     """Gradients are sent in pieces of so many bytes (float32)."""
 
     def whole_steps(self, steps: int) -> int:
@@ -93,7 +93,7 @@ class Compression(Section):
         return math.ceil(self.warmup * steps) if self.method in ("powersgd", "topk") else 0
 
 
-class Distill(Section):
+class DistillSettings(Section):
     """Learning from a larger model's probabilities too (Hinton et al. 2015); docs/distillation.md."""
 
     teacher: Name | None = None
@@ -102,7 +102,7 @@ class Distill(Section):
     """Before training, by `ratchet distill`, which writes to disk; or during it, in memory beside the student."""
     quantization: Literal["none", "nf4", "fp4"] = "none"
     """Storage of the teacher's linear layers while it is asked: 4 bits, or as compute_dtype says."""
-    weight: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)] = 0.5
+    weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1)] = 0.5
     """Of the teacher's part of the loss; the given answers have the rest. 1: answers count only through the teacher."""
     temperature: Positive = 1.0
     """Logits of both models are divided by it; above 1 unlikely tokens count more."""
@@ -117,7 +117,7 @@ class Distill(Section):
         return self.teacher is not None and self.asked == "during"
 
     @model_validator(mode="after")
-    def _fits_on_disk(self) -> "Distill":
+    def _fits_on_disk(self) -> "DistillSettings":
         if self.top_k is None and self.asked == "before":
             raise ValueError(
                 "top_k: null: probabilities of every token are too many for the disk; set a number such as 32, or "
@@ -151,13 +151,13 @@ class Train(Section):
     """The same for alpha."""
     initialization: Literal["zero", "pissa"] = "zero"
     """B = 0 (nothing changes at first), or PiSSA (principal singular vectors, Meng et al. 2024; no 4 bits)."""
-    adalora: AdaLora = AdaLora()
+    adalora: AdaLoraSettings = AdaLoraSettings()
     """How AdaLoRA shares out ranks; read only when adapter is adalora."""
     adapter_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the matrices that learn."""
     dropout: Fraction = 0.0
     """Dropout probability on the input of the LoRA matrices."""
-    targets: str | Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = "all"
+    targets: str | Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = "all"
     """Layers with an adapter: `attention`, `mlp`, `all` (both), a list of module names, or a regular expression."""
     epochs: Positive = 3
     """Passes over the training rows; may be a fraction."""
@@ -171,7 +171,7 @@ class Train(Section):
     """Attention by fused kernels (sdpa) or plain matrix products (eager); `auto`: sdpa where the model has it."""
     learning_rate: Positive = 2e-4
     """Peak learning rate."""
-    rate_ratio: Annotated[float, BeforeValidator(number_from), Field(ge=1, allow_inf_nan=False)] = 1.0
+    rate_ratio: Annotated[float, BeforeValidator(parse_number), Field(ge=1, allow_inf_nan=False)] = 1.0
     """LoRA+ (Hayou et al. 2024): the matrices B learn at this multiple of learning_rate; 1: all alike."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay from the peak to zero after the warm-up."""
@@ -183,24 +183,24 @@ class Train(Section):
     """Decoupled weight decay of the adapter matrices."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global L2 norm."""
-    guards: Guards = Guards()
+    guards: GuardSettings = GuardSettings()
     """What is done about steps that go wrong."""
     validate_every_steps: PositiveCount = 50
     """Optimizer steps between two validations; the last step is always validated."""
-    early_stopping: EarlyStopping = EarlyStopping()
+    early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
     """When to stop before the last step."""
     keep: Literal["best", "last"] = "best"
     """Which checkpoint becomes the adapter: lowest validation loss, or the last step."""
     seed: Count = 0
     """Seed of adapter initialisation, order of rows, and dropout."""
-    compression: Compression = Compression()
+    compression: GradientCompressionSettings = GradientCompressionSettings()
     """How gradients are made smaller where several ranks train together."""
-    distill: Distill = Distill()
+    distill: DistillSettings = DistillSettings()
     """Learning from a larger model's probabilities, beside the answers."""
 
     def identity(self) -> dict[str, Any]:
         """As JSON, for digests."""
-        return counted(self.model_dump(mode="json"))
+        return train_identity(self.model_dump(mode="json"))
 
     @property
     def base_form(self) -> str:
@@ -211,12 +211,12 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Train":
-        if problem := _conflict(self):
+        if problem := _find_conflict(self):
             raise ValueError(problem)
         return self
 
 
-def counted(train: Mapping[str, Any]) -> dict[str, Any]:
+def train_identity(train: Mapping[str, Any]) -> dict[str, Any]:
     """What of the section, as JSON, decides. `distill` only where somebody teaches, and of it `asked` only where it is
     during training: what is not named came later than many runs."""
     found, distill = dict(train), train.get("distill")
@@ -228,7 +228,7 @@ def counted(train: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _conflict(train: Train) -> str | None:
+def _find_conflict(train: Train) -> str | None:
     """What cannot go together, and why; None when everything can."""
     four_bits = train.quantization != "none"
     if train.initialization == "pissa" and four_bits:
@@ -243,11 +243,11 @@ def _conflict(train: Train) -> str | None:
             "adapter_dtype: float16 makes NaN of AdamW's first step (its epsilon is 0 there); set bfloat16 or float32"
         )
     if train.adapter == "adalora":
-        return _conflict_of_adalora(train)
+        return _find_adalora_conflict(train)
     return None
 
 
-def _conflict_of_adalora(train: Train) -> str | None:
+def _find_adalora_conflict(train: Train) -> str | None:
     if train.adalora.target_rank >= train.rank:
         return (
             f"adalora.target_rank: {train.adalora.target_rank} must be below rank ({train.rank}), which it begins with"

@@ -11,12 +11,12 @@ _UNITS = {
 }  # fmt: skip
 
 
-def unit_for(most: int) -> tuple[int, str]:
+def choose_unit(most: int) -> tuple[int, str]:
     """The unit in which a table whose largest amount is `most` is written: its bytes and its name."""
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
 
-def written(count: float) -> str:
+def format_bytes(count: float) -> str:
     """`1.23 GiB`, `512.0 MiB`, `3.0 KiB`, `12 bytes`."""
     for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
         if abs(count) >= unit:
@@ -24,7 +24,7 @@ def written(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def bytes_from(text: str, where: str) -> int:
+def parse_bytes(text: str, where: str) -> int:
     """An amount of memory as it is written: `24GiB`, `24 GB` (powers of 1,000), `24564MiB`.
 
     Args:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, TextIO
 
-from ratchet.console.live_region import Canvas
-from ratchet.console.log_lines import LINE_EVERY_S, Telling, unit_of
-from ratchet.console.run_screen import panel
-from ratchet.console.text_layout import is_live
+from ratchet.console.live_region import LiveRegion
+from ratchet.console.log_lines import LINE_EVERY_S, RunEventFormatter, step_unit
+from ratchet.console.run_screen import render_panel
+from ratchet.console.text_layout import is_live_terminal
 from ratchet.runs import run_source
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import Vitals, begun
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import ProgressView, create_view
 
 DRAW_EVERY_S = 0.5
 SHARE = 0.005
@@ -27,7 +27,7 @@ SPECIAL = {"forecast", "notice", "alert", "skipped", "repeated", "spike", "budge
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
-class Console:
+class ConsoleCallback:
     """Shows a run to whoever started it. A terminal that breaks ends the show, and nothing else.
 
     Args:
@@ -38,21 +38,21 @@ class Console:
     name = "console"
 
     def __init__(self, run: RunPaths | None = None, stream: TextIO | None = None) -> None:
-        self._vitals = Vitals() if run is None else begun(run)
+        self._vitals = ProgressView() if run is None else create_view(run)
         self._begun = False
-        self._view: _Screen | _Lines = _Lines(stream)
-        if is_live(stream or sys.stdout):
-            self._view = _Screen(run, stream or sys.stdout, self._vitals)
+        self._view: _RunPanelView | _RunLogView = _RunLogView(stream)
+        if is_live_terminal(stream or sys.stdout):
+            self._view = _RunPanelView(run, stream or sys.stdout, self._vitals)
 
-    def see(self, events: Sequence[Event]) -> None:
-        """See `Observer`. Raises what has ended the show, once: the terminal is gone, say."""
+    def see(self, events: Sequence[JournalEvent]) -> None:
+        """See `RunCallback`. Raises what has ended the show, once: the terminal is gone, say."""
         live_from = self._first_live(events)
         with self._view.mutex:
             for event in events:
                 self._vitals.see(event)
         self._view.show(self._vitals, [event for number, event in enumerate(events) if number >= live_from])
 
-    def _first_live(self, events: Sequence[Event]) -> int:
+    def _first_live(self, events: Sequence[JournalEvent]) -> int:
         """Where news begins: what an earlier supervisor saw, and comes first, needs no second line."""
         if self._begun:
             return 0
@@ -61,54 +61,54 @@ class Console:
         return own[-1] if own else len(events)
 
     def finish(self, status: Status) -> None:
-        """See `Observer`."""
+        """See `RunCallback`."""
         self._view.close(self._vitals)
 
 
-class _Lines:
+class _RunLogView:
     """A line every few seconds, and one for everything out of the ordinary."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.mutex = threading.Lock()
         self._stream = stream
-        self._telling = Telling(self._say)
+        self._telling = RunEventFormatter(self._say)
         self._said_s = time.monotonic()
 
-    def show(self, vitals: Vitals, news: Sequence[Event]) -> None:
+    def show(self, vitals: ProgressView, news: Sequence[JournalEvent]) -> None:
         for event in news:
             self._telling.event(event)
         if time.monotonic() - self._said_s >= LINE_EVERY_S and vitals.has_figures:
             self._said_s = time.monotonic()
             self._telling.figures(vitals, vitals.progress.last_t)
 
-    def close(self, vitals: Vitals) -> None:
+    def close(self, vitals: ProgressView) -> None:
         self._telling.figures(vitals, vitals.progress.last_t)
 
     def _say(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
 
-class _Screen:
+class _RunPanelView:
     """The run's panel, drawn twice a second by a thread of its own: ages and the time left move without events."""
 
-    def __init__(self, run: RunPaths | None, stream: TextIO, vitals: Vitals) -> None:
+    def __init__(self, run: RunPaths | None, stream: TextIO, vitals: ProgressView) -> None:
         self.mutex = threading.Lock()
         """Held while the vitals change, and while they are drawn."""
         self._run, self._vitals = run, vitals
-        self._canvas = Canvas(stream)
-        self._telling = Telling(self._canvas.say, unit=unit_of(vitals))
+        self._canvas = LiveRegion(stream)
+        self._telling = RunEventFormatter(self._canvas.say, unit=step_unit(vitals))
         self._ended = threading.Event()
         self._painter: threading.Thread | None = None
         self._broken: Exception | None = None
         self._reported = False
 
-    def show(self, vitals: Vitals, news: Sequence[Event]) -> None:
+    def show(self, vitals: ProgressView, news: Sequence[JournalEvent]) -> None:
         """Begin to draw as soon as there is an attempt of ours. Raises what has ended the show, once."""
         if news:
             self._guarded(lambda: self._announced(news))
         self._report()
 
-    def _announced(self, news: Sequence[Event]) -> None:
+    def _announced(self, news: Sequence[JournalEvent]) -> None:
         if self._painter is None:
             self._canvas.open()
             self._painter = threading.Thread(target=self._paint, name="console-painter", daemon=True)
@@ -117,7 +117,7 @@ class _Screen:
             if event.kind in SPECIAL:
                 self._telling.event(event)
 
-    def close(self, vitals: Vitals) -> None:
+    def close(self, vitals: ProgressView) -> None:
         """Leave the last state on the screen. Raises what has ended the show, if that was not raised before."""
         self._ended.set()
         if self._painter is not None:
@@ -134,11 +134,11 @@ class _Screen:
             wait_s = max(DRAW_EVERY_S, (time.thread_time() - begun_s) / SHARE)
 
     def _draw(self) -> None:
-        known = run_source.Aside(running=True) if self._run is None else run_source.of(self._run)
+        known = run_source.SidecarState(running=True) if self._run is None else run_source.read_sidecar_state(self._run)
         kind = "generation" if self._vitals.answering else "run"
         name = kind if self._run is None else f"{kind} {self._run.root.name}"
         with self.mutex:
-            self._canvas.draw(lambda size: panel(name, self._vitals, known, time.time(), size))
+            self._canvas.draw(lambda size: render_panel(name, self._vitals, known, time.time(), size))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """The terminal may be gone: then nobody looks any more, and standard output and error are given back."""

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from rich.console import RenderableType
 
-from ratchet.console.text_layout import COLOUR, Size, Terminal, wrapped, writable
-from ratchet.storage.html import visible
+from ratchet.console.text_layout import COLOUR, ScreenSize, TerminalConsole, encode_safely, wrap_text
+from ratchet.storage.html import escape_invisible
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CUT, BREAK = "\x1b[?7l", "\x1b[?7h"
@@ -28,7 +28,7 @@ AFRESH = "\x1b[2K\r\n\x1b[J\x1b[A"
 is erased like this is forgotten to have been one line, broken; else it is one again when the terminal becomes wider."""
 
 
-class Canvas:
+class LiveRegion:
     """The picture. Any thread may draw, or print; errors of the terminal are raised to whoever draws.
 
     Args:
@@ -36,15 +36,15 @@ class Canvas:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._terminal = stream, Terminal(stream)
+        self._stream, self._terminal = stream, TerminalConsole(stream)
         self._mutex = threading.RLock()
         self._lines: list[str] = []
         """Of the picture as it stands there."""
-        self._drawn_size: Size | None = None
-        self._led: list[tuple[str, _Above]] = []
+        self._drawn_size: ScreenSize | None = None
+        self._led: list[tuple[str, _LiveRegionStream]] = []
         self._open = False
 
-    def size(self) -> Size:
+    def size(self) -> ScreenSize:
         """What a picture may take of the terminal as it is now: a line is left for what comes after it, and a column,
         for what is erased behind the text of a full line is its last letter."""
         found = self._terminal.extent()
@@ -60,7 +60,7 @@ class Canvas:
                 self._stream.flush()
                 self._lead()
 
-    def draw(self, picture: Callable[[Size], RenderableType]) -> None:
+    def draw(self, picture: Callable[[ScreenSize], RenderableType]) -> None:
         """Draw it in the place of the last one. Raises OSError, ValueError."""
         with self._mutex:
             if self._open:
@@ -73,9 +73,9 @@ class Canvas:
         """A line above the picture, broken between words, which stays; after the end, an ordinary one. Raises OSError,
         ValueError."""
         with self._mutex:
-            line = writable(_harmless(text), self._terminal.encoding)
+            line = encode_safely(_keep_colours_only(text), self._terminal.encoding)
             if self._open:
-                lines = wrapped(line, self._terminal.extent().width)
+                lines = wrap_text(line, self._terminal.extent().width)
                 self._put(above=AFRESH + lines.replace("\n", "\r\n") + "\r\n")
             else:
                 self._stream.write(line + "\n")
@@ -118,8 +118,8 @@ class Canvas:
     def _lead(self) -> None:
         for name in ("stdout", "stderr"):
             real = getattr(sys, name)
-            if real is self._stream or _same_terminal(real, self._stream):
-                ours = _Above(real, self)
+            if real is self._stream or _is_same_terminal(real, self._stream):
+                ours = _LiveRegionStream(real, self)
                 self._led.append((name, ours))
                 setattr(sys, name, ours)
 
@@ -129,10 +129,10 @@ class Canvas:
         return self._open
 
 
-class _Above(io.TextIOBase):
+class _LiveRegionStream(io.TextIOBase):
     """Stands in the place of standard output or error: whole lines go above the picture."""
 
-    def __init__(self, real: TextIO, canvas: Canvas) -> None:
+    def __init__(self, real: TextIO, canvas: LiveRegion) -> None:
         self.real, self._canvas, self._rest = real, canvas, ""
 
     @property
@@ -174,16 +174,16 @@ class _Above(io.TextIOBase):
             self.real.write(rest + "\n")
 
 
-def _harmless(text: str) -> str:
+def _keep_colours_only(text: str) -> str:
     """Text that may have colours, and moves no cursor."""
     parts = COLOUR.split(text)
-    found = [visible(part) for part in parts]
+    found = [escape_invisible(part) for part in parts]
     for place, colour in enumerate(COLOUR.findall(text)):
         found[place] += colour
     return "".join(found)
 
 
-def _same_terminal(one: TextIO, other: TextIO) -> bool:
+def _is_same_terminal(one: TextIO, other: TextIO) -> bool:
     try:
         return one.isatty() and os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
     except (OSError, ValueError, AttributeError):

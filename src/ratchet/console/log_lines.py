@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ratchet.config import units
-from ratchet.console.run_screen import state_of, time_left
+from ratchet.console.run_screen import describe_state, describe_time_left
 from ratchet.runs import event_messages
 from ratchet.runs.callbacks import Status
-from ratchet.runs.event_messages import computing
-from ratchet.runs.journal import Event
-from ratchet.runs.progress_view import DAMAGE, Vitals
-from ratchet.runs.run_source import Aside
-from ratchet.runs.status import Progress, duration
-from ratchet.storage.html import counted
+from ratchet.runs.event_messages import describe_device
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import DAMAGE, ProgressView
+from ratchet.runs.run_source import SidecarState
+from ratchet.runs.status import RunProgress, format_duration
+from ratchet.storage.html import format_count
 
 LINE_EVERY_S = 5.0
 
 
-class Telling:
+class RunEventFormatter:
     """What is to be said of a run, as lines.
 
     Args:
@@ -33,17 +33,17 @@ class Telling:
         self._say, self._before, self._unit = say, before, unit
         self._said_step = 0
 
-    def event(self, event: Event) -> None:
+    def event(self, event: JournalEvent) -> None:
         """Say what an event tells, if it is out of the ordinary; one that is damaged says nothing."""
         with suppress(*DAMAGE):  # `status` counts them
-            for line in _lines(event, self._unit):
+            for line in _format_event(event, self._unit):
                 self._say(self._before + line)
 
-    def figures(self, vitals: Vitals, now: float) -> None:
+    def figures(self, vitals: ProgressView, now: float) -> None:
         """Say where it stands, unless nothing has changed since that was said last, or there is no figure of this
         attempt. `now` is Unix time."""
         p = vitals.progress
-        said = _figures(vitals)
+        said = _format_figures(vitals)
         if not said or p.step == self._said_step:
             return
         self._said_step = p.step
@@ -52,25 +52,25 @@ class Telling:
         self._say(f"{self._before}{self._unit} {p.step}/{p.planned_steps}: {said}{left}")
 
 
-def summary(vitals: Vitals, aside: Aside, now: float) -> str:
+def summarize_run(vitals: ProgressView, aside: SidecarState, now: float) -> str:
     """Where a run stands, in one line. `now` is Unix time."""
     p = vitals.progress
-    said = [f"{state_of(vitals, aside)}, {unit_of(vitals)} {p.step}/{p.planned_steps or '?'}"]
+    said = [f"{describe_state(vitals, aside)}, {step_unit(vitals)} {p.step}/{p.planned_steps or '?'}"]
     if p.loss is not None:
         said.append(f"loss {p.loss:.4f}")
     if p.validation_loss is not None:
         said.append(f"validation loss {p.validation_loss:.4f}")
-    if left := time_left(vitals, aside, now):
+    if left := describe_time_left(vitals, aside, now):
         said.append(f"{left} left")
     return ", ".join(said)
 
 
-def unit_of(vitals: Vitals) -> str:
+def step_unit(vitals: ProgressView) -> str:
     """What a run's steps are called."""
     return "answer" if vitals.answering else "step"
 
 
-def _figures(vitals: Vitals) -> str:
+def _format_figures(vitals: ProgressView) -> str:
     """Of this attempt; empty: there are none yet."""
     p, rate = vitals.progress, vitals.input_tokens_per_s
     if vitals.answering:
@@ -79,17 +79,17 @@ def _figures(vitals: Vitals) -> str:
     return "" if p.loss is None or rate is None else f"loss {p.loss:.4f}, {rate:,.0f} tokens/s"
 
 
-def _lines(event: Event, unit: str) -> list[str]:
+def _format_event(event: JournalEvent, unit: str) -> list[str]:
     data = event.data
     if event.kind == "ready":
-        return [event_messages.beginning(event, unit)]
+        return [event_messages.describe_beginning(event, unit)]
     if event.kind == "validation":
         better = " (best so far)" if data["improved"] else ""
         return [f"step {data['step']}: validation loss {data['loss']:.4f}{better}"]
     if event.kind == "forecast":
-        return [event_messages.foreseen(event), *(f"  {note}" for note in data["forecast"]["notes"])]
+        return [event_messages.describe_forecast(event), *(f"  {note}" for note in data["forecast"]["notes"])]
     if event.kind in ("notice", "alert", *event_messages.DOUBTS):
-        found = event_messages.news(event)
+        found = event_messages.describe_notable_event(event)
         return [found] if found else []
     return []
 
@@ -101,7 +101,7 @@ WINDOW = 60
 """Tellings, about a second each, over which the speed is averaged."""
 
 
-class Lines:
+class RunLogPrinter:
     """Says how far it is every few seconds, and everything out of the ordinary.
 
     Args:
@@ -112,14 +112,14 @@ class Lines:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
         """Answers, tokens and seconds between two tellings."""
         self._said_s = time.monotonic()
-        self._last: Event | None = None
+        self._last: JournalEvent | None = None
         self._live = False
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """See Observer."""
         for event in events:
             before = self._progress.step
@@ -137,13 +137,13 @@ class Lines:
         if self._last:
             self._line()
 
-    def _tell(self, event: Event, before: int) -> None:
+    def _tell(self, event: JournalEvent, before: int) -> None:
         data = event.data
         if event.kind == "ready":
             start, planned = data["start_step"], data["planned_steps"]
-            all_of = counted(planned, "answer")
+            all_of = format_count(planned, "answer")
             begun = f"going on after {start:,} of {all_of}" if start else f"{all_of} to give"
-            where = computing(data["device"], data["compute_dtype"])
+            where = describe_device(data["device"], data["compute_dtype"])
             self._say(f"{begun}{where and ', on '}{where}")
         elif event.kind in ("notice", "alert"):
             self._say(f"{event.kind}: {data['text']}")
@@ -160,7 +160,7 @@ class Lines:
         answers, tokens, seconds = (sum(one[i] for one in self._recent) for i in range(3))
         rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
         left_s = (p.planned_steps - p.step) * seconds / answers if answers else 0
-        left = f", about {duration(left_s)} left" if left_s else ""
-        rows = f", {counted(data['rows'], 'row')} at once" if data.get("rows") else ""
-        free = f", {units.written(data['available_bytes'])} free" if data.get("available_bytes") else ""
+        left = f", about {format_duration(left_s)} left" if left_s else ""
+        rows = f", {format_count(data['rows'], 'row')} at once" if data.get("rows") else ""
+        free = f", {units.format_bytes(data['available_bytes'])} free" if data.get("available_bytes") else ""
         self._say(f"{p.step:,}/{p.planned_steps:,} answered{rate}{rows}{free}{left}")

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 
-def bar(what: str, unit: str, total: int | None = None) -> Any:
+def create_bar(what: str, unit: str, total: int | None = None) -> Any:
     """A line on standard error that removes itself. `disable` is said, since the environment may silence tqdm."""
     from tqdm import tqdm  # reads the environment when it is imported: not before the command line has written there
 
@@ -14,7 +14,7 @@ def bar(what: str, unit: str, total: int | None = None) -> Any:
     )  # fmt: skip
 
 
-class Bars:
+class ProgressBars:
     """One line at a time: a new one whenever another thing is done."""
 
     def __init__(self, verb: str) -> None:
@@ -26,7 +26,7 @@ class Bars:
         """Show how far `what` is."""
         if what != self._what:
             self.close()
-            self._what, self._bar = what, bar(f"{self._verb}: {what}", "", total)
+            self._what, self._bar = what, create_bar(f"{self._verb}: {what}", "", total)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

@@ -14,18 +14,18 @@ from ratchet.console.text_layout import (
     QUIET,
     WARNING,
     WIDE,
-    Line,
-    Pen,
-    Size,
-    bar,
-    chosen,
-    scale_of,
-    sparkline,
+    LineFormatter,
+    ScreenLine,
+    ScreenSize,
+    draw_bar,
+    draw_sparkline,
+    select_lines,
+    sparkline_range,
 )
 from ratchet.runs import event_messages
-from ratchet.runs.progress_view import Answering, RankPace, Vitals, number
-from ratchet.runs.run_source import Aside
-from ratchet.runs.status import duration
+from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUtilization, get_live_number
+from ratchet.runs.run_source import SidecarState
+from ratchet.runs.status import format_duration
 
 LEAST_BAR, LONGEST_BAR = 6, 40
 TAIL = 26
@@ -42,36 +42,38 @@ HEAD, LOSS, GRAVE, VALIDATION, CHECKPOINT, SPEED, ATTEMPTS, STRAGGLER, MEMORY, M
 """What is left out last comes first."""
 
 
-def lines_of(pen: Pen, name: str, vitals: Vitals, aside: Aside, now: float) -> list[Line]:
-    """All lines that there are, in their order. For the arguments see `panel`."""
+def render_training_lines(
+    pen: LineFormatter, name: str, vitals: ProgressView, aside: SidecarState, now: float
+) -> list[ScreenLine]:
+    """All lines that there are, in their order. For the arguments see `render_panel`."""
     return [
-        head(pen, name, vitals, aside, now),
-        progress(pen, vitals, aside, now),
+        render_heading(pen, name, vitals, aside, now),
+        render_progress(pen, vitals, aside, now),
         *_losses(pen, vitals),
         *_speeds(pen, vitals),
         *_memory(pen, vitals),
-        *machine(pen, vitals),
+        *render_machine(pen, vitals),
         *_copies(pen, vitals, aside, now),
         *_guards(pen, vitals),
-        *attempts(pen, vitals),
+        *render_attempts(pen, vitals),
         *_ranks(pen, vitals),
-        *news(pen, vitals),
+        *render_recent_events(pen, vitals),
     ]
 
 
-def state_of(vitals: Vitals, aside: Aside) -> str:
+def describe_state(vitals: ProgressView, aside: SidecarState) -> str:
     """What the run is doing, in a word or two."""
     if (vitals.at_work or vitals.state in ("starting", "waiting")) and not aside.running:
         return "not running" if vitals.state != "starting" or vitals.progress.attempts else "not begun"
     return {"starting": "loading", "waiting": "waiting to start again"}.get(vitals.state, vitals.state)
 
 
-def style_of(vitals: Vitals, aside: Aside) -> str:
+def state_style(vitals: ProgressView, aside: SidecarState) -> str:
     """The colour of that; it repeats the words."""
-    return WARNING if state_of(vitals, aside) == "not running" else STATES.get(vitals.state, "")
+    return WARNING if describe_state(vitals, aside) == "not running" else STATES.get(vitals.state, "")
 
 
-def time_left(vitals: Vitals, aside: Aside, now: float) -> str:
+def describe_time_left(vitals: ProgressView, aside: SidecarState, now: float) -> str:
     """What is known of the time left; empty of a run that does not go on now."""
     if not vitals.at_work or not aside.running:
         return ""
@@ -79,31 +81,31 @@ def time_left(vitals: Vitals, aside: Aside, now: float) -> str:
     return left.describe() if left else ""
 
 
-def head(pen: Pen, name: str, vitals: Vitals, aside: Aside, now: float) -> Line:
+def render_heading(pen: LineFormatter, name: str, vitals: ProgressView, aside: SidecarState, now: float) -> ScreenLine:
     p = vitals.progress
-    state = state_of(vitals, aside)
-    clauses: list[str | Text] = [Text.assemble((name, "bold"), "  ", (state, style_of(vitals, aside)))]
+    state = describe_state(vitals, aside)
+    clauses: list[str | Text] = [Text.assemble((name, "bold"), "  ", (state, state_style(vitals, aside)))]
     silent_s = now - p.last_t
     if vitals.state == "training" and aside.running and silent_s > max(SILENT_S, SILENT_STEPS / (p.steps_per_s or 1.0)):
-        clauses.append(Text(f"! told nothing for {duration(silent_s)}", WARNING))
+        clauses.append(Text(f"! told nothing for {format_duration(silent_s)}", WARNING))
     if p.attempts > 1:
         clauses.append(f"attempt {p.attempts}")
-    if where := event_messages.computing(vitals.device, vitals.compute_dtype) if vitals.device else "":
+    if where := event_messages.describe_device(vitals.device, vitals.compute_dtype) if vitals.device else "":
         clauses.append(f"{where}{p.among}")
     if vitals.began_t is not None:
         until = now if aside.running else p.last_t
-        clauses.append(f"{duration(max(0.0, until - vitals.began_t))} since it began")
+        clauses.append(f"{format_duration(max(0.0, until - vitals.began_t))} since it began")
     return pen.line(HEAD, clauses)
 
 
-def progress(pen: Pen, vitals: Vitals, aside: Aside, now: float) -> Line:
+def render_progress(pen: LineFormatter, vitals: ProgressView, aside: SidecarState, now: float) -> ScreenLine:
     """Steps, a bar, the time left: what there is room for, the words first."""
     p, unit = vitals.progress, "answer" if vitals.answering else "step"
     planned = p.planned_steps
     if not planned:
         return pen.line(HEAD, [f"{unit} {p.step:,}" if p.step else f"no {unit} yet"])
     share = min(1.0, p.step / planned)
-    left = time_left(vitals, aside, now)
+    left = describe_time_left(vitals, aside, now)
     unknown = vitals.at_work and aside.running and not left and p.step < planned
     after = [
         f"{share:.0%}".replace("%", " %"),
@@ -113,25 +115,25 @@ def progress(pen: Pen, vitals: Vitals, aside: Aside, now: float) -> Line:
     for count in (f"{unit} {p.step:,} of {planned:,}", f"{p.step}/{planned}"):
         room = pen.size.width - len(count) - len(tail) - 2
         if room >= LEAST_BAR:
-            drawn = bar(share, min(room, LONGEST_BAR), pen.letters)
-            return Line(Text.assemble(f"{count} ", (drawn, GOOD), f" {tail}"), HEAD)
+            drawn = draw_bar(share, min(room, LONGEST_BAR), pen.letters)
+            return ScreenLine(Text.assemble(f"{count} ", (drawn, GOOD), f" {tail}"), HEAD)
     return pen.line(HEAD, [f"{p.step}/{planned}", *after[:1], *filter(None, (left,))])
 
 
-def _losses(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _losses(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     """Both curves on one scale and one axis."""
     p = vitals.progress
     train, validation = vitals.train.points(), vitals.validation.points()
     if not train and not validation:
         return
     span = (1, max(one[-1][0] for one in (train, validation) if one))
-    scale = scale_of([value for _, value in (*train, *validation)])
+    scale = sparkline_range([value for _, value in (*train, *validation)])
     tail = TAIL if pen.size.width >= WIDE + 10 else 0
     width = pen.room - 9 - tail
 
-    def drawn(weight: int, label: str, value: float | None, points: list[tuple[int, float]], said: str) -> Line:
+    def drawn(weight: int, label: str, value: float | None, points: list[tuple[int, float]], said: str) -> ScreenLine:
         figure = "" if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"
-        curve = sparkline(points, span, scale, width, pen.letters)
+        curve = draw_sparkline(points, span, scale, width, pen.letters)
         return pen.row(weight, label, [Text.assemble(figure.ljust(9)[:9], (curve, "cyan"), f" {said}"[:tail])])
 
     if train:
@@ -141,7 +143,7 @@ def _losses(pen: Pen, vitals: Vitals) -> Iterator[Line]:
         yield drawn(VALIDATION, "validation", p.validation_loss, validation, best)
 
 
-def _speeds(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _speeds(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     p = vitals.progress
     if p.learning_rate is not None:
         norm = "" if vitals.gradient_norm is None else f"gradient norm {vitals.gradient_norm:.3g}"
@@ -159,18 +161,18 @@ def _pace(steps_per_s: float) -> str:
     return f"{steps_per_s:.2f} steps/s" if steps_per_s >= 0.5 else f"{1 / steps_per_s:.1f} s a step"
 
 
-def _memory(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _memory(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     """The most that was held of what the device has, and a mark where the forecast said that it would be."""
     memory = vitals.progress.memory
     whole = memory.device_bytes or vitals.available_bytes
     if whole and (memory.peaks or memory.forecast):
         held, foreseen = max(memory.peaks.values(), default=0), max(memory.forecast.values(), default=0)
-        yield memory_row(pen, held, foreseen, whole)
+        yield render_memory_row(pen, held, foreseen, whole)
 
 
-def memory_row(pen: Pen, held: int, foreseen: int, whole: int) -> Line:
+def render_memory_row(pen: LineFormatter, held: int, foreseen: int, whole: int) -> ScreenLine:
     """A bar: bytes that are held of the whole, and a mark at those that were foreseen, if any were."""
-    unit, name = units.unit_for(whole)
+    unit, name = units.choose_unit(whole)
     figures = f"{held / unit:.1f} of {whole / unit:.1f} {name}"
     over = held > 0.95 * whole
     said = [Text(f"! {figures}" if over else figures, WARNING if over else "")]
@@ -181,11 +183,11 @@ def memory_row(pen: Pen, held: int, foreseen: int, whole: int) -> Line:
     if width < LEAST_BAR:
         width = max(LEAST_BAR, min(LONGEST_BAR, pen.room - len(said[0].plain) - 1))
     mark = foreseen / whole if foreseen else None
-    drawn = (bar(held / whole, width, pen.letters, mark), "cyan")
+    drawn = (draw_bar(held / whole, width, pen.letters, mark), "cyan")
     return pen.row(MEMORY, "memory", [Text.assemble(drawn, " ", said[0]), *said[1:]])
 
 
-def machine(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def render_machine(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     """Figures of the machine; damaged ones are left out."""
     found = vitals.system
     said = []
@@ -193,7 +195,7 @@ def machine(pen: Pen, vitals: Vitals) -> Iterator[Line]:
         if isinstance(value := found.get(key), int | float):
             said.append(f"{name} {value:.0f} %")
     if isinstance(rss := found.get("worker_memory_bytes"), int | float):
-        said.append(f"worker {units.written(rss)}")
+        said.append(f"worker {units.format_bytes(rss)}")
     gpus = [gpu for gpu in found.get("gpus") or () if isinstance(gpu, dict)]
     said_of_gpus = [text for gpu in gpus if (text := _gpu(gpu))]
     if len(said_of_gpus) == 1:
@@ -213,11 +215,11 @@ def _gpu(gpu: dict[str, object]) -> str:
     return f"GPU {gpu.get('index', '?')} {' '.join(said)}" if said else ""
 
 
-def _copies(pen: Pen, vitals: Vitals, aside: Aside, now: float) -> Iterator[Line]:
+def _copies(pen: LineFormatter, vitals: ProgressView, aside: SidecarState, now: float) -> Iterator[ScreenLine]:
     p = vitals.progress
     said: list[str | Text] = []
     if p.checkpoint_t is not None:
-        said.append(f"step {p.checkpoint_step:,}, sealed {duration(max(0.0, now - p.checkpoint_t))} ago")
+        said.append(f"step {p.checkpoint_step:,}, sealed {format_duration(max(0.0, now - p.checkpoint_t))} ago")
     elif vitals.ready:
         said.append("none yet")
     if aside.saving is not None:
@@ -232,11 +234,11 @@ def _copies(pen: Pen, vitals: Vitals, aside: Aside, now: float) -> Iterator[Line
         if noted.in_flight is not None:
             said.append(Text(f"step {noted.in_flight:,} is being sent", GOOD))
         if noted.behind_bytes and not noted.result:  # it was noted before the last of it was sent
-            said.append(f"{units.written(noted.behind_bytes)} to send")
+            said.append(f"{units.format_bytes(noted.behind_bytes)} to send")
         yield pen.row(MIRROR, "mirror", said)
 
 
-def _guards(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _guards(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     p = vitals.progress
     counts = (
         (len(p.skipped), "step left out", "steps left out"),
@@ -251,7 +253,7 @@ def _guards(pen: Pen, vitals: Vitals) -> Iterator[Line]:
         yield pen.row(GUARDS, "guards", [Text(f"! {said[0]}", WARNING), *said[1:]])
 
 
-def attempts(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def render_attempts(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     p = vitals.progress
     if p.attempts < 2 and not p.ends:
         return
@@ -263,30 +265,30 @@ def attempts(pen: Pen, vitals: Vitals) -> Iterator[Line]:
         yield pen.row(MORE + place, "", [end])
 
 
-def _ranks(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _ranks(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     """A row each, those that the others wait for first to be kept."""
     if not vitals.ranks:
         return
     slow = vitals.stragglers
     for rank in slow[:1]:
-        text = f"! {_named(rank)} computes {rank.relative - 1:.0%} longer than the median: the others wait for it"
+        text = f"! {_format_rank(rank)} computes {rank.relative - 1:.0%} longer than the median: the others wait for it"
         yield pen.row(STRAGGLER, "ranks", [Text(text.replace("%", " %"), WARNING)])
     if not slow:
         yield pen.row(RATE, "ranks", [f"{len(vitals.ranks)}, none holds the others up"])
     listed = sorted(vitals.ranks, key=lambda one: (not one.straggles, one.rank))[:RANKS_SHOWN]
     for rank in sorted(listed, key=lambda one: one.rank):
-        drawn = bar(rank.busy, 12, pen.letters)
+        drawn = draw_bar(rank.busy, 12, pen.letters)
         said = f"{'!' if rank.straggles else ' '}{rank.rank:>3} {drawn} {rank.busy:.0%} busy".replace("%", " %")
         style = WARNING if rank.straggles else ""
         weight = MACHINE if rank.straggles else MORE + 1 + rank.rank
         yield pen.row(weight, "", [Text(said, style), f"{rank.relative:.2f}x", *filter(None, (rank.host,))])
 
 
-def _named(rank: RankPace) -> str:
+def _format_rank(rank: RankUtilization) -> str:
     return f"rank {rank.rank} on {rank.host}" if rank.host else f"rank {rank.rank}"
 
 
-def news(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def render_recent_events(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     """The last things out of the ordinary, the latest at the bottom."""
     last = list(vitals.news)[-NEWS_SHOWN:]
     for place, one in enumerate(last):
@@ -304,24 +306,26 @@ FIGURE = 9
 """Columns of a figure before its curve."""
 
 
-def generation_lines(pen: Pen, name: str, vitals: Vitals, aside: Aside, now: float) -> list[Line]:
-    """All lines that there are, in their order. For the arguments see `panel`."""
-    found = vitals.answering or Answering()
+def render_generation_lines(
+    pen: LineFormatter, name: str, vitals: ProgressView, aside: SidecarState, now: float
+) -> list[ScreenLine]:
+    """All lines that there are, in their order. For the arguments see `render_panel`."""
+    found = vitals.answering or GenerationProgress()
     return [
-        head(pen, name, vitals, aside, now),
-        progress(pen, vitals, aside, now),
+        render_heading(pen, name, vitals, aside, now),
+        render_progress(pen, vitals, aside, now),
         *_speed(pen, vitals, found),
         *_batch(pen, found),
         *_generation_memory(pen, found),
-        *machine(pen, vitals),
+        *render_machine(pen, vitals),
         *_ends(pen, found),
         *_generation_guards(pen, vitals),
-        *attempts(pen, vitals),
-        *news(pen, vitals),
+        *render_attempts(pen, vitals),
+        *render_recent_events(pen, vitals),
     ]
 
 
-def _speed(pen: Pen, vitals: Vitals, found: Answering) -> Iterator[Line]:
+def _speed(pen: LineFormatter, vitals: ProgressView, found: GenerationProgress) -> Iterator[ScreenLine]:
     answers, tokens, points = found.answers_per_s, found.tokens_per_s, found.speed.points()
     if answers is None or tokens is None or not points:
         return
@@ -332,14 +336,14 @@ def _speed(pen: Pen, vitals: Vitals, found: Answering) -> Iterator[Line]:
     width = pen.room - FIGURE - (len(" tokens/s") if pen.size.width >= WIDE else 0)
     values = [value for _, value in points]
     told = list(enumerate(values, start=1))  # each about a second's, and all of them as wide
-    curve = sparkline(told, (1, len(told)), (0.0, scale_of(values)[1]), min(width, len(told)), pen.letters)
+    curve = draw_sparkline(told, (1, len(told)), (0.0, sparkline_range(values)[1]), min(width, len(told)), pen.letters)
     after = " tokens/s" if pen.size.width >= WIDE else ""
     yield pen.row(SPEED, "", [Text.assemble(f"{points[-1][1]:,.0f}".ljust(FIGURE)[:FIGURE], (curve, "cyan"), after)])
 
 
-def _batch(pen: Pen, found: Answering) -> Iterator[Line]:
+def _batch(pen: LineFormatter, found: GenerationProgress) -> Iterator[ScreenLine]:
     rows, held, budget, waiting = (
-        number(found.live, name) for name in ("rows", "held_tokens", "budget_tokens", "waiting")
+        get_live_number(found.live, name) for name in ("rows", "held_tokens", "budget_tokens", "waiting")
     )
     if rows is None:
         return
@@ -351,13 +355,13 @@ def _batch(pen: Pen, found: Answering) -> Iterator[Line]:
     yield pen.row(VALIDATION, "batch", said)
 
 
-def _generation_memory(pen: Pen, found: Answering) -> Iterator[Line]:
-    held, foreseen, whole = (number(found.live, f"{name}_bytes") for name in ("held", "forecast", "device"))
+def _generation_memory(pen: LineFormatter, found: GenerationProgress) -> Iterator[ScreenLine]:
+    held, foreseen, whole = (get_live_number(found.live, f"{name}_bytes") for name in ("held", "forecast", "device"))
     if held and whole:
-        yield memory_row(pen, held, foreseen or 0, whole)
+        yield render_memory_row(pen, held, foreseen or 0, whole)
 
 
-def _ends(pen: Pen, found: Answering) -> Iterator[Line]:
+def _ends(pen: LineFormatter, found: GenerationProgress) -> Iterator[ScreenLine]:
     """How answers ended; those without one are marked."""
     if not found.finishes:
         return
@@ -368,7 +372,7 @@ def _ends(pen: Pen, found: Answering) -> Iterator[Line]:
     yield pen.row(CHECKPOINT, "ends", said)
 
 
-def _generation_guards(pen: Pen, vitals: Vitals) -> Iterator[Line]:
+def _generation_guards(pen: LineFormatter, vitals: ProgressView) -> Iterator[ScreenLine]:
     if vitals.shrinks:
         times = "time" if vitals.shrinks == 1 else "times"
         said: list[str | Text] = [Text(f"! batch made smaller {vitals.shrinks:,} {times} for want of memory", WARNING)]
@@ -384,7 +388,7 @@ GAP = 2
 NAME_COLUMNS = 12
 
 
-def panel(name: str, vitals: Vitals, aside: Aside, now: float, size: Size) -> Text:
+def render_panel(name: str, vitals: ProgressView, aside: SidecarState, now: float, size: ScreenSize) -> Text:
     """One whole run, in so many columns and lines, from 40 x 10 on.
 
     Args:
@@ -394,12 +398,12 @@ def panel(name: str, vitals: Vitals, aside: Aside, now: float, size: Size) -> Te
         now: Unix time, for ages.
         size: of the screen.
     """
-    drawing = generation_lines if vitals.answering else lines_of
-    lines = chosen(drawing(Pen(size), name, vitals, aside, now), size.height)
-    return _joined(lines)
+    drawing = render_generation_lines if vitals.answering else render_training_lines
+    lines = select_lines(drawing(LineFormatter(size), name, vitals, aside, now), size.height)
+    return _join_lines(lines)
 
 
-def table(rows: Sequence[tuple[str, Vitals, Aside]], now: float, size: Size) -> Text:
+def render_table(rows: Sequence[tuple[str, ProgressView, SidecarState]], now: float, size: ScreenSize) -> Text:
     """Several runs, a row each, those that are trained first; columns and rows that there is no room for are left out.
 
     Args:
@@ -407,27 +411,27 @@ def table(rows: Sequence[tuple[str, Vitals, Aside]], now: float, size: Size) -> 
         now: Unix time, for ages.
         size: of the screen.
     """
-    pen = Pen(size)
+    pen = LineFormatter(size)
     ordered = sorted(rows, key=lambda row: not row[2].running)
     room = max(1, size.height - 1)
     shown = ordered if len(ordered) <= room else ordered[: max(1, room - 1)]
-    columns = _fitting(_columns(shown, now), size.width)
+    columns = _select_columns(_columns(shown, now), size.width)
     blanks = " " * GAP
     lines = [Text(blanks.join(pen.padded(one.title, one.width, one.right) for one in columns), "underline")]
     for place, (_, vitals, aside) in enumerate(shown):
         cells = (pen.padded(pen.safe(one.cells[place]).plain, one.width, one.right) for one in columns)
-        lines.append(pen.cut(Text(blanks.join(cells).rstrip(), style_of(vitals, aside)), size.width))
+        lines.append(pen.cut(Text(blanks.join(cells).rstrip(), state_style(vitals, aside)), size.width))
     if len(shown) < len(ordered):
         lines.append(Text(f"and {len(ordered) - len(shown)} more"))
-    return _joined(lines[: size.height])
+    return _join_lines(lines[: size.height])
 
 
-def _joined(lines: Sequence[Text]) -> Text:
+def _join_lines(lines: Sequence[Text]) -> Text:
     return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
 
 @dataclass(frozen=True)
-class _Column:
+class _RunTableColumn:
     title: str
     cells: tuple[str, ...]
     weight: int
@@ -439,40 +443,42 @@ class _Column:
         return max(map(cell_len, (self.title, *self.cells)))
 
 
-def _columns(rows: Sequence[tuple[str, Vitals, Aside]], now: float) -> list[_Column]:
+def _columns(rows: Sequence[tuple[str, ProgressView, SidecarState]], now: float) -> list[_RunTableColumn]:
     """All columns, from left to right, that say something of at least one run."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     def age(t: float | None) -> str:
-        return "" if t is None else duration(max(0.0, now - t))
+        return "" if t is None else format_duration(max(0.0, now - t))
 
     runs = [(vitals.progress, vitals, aside) for _, vitals, aside in rows]
     made = [
-        _Column("run", tuple(name[:NAME_COLUMNS] for name, _, _ in rows), 0, False),
-        _Column("state", tuple(_mark(v) + state_of(v, a) for _, v, a in runs), 1, False),
-        _Column("step", tuple(f"{p.step}/{p.planned_steps}" if p.planned_steps else "" for p, _, _ in runs), 2),
-        _Column("left", tuple(time_left(v, a, now).removeprefix("about ") for _, v, a in runs), 4, False),
-        _Column("loss", tuple(number(p.loss, ".4f") for p, _, _ in runs), 3),
-        _Column("validation", tuple(number(p.validation_loss, ".4f") for p, _, _ in runs), 5),
-        _Column("tokens/s", tuple(number(_tokens_per_s(v), ",.0f") for _, v, _ in runs), 6),
-        _Column("checkpoint", tuple(age(p.checkpoint_t) for p, _, _ in runs), 7),
-        _Column("attempts", tuple(str(p.attempts or "") for p, _, _ in runs), 8),
-        _Column("alerts", tuple(str(len(p.alerts) or "") for p, _, _ in runs), 9),
+        _RunTableColumn("run", tuple(name[:NAME_COLUMNS] for name, _, _ in rows), 0, False),
+        _RunTableColumn("state", tuple(_attention_mark(v) + describe_state(v, a) for _, v, a in runs), 1, False),
+        _RunTableColumn("step", tuple(f"{p.step}/{p.planned_steps}" if p.planned_steps else "" for p, _, _ in runs), 2),
+        _RunTableColumn(
+            "left", tuple(describe_time_left(v, a, now).removeprefix("about ") for _, v, a in runs), 4, False
+        ),
+        _RunTableColumn("loss", tuple(number(p.loss, ".4f") for p, _, _ in runs), 3),
+        _RunTableColumn("validation", tuple(number(p.validation_loss, ".4f") for p, _, _ in runs), 5),
+        _RunTableColumn("tokens/s", tuple(number(_tokens_per_s(v), ",.0f") for _, v, _ in runs), 6),
+        _RunTableColumn("checkpoint", tuple(age(p.checkpoint_t) for p, _, _ in runs), 7),
+        _RunTableColumn("attempts", tuple(str(p.attempts or "") for p, _, _ in runs), 8),
+        _RunTableColumn("alerts", tuple(str(len(p.alerts) or "") for p, _, _ in runs), 9),
     ]
     return [column for column in made if any(column.cells)]
 
 
-def _tokens_per_s(vitals: Vitals) -> float | None:
+def _tokens_per_s(vitals: ProgressView) -> float | None:
     return vitals.answering.tokens_per_s if vitals.answering else vitals.input_tokens_per_s
 
 
-def _mark(vitals: Vitals) -> str:
+def _attention_mark(vitals: ProgressView) -> str:
     return "! " if vitals.state in ("failed", "waiting") or vitals.stragglers else "  "
 
 
-def _fitting(columns: Sequence[_Column], width: int) -> list[_Column]:
+def _select_columns(columns: Sequence[_RunTableColumn], width: int) -> list[_RunTableColumn]:
     """The columns that fit into so many characters; the first one is always there."""
     left = width + GAP
     kept: list[int] = []

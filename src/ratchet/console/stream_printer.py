@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ratchet.console.text_layout import Flow, columns, wrapped
+from ratchet.console.text_layout import StreamingTextWrapper, terminal_columns, wrap_text
 from ratchet.errors import InterruptedRunError, StorageError
-from ratchet.inference.backend import Ended, Speech, Spoken
+from ratchet.inference.backend import AnswerChunk, AnswerEnd, Speech
 
 DIM, BOLD, PLAIN = "\033[2m", "\033[1m", "\033[0m"
 BEGIN, END = "(reasoning) ", "(answer) "
@@ -21,19 +21,19 @@ HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 """Beside what is printable. Persian words and many emoji are joined so."""
 
 
-def is_coloured(out: IO[str]) -> bool:
+def supports_colour(out: IO[str]) -> bool:
     """Whether text there can be dim: a terminal that knows how, and nobody who wants no colours (no-color.org)."""
     dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
     return out.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 @dataclass
-class Heard:
+class PartialAnswer:
     """What has come of an answer, also of one that was broken off."""
 
     pieces: list[str] = field(default_factory=list)
     """Of the answer, without its reasoning."""
-    ended: Ended | None = None
+    ended: AnswerEnd | None = None
     """None: it was broken off."""
     seconds: float = 0.0
     """From the first piece to the last thing that came."""
@@ -44,7 +44,7 @@ class Heard:
         return "".join(self.pieces).strip()
 
 
-class Page:
+class StreamPrinter:
     """Writes answers; on a terminal with lines broken between words.
 
     Args:
@@ -54,7 +54,7 @@ class Page:
 
     def __init__(self, out: IO[str], *, reasons: bool = True) -> None:
         self._out, self._reasons = out, reasons
-        self._coloured = is_coloured(out)
+        self._coloured = supports_colour(out)
         self._flow = self._begun()
         self._is_first = True
         """Whether nothing of this answer, or of its reasoning, was written yet."""
@@ -72,7 +72,7 @@ class Page:
         self.end_line()
         self._put("\n")
 
-    def answer(self, pieces: Speech, heard: Heard) -> None:
+    def answer(self, pieces: Speech, heard: PartialAnswer) -> None:
         """Write an answer as it comes, to its end or until something is raised: what came is in `heard`."""
         begun_s: float | None = None
         inside, self._is_first = False, True
@@ -81,7 +81,7 @@ class Page:
                 for piece in pieces:
                     begun_s = time.monotonic() if begun_s is None else begun_s
                     heard.seconds = time.monotonic() - begun_s
-                    if isinstance(piece, Ended):
+                    if isinstance(piece, AnswerEnd):
                         heard.ended = piece
                         break
                     if not piece.reasoning:
@@ -97,11 +97,11 @@ class Page:
         self._put(rest + ("\n" if self._flow.column else ""))
         self._flow = self._begun()
 
-    def _begun(self) -> Flow:
-        return Flow(lambda: columns(self._out))
+    def _begun(self) -> StreamingTextWrapper:
+        return StreamingTextWrapper(lambda: terminal_columns(self._out))
 
-    def _piece(self, inside: bool, piece: Spoken) -> bool:
-        text = printable(piece.text)
+    def _piece(self, inside: bool, piece: AnswerChunk) -> bool:
+        text = sanitize_text(piece.text)
         if piece.reasoning != inside:
             self._turn(piece.reasoning)
             text = text.lstrip()
@@ -123,7 +123,7 @@ class Page:
 
     def _line(self, text: str, style: str) -> None:
         self.end_line()
-        line = wrapped(printable(text), columns(self._out))
+        line = wrap_text(sanitize_text(text), terminal_columns(self._out))
         self._put(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
 
     def _put(self, text: str) -> None:
@@ -143,7 +143,7 @@ class Page:
             raise InterruptedRunError("nobody reads any more: the output is closed") from None
 
 
-def printable(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """A text that cannot move the cursor, or colour anything: what a model writes is nobody's command."""
     return "".join(c if c.isprintable() or c in HARMLESS or _is_blank(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
 

@@ -14,13 +14,13 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from ratchet.storage.html import visible
+from ratchet.storage.html import escape_invisible
 
 NARROWEST, LOWEST = 20, 4
 """Columns and lines; less is not believed (a terminal whose size nobody has set says 0)."""
 
 
-class Size(NamedTuple):
+class ScreenSize(NamedTuple):
     """Of a screen."""
 
     width: int
@@ -31,13 +31,13 @@ class Size(NamedTuple):
     """What is written there; where it lacks a letter, plainer ones stand in."""
 
 
-def is_live(stream: TextIO) -> bool:
+def is_live_terminal(stream: TextIO) -> bool:
     """Whether a picture can be drawn over and over there: a terminal that moves its cursor, with somebody before it."""
     dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
     return stream.isatty() and not dumb and not os.environ.get("CI")
 
 
-class Terminal(Console):
+class TerminalConsole(Console):
     """Where it is drawn: nothing that others wrote is taken for an instruction, and its end is not the process's."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -47,18 +47,18 @@ class Terminal(Console):
         """Rich would end the process."""
         raise BrokenPipeError(errno.EPIPE, "the terminal is gone")
 
-    def extent(self) -> Size:
+    def extent(self) -> ScreenSize:
         """How large it is now."""
         found = self.size
-        return Size(max(NARROWEST, found.width), max(LOWEST, found.height), self.encoding)
+        return ScreenSize(max(NARROWEST, found.width), max(LOWEST, found.height), self.encoding)
 
 
-def writable(text: str, encoding: str) -> str:
+def encode_safely(text: str, encoding: str) -> str:
     """Text as this stream can write it, a question mark for what it cannot."""
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
-def columns(stream: IO[str]) -> int:
+def terminal_columns(stream: IO[str]) -> int:
     """Of the terminal as it is now; 0: it is none, or nobody has set its size."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
@@ -70,7 +70,7 @@ def columns(stream: IO[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Glyphs:
+class GlyphSet:
     """The letters that pictures are made of."""
 
     levels: str
@@ -84,11 +84,11 @@ class Glyphs:
     """Stands for what was cut off."""
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", "█", "▏▎▍▌▋▊▉", "·", "┃", "…")
-ASCII = Glyphs("_.,-~=+*#", "#", "", ".", "|", "~")
+UNICODE = GlyphSet("▁▂▃▄▅▆▇█", "█", "▏▎▍▌▋▊▉", "·", "┃", "…")
+ASCII = GlyphSet("_.,-~=+*#", "#", "", ".", "|", "~")
 
 
-def glyphs(encoding: str) -> Glyphs:
+def choose_glyphs(encoding: str) -> GlyphSet:
     """The best that this encoding can write."""
     try:
         "".join((UNICODE.levels, UNICODE.full, UNICODE.parts, UNICODE.rest, UNICODE.mark, UNICODE.cut)).encode(encoding)
@@ -97,8 +97,12 @@ def glyphs(encoding: str) -> Glyphs:
     return UNICODE
 
 
-def sparkline(
-    points: Sequence[tuple[int, float]], span: tuple[int, int], scale: tuple[float, float], width: int, letters: Glyphs
+def draw_sparkline(
+    points: Sequence[tuple[int, float]],
+    span: tuple[int, int],
+    scale: tuple[float, float],
+    width: int,
+    letters: GlyphSet,
 ) -> str:
     """A curve in one line: a letter for the mean of the points below it, none where there are none.
 
@@ -115,22 +119,22 @@ def sparkline(
         place = (step - first) * width // max(1, last - first + 1)
         if 0 <= place < width:
             cells[place].append(value)
-    return "".join(_level(sum(cell) / len(cell), scale, letters) if cell else " " for cell in cells)
+    return "".join(_sparkline_level(sum(cell) / len(cell), scale, letters) if cell else " " for cell in cells)
 
 
-def _level(value: float, scale: tuple[float, float], letters: Glyphs) -> str:
+def _sparkline_level(value: float, scale: tuple[float, float], letters: GlyphSet) -> str:
     low, high = scale
     share = (value - low) / (high - low) if high > low else 0.0
     return letters.levels[min(len(letters.levels) - 1, max(0, int(share * len(letters.levels))))]
 
 
-def scale_of(values: Sequence[float]) -> tuple[float, float]:
+def sparkline_range(values: Sequence[float]) -> tuple[float, float]:
     """Lowest and highest of what is drawn; the highest twentieth is cut off, so that one spike flattens no curve."""
     ordered = sorted(values)
     return ordered[0], ordered[max(0, math.ceil(0.95 * len(ordered)) - 1)]
 
 
-def bar(share: float, width: int, letters: Glyphs, mark: float | None = None) -> str:
+def draw_bar(share: float, width: int, letters: GlyphSet, mark: float | None = None) -> str:
     """A part of a whole of 1, and perhaps a mark at another part. More than the whole fills it."""
     share = min(1.0, max(0.0, share))
     filled = int(share * width)
@@ -157,7 +161,7 @@ WARNING, GOOD, QUIET, BAD = "yellow", "green", "dim", "red"
 
 
 @dataclass(frozen=True)
-class Line:
+class ScreenLine:
     """One line of a screen."""
 
     text: Text
@@ -165,25 +169,25 @@ class Line:
     """Where there is no room for all, those with the greatest are left out."""
 
 
-class Pen:
+class LineFormatter:
     """Writes lines for a screen of this size."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ScreenSize) -> None:
         self.size = size
-        self.letters: Glyphs = glyphs(size.encoding)
+        self.letters: GlyphSet = choose_glyphs(size.encoding)
         self.label = LABEL if size.width >= WIDE else SHORT_LABEL
         self.room = size.width - self.label
         """Columns beside the labels."""
 
-    def row(self, weight: int, label: str, clauses: Sequence[str | Text], separator: str = ", ") -> Line:
+    def row(self, weight: int, label: str, clauses: Sequence[str | Text], separator: str = ", ") -> ScreenLine:
         """A name, and what is said of it; the first clause is cut where even that is too long."""
         name = label if self.label == LABEL else _SHORT.get(label, label)
         text = Text().append(name.ljust(self.label)[: self.label], QUIET)  # the name alone is quiet
-        return Line(text.append_text(self.fit(clauses, self.room, separator)), weight)
+        return ScreenLine(text.append_text(self.fit(clauses, self.room, separator)), weight)
 
-    def line(self, weight: int, clauses: Sequence[str | Text], separator: str = ", ") -> Line:
+    def line(self, weight: int, clauses: Sequence[str | Text], separator: str = ", ") -> ScreenLine:
         """The same without a name."""
-        return Line(self.fit(clauses, self.size.width, separator), weight)
+        return ScreenLine(self.fit(clauses, self.size.width, separator), weight)
 
     def fit(self, clauses: Sequence[str | Text], room: int, separator: str = ", ") -> Text:
         """As many clauses as there is room for."""
@@ -199,7 +203,7 @@ class Pen:
     def safe(self, clause: str | Text) -> Text:
         """Text of others as it can be written here, in one line."""
         text = clause if isinstance(clause, Text) else Text(clause)
-        plain = writable(visible(text.plain.replace("\n", " ").replace("\t", " ")), self.size.encoding)
+        plain = encode_safely(escape_invisible(text.plain.replace("\n", " ").replace("\t", " ")), self.size.encoding)
         return text if plain == text.plain else Text(plain, text.style)
 
     def cut(self, text: Text, room: int) -> Text:
@@ -218,7 +222,7 @@ class Pen:
         return set_cell_size(text, columns)
 
 
-def chosen(lines: Sequence[Line], height: int) -> list[Text]:
+def select_lines(lines: Sequence[ScreenLine], height: int) -> list[Text]:
     """The lines that there is room for, in their order."""
     kept = sorted(range(len(lines)), key=lambda place: (lines[place].weight, place))[: max(1, height)]
     return [lines[place].text for place in sorted(kept)]
@@ -238,7 +242,7 @@ _NOT_FIRST, _NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
 """Categories of letters that begin no line, and that end none, where there are no blanks between words."""
 
 
-class Flow:
+class StreamingTextWrapper:
     """One text. Code between fences keeps its lines: the terminal breaks them where it must.
 
     Args:
@@ -362,17 +366,17 @@ def _is_ideograph(letter: str) -> bool:
     return cell_len(letter) == 2 and "HANGUL" not in unicodedata.name(letter, "")
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_text(text: str, width: int) -> str:
     """Lines broken between words; what goes on stands as far in as its line. `width` in columns; 0: as they are."""
-    return "\n".join(_wrapped(line, width) for line in text.split("\n"))
+    return "\n".join(_wrap_line(line, width) for line in text.split("\n"))
 
 
-def _wrapped(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
     if not width or cell_len(line) <= width:
         return line
     inner = line.lstrip(" ")
     indent = line[: len(line) - len(inner)]
     if not 0 < len(indent) <= width // 2:
         inner, indent = line, ""
-    flow = Flow(lambda: width - len(indent))
+    flow = StreamingTextWrapper(lambda: width - len(indent))
     return indent + (flow.feed(inner) + flow.close()).replace("\n", f"\n{indent}")

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.data import Balance
-from ratchet.data.conversation import Row
-from ratchet.data.passthrough_columns import NAMES_SHOWN, spelled
+from ratchet.config.data import BalanceSettings
+from ratchet.data.conversation import SourceRow
+from ratchet.data.passthrough_columns import NAMES_SHOWN, format_field_value
 from ratchet.data.readers import type_name
-from ratchet.data.schema_detection import flaw
+from ratchet.data.schema_detection import find_text_flaw
 from ratchet.errors import DataError
 from ratchet.storage import digests
-from ratchet.storage.records.data import Balanced
+from ratchet.storage.records.data import BalanceReport
 
 LABEL = "label"
 """Value of prepare.balance.by that means the response, where prepare.task is labels."""
@@ -30,7 +30,7 @@ _NAMES_KNOWN = 1000
 """Of fields; records may have keys without end."""
 
 
-class Categories:
+class CategoryBalancer:
     """The category of each row.
 
     Args:
@@ -38,7 +38,7 @@ class Categories:
         labels: whether prepare.task is labels.
     """
 
-    def __init__(self, settings: Balance, labels: bool) -> None:
+    def __init__(self, settings: BalanceSettings, labels: bool) -> None:
         self._settings = settings
         self._by = settings.by
         self._of_label = labels and settings.by == LABEL
@@ -47,7 +47,7 @@ class Categories:
         self._fields: dict[str, None] = {}
         self._found = False
 
-    def fault(self, row: Row) -> str | None:
+    def fault(self, row: SourceRow) -> str | None:
         """What keeps a row from having a category, or None."""
         if self._by is None or self._of_label:
             return None
@@ -55,19 +55,19 @@ class Categories:
             self._fields.update(dict.fromkeys(map(str, row.fields)))
         value = row.fields.get(self._by)
         self._found |= self._by in row.fields
-        text = spelled(value)
+        text = format_field_value(value)
         if text is None:
             return f"field {self._by!r} (prepare.balance.by) is {type_name(value)}, expected text, a number or truth"
         if not text:
             return f"no field {self._by!r} (prepare.balance.by)"
-        problem = flaw(text)
+        problem = find_text_flaw(text)
         return f"field {self._by!r} (prepare.balance.by) {problem}" if problem else None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SourceRow) -> None:
         """Take the next row, which has no fault."""
         if self._by is None:
             return
-        name = row.conversation.response if self._of_label else spelled(row.fields.get(self._by)) or ""
+        name = row.conversation.response if self._of_label else format_field_value(row.fields.get(self._by)) or ""
         self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
 
     def _check(self) -> None:
@@ -87,7 +87,9 @@ class Categories:
                 f"more than {MOST:,} are categories; name another field"
             )
 
-    def copies(self, train: NDArray[np.bool_], ids: NDArray[np.uint64]) -> tuple[NDArray[np.int32], Balanced | None]:
+    def copies(
+        self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int32], BalanceReport | None]:
         """How often each training row comes, and the accounts; ones and None where balance is off.
 
         Args:
@@ -111,7 +113,7 @@ class Categories:
         before = {name: int(counts[code]) for name, code in names}
         wanted = min(before.values()) if self._settings.rows == "smallest" else self._settings.rows
         self._require(before, wanted)
-        keys = np.array([_key(one, self._settings.seed) for one in ids[rows].tolist()], dtype=np.uint64)
+        keys = np.array([_sampling_key(one, self._settings.seed) for one in ids[rows].tolist()], dtype=np.uint64)
         order = np.lexsort((keys, codes))
         ends = np.cumsum(counts)
         for _, code in names:
@@ -119,7 +121,7 @@ class Categories:
             times[members] = self._times(len(members), wanted)
         sums = np.bincount(codes, weights=times[rows], minlength=len(counts))
         after = {name: int(sums[code]) for name, code in names}
-        return times, Balanced(by=self._by, rows=wanted, fewer=self._settings.fewer, before=before, after=after)
+        return times, BalanceReport(by=self._by, rows=wanted, fewer=self._settings.fewer, before=before, after=after)
 
     def _times(self, count: int, wanted: int) -> NDArray[np.int32]:
         """How often each of a category's rows comes, in the order of their keys."""
@@ -137,7 +139,7 @@ class Categories:
             )
 
 
-def notes(done: Balanced) -> Iterator[str]:
+def describe_balance(done: BalanceReport) -> Iterator[str]:
     """What a reader of the accounts should know: categories that are none, and a number that no category reaches."""
     single = sum(count == 1 for count in done.before.values())
     if 2 * single > len(done.before) > 1:
@@ -153,5 +155,5 @@ def notes(done: Balanced) -> Iterator[str]:
         )
 
 
-def _key(row_id: int, seed: int) -> int:
-    return int(digests.of_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)
+def _sampling_key(row_id: int, seed: int) -> int:
+    return int(digests.hash_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)

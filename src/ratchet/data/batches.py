@@ -23,7 +23,7 @@ from ratchet.errors import DataError, SettingsError
 
 
 @dataclass(frozen=True)
-class Packs:
+class PackedRows:
     """Packs as flat arrays: pack k holds `rows[offsets[k] : offsets[k + 1]]`."""
 
     rows: NDArray[np.int64]
@@ -37,7 +37,7 @@ class Packs:
         return found
 
 
-class Packing:
+class PackingPlan:
     """How the rows of a split share packs.
 
     Args:
@@ -51,7 +51,7 @@ class Packing:
 
     def __init__(self, lengths: ArrayLike, capacity_tokens: int) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        _check(self.lengths, capacity_tokens)
+        _check_lengths(self.lengths, capacity_tokens)
         packs = _best_fit_decreasing(self.lengths, capacity_tokens)
         self._places = np.argsort(packs, kind="stable")
         """Places in the order of falling length, a pack's places side by side."""
@@ -60,12 +60,12 @@ class Packing:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def epoch(self, seed: int, epoch: int) -> Packs:
+    def epoch(self, seed: int, epoch: int) -> PackedRows:
         """The packs of one epoch: a function of the lengths, the seed and the epoch."""
         # The third number sets this stream apart from the one that the order of an epoch is drawn from.
         drawn = np.random.default_rng([seed, epoch, 1]).permutation(len(self.lengths))
         falling = drawn[np.argsort(-self.lengths[drawn], kind="stable")]
-        return Packs(falling[self._places], self._offsets)
+        return PackedRows(falling[self._places], self._offsets)
 
     @property
     def shared(self) -> int | None:
@@ -74,9 +74,9 @@ class Packing:
         return int(found[0]) if len(found) else None
 
 
-def pack(lengths: ArrayLike, capacity_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def pack_rows(lengths: ArrayLike, capacity_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Row indices of each pack of an epoch; their number depends on lengths and capacity only. Raises like Packing."""
-    packs = Packing(lengths, capacity_tokens).epoch(seed, epoch)
+    packs = PackingPlan(lengths, capacity_tokens).epoch(seed, epoch)
     return [packs[k] for k in range(len(packs))]
 
 
@@ -86,7 +86,7 @@ def fill_rate(lengths: ArrayLike, packs: Sequence[Sequence[int]], capacity_token
     return tokens / (len(packs) * capacity_tokens) if packs else 0.0
 
 
-def _check(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
+def _check_lengths(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
     if not len(lengths):
         return
     longest, shortest = int(lengths.argmax()), int(lengths.argmin())
@@ -165,7 +165,7 @@ class BatchPlan:
         if not len(self.lengths):
             raise DataError("the training split has no rows; run `ratchet prepare` again")
         self.seed, self.batch_rows, self.batching = settings.seed, settings.batch_rows, settings.batching
-        self._packing = Packing(self.lengths, settings.pack_tokens) if settings.batching == "packed" else None
+        self._packing = PackingPlan(self.lengths, settings.pack_tokens) if settings.batching == "packed" else None
         self.sequences = len(self.lengths) if self._packing is None else len(self._packing)
         self.total_sequences = max(1, round(self.sequences * settings.epochs))
         self.steps = math.ceil(self.total_sequences / self.batch_rows)
@@ -188,7 +188,7 @@ class BatchPlan:
         number = int(order[place])
         return [number] if packs is None else packs[number]
 
-    def _draw(self, epoch: int) -> tuple[NDArray[np.int64], Packs | None]:
+    def _draw(self, epoch: int) -> tuple[NDArray[np.int64], PackedRows | None]:
         """Numbers of all sequences in the order of one epoch, and the packs that they number."""
         draw = np.random.default_rng([self.seed, epoch])
         order = draw.permutation(self.sequences)
@@ -213,7 +213,7 @@ class BatchPlan:
         return np.concatenate([order[:head], batches.ravel(), order[tail:]])
 
 
-def micro_batches(
+def split_micro_batches(
     indices: list[int], lengths: Sequence[int], micro_batch_rows: int, max_tokens: int | None = None
 ) -> list[list[int]]:
     """A batch in pieces that are computed one at a time, sequences of like length together so that little is padded.
@@ -237,7 +237,7 @@ def micro_batches(
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedBatch:
     """Sequences side by side, filled on the right: int64 arrays of [sequences, longest]."""
 
     input_ids: NDArray[np.int64]
@@ -247,7 +247,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """A split in memory: token ids and labels of all rows end to end, 8 bytes a token; row i begins at offsets[i]."""
 
     input_ids: NDArray[np.int32]
@@ -255,13 +255,13 @@ class Rows:
     offsets: NDArray[np.int64]
 
     @classmethod
-    def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "Rows":
+    def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "TokenRows":
         """Rows from lists of numbers. Raises DataError when a row's ids and labels are not as many."""
         flat = [np.fromiter((x for row in column for x in row), np.int32) for column in (input_ids, labels)]
         return cls._checked(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
 
     @classmethod
-    def from_arrow(cls, table: Any) -> "Rows":
+    def from_arrow(cls, table: Any) -> "TokenRows":
         """Rows from the list columns `input_ids` and `labels` of an Arrow table, without a copy if it is in one piece.
 
         Raises:
@@ -273,12 +273,12 @@ class Rows:
             chunks = table.column(name).chunks
             offsets = [np.from_dlpack(chunk.offsets) for chunk in chunks]
             values = [np.from_dlpack(chunk.values)[at[0] : at[-1]] for chunk, at in zip(chunks, offsets, strict=True)]
-            flat.append(_joined(values, np.int32))
-            lengths.append(_joined([np.diff(at) for at in offsets], np.int64))
+            flat.append(_concatenate(values, np.int32))
+            lengths.append(_concatenate([np.diff(at) for at in offsets], np.int64))
         return cls._checked(flat[0], flat[1], lengths)
 
     @classmethod
-    def _checked(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "Rows":
+    def _checked(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "TokenRows":
         if not np.array_equal(lengths[0], lengths[1]):
             raise DataError("the split has rows with more token ids than labels, or fewer; run `ratchet prepare` again")
         return cls(input_ids, labels, np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int64))
@@ -307,10 +307,10 @@ class Rows:
         learned[self.offsets[:-1][self.lengths > 0]] = False
         return np.concatenate([[0], np.cumsum(learned)])[self.offsets].astype(np.int64)
 
-    def padded(self, sequences: Sequence[Sequence[int]]) -> Padded:
+    def padded(self, sequences: Sequence[Sequence[int]]) -> PaddedBatch:
         """Sequences of rows as arrays. A row's first label is masked: its prediction would be the row before's."""
         shape = len(sequences), max(map(self.tokens, sequences))
-        batch = Padded(np.zeros(shape, np.int64), np.full(shape, MASKED, np.int64), np.zeros(shape, np.int64))
+        batch = PaddedBatch(np.zeros(shape, np.int64), np.full(shape, MASKED, np.int64), np.zeros(shape, np.int64))
         for k, rows in enumerate(sequences):
             place = 0
             for row in rows:
@@ -323,7 +323,7 @@ class Rows:
         return batch
 
 
-def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     """Arrays end to end; one alone is not copied."""
     joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
     return joined.astype(dtype, copy=False)

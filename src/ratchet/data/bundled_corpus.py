@@ -21,13 +21,13 @@ from random import Random
 from typing import TypeVar
 
 
-def entries(table: str) -> list[str]:
+def parse_entries(table: str) -> list[str]:
     """The entries of a table, each on one line: continuation lines are joined, blank lines left out."""
     return [line.strip() for line in re.sub(r"\n {4,}", " ", table).splitlines() if line.strip()]
 
 
 @dataclass(frozen=True)
-class Intent:
+class CustomerIntent:
     """One thing that customers want."""
 
     name: str
@@ -40,13 +40,13 @@ class Intent:
     """Templates of the request itself."""
 
 
-def _read_intents(table: str) -> tuple[Intent, ...]:
+def _read_intents(table: str) -> tuple[CustomerIntent, ...]:
     """Intents from `name: weight: aside` lines, each followed by its templates, indented by two."""
     intents = []
     for block in re.split(r"\n(?=\w)", table.strip()):
-        head, *asks = entries(block)
+        head, *asks = parse_entries(block)
         name, weight, aside = head.split(": ")
-        intents.append(Intent(name, float(weight), aside, tuple(asks)))
+        intents.append(CustomerIntent(name, float(weight), aside, tuple(asks)))
     return tuple(intents)
 
 
@@ -54,7 +54,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     name: tuple(values.split(" | "))
     for name, values in (
         entry.split(": ")
-        for entry in entries("""
+        for entry in parse_entries("""
 coffee: Morning Lark | Harbour Blend | Red Barn espresso | Dusk decaf | the Sidamo | Slow Sunday | the Huila |
     Blackbird roast | the house filter | the Yirgacheffe | Winter Hearth | Little Owl decaf
 machine: grinder | Heron brewer | Wren hand grinder | travel press | kettle | milk frother | drip machine
@@ -371,13 +371,13 @@ shipping_abroad: 0.9: postage to other countries
 CSV_ROWS, JSONL_ROWS, TEXT_LINES = 2400, 1800, 2000
 CHANNELS = ("email", "chat", "web form", "phone note")
 
-GREETINGS = entries("""
+GREETINGS = parse_entries("""
 [Hi|Hello|Hey|Good morning|Good afternoon|Dear team|Hi there|Hello again][,|!]
 To whom it may concern,
 [Quick question|Question for you|Me again|Sorry to bother you][:|,|.]
 """)
 
-CONTEXTS = entries("""
+CONTEXTS = parse_entries("""
 I have been [buying from you|a customer|ordering here] [for years|since last spring|for about {n} months].
 [Order|Order number|Ref|It is about order] {order}.
 I [love|really like|enjoy] {coffee} [and have told everybody|by the way].
@@ -388,7 +388,7 @@ We are [a family of {n}|two heavy coffee drinkers|a small household].
 I could not find [this|an answer] on your [site|help pages].
 """)
 
-ASIDES = entries("""
+ASIDES = parse_entries("""
 [This is not about|It has nothing to do with|Please ignore my earlier message about|I am not asking about] {aside}.
 [Thanks for sorting out|Thank you for your quick help with|You were great with] {aside} [last time|last month|in May].
 [My {person}|A friend of mine] [wrote|has already written|called] [to you|] about {aside}[, mine is a different
@@ -398,7 +398,7 @@ ASIDES = entries("""
 [The matter of|The question of|That thing with] {aside} [is settled|has been dealt with|turned out fine][, thanks|].
 """)
 
-CLOSINGS = entries("""
+CLOSINGS = parse_entries("""
 [Thanks|Many thanks|Thank you|Cheers|Thanks in advance][!|.|]
 [Please help|Help please|Any help is welcome][!|.]
 [Could you look into it|Can you sort that out|What should I do now|What happens next]?
@@ -411,7 +411,7 @@ ARTICLES = {
     name: tuple(sentences.split(" // "))
     for name, sentences in (
         entry.split(": ", 1)
-        for entry in entries("""
+        for entry in parse_entries("""
 late_delivery: Most boxes take two [working|] days, but a late delivery can happen when [the courier is busy|the roads
     are icy]. // If a delivery is more than {n} days late, we send a new one [at no cost|] and ask the courier what
     went wrong.
@@ -478,7 +478,7 @@ shipping_abroad: Shipping abroad takes {n} to {n}0 days, and customs may ask for
     )
 }
 
-EVERYDAY = entries("""
+EVERYDAY = parse_entries("""
 [{name}|My {person}] [walked|drove|cycled|took the train] to {city} [in the rain|before sunrise|on {day}] [to see|to
     meet|and met] [an old friend|a doctor|her brother|the new teacher].
 There were {n} [birds|children|dogs|boats] [near the river|in the park|behind the school], and {n} of them [were
@@ -511,7 +511,7 @@ My [phone|laptop|computer|radio] [needs|lost] its [battery|signal|screen], and I
     promise] [again|last year]?
 """)
 
-NOTES = entries("""
+NOTES = parse_entries("""
 {coffee} is [a light|a dark|a gentle|our oldest] roast with [notes|a hint] of [cherry|cocoa|walnut|honey|orange peel],
     good in {brewer}.
 The {machine} comes with a {part} and weighs {n} pounds; it costs {amount} [in the shop|this season].
@@ -527,7 +527,7 @@ _ABBREVIATIONS = {"please": "pls", "thanks": "thx", "you": "u", "because": "cos"
 _T = TypeVar("_T")
 
 
-class Writer:
+class SentenceWriter:
     """Turns templates into sentences. One writer is one sequence of random choices."""
 
     def __init__(self, seed: int) -> None:
@@ -539,7 +539,7 @@ class Writer:
     def pick(self, items: Sequence[_T]) -> _T:
         return items[int(self._random() * len(items))]
 
-    def pick_weighted(self, items: Sequence[Intent]) -> Intent:
+    def pick_weighted(self, items: Sequence[CustomerIntent]) -> CustomerIntent:
         bounds = list(accumulate(item.weight for item in items))
         return items[bisect(bounds, self._random() * bounds[-1])]
 
@@ -570,11 +570,11 @@ def write_requests(raw_dir: Path) -> None:
 
     No two requests of the two files are the same when case, spaces and punctuation are left out.
     """
-    writer, seen = Writer(seed=7), set[str]()
+    writer, seen = SentenceWriter(seed=7), set[str]()
     rows: list[dict[str, str]] = []
     while len(rows) < CSV_ROWS + JSONL_ROWS:
         intent = writer.pick_weighted(INTENTS)
-        request = _request(writer, intent)
+        request = _write_request(writer, intent)
         key = " ".join(re.findall(r"\w+", request.lower()))
         if key in seen:
             continue
@@ -591,7 +591,7 @@ def write_requests(raw_dir: Path) -> None:
     (raw_dir / "support.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 
-def _request(writer: Writer, intent: Intent) -> str:
+def _write_request(writer: SentenceWriter, intent: CustomerIntent) -> str:
     """One message: the request itself among whatever else people write."""
     before: list[str] = []
     after: list[str] = []
@@ -608,14 +608,14 @@ def _request(writer: Writer, intent: Intent) -> str:
     ask = writer.say(writer.pick(intent.asks))
     if ask[-1] not in "?!.":
         ask += writer.pick((".", ".", ".", "!", "..."))
-    return _as_typed(writer, " ".join(_capital(part) for part in (*before, ask, *after)))
+    return _add_typos(writer, " ".join(_capitalize(part) for part in (*before, ask, *after)))
 
 
-def _capital(sentence: str) -> str:
+def _capitalize(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _as_typed(writer: Writer, text: str) -> str:
+def _add_typos(writer: SentenceWriter, text: str) -> str:
     """The message as it was typed: often in lower case, now and then abbreviated or with a slip of the fingers."""
     if writer.chance(0.15):
         text = text.lower()
@@ -636,10 +636,10 @@ def write_text(text_dir: Path) -> None:
 
     One paragraph a line. It shows the words of the labels, and the labels themselves as names of pages.
     """
-    writer, seen = Writer(seed=11), set[str]()
+    writer, seen = SentenceWriter(seed=11), set[str]()
     lines: list[str] = []
     while len(lines) < TEXT_LINES:
-        line = _page(writer) if writer.chance(0.4) else _paragraph(writer)
+        line = _write_page(writer) if writer.chance(0.4) else _write_paragraph(writer)
         if line not in seen:
             seen.add(line)
             lines.append(line)
@@ -647,20 +647,20 @@ def write_text(text_dir: Path) -> None:
     (text_dir / "help.txt").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
 
 
-def _page(writer: Writer) -> str:
+def _write_page(writer: SentenceWriter) -> str:
     names = list(ARTICLES)
     name = writer.pick(names)
-    first, second = (_capital(writer.say(sentence)) for sentence in ARTICLES[name])
-    title = _capital(name.replace("_", " "))
+    first, second = (_capitalize(writer.say(sentence)) for sentence in ARTICLES[name])
+    title = _capitalize(name.replace("_", " "))
     links = f"See also {writer.pick(names)} and {writer.pick(names)}."
     return writer.pick(
         (f"{title}. {first} {second}", f"{second} {first} {links}", f"{title}: {first}", f"{second} {links}")
     )
 
 
-def _paragraph(writer: Writer) -> str:
+def _write_paragraph(writer: SentenceWriter) -> str:
     tables = (EVERYDAY, EVERYDAY, EVERYDAY, NOTES)
-    return " ".join(_capital(writer.say(writer.pick(writer.pick(tables)))) for _ in range(writer.pick((1, 2, 2, 3))))
+    return " ".join(_capitalize(writer.say(writer.pick(writer.pick(tables)))) for _ in range(writer.pick((1, 2, 2, 3))))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ OURS = ("train", "weight")
 """Fields of a message that are for us (is this turn learned from?) and not for the template."""
 
 
-class UnwritableError(Exception):
+class TemplateRenderError(Exception):
     """The template raised for these messages; the text is its own reason, on one line."""
 
 
@@ -25,24 +25,28 @@ class ChatTemplate:
     def write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         """The text; with `prompt`, up to where the assistant begins to speak. Raises UnwritableError."""
         try:
-            return str(self._apply([_plain(message) for message in messages], tools, prompt))
+            return str(self._apply([_without_training_flags(message) for message in messages], tools, prompt))
         except Exception as error:  # a template is a program: it raises what it likes
             reason = " ".join(str(error).split())
-            raise UnwritableError(f"{type(error).__name__}: {reason}" if reason else type(error).__name__) from error
+            raise TemplateRenderError(
+                f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+            ) from error
 
-    def write_all(self, conversations: Sequence[Conversation]) -> list[str | UnwritableError]:
+    def write_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
         """The text of each, or why there is none. One call where none has tools, which is a fifth faster."""
         if not conversations or any(conversation.tools for conversation in conversations):
             return [self._write_or_why(conversation) for conversation in conversations]
         try:
-            return list(self._apply([[_plain(m) for m in c.messages] for c in conversations], None, False))
+            return list(
+                self._apply([[_without_training_flags(m) for m in c.messages] for c in conversations], None, False)
+            )
         except Exception:  # one of them is to blame: one by one it shows which, and why
             return [self._write_or_why(conversation) for conversation in conversations]
 
-    def _write_or_why(self, conversation: Conversation) -> str | UnwritableError:
+    def _write_or_why(self, conversation: Conversation) -> str | TemplateRenderError:
         try:
             return self.write(conversation.messages, conversation.tools)
-        except UnwritableError as error:
+        except TemplateRenderError as error:
             return error
 
     def _apply(self, messages: list[Any], tools: list[Any] | None, prompt: bool) -> Any:
@@ -51,7 +55,7 @@ class ChatTemplate:
         )
 
 
-def _plain(message: Message) -> Message:
+def _without_training_flags(message: Message) -> Message:
     if OURS[0] in message or OURS[1] in message:
         return {key: value for key, value in message.items() if key not in OURS}
     return message
@@ -65,7 +69,7 @@ class ControlTokens:
         special = {str(token.content) for token in added.values() if token.special}
         self.names = frozenset(special | {str(name) for name in tokenizer.all_special_tokens} - {""})
         self.ids = frozenset(int(tokenizer.convert_tokens_to_ids(name)) for name in self.names)
-        self.pattern = re.compile(any_of(self.names))
+        self.pattern = re.compile(alternation_pattern(self.names))
 
     def find(self, conversation: Conversation) -> str | None:
         """Which control token a conversation contains as text, and in which role; None where there is none."""
@@ -80,7 +84,7 @@ class ControlTokens:
         return None
 
 
-def any_of(names: Iterable[str]) -> str:
+def alternation_pattern(names: Iterable[str]) -> str:
     """A regular expression that finds any of the names, the longest first.
 
     It is written as a prefix tree: Gemma's tokenizer has thousands of control tokens that begin alike, and a plain list
@@ -89,12 +93,12 @@ def any_of(names: Iterable[str]) -> str:
     ordered = sorted(set(names))
     if not ordered:
         return r"(?!)"
-    return _branch(ordered)
+    return _prefix_tree_pattern(ordered)
 
 
-def _branch(names: list[str]) -> str:
+def _prefix_tree_pattern(names: list[str]) -> str:
     """The expression for sorted, different names."""
-    shared = shared_start(names[0], names[-1])
+    shared = common_prefix(names[0], names[-1])
     rest = [name[len(shared) :] for name in names]
     ends_here = rest[0] == ""
     groups: dict[str, list[str]] = {}
@@ -102,10 +106,11 @@ def _branch(names: list[str]) -> str:
         groups.setdefault(name[0], []).append(name)
     if not groups:
         return re.escape(shared)
-    return f"{re.escape(shared)}(?:{'|'.join(_branch(group) for group in groups.values())}){'?' if ends_here else ''}"
+    branches = "|".join(_prefix_tree_pattern(group) for group in groups.values())
+    return f"{re.escape(shared)}(?:{branches}){'?' if ends_here else ''}"
 
 
-def shared_start(first: str, last: str) -> str:
+def common_prefix(first: str, last: str) -> str:
     """What two texts begin with, and so every text that is sorted between them."""
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:
@@ -131,7 +136,7 @@ _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
-class Slot:
+class TextSlot:
     """A place for one text of a conversation."""
 
     turn: int
@@ -139,23 +144,23 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ConversationOutline:
     """A conversation taken apart: its structure, and the texts that fill it."""
 
     messages: list[Message]
     """The messages with marks instead of texts."""
-    slots: list[Slot]
+    slots: list[TextSlot]
     texts: list[str]
 
 
-class _Marker:
+class _TextMarker:
     """Puts marks in place of texts, and keeps the texts. Blank texts stay: templates ask whether there is any text."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[TextSlot] = []
         self.texts: list[str] = []
 
-    def mark(self, slot: Slot, text: str) -> str:
+    def mark(self, slot: TextSlot, text: str) -> str:
         if not text or text.isspace():
             return text
         self.slots.append(slot)
@@ -166,7 +171,7 @@ class _Marker:
         marked = {key: value for key, value in message.items() if key not in OURS}
         thoughts = next((message[key] for key in REASONING if message.get(key) is not None), None)
         if isinstance(thoughts, str):
-            mark = self.mark(Slot(turn, "reasoning"), thoughts)
+            mark = self.mark(TextSlot(turn, "reasoning"), thoughts)
             marked |= {key: mark for key in REASONING if message.get(key) is not None}
         content = message.get("content")
         if isinstance(content, list):
@@ -177,33 +182,33 @@ class _Marker:
 
     def _part(self, turn: int, part: Any) -> Any:
         if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return {**part, "text": self.mark(Slot(turn, "content"), part["text"])}
+            return {**part, "text": self.mark(TextSlot(turn, "content"), part["text"])}
         return part
 
     def _content(self, turn: int, content: str, role: str) -> str:
         """Reasoning inside an answer is a text of its own: templates for reasoning models cut it off there."""
         head, closing, answer = content.partition("</think>")
         if role != "assistant" or not closing or closing in answer or "<think>" in answer:
-            return self.mark(Slot(turn, "content"), content)
+            return self.mark(TextSlot(turn, "content"), content)
         before, opening, thoughts = head.rpartition("<think>")
         if before.strip():
-            return self.mark(Slot(turn, "content"), content)
-        marked = self.mark(Slot(turn, "reasoning"), thoughts)
-        return before + opening + marked + closing + self.mark(Slot(turn, "content"), answer)
+            return self.mark(TextSlot(turn, "content"), content)
+        marked = self.mark(TextSlot(turn, "reasoning"), thoughts)
+        return before + opening + marked + closing + self.mark(TextSlot(turn, "content"), answer)
 
 
-def outline(conversation: Conversation, only: frozenset[int] | None = None) -> Outline:
+def build_outline(conversation: Conversation, only: frozenset[int] | None = None) -> ConversationOutline:
     """Take a conversation apart; with `only`, the texts of other turns stay part of the structure."""
-    marker = _Marker()
+    marker = _TextMarker()
     messages = [
         marker.message(turn, message) if only is None or turn in only else message
         for turn, message in enumerate(conversation.messages)
     ]
-    return Outline(messages, marker.slots, marker.texts)
+    return ConversationOutline(messages, marker.slots, marker.texts)
 
 
-def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
-    """What decides the skeleton of a conversation, and the texts in the order of `outline`; made to be fast."""
+def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
+    """What decides the skeleton of a conversation, and the texts in the order of `build_outline`; made to be fast."""
     key: list[str] = []
     texts: list[str] = []
     for turn, message in enumerate(conversation.messages):
@@ -213,7 +218,7 @@ def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
             key.append(message["role"])
             texts.append(str(content))
         else:
-            marker = _Marker()
+            marker = _TextMarker()
             key.append(json.dumps(marker.message(turn, message), ensure_ascii=False))
             texts += marker.texts
     key.append(json.dumps(conversation.tools) if conversation.tools else "")
@@ -221,7 +226,7 @@ def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
 
 
 @dataclass(frozen=True)
-class Span:
+class LearnedSpan:
     """What is learned of one turn, between the template's words. Places are (literal, characters into it)."""
 
     start: tuple[int, int]
@@ -235,7 +240,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class SpanAnchor:
     """How to find a span among the tokens of a conversation, counted from the end of the span before it."""
 
     token: int | None
@@ -251,7 +256,7 @@ class Anchor:
 
 
 @dataclass
-class Skeleton:
+class TemplateSkeleton:
     """The template's words around the texts of one structure."""
 
     text: str
@@ -260,9 +265,9 @@ class Skeleton:
     """The slot between each literal and the next: templates may move, repeat and leave out texts."""
     starts: list[int]
     """Where each literal begins in `text`."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LearnedSpan] = field(default_factory=list)
     """What is learned, in order."""
-    anchors: list[Anchor] | None = None
+    anchors: list[SpanAnchor] | None = None
     """How to find the spans among the tokens; None until a first row was measured."""
     ends_learned: bool = False
     """The last message is learned from."""
@@ -271,7 +276,7 @@ class Skeleton:
     """Rows in which the anchors held, and in which they did not."""
 
     @classmethod
-    def of(cls, text: str) -> "Skeleton":
+    def of(cls, text: str) -> "TemplateSkeleton":
         """Take apart what the template wrote for an outline."""
         pieces = _MARK.split(text)
         starts = [0, *(match.end() for match in _MARK.finditer(text))]
@@ -300,14 +305,14 @@ class Skeleton:
             filling = texts[slot]
             if text.startswith(filling, at) and text.startswith(literal, at + len(filling)):
                 at += len(filling)
-            elif (at := _trimmed_end(text, at, filling, literal)) < 0:
+            elif (at := _find_trimmed_end(text, at, filling, literal)) < 0:
                 return None
             starts.append(at)
             at += len(literal)
         return starts if at == len(text) else None
 
 
-def _trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
+def _find_trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
     """Where a filling that may have lost white space ends so that the literal follows; -1 where it is not there."""
     bare = filling.strip()
     lead = filling[: filling.index(bare)]
@@ -340,7 +345,7 @@ _OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_r
 """What else ends a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 stop where a tool answers."""
 
 
-class UntrainableError(Exception):
+class UntrainableTemplateError(Exception):
     """The template cannot be learned from as it stands; the text says why, beginning with "the chat template"."""
 
 
@@ -350,93 +355,103 @@ class SpanFinder:
     def __init__(self, chat: ChatTemplate, control: ControlTokens, ends: Iterable[str]) -> None:
         """`ends`: control tokens that may end a turn."""
         self._chat = chat
-        end = any_of(control.names & {*ends, *_OTHER_ENDS})
+        end = alternation_pattern(control.names & {*ends, *_OTHER_ENDS})
         self._end, self._end_soon = re.compile(f"({end})"), re.compile(rf"\s*({end})")
 
-    def find(self, outline: Outline, tools: list[Any] | None, learned: Sequence[int]) -> Skeleton:
+    def find(self, outline: ConversationOutline, tools: list[Any] | None, learned: Sequence[int]) -> TemplateSkeleton:
         """The skeleton of an outline with its spans.
 
         Raises:
             UnwritableError: the template refuses the marks.
             UntrainableError: it cannot be told what a learned turn is, or the template does not write it.
         """
-        skeleton = Skeleton.of(self._chat.write(outline.messages, tools))
+        skeleton = TemplateSkeleton.of(self._chat.write(outline.messages, tools))
         if any(slot >= len(outline.slots) for slot in skeleton.order):
-            raise UntrainableError("the chat template writes a text that looks like one of our own marks")
+            raise UntrainableTemplateError("the chat template writes a text that looks like one of our own marks")
         for turn in learned:
-            places = _places(skeleton, outline, turn)
+            places = _locate_turn_texts(skeleton, outline, turn)
             if places or outline.messages[turn].get("tool_calls"):
                 skeleton.spans.append(self._span(skeleton, outline, tools, turn))
                 skeleton.ends_learned = turn == len(outline.messages) - 1
         return skeleton
 
-    def _span(self, skeleton: Skeleton, outline: Outline, tools: list[Any] | None, turn: int) -> Span:
-        places = _places(skeleton, outline, turn)
+    def _span(
+        self, skeleton: TemplateSkeleton, outline: ConversationOutline, tools: list[Any] | None, turn: int
+    ) -> LearnedSpan:
+        places = _locate_turn_texts(skeleton, outline, turn)
         if turn > 0:
             prompt = self._prompt(outline.messages[:turn], tools)
-            literal = places[0] if places else _after(skeleton, prompt)
+            literal = places[0] if places else _literal_after_prompt(skeleton, prompt)
             _check_prompt(skeleton, prompt, literal, whole=turn == len(outline.messages) - 1)
-            offset, given, thinking = _opening(skeleton.literals[literal], prompt.literals[-1], bool(places))
+            offset, given, thinking = _split_generation_header(
+                skeleton.literals[literal], prompt.literals[-1], bool(places)
+            )
         elif places:
             literal, given, thinking = places[0], "", False
             offset = len(skeleton.literals[literal])
         else:
-            raise UntrainableError("the chat template gives no prompt to a conversation that begins with a tool call")
+            raise UntrainableTemplateError(
+                "the chat template gives no prompt to a conversation that begins with a tool call"
+            )
         last, begin = (places[-1] + 1, 0) if places else (literal, offset)
         ending = self._end if outline.messages[turn].get("tool_calls") else self._end_soon
         tail = skeleton.literals[last]
         found = ending.search(tail, begin) if ending is self._end else ending.match(tail, begin)
         if not found:
-            raise UntrainableError(_no_end(tail[begin : begin + 40]))
+            raise UntrainableTemplateError(_describe_missing_end(tail[begin : begin + 40]))
         written = skeleton.literals[literal][offset:] + tail[: found.end()] if places else tail[begin : found.end()]
-        if any(name not in written for name in _called(outline.messages[turn])):
-            raise UntrainableError(_LOST_CALL)
-        return Span((literal, offset), (last, found.end()), found[1], given, thinking)
+        if any(name not in written for name in _called_function_names(outline.messages[turn])):
+            raise UntrainableTemplateError(_LOST_CALL)
+        return LearnedSpan((literal, offset), (last, found.end()), found[1], given, thinking)
 
-    def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> Skeleton:
+    def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> TemplateSkeleton:
         """Skeleton of the text after which the assistant speaks."""
         try:
-            return Skeleton.of(self._chat.write(messages, tools, prompt=True))
-        except UnwritableError as error:
-            raise UntrainableError(f"the chat template cannot write the prompt of an answer ({error})") from None
+            return TemplateSkeleton.of(self._chat.write(messages, tools, prompt=True))
+        except TemplateRenderError as error:
+            raise UntrainableTemplateError(
+                f"the chat template cannot write the prompt of an answer ({error})"
+            ) from None
 
 
-def _places(skeleton: Skeleton, outline: Outline, turn: int) -> list[int]:
+def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline, turn: int) -> list[int]:
     """Where in the skeleton the turn's texts are: each once, side by side. Raises UntrainableError."""
     wanted = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
     places = [place for place, slot in enumerate(skeleton.order) if slot in wanted]
     written = [skeleton.order[place] for place in places]
     if missing := [outline.slots[i] for i in wanted if i not in written]:
         if missing[0].kind == "content":
-            raise UntrainableError(_LOST_ANSWER)
+            raise UntrainableTemplateError(_LOST_ANSWER)
         earlier = turn < len(outline.messages) - 1
-        raise UntrainableError(_LOST_EARLIER_REASONING if earlier else _LOST_REASONING)
+        raise UntrainableTemplateError(_LOST_EARLIER_REASONING if earlier else _LOST_REASONING)
     if places and (sorted(written) != wanted or places[-1] - places[0] != len(places) - 1):
-        raise UntrainableError("the chat template writes an answer in several places, so it cannot be told apart")
+        raise UntrainableTemplateError(
+            "the chat template writes an answer in several places, so it cannot be told apart"
+        )
     return places
 
 
-def _after(skeleton: Skeleton, prompt: Skeleton) -> int:
+def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) -> int:
     """The literal that follows what the prompt says last."""
     if not prompt.order:
         return 0
     return max((i + 1 for i, slot in enumerate(skeleton.order) if slot == prompt.order[-1]), default=0)
 
 
-def _check_prompt(skeleton: Skeleton, prompt: Skeleton, literal: int, whole: bool) -> None:
+def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, whole: bool) -> None:
     """Raise UntrainableError unless the literal follows the prompt's last text; with `whole`, all before must be equal.
 
     Earlier turns are not held to that: Mistral's template, for one, moves the system message to the last user turn.
     """
     follows = skeleton.order[:literal][-1:] == prompt.order[-1:]
     if not follows or (whole and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
-        raise UntrainableError(
+        raise UntrainableTemplateError(
             "the chat template writes the prompt differently once the answer follows, so the model would be trained on "
             "prompts that it never gets; use a template that only appends"
         )
 
 
-def _opening(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bool]:
+def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bool]:
     """How much of the template's words before an answer is the prompt's, and what the prompt says beyond them.
 
     Args:
@@ -460,23 +475,23 @@ def _opening(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bo
         if _GIVEN.fullmatch(given) or (given.isspace() and _THINKING_LAST.search(header)):
             return len(header), given, True
     opened = len(_THINKING_LAST.sub("", prompt))
-    shared = shared_start(header, prompt)
+    shared = common_prefix(header, prompt)
     if len(shared) >= opened and (_GAP.fullmatch(header, opened) or not text_follows):
         both = _GAP.match(shared, opened)  # the prompt opens a thinking block, and the text has an empty one, or none
         return both.end() if both else opened, "", True
-    raise UntrainableError(
+    raise UntrainableTemplateError(
         f"the chat template ends a prompt with {prompt[-60:]!r} (add_generation_prompt) and in training writes "
         f"{header[-60:]!r} there, so the model would be asked otherwise than it was trained; make them equal"
     )
 
 
-def _called(message: Message) -> list[str]:
+def _called_function_names(message: Message) -> list[str]:
     """Names of the functions that a message calls."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     return [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
 
 
-def _no_end(written: str) -> str:
+def _describe_missing_end(written: str) -> str:
     return (
         f"the chat template writes {written!r} after an answer where a control token must end the turn, or the model "
         "never learns to stop; write {{ eos_token }} right after the answer"

@@ -33,12 +33,12 @@ class Conversation:
     @property
     def prompt(self) -> str:
         """What the user says first: it decides the split."""
-        return next((text_of(m) for m in self.messages if m["role"] == "user"), "")
+        return next((extract_text(m) for m in self.messages if m["role"] == "user"), "")
 
     @property
     def response(self) -> str:
         """What the assistant says last."""
-        return text_of(self.messages[-1])
+        return extract_text(self.messages[-1])
 
     @property
     def text(self) -> str:
@@ -46,12 +46,12 @@ class Conversation:
 
         A long system message that all rows share would make all of them alike.
         """
-        return "\n".join(text_of(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
+        return "\n".join(extract_text(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
 
     @property
     def system(self) -> str:
         """What the system or developer messages say."""
-        return "\n".join(text_of(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
+        return "\n".join(extract_text(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
 
     def to_json(self) -> str:
         """JSON, for the Arrow file. Keys stay in their order: a template may write a tool call as it is given."""
@@ -65,7 +65,7 @@ class Conversation:
         return cls(document["messages"], document.get("tools"))
 
 
-def kinds_of(conversation: Conversation) -> set[str]:
+def list_content_kinds(conversation: Conversation) -> set[str]:
     """What there is beside questions and answers."""
     roles = {message["role"] for message in conversation.messages}
     found = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
@@ -73,7 +73,7 @@ def kinds_of(conversation: Conversation) -> set[str]:
     return found | ({"tools"} if conversation.tools else set())
 
 
-def text_of(message: Message) -> str:
+def extract_text(message: Message) -> str:
     """A message's content as text: content may be null beside tool calls, or a list of text parts."""
     content = message.get("content")
     if isinstance(content, list):
@@ -82,7 +82,7 @@ def text_of(message: Message) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One example as a source gives it; texts may be empty."""
 
     where: str
@@ -94,7 +94,7 @@ class Row:
     """The record as read, for the fields that divide rows."""
 
 
-def missing_part(row: Row) -> str | None:
+def missing_part_reason(row: SourceRow) -> str | None:
     """The reason for which a row without prompt or answer is dropped, or None."""
     conversation = row.conversation
     if not conversation.prompt.strip():
@@ -106,7 +106,7 @@ def missing_part(row: Row) -> str | None:
 
 
 @dataclass(frozen=True)
-class Fault:
+class MalformedRecord:
     """A record that is no example; it is counted as malformed."""
 
     where: str
@@ -114,7 +114,7 @@ class Fault:
     source: int = 0
 
 
-def leaves(fields: Any) -> str:
+def join_leaf_texts(fields: Any) -> str:
     """All texts of a record in order, a line each, however deep they stand."""
     texts: list[str] = []
     left: list[Any] = [fields]
@@ -132,7 +132,7 @@ def leaves(fields: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedConversation:
     """Token ids of a whole conversation, and labels of the same length: the id where it is learned, else MASKED."""
 
     input_ids: list[int]
@@ -151,7 +151,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedConversation:
     """A conversation that cannot be encoded, and why."""
 
     reason: str

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from ratchet.config.data import Prepare
 from ratchet.data import balance, batches
-from ratchet.data.ingest import Intake
-from ratchet.data.selection import Selection
-from ratchet.data.sources import Sources, described
-from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, fractions
+from ratchet.data.ingest import RowIngestion
+from ratchet.data.selection import RowSelection
+from ratchet.data.sources import SourceReader, describe_teacher_data
+from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, split_fractions
 from ratchet.storage import digests
-from ratchet.storage.records.data import DatasetCard, Lengths, SourceCard, Stratum, Truncated
+from ratchet.storage.records.data import DatasetCard, LengthDistribution, SourceCard, SplitStratum, TruncationReport
 
 BINS = 24
 """Of the histograms of lengths, about."""
@@ -27,7 +27,7 @@ LABEL_SHOWN = 60
 """Characters of a label in a note: a teacher's may be an essay."""
 
 
-def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -> DatasetCard:
+def build_card(intake: RowIngestion, chosen: RowSelection, settings: Prepare, found: SourceReader) -> DatasetCard:
     """The card, but for what only the stage knows: the digests of data, base model and template."""
     taken = intake.taken
     lengths, trained = np.array(taken.lengths), np.array(taken.trained)
@@ -47,36 +47,38 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         rows_out=intake.ledger.rows_out,
         dropped=intake.ledger.dropped,
         splits={name: len(rows) for name, rows in members.items()},
-        lengths={name: _lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
+        lengths={name: _summarize_lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
         labels=_labels(intake, members["train"]) if settings.task == "labels" else {},
         source_cards=sources,
         repeated=int((times - 1).sum()),
         balanced=chosen.balanced,
         taught_rows=int(np.count_nonzero(taught)),
         end_of_turn=intake.encoder.end_of_turn,
-        wanted={**fractions(settings)},
+        wanted={**split_fractions(settings)},
         strata=strata,
         near_duplicates=chosen.near_duplicates,
         leaks=chosen.leaks,
-        truncated=_truncated(intake, members),
+        truncated=_count_truncated(intake, members),
         packing=_packing(lengths[written["train"]]),
         missing_fields=intake.fields.missing,
         notes=tuple(_notes(intake, settings, strata, chosen)),
     )
 
 
-def _sources(intake: Intake, settings: Prepare, found: Sources, training: NDArray[np.int64]) -> dict[str, SourceCard]:
+def _sources(
+    intake: RowIngestion, settings: Prepare, found: SourceReader, training: NDArray[np.int64]
+) -> dict[str, SourceCard]:
     cards = {}
     rows = np.bincount(np.array(intake.taken.sources, dtype=np.int64)[training], minlength=len(settings.sources))
     for index, source in enumerate(settings.sources):
-        contents = {name: digests.of_file(path) for name, path in found.files[index].items()}
+        contents = {name: digests.hash_file(path) for name, path in found.files[index].items()}
         cards[source.label] = SourceCard(
             files=contents or {source.label: source.revision or ""},
             shape=found.shapes[index],
             weight=source.weight,
             split=source.split,
             rows=intake.rows_by_source[index],
-            taught=None if (one := found.taught[index]) is None else described(one, int(rows[index])),
+            taught=None if (one := found.taught[index]) is None else describe_teacher_data(one, int(rows[index])),
         )
     return cards
 
@@ -88,9 +90,9 @@ def _bin_width(greatest: int) -> int:
     return int(next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= least))
 
 
-def _lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int) -> Lengths:
+def _summarize_lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int) -> LengthDistribution:
     bins, counts = np.unique(lengths // width, return_counts=True)
-    return Lengths(
+    return LengthDistribution(
         least=int(lengths.min()),
         median=round(float(np.median(lengths))),
         p95=int(np.percentile(lengths, 95, method="lower")),
@@ -101,13 +103,15 @@ def _lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int)
     )
 
 
-def _labels(intake: Intake, rows: NDArray[np.int64]) -> dict[str, int]:
+def _labels(intake: RowIngestion, rows: NDArray[np.int64]) -> dict[str, int]:
     names = list(intake.label_names)
     codes, counts = np.unique(np.array(intake.taken.labels)[rows], return_counts=True)
     return dict(sorted((names[code], int(count)) for code, count in zip(codes, counts, strict=True)))
 
 
-def _strata(intake: Intake, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, Stratum]:
+def _strata(
+    intake: RowIngestion, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]
+) -> dict[str, SplitStratum]:
     """Kept rows by stratum and split; without strata, by label; else nothing."""
     if settings.split.stratify:
         names = intake.divider.strata
@@ -118,7 +122,7 @@ def _strata(intake: Intake, settings: Prepare, members: dict[SplitName, NDArray[
         return {}
     counts = {split: np.bincount(codes[rows], minlength=len(names)) for split, rows in members.items()}
     found = {
-        name: Stratum(
+        name: SplitStratum(
             rows=sum(int(count[code]) for count in counts.values()),
             splits={split: int(count[code]) for split, count in counts.items()},
         )
@@ -127,10 +131,10 @@ def _strata(intake: Intake, settings: Prepare, members: dict[SplitName, NDArray[
     return {name: stratum for name, stratum in sorted(found.items()) if stratum.rows}
 
 
-def _truncated(intake: Intake, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, Truncated]:
+def _count_truncated(intake: RowIngestion, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, TruncationReport]:
     cut = np.array(intake.taken.cut)
     return {
-        name: Truncated(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
+        name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
         for name, rows in members.items()
         if cut[rows].any()
     }
@@ -140,12 +144,14 @@ def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
     fitting = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)]
     listed = lengths.tolist()
     return {
-        str(capacity): round(batches.fill_rate(listed, batches.pack(listed, capacity, 0, 0), capacity), 4)
+        str(capacity): round(batches.fill_rate(listed, batches.pack_rows(listed, capacity, 0, 0), capacity), 4)
         for capacity in fitting[:2]
     }
 
 
-def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen: Selection) -> Iterator[str]:
+def _notes(
+    intake: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], chosen: RowSelection
+) -> Iterator[str]:
     for kind, left_out in sorted(intake.left_out.items()):
         if left_out:
             way_out = "set prepare.system: merge" if kind == "system messages" else "use another one, or drop them"
@@ -162,9 +168,9 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
                 f"{len(small)} strata of fewer than {SMALLEST_STRATUM} rows cannot be in every split "
                 f"and are in one: {shown}"
             )
-    yield from _taught_labels(intake, settings, chosen)
+    yield from _describe_teacher_labels(intake, settings, chosen)
     if chosen.balanced:
-        yield from balance.notes(chosen.balanced)
+        yield from balance.describe_balance(chosen.balanced)
     missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
     if missing:
         shown = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
@@ -178,7 +184,7 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
             )
 
 
-def _taught_labels(intake: Intake, settings: Prepare, chosen: Selection) -> Iterator[str]:
+def _describe_teacher_labels(intake: RowIngestion, settings: Prepare, chosen: RowSelection) -> Iterator[str]:
     """Labels that only a teacher gives: whatever words it found become a class, and no held-out row is of it."""
     taken = intake.taken
     taught = np.array(taken.taught, dtype=np.bool_)

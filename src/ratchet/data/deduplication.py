@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from ratchet.config.data import Duplicates
+from ratchet.config.data import DeduplicationSettings
 
 _ASCII_WORDS = bytes(byte if chr(byte).isalnum() else ord(" ") for byte in range(128)).lower().ljust(256)
 _INVISIBLE = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")  # soft hyphen, (non-)joiners, byte order mark: inside words
@@ -41,7 +41,7 @@ _CROWD = 64  # kept rows that one bucket remembers
 _REPORT_ROWS = 1000
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Words in order: NFKC, case folded, runs of letters, digits and their accents; the rest only separates.
 
     Where a script has no spaces between words, each character with its accents is a word of its own.
@@ -70,20 +70,20 @@ def exact_key(conversation_text: str) -> bytes:
     return blake2b(folded.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _wordless(text: str) -> str:
+def _wordless_key(text: str) -> str:
     """What a text without words, such as emoji, is compared by; no shingle of words can equal it."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def shingles(text: str, shingle_words: int) -> frozenset[str]:
+def shingle_text(text: str, shingle_words: int) -> frozenset[str]:
     """The runs of that many words in a text; a shorter text is one shingle, whole."""
-    found = words(text)
+    found = split_words(text)
     if len(found) <= shingle_words:
-        return frozenset((" ".join(found) or _wordless(text),))
+        return frozenset((" ".join(found) or _wordless_key(text),))
     return frozenset(map(" ".join, zip(*(found[start:] for start in range(shingle_words)), strict=False)))
 
 
-def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+def jaccard_similarity(one: frozenset[str], other: frozenset[str]) -> float:
     """Shingles that both have, of those that either has; neither may be empty."""
     shared = len(one & other)
     return shared / (len(one) + len(other) - shared)
@@ -92,16 +92,16 @@ def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
 # ---------------------------------------------------------------------------------------------------------- signatures
 
 
-def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Spread every bit over all 64: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))
 
 
-def _multipliers(count: int) -> NDArray[np.uint64]:
+def _odd_multipliers(count: int) -> NDArray[np.uint64]:
     """Odd numbers that look random, the same everywhere: they tell the places in a sum apart."""
-    return _mixed(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+    return _mix_bits(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 
 
 class _WordHashes(dict[str, int]):
@@ -116,7 +116,7 @@ class _WordHashes(dict[str, int]):
         return value
 
 
-def banding(near: float, permutations: int) -> tuple[int, int]:
+def choose_banding(near: float, permutations: int) -> tuple[int, int]:
     """Bands, and permutations per band, of those that fit the one with the least weighted error at a threshold.
 
     A pair of similarity s shares at least one of b bands of r rows with probability 1 - (1 - s^r)^b (Mining of Massive
@@ -136,19 +136,19 @@ def banding(near: float, permutations: int) -> tuple[int, int]:
     return min(((b, r) for b in range(1, permutations + 1) for r in range(1, permutations // b + 1)), key=error)
 
 
-class Signatures:
+class MinHashSignatures:
     """MinHash band keys of texts: texts that share one are worth comparing. Needs 8 bytes a band and row."""
 
     bands: int
 
-    def __init__(self, settings: Duplicates) -> None:
+    def __init__(self, settings: DeduplicationSettings) -> None:
         if settings.near is None:
             raise ValueError("duplicates.near is null: near-duplicates are not looked for, so there is nothing to sign")
-        self.bands, self._rows_per_band = banding(settings.near, settings.permutations)
+        self.bands, self._rows_per_band = choose_banding(settings.near, settings.permutations)
         self._shingle_words = settings.shingle_words
         self._word_hashes = _WordHashes()
         self._filler = self._word_hashes[""]
-        self._multipliers = _multipliers(max(self._shingle_words, self._rows_per_band))
+        self._multipliers = _odd_multipliers(max(self._shingle_words, self._rows_per_band))
 
     def of(self, texts: Sequence[str]) -> NDArray[np.uint64]:
         """Keys [rows, bands]; they depend on each text alone, and are the same in every process and machine."""
@@ -161,7 +161,7 @@ class Signatures:
         lengths: list[int] = []
         hash_of = self._word_hashes.__getitem__
         for text in texts:
-            found = words(text) or [_wordless(text)]
+            found = split_words(text) or [_wordless_key(text)]
             hashes.extend(map(hash_of, found))
             if len(found) < self._shingle_words:
                 hashes.extend([self._filler] * (self._shingle_words - len(found)))
@@ -186,28 +186,28 @@ class Signatures:
             inside[ends[:-1] - back] = False
         offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
         offsets[1:] = np.cumsum(np.array(lengths) - width + 1)
-        return _mixed(sums[inside]), offsets
+        return _mix_bits(sums[inside]), offsets
 
     def _band_keys(self, hashes: NDArray[np.uint64], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
         count = self.bands * self._rows_per_band
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, count, _SEED)
         minima = np.array(matrix.to_rows(), dtype=np.uint64).reshape(-1, self.bands, self._rows_per_band)
         sums: NDArray[np.uint64] = (minima * self._multipliers[: self._rows_per_band]).sum(axis=2, dtype=np.uint64)
-        return _mixed(sums)
+        return _mix_bits(sums)
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RowCluster:
     """Rows, by index, of which one is kept; each of the others is similar to it."""
 
     kept: int
     dropped: tuple[int, ...]
 
 
-def _sharing(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _find_shared_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows whose key another row has too, and the number of each one's bucket."""
     order = np.argsort(keys)
     ordered = keys[order]
@@ -217,7 +217,7 @@ def _sharing(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.in
     return order[shared], np.cumsum(~follows[:-1][shared]) - 1
 
 
-class _Buckets:
+class _BandBuckets:
     """Which rows share a band key, and the kept rows of each bucket; a place is a position among such rows, by rank."""
 
     def __init__(self, band_keys: NDArray[np.uint64], by_rank: NDArray[np.int64]) -> None:
@@ -225,7 +225,7 @@ class _Buckets:
         capacities = []
         total = 0
         for band in range(band_keys.shape[1]):
-            rows, number = _sharing(band_keys[:, band])
+            rows, number = _find_shared_keys(band_keys[:, band])
             bucket_of[rows, band] = number + total
             # The last row of a bucket has nobody to be remembered for.
             capacities.append(np.minimum(np.bincount(number) - 1, _CROWD).astype(np.uint8))
@@ -261,7 +261,7 @@ class _Buckets:
         return [other for other, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0]))]
 
 
-class _ShinglesOf:
+class _ShingleCache:
     """Shingles of rows, those last asked for remembered."""
 
     def __init__(self, text_of: Callable[[int], str], shingle_words: int) -> None:
@@ -274,20 +274,20 @@ class _ShinglesOf:
         if row in self._remembered:
             self._remembered.move_to_end(row)
             return self._remembered[row]
-        found = self._remembered[row] = shingles(self._text_of(row), self._shingle_words)
+        found = self._remembered[row] = shingle_text(self._text_of(row), self._shingle_words)
         self._total += len(found)
         while self._total > _CACHED_SHINGLES and len(self._remembered) > 1:
             self._total -= len(self._remembered.popitem(last=False)[1])
         return found
 
 
-def clusters(
+def cluster_duplicates(
     band_keys: NDArray[np.uint64],
     rank: NDArray[np.int64],
     text_of: Callable[[int], str],
-    settings: Duplicates,
+    settings: DeduplicationSettings,
     progress: Callable[[int], None],
-) -> list[Cluster]:
+) -> list[RowCluster]:
     """Rows to drop, with the row that each is a near-duplicate of; best rank first.
 
     In the order of `rank` (unique; lower is kept rather) a row is dropped if it is similar to a kept row that it shares
@@ -303,8 +303,8 @@ def clusters(
     if settings.near is None or not len(band_keys):
         progress(len(band_keys))
         return []
-    buckets = _Buckets(band_keys, np.argsort(rank))
-    shingles_of = _ShinglesOf(text_of, settings.shingle_words)
+    buckets = _BandBuckets(band_keys, np.argsort(rank))
+    shingles_of = _ShingleCache(text_of, settings.shingle_words)
     rows = buckets.rows
     kept_of = np.full(len(rows), -1, dtype=np.int32)
     for place in range(len(rows)):
@@ -312,7 +312,7 @@ def clusters(
         similar = (
             other
             for other in buckets.candidates(place)
-            if _similar(shingles_of(row), shingles_of(int(rows[other])), settings.near)
+            if _is_similar(shingles_of(row), shingles_of(int(rows[other])), settings.near)
         )
         if (kept := next(similar, None)) is None:
             buckets.keep(place)
@@ -324,12 +324,12 @@ def clusters(
     dropped = np.flatnonzero(kept_of >= 0)
     dropped = dropped[np.argsort(kept_of[dropped], kind="stable")]
     return [
-        Cluster(int(rows[kept]), tuple(int(rows[place]) for place in places))
+        RowCluster(int(rows[kept]), tuple(int(rows[place]) for place in places))
         for kept, places in groupby(dropped, key=lambda place: int(kept_of[place]))
     ]
 
 
-def _similar(one: frozenset[str], other: frozenset[str], near: float) -> bool:
+def _is_similar(one: frozenset[str], other: frozenset[str], near: float) -> bool:
     """Whether two sets reach the threshold; sets of too different sizes cannot."""
     fewer, more = sorted((len(one), len(other)))
-    return fewer / more >= near and jaccard(one, other) >= near
+    return fewer / more >= near and jaccard_similarity(one, other) >= near

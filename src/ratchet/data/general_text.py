@@ -13,12 +13,12 @@ LEAST_BLOCKS = 2
 """Of a text; one sample has no spread."""
 
 
-def own_text() -> str:
+def read_bundled_text() -> str:
     """The prose that comes with Ratchet, in English; a blank line between two pieces."""
     return TEXT.read_text(encoding="utf-8")
 
 
-def blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[list[int]]:
+def split_into_blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[list[int]]:
     """The text as token ids, cut into blocks of equal length; a function of its arguments alone.
 
     Where the tokenizer begins texts with tokens of its own (Llama's and Gemma's BOS), each block begins with them too:
@@ -43,12 +43,12 @@ def blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[li
             f"(block_tokens), and at most {blocks} are wanted (blocks); a comparison needs {LEAST_BLOCKS} at least, "
             "and a hundred to show a change of a few per cent: name a longer text, or ask for shorter or more blocks"
         )
-    first = _beginning(tokenizer)
+    first = _prefix_ids(tokenizer)
     starts = range(0, min(whole, blocks) * block_tokens, block_tokens)
     return [[*first, *ids[start : start + block_tokens]] for start in starts]
 
 
-def _beginning(tokenizer: Any) -> Sequence[int]:
+def _prefix_ids(tokenizer: Any) -> Sequence[int]:
     """The ids that the tokenizer puts before any text."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer("a")["input_ids"]

@@ -13,12 +13,12 @@ DATA = ("dataset_path", "dataset_kwargs", "dataset_name")
 """Keys of a task below which files are named."""
 
 
-def task_files(tasks_dir: Path) -> list[Path]:
+def find_task_files(tasks_dir: Path) -> list[Path]:
     """The YAML files of the project's tasks, folders in folders included, as the harness finds them."""
     return sorted(tasks_dir.rglob("*.yaml")) if tasks_dir.is_dir() else []
 
 
-def fingerprints(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str, str]:
+def fingerprint_tasks(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str, str]:
     """What each task is made of: its YAML, what that includes, its data files, and the Python that it calls.
 
     Args:
@@ -26,24 +26,27 @@ def fingerprints(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str,
         root: paths of data files in the tasks are relative to this directory.
     """
     written: dict[str, Path] = {}
-    for path in task_files(tasks_dir):
-        content = _read(path)
+    for path in find_task_files(tasks_dir):
+        content = _read_yaml(path)
         for key in ("group", "task"):
             if isinstance(content.get(key), str):
                 written.setdefault(str(content[key]), path)
     found = {}
     for name in names:
         if name in written:
-            parts = {_name(path, root): digests.of_file(path) for path in _parts(name, written, root, tasks_dir)}
-            found[name] = digests.of_files(parts)
+            parts = {
+                _display_name(path, root): digests.hash_file(path)
+                for path in _find_task_dependencies(name, written, root, tasks_dir)
+            }
+            found[name] = digests.hash_files(parts)
     return found
 
 
-def _name(path: Path, root: Path) -> str:
+def _display_name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Mapping[str, Any]:
     """A YAML file, its `!function` tags as texts. One that is no mapping is empty here; the harness skips it, too."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -57,7 +60,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _parts(name: str, written: Mapping[str, Path], root: Path, tasks_dir: Path) -> set[Path]:
+def _find_task_dependencies(name: str, written: Mapping[str, Path], root: Path, tasks_dir: Path) -> set[Path]:
     """Every file that the task depends on."""
     found: set[Path] = set()
     todo = [written[name]]
@@ -66,7 +69,7 @@ def _parts(name: str, written: Mapping[str, Path], root: Path, tasks_dir: Path) 
         if path in found or not path.is_file():
             continue
         found.add(path)
-        content = _read(path)
+        content = _read_yaml(path)
         include = content.get("include", [])
         todo += [path.parent / str(one) for one in ([include] if isinstance(include, str) else include)]
         members = content.get("task")
@@ -74,25 +77,25 @@ def _parts(name: str, written: Mapping[str, Path], root: Path, tasks_dir: Path) 
             inner = member if isinstance(member, str) else str(member.get("task", member.get("group", "")))
             todo += [written[inner]] if inner in written else []
         for key in DATA:
-            for text in _texts(content.get(key)):
-                found |= _data_files(text, root)
+            for text in _iterate_texts(content.get(key)):
+                found |= _find_data_files(text, root)
         if "!function" in path.read_text(encoding="utf-8"):
             found |= set(tasks_dir.rglob("*.py"))  # what a function imports is not followed: all of it counts
     return found
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
     elif isinstance(value, Sequence):
         for inner in value:
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
 
 
-def _data_files(text: str, root: Path) -> set[Path]:
+def _find_data_files(text: str, root: Path) -> set[Path]:
     """Files that a text names: one file, all of a folder, or all that a pattern matches; nothing for other texts."""
     if not text or "://" in text:
         return set()

@@ -18,14 +18,22 @@ from numpy.typing import NDArray
 
 from ratchet.config.data import Prepare
 from ratchet.data import deduplication, tokenization
-from ratchet.data.balance import Categories
-from ratchet.data.conversation import Conversation, Encoded, Fault, Refused, Row, kinds_of, missing_part
-from ratchet.data.leakage import Benchmarks, Match
-from ratchet.data.passthrough_columns import Kept
-from ratchet.data.row_ledger import Ledger
-from ratchet.data.splits import Divider
-from ratchet.data.token_files import Sample, Spool
-from ratchet.data.tokenization import Encoder
+from ratchet.data.balance import CategoryBalancer
+from ratchet.data.conversation import (
+    Conversation,
+    EncodedConversation,
+    MalformedRecord,
+    RefusedConversation,
+    SourceRow,
+    list_content_kinds,
+    missing_part_reason,
+)
+from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
+from ratchet.data.passthrough_columns import PassthroughFields
+from ratchet.data.row_ledger import RowLedger
+from ratchet.data.splits import SplitAssigner
+from ratchet.data.token_files import PreparedRow, PreparedRowSpool
+from ratchet.data.tokenization import ConversationEncoder
 from ratchet.errors import DataError
 from ratchet.storage import digests
 
@@ -33,7 +41,7 @@ CHUNK_ROWS = 2048
 """Rows encoded at once: enough to keep all cores busy, few enough to be held twice."""
 
 
-class Texts:
+class TextSpool:
     """Texts by row, in a file of their own: the few that are compared in full are read back from there."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +67,7 @@ class Texts:
 
 
 @dataclass
-class Taken:
+class IngestedRows:
     """What is kept of the rows that are fit to be learned from, by their index in the spool."""
 
     ids: "array[int]" = field(default_factory=lambda: array("Q"))
@@ -81,13 +89,13 @@ class Taken:
     where: list[str] = field(default_factory=list)
     taught: "array[int]" = field(default_factory=lambda: array("b"))
     """1: an answer of a teacher."""
-    leaks: dict[int, list[Match]] = field(default_factory=dict)
+    leaks: dict[int, list[LeakageMatch]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-class Intake:
+class RowIngestion:
     """Takes rows; afterwards `taken`, `divider` and `ledger` tell about them.
 
     Args:
@@ -99,22 +107,22 @@ class Intake:
     """
 
     def __init__(
-        self, settings: Prepare, tokenizer: Any, benchmarks: Benchmarks | None, folder: Path,
+        self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
         taught: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         self.settings = settings
-        self.encoder = Encoder(tokenizer, settings.turns)
+        self.encoder = ConversationEncoder(tokenizer, settings.turns)
         self.benchmarks = benchmarks
         self.signatures = (
-            deduplication.Signatures(settings.duplicates) if settings.duplicates.near is not None else None
+            deduplication.MinHashSignatures(settings.duplicates) if settings.duplicates.near is not None else None
         )
-        self.texts = Texts(folder)
-        self.spool = Spool(folder / "spool")
-        self.divider = Divider(settings, taught)
-        self.categories = Categories(settings.balance, settings.task == "labels")
-        self.fields = Kept(settings.keep, settings.split.group)
-        self.ledger = Ledger()
-        self.taken = Taken()
+        self.texts = TextSpool(folder)
+        self.spool = PreparedRowSpool(folder / "spool")
+        self.divider = SplitAssigner(settings, taught)
+        self.categories = CategoryBalancer(settings.balance, settings.task == "labels")
+        self.fields = PassthroughFields(settings.keep, settings.split.group)
+        self.ledger = RowLedger()
+        self.taken = IngestedRows()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
         self.left_out: dict[str, bool] = {}
@@ -127,7 +135,7 @@ class Intake:
         self.texts.close()
         self.spool.close()
 
-    def read(self, rows: Iterator[Row | Fault]) -> None:
+    def read(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
         """Take all rows.
 
         Raises:
@@ -138,14 +146,14 @@ class Intake:
                 usable = [self._usable(item) for item in chunk]
                 self._take([pair for pair in usable if pair is not None], beside)
 
-    def _usable(self, item: Row | Fault) -> tuple[Row, int] | None:
+    def _usable(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
         """A row with its index in the divider, or None when it is booked as dropped."""
         self.ledger.rows_in += 1
         self.rows_by_source[item.source] += 1
-        if isinstance(item, Fault):
+        if isinstance(item, MalformedRecord):
             self.ledger.drop("malformed", item.where, item.detail)
             return None
-        if missing := missing_part(item):
+        if missing := missing_part_reason(item):
             self.ledger.drop(missing, item.where)
             return None
         if fault := self.divider.fault(item) or self.fields.fault(item) or self.categories.fault(item):
@@ -154,10 +162,10 @@ class Intake:
         self.unanswered += item.conversation.unanswered
         return item, self.divider.add(item)
 
-    def _take(self, pairs: Sequence[tuple[Row, int]], beside: ThreadPoolExecutor) -> None:
+    def _take(self, pairs: Sequence[tuple[SourceRow, int]], beside: ThreadPoolExecutor) -> None:
         rows = [row for row, _ in pairs]
         if self.settings.system == "merge":
-            conversations = [tokenization.merge_system(row.conversation) for row in rows]
+            conversations = [tokenization.merge_system_messages(row.conversation) for row in rows]
         else:
             conversations = [row.conversation for row in rows]
         self._look_for_what_is_left_out(conversations)
@@ -165,7 +173,7 @@ class Intake:
         texts = [conversation.text for conversation in conversations]
         bands = self.signatures.of(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
         matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
-        samples: list[Sample] = []
+        samples: list[PreparedRow] = []
         fit = []
         first = len(self.taken)
         for k, encoded in enumerate(encoding.result()):
@@ -174,7 +182,7 @@ class Intake:
                 continue
             fit.append(k)
             group, fields = self.fields.group_of(rows[k]), self.fields.of(rows[k])
-            samples.append(Sample.of(conversations[k], found, group, fields))
+            samples.append(PreparedRow.of(conversations[k], found, group, fields))
             if matches[k]:
                 self.taken.leaks[first + len(samples) - 1] = matches[k]
         if not fit:
@@ -188,14 +196,14 @@ class Intake:
     def _look_for_what_is_left_out(self, conversations: Sequence[Conversation]) -> None:
         """Look once at each kind of thing that a template may leave out."""
         for conversation in conversations:
-            if (kinds := kinds_of(conversation)) - self.left_out.keys():
+            if (kinds := list_content_kinds(conversation)) - self.left_out.keys():
                 self.left_out |= self.encoder.leaves_out(conversation)
                 self.left_out |= dict.fromkeys(kinds - self.left_out.keys(), False)
 
-    def _fit(self, where: str, encoded: Encoded | Refused) -> Encoded | None:
+    def _fit(self, where: str, encoded: EncodedConversation | RefusedConversation) -> EncodedConversation | None:
         """What is to be learned from a row, cut where the settings say so; None when it is booked as dropped."""
         settings, ledger = self.settings, self.ledger
-        if isinstance(encoded, Refused):
+        if isinstance(encoded, RefusedConversation):
             ledger.drop(encoded.reason, where, encoded.detail)
             return None
         length = len(encoded.input_ids)
@@ -208,7 +216,7 @@ class Intake:
             if settings.too_long == "drop":
                 ledger.drop("too_long", where, f"{length:,} tokens")
                 return None
-            shorter = tokenization.shorten(encoded, settings.max_tokens)
+            shorter = tokenization.truncate_conversation(encoded, settings.max_tokens)
             if shorter is None:
                 ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
                 return None
@@ -224,7 +232,10 @@ class Intake:
         return encoded
 
     def _remember(
-        self, pairs: Sequence[tuple[Row, int]], samples: Sequence[Sample], whole: Sequence[Encoded | Refused]
+        self,
+        pairs: Sequence[tuple[SourceRow, int]],
+        samples: Sequence[PreparedRow],
+        whole: Sequence[EncodedConversation | RefusedConversation],
     ) -> None:
         taken = self.taken
         for (row, divided), sample, before in zip(pairs, samples, whole, strict=True):
@@ -232,12 +243,12 @@ class Intake:
             taken.divided.append(divided)
             taken.lengths.append(len(sample.encoded.input_ids))
             taken.trained.append(sample.encoded.trained)
-            original = len(before.input_ids) if isinstance(before, Encoded) else 0
+            original = len(before.input_ids) if isinstance(before, EncodedConversation) else 0
             taken.cut.append(max(0, original - len(sample.encoded.input_ids)))
             taken.sources.append(row.source)
             label = row.conversation.response if self.settings.task == "labels" else ""
             taken.labels.append(self.label_names.setdefault(label, len(self.label_names)))
-            taken.fields.append(int(digests.of_json([sample.group, sample.fields])[:16], 16))
+            taken.fields.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
             taken.where.append(row.where)
             taken.taught.append(self.divider.is_taught(row.source))
             self.categories.add(row)

@@ -15,7 +15,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.deduplication import words
+from ratchet.data.deduplication import split_words
 
 LEAST_WORDS = 8
 """Of a document that is looked for inside longer texts (Brown et al. 2020, appendix C)."""
@@ -35,7 +35,7 @@ def _powers(root: int, count: int) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Match:
+class LeakageMatch:
     """Words, in order, that a text shares with a benchmark."""
 
     benchmark: str
@@ -43,7 +43,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class _Ngrams:
+class _NgramIndex:
     """The distinct n-grams of one length, by hash: whose they are, and where their words stand."""
 
     hashes: NDArray[np.uint64]
@@ -68,7 +68,7 @@ class _Ngrams:
                 yield int(places[at]), int(self.benchmarks[entry]), int(self.starts[entry])
 
 
-class Benchmarks:
+class BenchmarkIndex:
     """The documents of evaluation sets, ready to be looked for. Needs some 100 bytes a word of theirs.
 
     A document is one sequence of words: n-grams run over its line breaks, as they do over those of a row (a line break
@@ -94,7 +94,7 @@ class Benchmarks:
         total = 0
         for number, name in enumerate(self._names):
             for text in documents[name]:
-                found = words(text)
+                found = split_words(text)
                 if len(found) < min(ngram_words, LEAST_WORDS):
                     self._add_short(found, number)
                     continue
@@ -119,7 +119,7 @@ class Benchmarks:
         if number not in whose:
             whose.append(number)
 
-    def _collect(self, sums: NDArray[np.uint64], length: int, spans: list[tuple[int, int, int]]) -> _Ngrams:
+    def _collect(self, sums: NDArray[np.uint64], length: int, spans: list[tuple[int, int, int]]) -> _NgramIndex:
         """The n-grams of some documents (benchmark, start, end), each once a benchmark."""
         counts = np.array([end - start - length + 1 for _, start, end in spans])
         first = np.repeat([start for _, start, _ in spans], counts)
@@ -132,7 +132,7 @@ class Benchmarks:
         bits = max(len(hashes), 2).bit_length() + _SPARE_BITS
         seen = np.zeros(2**bits, dtype=np.bool_)
         seen[hashes >> (shift := np.uint64(64 - bits))] = True
-        return _Ngrams(hashes[new], benchmarks[new], starts[new], shift, seen)
+        return _NgramIndex(hashes[new], benchmarks[new], starts[new], shift, seen)
 
     def _running_sums(self, ids: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Sums over the words before each place, of numbers times powers of the root, modulo 2^64."""
@@ -149,11 +149,11 @@ class Benchmarks:
         hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * self._inverses[: len(sums) - length]
         return hashes
 
-    def matches(self, text: str) -> list[Match]:
+    def matches(self, text: str) -> list[LeakageMatch]:
         """The first words that a text shares with each benchmark, in the benchmarks' order; at most one each."""
         if not self._names:
             return []
-        lines = [words(line) for line in text.splitlines()] if self._short else [words(text)]
+        lines = [split_words(line) for line in text.splitlines()] if self._short else [split_words(text)]
         found = [word for line in lines for word in line]
         shared: dict[int, str] = {}
         ids = np.fromiter(map(self._ids.get, found, repeat(_UNKNOWN)), dtype=np.int32, count=len(found))
@@ -166,7 +166,7 @@ class Benchmarks:
         for sequence in (found, *(line for line in lines if 1 < len(line) < LEAST_WORDS)):
             for number in self._short.get(tuple(sequence), ()):
                 shared.setdefault(number, " ".join(sequence))
-        return [Match(self._names[number], shared[number]) for number in sorted(shared)]
+        return [LeakageMatch(self._names[number], shared[number]) for number in sorted(shared)]
 
     def _lengths(self, sums: NDArray[np.uint64]) -> Iterator[int]:
         """Lengths of n-grams to look for: those of shorter documents only where some document's opening words stand."""

@@ -11,9 +11,9 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
-from ratchet.data.conversation import Row
+from ratchet.data.conversation import SourceRow
 from ratchet.data.readers import type_name
-from ratchet.data.schema_detection import flaw
+from ratchet.data.schema_detection import find_text_flaw
 from ratchet.errors import DataError
 
 NAMES_SHOWN = 20
@@ -21,7 +21,7 @@ _NAMES_KNOWN = 1000
 """Of fields; records may have keys without end."""
 
 
-class Kept:
+class PassthroughFields:
     """Takes the fields out of rows, and counts where they are missing."""
 
     def __init__(self, names: Sequence[str], group: str | None) -> None:
@@ -36,29 +36,29 @@ class Kept:
         self._rows = 0
         self._found: dict[str, None] = {}
 
-    def fault(self, row: Row) -> str | None:
+    def fault(self, row: SourceRow) -> str | None:
         """What keeps a field of a row from being kept, or None."""
         for name in self.missing:
             value = row.fields.get(name)
-            if spelled(value) is None:
+            if format_field_value(value) is None:
                 return f"field {name!r} (prepare.keep) is {type_name(value)}, expected text, a number or true/false"
-            if isinstance(value, str) and (problem := flaw(value)):
+            if isinstance(value, str) and (problem := find_text_flaw(value)):
                 return f"field {name!r} (prepare.keep) {problem}"
         return None
 
-    def of(self, row: Row) -> str:
+    def of(self, row: SourceRow) -> str:
         """The fields of a row that has no fault, as JSON: an object of strings; what is missing is empty."""
         if not self.missing:
             return "{}"
         self._rows += 1
         if len(self._found) < _NAMES_KNOWN:
             self._found.update(dict.fromkeys(map(str, row.fields)))
-        values = {name: spelled(row.fields.get(name)) or "" for name in self.missing}
+        values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
         for name, value in values.items():
             self.missing[name] += not value
         return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
 
-    def group_of(self, row: Row) -> str | None:
+    def group_of(self, row: SourceRow) -> str | None:
         """Value of the field that is divided by, as the divider reads it."""
         return None if self._group is None else str(row.fields[self._group])
 
@@ -81,7 +81,7 @@ class Kept:
         ]
 
 
-def spelled(value: Any) -> str | None:
+def format_field_value(value: Any) -> str | None:
     """A value as text: as it is, numbers and truth as in JSON, dates as in ISO 8601; None for one that has parts."""
     match value:
         case str():

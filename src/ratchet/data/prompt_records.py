@@ -9,22 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.data import Columns
-from ratchet.data.conversation import Conversation, Fault, Message, text_of
+from ratchet.config.data import ColumnSettings
+from ratchet.data.conversation import Conversation, MalformedRecord, Message, extract_text
 from ratchet.data.readers import Fields
 from ratchet.data.schema_detection import (
     CONVERSATIONS,
     PAIRS,
     TURNS,
-    Seen,
-    UnfitError,
-    joined,
-    messages_from,
-    optional_text,
-    text_from,
-    text_in,
-    tools_from,
-    value_in,
+    SampledRecords,
+    UnusableRecordError,
+    column_text,
+    column_value,
+    join_instruction,
+    optional_column_text,
+    parse_messages,
+    parse_text,
+    parse_tools,
 )
 from ratchet.errors import DataError
 
@@ -36,7 +36,7 @@ RESPONSES = tuple(dict.fromkeys(response for _, response in PAIRS))
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptRecord:
     """What one record asks."""
 
     conversation: Conversation
@@ -46,7 +46,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptRecordReader:
     """How the records of a file are read."""
 
     described: str
@@ -56,25 +56,27 @@ class Asking:
     _reference: str = ""
     """Column with the answer to a prompt."""
 
-    def question(self, where: str, fields: Fields) -> Question | Fault:
+    def question(self, where: str, fields: Fields) -> PromptRecord | MalformedRecord:
         """The messages that the assistant is to answer, and the answer that the record has."""
         try:
             messages = self._messages(fields)
-            tools = tools_from(fields.get(self._tools), self._tools) if self._tools else None
-        except UnfitError as unfit:
-            return Fault(where, str(unfit))
+            tools = parse_tools(fields.get(self._tools), self._tools) if self._tools else None
+        except UnusableRecordError as unfit:
+            return MalformedRecord(where, str(unfit))
         except RecursionError:
-            return Fault(where, "values are nested too deep")
-        reference = _text(fields.get(self._reference)) if self._reference else None
+            return MalformedRecord(where, "values are nested too deep")
+        reference = _reference_text(fields.get(self._reference)) if self._reference else None
         if messages and messages[-1]["role"] == "assistant":
-            reference = _text(text_of(messages[-1]))
+            reference = _reference_text(extract_text(messages[-1]))
             messages = messages[:-1]
         if not any(message["role"] in ("user", "tool") and message.get("content", "").strip() for message in messages):
-            return Fault(where, "the prompt is empty")
-        return Question(Conversation(messages, tools), reference)
+            return MalformedRecord(where, "the prompt is empty")
+        return PromptRecord(Conversation(messages, tools), reference)
 
 
-def settle(records: Sequence[Fields], column: str | None, columns: Columns, label: str) -> Asking:
+def detect_prompts(
+    records: Sequence[Fields], column: str | None, columns: ColumnSettings, label: str
+) -> PromptRecordReader:
     """What the records of a file ask, from the first of them.
 
     Args:
@@ -88,15 +90,15 @@ def settle(records: Sequence[Fields], column: str | None, columns: Columns, labe
     """
     names = {name for fields in records for name in fields}
     if column is not None and column not in names:
-        found = Seen(records, Columns(), label, "generate").found
+        found = SampledRecords(records, ColumnSettings(), label, "generate").found
         raise DataError(f"{label}: no column {column!r} (generate.column); found: {found}")
-    seen = Seen(records, Columns(), label, "generate")
+    seen = SampledRecords(records, ColumnSettings(), label, "generate")
     system = seen.optional("", *(() if columns.system is None else (columns.system.casefold(),)), *SYSTEMS)
     tools = seen.optional("", "tools", "functions")
     for candidate in (column, columns.messages, seen.usual(*CONVERSATIONS)):
         if candidate in names and candidate is not None and (keys := seen.keys_of(candidate)):
             described = f"conversations in `{candidate}`{seen.also(system=system, tools=tools)}"
-            return Asking(described, _conversations(candidate, keys, system), tools)
+            return PromptRecordReader(described, _conversation_reader(candidate, keys, system), tools)
     prompt = next((c for c in (column, columns.prompt, seen.usual(*PROMPTS)) if c and c in names), "")
     if not prompt:
         raise DataError(
@@ -104,48 +106,48 @@ def settle(records: Sequence[Fields], column: str | None, columns: Columns, labe
             "that does"
         )
     given = seen.optional("", "input", "context") if prompt.strip().casefold() == "instruction" else ""
-    answer = _response(seen, prompt, columns)
+    answer = _find_response_column(seen, prompt, columns)
     described = f"column {prompt}{seen.also(context=given, system=system, tools=tools, reference=answer)}"
-    return Asking(described, _prompts(prompt, given, system), tools, answer)
+    return PromptRecordReader(described, _prompt_reader(prompt, given, system), tools, answer)
 
 
-def _response(seen: Seen, prompt: str, columns: Columns) -> str:
+def _find_response_column(seen: SampledRecords, prompt: str, columns: ColumnSettings) -> str:
     """The column with the answers to the prompts: that of the settings, else of a usual name beside the prompt's; ""
     if there is none."""
     usual = tuple(answer for name, answer in PAIRS if name == prompt.strip().casefold())
     named = () if columns.response is None else (columns.response.strip().casefold(),)
     found = seen.optional("", *named, *(usual or RESPONSES))
-    return found if found in seen.names and found != prompt and _text(seen.sample(found)) is not None else ""
+    return found if found in seen.names and found != prompt and _reference_text(seen.sample(found)) is not None else ""
 
 
-def _text(value: Any) -> str | None:
+def _reference_text(value: Any) -> str | None:
     """A reference, if it is one: a text or a number."""
     try:
-        return text_from(value, "the reference") or None
-    except UnfitError:
+        return parse_text(value, "the reference") or None
+    except UnusableRecordError:
         return None
 
 
-def _conversations(column: str, keys: tuple[str, str], system: str) -> Callable[[Fields], list[Message]]:
+def _conversation_reader(column: str, keys: tuple[str, str], system: str) -> Callable[[Fields], list[Message]]:
     def messages(fields: Fields) -> list[Message]:
-        found = messages_from(value_in(fields, column), column, keys)
-        return found if found and found[0]["role"] == "system" else _below_system(fields, system, found)
+        found = parse_messages(column_value(fields, column), column, keys)
+        return found if found and found[0]["role"] == "system" else _prepend_system(fields, system, found)
 
     return messages
 
 
-def _prompts(prompt: str, given: str, system: str) -> Callable[[Fields], list[Message]]:
+def _prompt_reader(prompt: str, given: str, system: str) -> Callable[[Fields], list[Message]]:
     def messages(fields: Fields) -> list[Message]:
         keys = next(iter(TURNS.values()))
-        value: Any = value_in(fields, prompt)
+        value: Any = column_value(fields, prompt)
         if isinstance(value, list):  # a column of texts in which some records hold a conversation
-            return messages_from(value, prompt, keys)
-        text = joined(text_in(fields, prompt), optional_text(fields, given))
-        return _below_system(fields, system, [{"role": "user", "content": text}])
+            return parse_messages(value, prompt, keys)
+        text = join_instruction(column_text(fields, prompt), optional_column_text(fields, given))
+        return _prepend_system(fields, system, [{"role": "user", "content": text}])
 
     return messages
 
 
-def _below_system(fields: Fields, system: str, messages: list[Message]) -> list[Message]:
-    text = optional_text(fields, system)
+def _prepend_system(fields: Fields, system: str, messages: list[Message]) -> list[Message]:
+    text = optional_column_text(fields, system)
     return [{"role": "system", "content": text}, *messages] if text else messages

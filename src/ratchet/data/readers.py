@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ratchet.data.conversation import Fault
+from ratchet.data.conversation import MalformedRecord
 from ratchet.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
@@ -55,7 +55,7 @@ _BOMS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BO
          codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
 
 
-def endings(name: str) -> tuple[str, str]:
+def split_endings(name: str) -> tuple[str, str]:
     """Ending of the format and of the compression, in small letters; "" where there is none."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
@@ -63,17 +63,17 @@ def endings(name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def opened(path: Path, name: str) -> Iterator[io.BufferedReader]:
+def open_decompressed(path: Path, name: str) -> Iterator[io.BufferedReader]:
     """The file's decompressed bytes, behind a byte order mark; what goes wrong while they are read is a DataError.
 
     `name` is what the file is called in messages; its ending says what the file should be.
     """
-    packed = endings(name)[1]
+    packed = split_endings(name)[1]
     try:
         with ExitStack() as streams:
-            yield _checked(_unpacked(path, name, streams), name)
+            yield _check_content(_open_unpacked(path, name, streams), name)
     except UnicodeDecodeError:
-        line, byte = _undecodable(path, name)
+        line, byte = _locate_invalid_utf8(path, name)
         text = "decompressed text" if packed else "file"
         raise DataError(f"{name}:{line}: not UTF-8 (byte {byte} of the {text}); convert it, e.g. with iconv") from None
     except EOFError:
@@ -86,23 +86,23 @@ def opened(path: Path, name: str) -> Iterator[io.BufferedReader]:
         raise DataError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def _unpacked(path: Path, name: str, streams: ExitStack) -> io.BufferedReader:
+def _open_unpacked(path: Path, name: str, streams: ExitStack) -> io.BufferedReader:
     """The file's bytes, decompressed; `streams` closes them."""
     stream: io.BufferedReader = streams.enter_context(io.BufferedReader(io.FileIO(path), BLOCK_BYTES))
-    if not (packed := endings(name)[1]):
+    if not (packed := split_endings(name)[1]):
         return stream
-    if _kind(stream) != COMPRESSIONS[packed]:
-        raise DataError(f"{name}: is no {COMPRESSIONS[packed]} file{_instead(stream, name)}")
+    if _detect_kind(stream) != COMPRESSIONS[packed]:
+        raise DataError(f"{name}: is no {COMPRESSIONS[packed]} file{_describe_actual_kind(stream, name)}")
     return streams.enter_context(io.BufferedReader(_OPENERS[packed](stream), BLOCK_BYTES))
 
 
-def _checked(stream: io.BufferedReader, name: str) -> io.BufferedReader:
+def _check_content(stream: io.BufferedReader, name: str) -> io.BufferedReader:
     """The stream behind a byte order mark, unless it begins as its name does not say."""
-    kind = endings(name)[0]
-    if _kind(stream) != ("Parquet" if kind == ".parquet" else ""):
+    kind = split_endings(name)[0]
+    if _detect_kind(stream) != ("Parquet" if kind == ".parquet" else ""):
         expected = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet"}.get(kind, "JSON")
-        raise DataError(f"{name}: is no {expected} file{_instead(stream, name)}")
-    head = _head(stream)
+        raise DataError(f"{name}: is no {expected} file{_describe_actual_kind(stream, name)}")
+    head = _peek_head(stream)
     for mark, encoding in _BOMS.items():
         if head.startswith(mark):
             raise DataError(f"{name}:1: {encoding}, not UTF-8 (byte order mark at byte 0); convert it with iconv")
@@ -114,7 +114,7 @@ def _checked(stream: io.BufferedReader, name: str) -> io.BufferedReader:
     return stream
 
 
-def _zstandard(stream: IO[bytes]) -> Any:
+def _open_zstandard(stream: IO[bytes]) -> Any:
     # pyarrow's reader tells a file that was cut short; that of the package `zstandard` (0.25) just ends.
     import pyarrow as pa
 
@@ -125,31 +125,31 @@ _OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda stream: gzip.GzipFile(fileobj=stream, mode="rb"),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
-    ".zst": _zstandard,
+    ".zst": _open_zstandard,
 }
 
 
-def _head(stream: io.BufferedReader) -> bytes:
+def _peek_head(stream: io.BufferedReader) -> bytes:
     return stream.peek(_HEAD_BYTES)[:_HEAD_BYTES]
 
 
-def _kind(stream: io.BufferedReader) -> str:
+def _detect_kind(stream: io.BufferedReader) -> str:
     """What the first bytes say that the file is; "" for text and anything unknown."""
-    head = _head(stream)
+    head = _peek_head(stream)
     return next((kind for pattern, kind in _KINDS if pattern.match(head)), "")
 
 
-def _instead(stream: io.BufferedReader, name: str) -> str:
+def _describe_actual_kind(stream: io.BufferedReader, name: str) -> str:
     """The end of a sentence: what a file is that its name does not say, and what to do about it."""
-    kind, head = _kind(stream), _head(stream)
+    kind, head = _detect_kind(stream), _peek_head(stream)
     if not head:
         return ": it is empty; copy or download it again"
     stem = name.rsplit("/", 1)[-1]
-    stem = stem.rsplit(".", 1)[0] if endings(name)[1] else stem
+    stem = stem.rsplit(".", 1)[0] if split_endings(name)[1] else stem
     suffixes = {packed: suffix for suffix, packed in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
     if kind == "Git LFS pointer":
         what = " but a Git LFS pointer; fetch the file itself with git lfs pull"
-    elif kind in suffixes and suffixes[kind] == endings(name)[1]:
+    elif kind in suffixes and suffixes[kind] == split_endings(name)[1]:
         what = f" but {kind} once more; unpack it"
     elif kind in suffixes:
         what = f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
@@ -160,12 +160,12 @@ def _instead(stream: io.BufferedReader, name: str) -> str:
     return what
 
 
-def _undecodable(path: Path, name: str) -> tuple[int, int]:
+def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
     """Line and byte offset of what is not UTF-8 (what the decoder said counts from the block it had read)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, line = 0, 1
     with ExitStack() as streams:
-        stream = _unpacked(path, name, streams)
+        stream = _open_unpacked(path, name, streams)
         while True:
             block = stream.read(BLOCK_BYTES)
             pending = decoder.getstate()[0]
@@ -187,7 +187,7 @@ def _undecodable(path: Path, name: str) -> tuple[int, int]:
 # can tell where the next record begins, is a DataError.
 
 Fields = dict[str, Any]
-Record = tuple[str, Fields] | Fault
+Record = tuple[str, Fields] | MalformedRecord
 """Place and fields of one record, or what is wrong with it."""
 
 MAX_RECORD_BYTES = 16 * 2**20
@@ -198,27 +198,27 @@ _BATCH_ROWS = 1024
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def check(name: str) -> None:
+def check_ending(name: str) -> None:
     """Refuse a file whose name does not end as one that can be read.
 
     Raises:
         DataError: it does not; the message names the endings that are known.
     """
-    if endings(name)[0] not in _FORMATS:
-        shown = "".join(endings(name)) or "a file without ending"
+    if split_endings(name)[0] not in _FORMATS:
+        shown = "".join(split_endings(name)) or "a file without ending"
         known = f"{', '.join(_FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
         raise DataError(f"{name}: cannot read {shown}; known: {known}")
 
 
-def read(path: Path, name: str) -> Iterator[Record]:
+def read_records(path: Path, name: str) -> Iterator[Record]:
     """Every record of one file; `name` is what it is called in places and messages, and says what it holds.
 
     Raises:
         DataError: the file cannot be read as a whole; the message says where and what to do.
     """
-    check(name)
-    with opened(path, name) as stream:
-        yield from _FORMATS[endings(name)[0]](stream, name)
+    check_ending(name)
+    with open_decompressed(path, name) as stream:
+        yield from _FORMATS[split_endings(name)[0]](stream, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
@@ -230,22 +230,26 @@ def type_name(value: Any) -> str:
     return names.get(type(value)) or ("a number" if isinstance(value, float) else type(value).__name__)
 
 
-def _record(where: str, value: Any) -> Record:
-    return (where, value) if isinstance(value, dict) else Fault(where, f"expected an object, found {type_name(value)}")
+def _record_or_fault(where: str, value: Any) -> Record:
+    return (
+        (where, value)
+        if isinstance(value, dict)
+        else MalformedRecord(where, f"expected an object, found {type_name(value)}")
+    )
 
 
-def _not_json(constant: str) -> Any:
+def _reject_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-    decode = json.JSONDecoder(parse_constant=_not_json).raw_decode
+def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    decode = json.JSONDecoder(parse_constant=_reject_constant).raw_decode
     number, begun = 0, False
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         if len(line) > MAX_RECORD_BYTES:
-            yield Fault(
-                f"{name}:{number}", f"a line of {_rest_of_line(stream, line):,} bytes; at most {_LARGEST} are read"
+            yield MalformedRecord(
+                f"{name}:{number}", f"a line of {_skip_line(stream, line):,} bytes; at most {_LARGEST} are read"
             )
         elif text := line.strip(b" \t\r\n").decode():
             where = f"{name}:{number}"
@@ -253,18 +257,18 @@ def _jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 value, end = decode(text)
                 if end != len(text):
                     raise json.JSONDecodeError("Extra data", text, end)
-                record = _record(where, value)
+                record = _record_or_fault(where, value)
             except json.JSONDecodeError as error:
-                record = Fault(where, f"not JSON ({error.msg} at character {error.pos + 1})")
+                record = MalformedRecord(where, f"not JSON ({error.msg} at character {error.pos + 1})")
             except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, thousands of brackets
-                record = Fault(where, f"not JSON ({error})")
+                record = MalformedRecord(where, f"not JSON ({error})")
             if not begun and text[0] == "[":
                 raise DataError(f"{where}: looks like a JSON array, not an object a line; if it is one, name it .json")
             begun = True
             yield record
 
 
-def _rest_of_line(stream: io.BufferedReader, line: bytes) -> int:
+def _skip_line(stream: io.BufferedReader, line: bytes) -> int:
     """Skip to the end of a line that is read up to here; its length in bytes."""
     size = len(line)
     while line and not line.endswith(b"\n"):
@@ -273,7 +277,7 @@ def _rest_of_line(stream: io.BufferedReader, line: bytes) -> int:
     return size
 
 
-class _Window:
+class _JsonWindow:
     """The part of a JSON text that is looked at, moving along a stream."""
 
     def __init__(self, stream: io.BufferedReader) -> None:
@@ -315,10 +319,10 @@ class _Window:
             self.advance()
 
 
-def _json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-    window = _Window(stream)
+def _read_json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    window = _JsonWindow(stream)
     try:
-        yield from _elements(window, name)
+        yield from _iterate_elements(window, name)
     except json.JSONDecodeError as error:
         left = len(window.text) - window.at
         reason = f"{error.msg}, or an object over {_LARGEST}" if left > MAX_RECORD_BYTES else error.msg
@@ -327,7 +331,7 @@ def _json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
         raise DataError(f"{name}:{window.line(window.at)}: not JSON ({error}); mend the file") from None
 
 
-def _elements(window: _Window, name: str) -> Iterator[Record]:
+def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:
     flaws: list[str] = []
 
     def integer(digits: str) -> int:
@@ -359,11 +363,11 @@ def _elements(window: _Window, name: str) -> Iterator[Record]:
         value, length = window.take(decode)
         where = f"{name}[{index}]"
         if flaws or length > MAX_RECORD_BYTES:
-            yield Fault(
+            yield MalformedRecord(
                 where, flaws[0] if flaws else f"an object of {length:,} characters; at most {_LARGEST} are read"
             )
         else:
-            yield _record(where, value)
+            yield _record_or_fault(where, value)
         index += 1
         separator = window.next()
         if separator not in (",", "]"):
@@ -379,7 +383,7 @@ def _elements(window: _Window, name: str) -> Iterator[Record]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-class _Lines:
+class _TableLines:
     """Lines of a table for the csv module, counted from where the record at hand began."""
 
     def __init__(self, text: io.TextIOWrapper, name: str) -> None:
@@ -390,7 +394,7 @@ class _Lines:
         """A new record begins behind this line."""
         self._size, self.first = 0, line + 1
 
-    def __iter__(self) -> "_Lines":
+    def __iter__(self) -> "_TableLines":
         return self
 
     def __next__(self) -> str:
@@ -405,10 +409,10 @@ class _Lines:
         return line
 
 
-def _table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
+def _read_table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB a cell
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
-        lines = _Lines(text, name)
+        lines = _TableLines(text, name)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
@@ -417,28 +421,28 @@ def _table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Rec
             lines.begin(reader.line_num)
             for cells in reader:
                 if cells:
-                    yield _row(f"{name}:{lines.first}", header, cells, delimiter)
+                    yield _table_record(f"{name}:{lines.first}", header, cells, delimiter)
                 lines.begin(reader.line_num)
         except csv.Error as error:
             what = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
             raise DataError(f"{name}:{lines.first}: not valid CSV ({what}); mend the record that begins here") from None
 
 
-def _row(where: str, header: list[str], cells: list[str], delimiter: str) -> Record:
+def _table_record(where: str, header: list[str], cells: list[str], delimiter: str) -> Record:
     if len(cells) != len(header):
         separator = "tabs" if delimiter == "\t" else "commas"
-        return Fault(where, f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}")
+        return MalformedRecord(where, f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}")
     if any("\0" in cell for cell in cells):
-        return Fault(where, "holds a NUL character")
+        return MalformedRecord(where, "holds a NUL character")
     return where, dict(zip(header, cells, strict=True))
 
 
-def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with ExitStack() as opened:
-        source = _seekable(stream, opened)
+        source = _make_seekable(stream, opened)
         try:
             # Without pre_buffer=False a whole row group is held: 180 MiB more for one of 190 MB (pyarrow 25).
             table = pq.ParquetFile(source, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
@@ -452,7 +456,7 @@ def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             for batch in table.iter_batches(batch_size=max(1, min(_BATCH_ROWS, 2 * MAX_RECORD_BYTES // row_bytes))):
                 for fields in _python_rows(batch, f"{name}[{index}]"):
                     for column in nested:
-                        fields[column] = as_written(fields[column])
+                        fields[column] = strip_struct_nulls(fields[column])
                     yield f"{name}[{index}]", fields
                     index += 1
         except (pa.ArrowException, OSError) as error:
@@ -460,11 +464,11 @@ def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             raise DataError(f"{name}: no sound Parquet ({reason}); write or copy it again") from None
 
 
-def _seekable(stream: io.BufferedReader, opened: ExitStack) -> IO[bytes]:
+def _make_seekable(stream: io.BufferedReader, opened: ExitStack) -> IO[bytes]:
     """Parquet is read from its end: what is decompressed goes to a temporary file."""
     if isinstance(stream.raw, io.FileIO):
         return stream
-    scratch = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`opened` closes it)
+    scratch = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`open_decompressed` closes it)
     shutil.copyfileobj(stream, scratch, BLOCK_BYTES)
     return scratch
 
@@ -482,28 +486,28 @@ def _python_rows(batch: Any, where: str) -> list[Fields]:
     return rows
 
 
-def as_written(value: Any) -> Any:
+def strip_struct_nulls(value: Any) -> Any:
     """A nested value without the nulls with which Arrow fills the keys that a struct lacks, below the outermost one."""
     if isinstance(value, list):
-        return [as_written(one) for one in value]
+        return [strip_struct_nulls(one) for one in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(one) if isinstance(one, (dict, list)) else one for key, one in value.items()}
+        return {key: _strip_nulls(one) if isinstance(one, (dict, list)) else one for key, one in value.items()}
     return value
 
 
-def _without_nulls(value: Any) -> Any:
+def _strip_nulls(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_strip_nulls(one) for one in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _strip_nulls(one) for key, one in value.items() if one is not None}
     return value
 
 
 _FORMATS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
-    ".json": _json,
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".csv": partial(_table, delimiter=","),
-    ".tsv": partial(_table, delimiter="\t"),
-    ".parquet": _parquet,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": partial(_read_table, delimiter=","),
+    ".tsv": partial(_read_table, delimiter="\t"),
+    ".parquet": _read_parquet,
 }

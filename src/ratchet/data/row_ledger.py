@@ -3,9 +3,9 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from ratchet.config.data import Limits
+from ratchet.config.data import DropLimitSettings
 from ratchet.errors import DataError
-from ratchet.storage.records.data import Drop
+from ratchet.storage.records.data import DroppedRows
 
 EXAMPLES = 5
 """Places that are named for each reason."""
@@ -25,7 +25,7 @@ HELD_OUT = "taught_held_out"
 TRUNCATED = "truncated"
 
 
-class Ledger:
+class RowLedger:
     """Counts by reason, and the first few places of each."""
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class Ledger:
             self._examples[reason].append(text if len(text) <= LONGEST_DETAIL else text[: LONGEST_DETAIL - 3] + "...")
 
     @property
-    def dropped(self) -> dict[str, Drop]:
+    def dropped(self) -> dict[str, DroppedRows]:
         """Every reason with its count and examples."""
         return {
-            reason: Drop(count=count, examples=tuple(self._examples[reason]))
+            reason: DroppedRows(count=count, examples=tuple(self._examples[reason]))
             for reason, count in sorted(self._counts.items())
         }
 
@@ -53,7 +53,7 @@ class Ledger:
         """Rows that are not dropped."""
         return self.rows_in - self._counts.total()
 
-    def check(self, limits: Limits, truncated: int) -> None:
+    def check(self, limits: DropLimitSettings, truncated: int) -> None:
         """Compare every reason's share of all rows with its limit.
 
         Raises:

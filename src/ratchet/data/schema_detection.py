@@ -11,8 +11,8 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from ratchet.config.data import Columns, Shape
-from ratchet.data.conversation import Conversation, Fault, Message, Row
+from ratchet.config.data import ColumnSettings, Shape
+from ratchet.data.conversation import Conversation, MalformedRecord, Message, SourceRow
 from ratchet.data.readers import Fields, type_name
 from ratchet.errors import DataError
 
@@ -25,14 +25,14 @@ _ROLES = {
 }
 
 
-class UnfitError(Exception):
+class UnusableRecordError(Exception):
     """A record that is no example, and why; it becomes a Fault."""
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def flaw(text: str) -> str | None:
+def find_text_flaw(text: str) -> str | None:
     """Why this is no text that can be learned from or written to a file; None if it is one."""
     if "\0" in text:
         return "holds a NUL character"
@@ -47,7 +47,7 @@ def flaw(text: str) -> str | None:
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
-def text_from(value: Any, place: str) -> str:
+def parse_text(value: Any, place: str) -> str:
     """A value as text; null is no text, a number its digits. `place` says in messages whose value it is.
 
     Blank lines around it and white space at its end go; the first line keeps its indentation, which code needs.
@@ -57,147 +57,149 @@ def text_from(value: Any, place: str) -> str:
     elif value is None:
         return ""
     elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        raise UnfitError(f"{place} holds {type_name(value)}, expected text")
+        raise UnusableRecordError(f"{place} holds {type_name(value)}, expected text")
     elif not math.isfinite(value):
-        raise UnfitError(f"{place} holds {value}, which is no number")  # an answer `nan` would be learned
+        raise UnusableRecordError(f"{place} holds {value}, which is no number")  # an answer `nan` would be learned
     else:
         text = str(value)
-    if problem := flaw(text):
-        raise UnfitError(f"{place} {problem}")
+    if problem := find_text_flaw(text):
+        raise UnusableRecordError(f"{place} {problem}")
     return text
 
 
-def decoded(value: Any, place: str) -> Any:
+def decode_json(value: Any, place: str) -> Any:
     """What JSON in a text says (tables keep lists so); other values as they are, and an empty text as null."""
     if not isinstance(value, str):
         return value
     if not value.strip():
         return None
     try:
-        return json.loads(value, parse_constant=_refused)
+        return json.loads(value, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         hint = (
             "; it looks like Python's notation: write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'") else ""
         )
-        raise UnfitError(f"{place} holds text that is not JSON ({error}){hint}") from None
+        raise UnusableRecordError(f"{place} holds text that is not JSON ({error}){hint}") from None
 
 
-def _refused(constant: str) -> Any:
+def _reject_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def plain(value: Any, place: str) -> Any:
+def to_plain_json(value: Any, place: str) -> Any:
     """A nested value as JSON can say it, its texts checked."""
     if isinstance(value, str):
-        if problem := flaw(value):
-            raise UnfitError(f"{place} {problem}")
+        if problem := find_text_flaw(value):
+            raise UnusableRecordError(f"{place} {problem}")
         return value
     if isinstance(value, dict):
-        return {plain(key, place): plain(one, f"{place}.{key!a}") for key, one in value.items()}
+        return {to_plain_json(key, place): to_plain_json(one, f"{place}.{key!a}") for key, one in value.items()}
     if isinstance(value, list):
-        return [plain(one, place) for one in value]
+        return [to_plain_json(one, place) for one in value]
     if isinstance(value, (date, time)):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
-        raise UnfitError(f"{place} holds {value}, which is no number")
+        raise UnusableRecordError(f"{place} holds {value}, which is no number")
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise UnfitError(f"{place} holds {type_name(value)}, which JSON has no word for")
+    raise UnusableRecordError(f"{place} holds {type_name(value)}, which JSON has no word for")
 
 
 # ---------------------------------------------------------------------------------------------------------------- turns
 
 
-def messages_from(value: Any, place: str, keys: tuple[str, str]) -> list[Message]:
+def parse_messages(value: Any, place: str, keys: tuple[str, str]) -> list[Message]:
     """A list of turns, or JSON of one; `keys` are the names of who says what."""
-    turns = decoded(value, place)
+    turns = decode_json(value, place)
     if turns is None:
         return []
     if not isinstance(turns, list):
-        raise UnfitError(f"{place} holds {type_name(turns)}, expected a list of messages")
-    return [_message(turn, f"{place}[{number}]", keys) for number, turn in enumerate(turns)]
+        raise UnusableRecordError(f"{place} holds {type_name(turns)}, expected a list of messages")
+    return [_parse_message(turn, f"{place}[{number}]", keys) for number, turn in enumerate(turns)]
 
 
-def _message(turn: Any, place: str, keys: tuple[str, str]) -> Message:
+def _parse_message(turn: Any, place: str, keys: tuple[str, str]) -> Message:
     who, what = keys
     if not isinstance(turn, Mapping):
-        raise UnfitError(f"{place} is {type_name(turn)}, expected an object with {who} and {what}")
+        raise UnusableRecordError(f"{place} is {type_name(turn)}, expected an object with {who} and {what}")
     if who not in turn:
-        raise UnfitError(f"{place} has no {who!r}; found: {', '.join(map(ascii, turn))}")
+        raise UnusableRecordError(f"{place} has no {who!r}; found: {', '.join(map(ascii, turn))}")
     name = turn[who]
     role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise UnfitError(f"{place} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
+        raise UnusableRecordError(f"{place} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
     if role == "call":
-        calls = decoded(turn.get(what), f"{place}.{what}")
+        calls = decode_json(turn.get(what), f"{place}.{what}")
         return {
             "role": "assistant",
             "content": "",
-            "tool_calls": _calls(calls, f"{place}.{what}"),
-            **_rest(turn, place),
+            "tool_calls": _parse_tool_calls(calls, f"{place}.{what}"),
+            **_extra_fields(turn, place),
         }
-    message: Message = {"role": role, "content": _content(turn.get(what), f"{place}.{what}")}
+    message: Message = {"role": role, "content": _parse_content(turn.get(what), f"{place}.{what}")}
     if len(turn) > len(keys) or what not in turn:
-        message |= _rest(turn, place)
+        message |= _extra_fields(turn, place)
     if what not in turn and "tool_calls" not in message:
-        raise UnfitError(f"{place} has no {what!r}; found: {', '.join(map(ascii, turn))}")
+        raise UnusableRecordError(f"{place} has no {what!r}; found: {', '.join(map(ascii, turn))}")
     return message
 
 
-def _content(value: Any, place: str) -> str:
+def _parse_content(value: Any, place: str) -> str:
     """A message's text; OpenAI's lists of text parts are joined."""
     if not isinstance(value, list):
-        return text_from(value, place)
+        return parse_text(value, place)
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise UnfitError(f"{place}[{number}] is no text part; only text can be learned from")
-    return text_from("".join(map(str, texts)), place)
+            raise UnusableRecordError(f"{place}[{number}] is no text part; only text can be learned from")
+    return parse_text("".join(map(str, texts)), place)
 
 
-def _rest(turn: Mapping[str, Any], place: str) -> Message:
+def _extra_fields(turn: Mapping[str, Any], place: str) -> Message:
     """What a template may read beside role and content: calls, names, reasoning, flags; nulls say nothing."""
     known = ("role", "content", "from", "value")
     rest = {key: value for key, value in turn.items() if value is not None and key not in known}
-    calls = decoded(rest.pop("tool_calls", None), f"{place}.tool_calls")
+    calls = decode_json(rest.pop("tool_calls", None), f"{place}.tool_calls")
     if "function_call" in rest:  # OpenAI's older form of a single call
-        calls = decoded(rest.pop("function_call"), f"{place}.function_call")
-    message: Message = {key: plain(value, f"{place}.{key}") for key, value in rest.items()}
+        calls = decode_json(rest.pop("function_call"), f"{place}.function_call")
+    message: Message = {key: to_plain_json(value, f"{place}.{key}") for key, value in rest.items()}
     if calls:
-        message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+        message["tool_calls"] = _parse_tool_calls(calls, f"{place}.tool_calls")
     return message
 
 
-def _calls(value: Any, place: str) -> list[Any]:
+def _parse_tool_calls(value: Any, place: str) -> list[Any]:
     """Tool calls in OpenAI's form, their arguments as an object: templates would quote a text once more."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
         called = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
-            raise UnfitError(f"{place} holds {type_name(call)}, expected calls with a function's name and arguments")
-        arguments = decoded(called.get("arguments", called.get("parameters")), f"{place}.arguments")
+            raise UnusableRecordError(
+                f"{place} holds {type_name(call)}, expected calls with a function's name and arguments"
+            )
+        arguments = decode_json(called.get("arguments", called.get("parameters")), f"{place}.arguments")
         if not isinstance(arguments, (Mapping, type(None))):
-            raise UnfitError(f"{place}.arguments is {type_name(arguments)}, expected an object")
+            raise UnusableRecordError(f"{place}.arguments is {type_name(arguments)}, expected an object")
         outer = {key: one for key, one in call.items() if key not in ("function", "name", "arguments", "parameters")}
         function = {"name": called["name"], "arguments": arguments or {}}
-        calls.append(plain({"type": "function", **outer, "function": function}, place))
+        calls.append(to_plain_json({"type": "function", **outer, "function": function}, place))
     return calls
 
 
-def tools_from(value: Any, place: str) -> list[Any] | None:
+def parse_tools(value: Any, place: str) -> list[Any] | None:
     """The tools of a conversation, from a list of schemas, JSON of one, or a list of such JSON."""
-    tools = decoded(value, place)
+    tools = decode_json(value, place)
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise UnfitError(f"{place} holds {type_name(tools)}, expected a list of tools")
-    schemas = [decoded(tool, place) for tool in tools]
+        raise UnusableRecordError(f"{place} holds {type_name(tools)}, expected a list of tools")
+    schemas = [decode_json(tool, place) for tool in tools]
     if not all(isinstance(schema, Mapping) for schema in schemas):
-        raise UnfitError(f"{place} holds a tool that is no object with its schema")
-    return [plain(schema, place) for schema in schemas]
+        raise UnusableRecordError(f"{place} holds a tool that is no object with its schema")
+    return [to_plain_json(schema, place) for schema in schemas]
 
 
-def closed(messages: list[Message]) -> tuple[list[Message], int]:
+def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
     """The messages up to the last answer, and how many behind it were left out; an empty answer where there is none."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -234,7 +236,7 @@ _SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecordReader:
     """How the records of one source are read."""
 
     described: str
@@ -242,23 +244,25 @@ class Reading:
     _conversation: Callable[[Fields], Conversation]
     _parts: Callable[[Fields], list[tuple[str, Fields]]] | None = None
 
-    def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[Row | Fault]:
+    def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
         """What a record holds: one row, or several where the shape has several examples in a record."""
         try:
             parts = self._parts(fields) if self._parts else [("", fields)]
-        except UnfitError as unfit:
-            yield Fault(where, str(unfit), source)
+        except UnusableRecordError as unfit:
+            yield MalformedRecord(where, str(unfit), source)
             return
         for place, part in parts:
             try:
-                yield Row(where + place, self._conversation(part), source, fields)
-            except UnfitError as unfit:
-                yield Fault(where + place, str(unfit), source)
+                yield SourceRow(where + place, self._conversation(part), source, fields)
+            except UnusableRecordError as unfit:
+                yield MalformedRecord(where + place, str(unfit), source)
             except RecursionError:
-                yield Fault(where + place, "values are nested too deep", source)
+                yield MalformedRecord(where + place, "values are nested too deep", source)
 
 
-def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str, setting: str = "prepare") -> Reading:
+def detect_schema(
+    records: Sequence[Fields], shape: Shape, columns: ColumnSettings, label: str, setting: str = "prepare"
+) -> RecordReader:
     """What the records of a source are, from the first of them.
 
     `label` is what the source is called, `setting` the key path of its settings `shape` and `columns`.
@@ -266,7 +270,7 @@ def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str
     Raises:
         DataError: nothing fits; the message names the columns found and what to set.
     """
-    seen = Seen(records, columns, label, setting)
+    seen = SampledRecords(records, columns, label, setting)
     if shape == "auto" and columns.messages:
         shape = seen.shape_of(seen.named("messages"))
     elif shape == "auto" and columns.prompt:
@@ -286,10 +290,10 @@ def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str
 # -------------------------------------------------------------------------------------------------------------- finding
 
 
-class Seen:
+class SampledRecords:
     """The first records of a source, and the names that its settings give to columns."""
 
-    def __init__(self, records: Sequence[Fields], columns: Columns, label: str, setting: str) -> None:
+    def __init__(self, records: Sequence[Fields], columns: ColumnSettings, label: str, setting: str) -> None:
         self.records, self.columns, self._label, self._setting = records, columns, label, setting
         counts = Counter(name for fields in records for name in fields)
         self.names = list(counts)
@@ -300,7 +304,7 @@ class Seen:
     @property
     def found(self) -> str:
         """The columns, with what they hold."""
-        shown = [f"{_shown(name)} ({type_name(self.sample(name))})" for name in self.names[:_SHOWN_COLUMNS]]
+        shown = [f"{_escape_name(name)} ({type_name(self.sample(name))})" for name in self.names[:_SHOWN_COLUMNS]]
         return ", ".join(shown) + (" ..." if len(self.names) > _SHOWN_COLUMNS else "") or "none"
 
     def sample(self, column: str) -> Any:
@@ -317,7 +321,7 @@ class Seen:
         if name is None:
             return self.usual(*names)
         if name not in self.names:
-            found = ", ".join(map(_shown, self.names[:_SHOWN_COLUMNS])) or "none"
+            found = ", ".join(map(_escape_name, self.names[:_SHOWN_COLUMNS])) or "none"
             raise DataError(f"{self._label}: no column {name!r} ({self._setting}.columns.{role}); found: {found}")
         return name
 
@@ -333,8 +337,8 @@ class Seen:
         """Names of who says what in the turns that a column holds; None if it holds no turns."""
         for fields in self.records:
             try:
-                turns = decoded(fields.get(column), column)
-            except UnfitError:
+                turns = decode_json(fields.get(column), column)
+            except UnusableRecordError:
                 continue
             if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
                 return next((keys for keys in TURNS.values() if keys[0] in turns[0]), None)
@@ -351,44 +355,44 @@ class Seen:
         )
 
 
-def _shown(name: Any) -> str:
+def _escape_name(name: Any) -> str:
     return str(name).encode(errors="backslashreplace").decode()
 
 
-def value_in(fields: Fields, column: str) -> Any:
+def column_value(fields: Fields, column: str) -> Any:
     """What a record has in a column. Raises UnfitError where it has none."""
     try:
         return fields[column]
     except KeyError:
-        found = ", ".join(map(_shown, list(fields)[:_SHOWN_COLUMNS])) or "none"
-        raise UnfitError(f"no column {column!r}; found: {found}") from None
+        found = ", ".join(map(_escape_name, list(fields)[:_SHOWN_COLUMNS])) or "none"
+        raise UnusableRecordError(f"no column {column!r}; found: {found}") from None
 
 
-def text_in(fields: Fields, column: str) -> str:
+def column_text(fields: Fields, column: str) -> str:
     """The text of a column. Raises UnfitError where a record has none."""
-    return text_from(value_in(fields, column), f"column {column!r}")
+    return parse_text(column_value(fields, column), f"column {column!r}")
 
 
-def optional_text(fields: Fields, column: str) -> str:
+def optional_column_text(fields: Fields, column: str) -> str:
     """The text of a column that records may have or not, and of no column: empty."""
-    return text_from(fields.get(column), f"column {column!r}") if column else ""
+    return parse_text(fields.get(column), f"column {column!r}") if column else ""
 
 
-def _system(seen: Seen) -> str:
+def _find_system_column(seen: SampledRecords) -> str:
     """The column with a system message; only a named one where the settings name the other columns."""
     return seen.optional("system", *(() if seen.columns.prompt else _SYSTEMS))
 
 
-def _with_tools(reading: Reading, column: str, seen: Seen) -> Reading:
+def _with_tools(reading: RecordReader, column: str, seen: SampledRecords) -> RecordReader:
     def conversation(fields: Fields) -> Conversation:
-        return replace(reading._conversation(fields), tools=tools_from(fields.get(column), column))
+        return replace(reading._conversation(fields), tools=parse_tools(fields.get(column), column))
 
     return replace(reading, described=reading.described + seen.also(tools=column), _conversation=conversation)
 
 
-def _one_turn(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
+def _single_turn_conversation(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
     messages: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    if text := optional_text(fields, system):
+    if text := optional_column_text(fields, system):
         messages.insert(0, {"role": "system", "content": text})
     return Conversation(messages)
 
@@ -396,72 +400,80 @@ def _one_turn(fields: Fields, prompt: str, response: str, system: str) -> Conver
 # -------------------------------------------------------------------------------------------------------------- shapes
 
 
-def _conversations(seen: Seen, shape: Shape) -> Reading | None:
+def _detect_conversations(seen: SampledRecords, shape: Shape) -> RecordReader | None:
     keys = TURNS[shape]
     column = seen.named("messages", *(name for name in CONVERSATIONS if seen.keys_of(seen.usual(name)) == keys))
     if not column or seen.keys_of(column) != keys:
         return None
-    system = _system(seen)
+    system = _find_system_column(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        messages = messages_from(value_in(fields, column), column, keys)
+        messages = parse_messages(column_value(fields, column), column, keys)
         if not messages or messages[0]["role"] != "system":
-            text = optional_text(fields, system)
+            text = optional_column_text(fields, system)
             messages = [{"role": "system", "content": text}, *messages] if text else messages
-        kept, unanswered = closed(messages)
+        kept, unanswered = trim_after_last_answer(messages)
         return Conversation(kept, unanswered=unanswered)
 
     name = "OpenAI messages" if shape == "messages" else "ShareGPT turns"
-    return Reading(f"{name} in `{column}`{seen.also(system=system)}", conversation)
+    return RecordReader(f"{name} in `{column}`{seen.also(system=system)}", conversation)
 
 
-def _instances(seen: Seen) -> Reading | None:
+def _detect_instances(seen: SampledRecords) -> RecordReader | None:
     instruction, instances = seen.named("prompt", "instruction"), seen.usual("instances")
     sample = seen.sample(instances)
     if not instruction or not (isinstance(sample, list) or (isinstance(sample, str) and sample.lstrip()[:1] == "[")):
         return None
 
     def parts(fields: Fields) -> list[tuple[str, Fields]]:
-        several = decoded(value_in(fields, instances), instances)
+        several = decode_json(column_value(fields, instances), instances)
         if not isinstance(several, list) or not several:
-            raise UnfitError(f"column {instances!r} holds {type_name(several)}, expected a list of input and output")
+            raise UnusableRecordError(
+                f"column {instances!r} holds {type_name(several)}, expected a list of input and output"
+            )
         return [(f"[{number}]", {**fields, instances: one}) for number, one in enumerate(several)]
 
     def conversation(fields: Fields) -> Conversation:
         one = fields[instances]
         if not isinstance(one, dict):
-            raise UnfitError(f"instance is {type_name(one)}, expected an object with input and output")
-        question = joined(text_in(fields, instruction), text_from(one.get("input"), "input"))
-        return _one_turn(fields, question, text_in(one, "output"), system)
+            raise UnusableRecordError(f"instance is {type_name(one)}, expected an object with input and output")
+        question = join_instruction(column_text(fields, instruction), parse_text(one.get("input"), "input"))
+        return _single_turn_conversation(fields, question, column_text(one, "output"), system)
 
-    system = _system(seen)
-    return Reading(
+    system = _find_system_column(seen)
+    return RecordReader(
         f"{instruction}, and input and output of each of `{instances}`{seen.also(system=system)}", conversation, parts
     )
 
 
-def _choices(seen: Seen) -> Reading | None:
+def _detect_choices(seen: SampledRecords) -> RecordReader | None:
     question = seen.named("prompt", *_QUESTIONS)
-    marked = (name for name in seen.names if name == seen.usual(name.strip().casefold()) and _marks(seen.sample(name)))
+    marked = (
+        name
+        for name in seen.names
+        if name == seen.usual(name.strip().casefold()) and _marked_answers(seen.sample(name))
+    )
     choices = seen.named("response", "mc1_targets") or next(marked, "")
-    if not question or not _marks(seen.sample(choices)):
+    if not question or not _marked_answers(seen.sample(choices)):
         return None
 
     def conversation(fields: Fields) -> Conversation:
-        right = [answer for answer, mark in _marks(value_in(fields, choices)) if mark == 1]
+        right = [answer for answer, mark in _marked_answers(column_value(fields, choices)) if mark == 1]
         if len(right) != 1:
-            raise UnfitError(f"column {choices!r} marks {len(right)} answers as right, expected one")
-        return _one_turn(fields, text_in(fields, question), text_from(right[0], f"column {choices!r}"), system)
+            raise UnusableRecordError(f"column {choices!r} marks {len(right)} answers as right, expected one")
+        return _single_turn_conversation(
+            fields, column_text(fields, question), parse_text(right[0], f"column {choices!r}"), system
+        )
 
-    system = _system(seen)
-    return Reading(f"{question}, and the answer marked 1 in `{choices}`{seen.also(system=system)}", conversation)
+    system = _find_system_column(seen)
+    return RecordReader(f"{question}, and the answer marked 1 in `{choices}`{seen.also(system=system)}", conversation)
 
 
-def _marks(value: Any) -> list[tuple[Any, Any]]:
+def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
     """Answers with their marks 0 or 1, of {answer: mark} or {"choices": [answer], "labels": [mark]}; else none."""
     try:
-        value = decoded(value, "")
-    except UnfitError:
+        value = decode_json(value, "")
+    except UnusableRecordError:
         return []
     if not isinstance(value, dict):
         return []
@@ -472,45 +484,45 @@ def _marks(value: Any) -> list[tuple[Any, Any]]:
     return pairs if all(mark in (0, 1) and not isinstance(mark, bool) for _, mark in pairs) else []
 
 
-def _alpaca(seen: Seen) -> Reading | None:
+def _detect_alpaca(seen: SampledRecords) -> RecordReader | None:
     instruction, output = seen.named("prompt", "instruction"), seen.named("response", "output", "response")
     if not instruction or not output:
         return None
-    given, system = seen.optional("", "input", "context"), _system(seen)
+    given, system = seen.optional("", "input", "context"), _find_system_column(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        question = joined(text_in(fields, instruction), optional_text(fields, given))
-        return _one_turn(fields, question, text_in(fields, output), system)
+        question = join_instruction(column_text(fields, instruction), optional_column_text(fields, given))
+        return _single_turn_conversation(fields, question, column_text(fields, output), system)
 
     described = ", ".join(name for name in (instruction, given, output) if name in seen.names)
-    return Reading(f"Alpaca records of {described}{seen.also(system=system)}", conversation)
+    return RecordReader(f"Alpaca records of {described}{seen.also(system=system)}", conversation)
 
 
-def joined(instruction: str, given: str) -> str:
+def join_instruction(instruction: str, given: str) -> str:
     """An instruction, and below it what it is about."""
     return "\n\n".join(filter(None, (instruction, given)))
 
 
-def _pair(seen: Seen) -> Reading | None:
+def _detect_pair(seen: SampledRecords) -> RecordReader | None:
     usual = ((seen.usual(prompt), seen.usual(response)) for prompt, response in PAIRS)
     named = (seen.named("prompt"), seen.named("response"))
     prompt, response = named if all(named) else next((pair for pair in usual if all(pair)), ("", ""))
     if not prompt:
         return None
-    system = _system(seen)
+    system = _find_system_column(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        return _one_turn(fields, text_in(fields, prompt), text_in(fields, response), system)
+        return _single_turn_conversation(fields, column_text(fields, prompt), column_text(fields, response), system)
 
-    return Reading(f"columns {prompt}, {response}{seen.also(system=system)}", conversation)
+    return RecordReader(f"columns {prompt}, {response}{seen.also(system=system)}", conversation)
 
 
 # In the order in which they are looked for: the more there must be, the earlier.
-_FINDERS: dict[Shape, Callable[[Seen], Reading | None]] = {
-    "messages": partial(_conversations, shape="messages"),
-    "sharegpt": partial(_conversations, shape="sharegpt"),
-    "instances": _instances,
-    "choices": _choices,
-    "alpaca": _alpaca,
-    "columns": _pair,
+_FINDERS: dict[Shape, Callable[[SampledRecords], RecordReader | None]] = {
+    "messages": partial(_detect_conversations, shape="messages"),
+    "sharegpt": partial(_detect_conversations, shape="sharegpt"),
+    "instances": _detect_instances,
+    "choices": _detect_choices,
+    "alpaca": _detect_alpaca,
+    "columns": _detect_pair,
 }

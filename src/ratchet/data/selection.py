@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ratchet.config.data import Prepare
 from ratchet.data import deduplication
-from ratchet.data.ingest import Intake, Taken
+from ratchet.data.ingest import IngestedRows, RowIngestion
 from ratchet.data.row_ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
 from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
-from ratchet.storage.records.data import Balanced, Cluster, Leak, NearDuplicates
+from ratchet.storage.records.data import BalanceReport, LeakageReport, NearDuplicateCluster, NearDuplicateReport
 
 CLUSTERS_SHOWN = 12
 TEXT_SHOWN = 400
@@ -28,23 +28,23 @@ _BY_PREFERENCE = {preference: split for split, preference in _PREFERENCE.items()
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """The choice, by row index."""
 
     split: NDArray[np.int8]
     """Index into SPLITS, of dropped rows too."""
     copies: NDArray[np.int32]
     """How often a row is written; 0: dropped."""
-    near_duplicates: NearDuplicates | None
-    leaks: dict[str, Leak]
-    balanced: Balanced | None = None
+    near_duplicates: NearDuplicateReport | None
+    leaks: dict[str, LeakageReport]
+    balanced: BalanceReport | None = None
 
     @property
     def kept(self) -> NDArray[np.bool_]:
         return self.copies > 0
 
 
-def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -> Selection:
+def select_rows(intake: RowIngestion, settings: Prepare, progress: Callable[[int], None]) -> RowSelection:
     """Choose among all rows; what is dropped is booked in the intake's ledger.
 
     Args:
@@ -67,17 +67,19 @@ def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -
     times, balanced = intake.categories.copies((copies > 0) & (split == TRAIN), ids)
     for row in np.flatnonzero((copies > 0) & (times == 0)):
         intake.ledger.drop(BALANCED_OUT, intake.taken.where[row])
-    return Selection(split, copies * times, near, _leaks(intake, settings), balanced)
+    return RowSelection(split, copies * times, near, _leaks(intake, settings), balanced)
 
 
-def _drop_held_out(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8], taught: NDArray[np.bool_]) -> None:
+def _drop_held_out(
+    intake: RowIngestion, kept: NDArray[np.bool_], split: NDArray[np.int8], taught: NDArray[np.bool_]
+) -> None:
     """What a teacher says is no truth to judge by; and to a validation or test prompt, nothing to learn from."""
     for row in np.flatnonzero(taught & (split != TRAIN)):
         kept[row] = False
         intake.ledger.drop(HELD_OUT, intake.taken.where[row], f"its prompt is of {SPLITS[split[row]]}")
 
 
-def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]) -> None:
+def _drop_exact(intake: RowIngestion, kept: NDArray[np.bool_], rank: NDArray[np.int64]) -> None:
     rows = np.flatnonzero(kept)
     keys = np.frombuffer(b"".join(intake.taken.keys), dtype=[("high", ">u8"), ("low", ">u8")])[rows]
     order = np.lexsort((rank[rows], keys["low"], keys["high"]))
@@ -88,7 +90,9 @@ def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]
         intake.ledger.drop("duplicate", intake.taken.where[row], f"as {intake.taken.where[before]}")
 
 
-def _drop_divided(intake: Intake, settings: Prepare, kept: NDArray[np.bool_], preference: NDArray[np.int64]) -> None:
+def _drop_divided(
+    intake: RowIngestion, settings: Prepare, kept: NDArray[np.bool_], preference: NDArray[np.int64]
+) -> None:
     """A source with its own split may have prompts (or groups) that others have too: they stay in the better split."""
     if not any(source.split for source in settings.sources):
         return  # drawn splits keep them together
@@ -104,7 +108,7 @@ def _drop_divided(intake: Intake, settings: Prepare, kept: NDArray[np.bool_], pr
         intake.ledger.drop("leaked", taken.where[row], f"its {what} is in the {where} rows too")
 
 
-def _drop_leaked(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8]) -> None:
+def _drop_leaked(intake: RowIngestion, kept: NDArray[np.bool_], split: NDArray[np.int8]) -> None:
     for row, matches in intake.taken.leaks.items():
         if kept[row] and split[row] != TEST:  # a test row teaches nothing
             kept[row] = False
@@ -113,15 +117,15 @@ def _drop_leaked(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8
 
 
 def _drop_near(
-    intake: Intake, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], rank: NDArray[np.int64],
+    intake: RowIngestion, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], rank: NDArray[np.int64],
     progress: Callable[[int], None],
-) -> NearDuplicates:  # fmt: skip
+) -> NearDuplicateReport:  # fmt: skip
     taken, rows = intake.taken, np.flatnonzero(kept)
     bands = np.concatenate(taken.bands)[rows] if taken.bands else np.empty((0, 0), dtype=np.uint64)
     taken.bands.clear()
     found = [
         (int(rows[cluster.kept]), [int(rows[i]) for i in cluster.dropped])
-        for cluster in deduplication.clusters(
+        for cluster in deduplication.cluster_duplicates(
             bands, rank[rows], lambda i: intake.texts[int(rows[i])], settings.duplicates, progress
         )
     ]
@@ -133,7 +137,7 @@ def _drop_near(
             contradicting += int(taken.labels[row] != taken.labels[leader])
             intake.ledger.drop("near_duplicate", taken.where[row], f"like {taken.where[leader]}")
     found.sort(key=lambda cluster: (-len(cluster[1]), rank[cluster[0]]))
-    return NearDuplicates(
+    return NearDuplicateReport(
         threshold=settings.duplicates.near or 0.0,
         shingle_words=settings.duplicates.shingle_words,
         clusters=len(found),
@@ -143,9 +147,9 @@ def _drop_near(
     )
 
 
-def _cluster(intake: Intake, leader: int, others: Sequence[int]) -> Cluster:
+def _cluster(intake: RowIngestion, leader: int, others: Sequence[int]) -> NearDuplicateCluster:
     where = intake.taken.where
-    return Cluster(
+    return NearDuplicateCluster(
         kept=where[leader],
         dropped=tuple(where[row] for row in others[:EXAMPLES]),
         size=1 + len(others),
@@ -154,7 +158,7 @@ def _cluster(intake: Intake, leader: int, others: Sequence[int]) -> Cluster:
 
 
 def _copies(
-    intake: Intake, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], ids: NDArray[np.uint64]
+    intake: RowIngestion, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], ids: NDArray[np.uint64]
 ) -> NDArray[np.int32]:
     """Training rows as often as their source's weight says; the part behind the point is drawn by the row's id."""
     weights = np.array([source.weight for source in settings.sources])[np.array(intake.taken.sources, dtype=np.int64)]
@@ -166,14 +170,14 @@ def _copies(
     return copies
 
 
-def _leaks(intake: Intake, settings: Prepare) -> dict[str, Leak]:
+def _leaks(intake: RowIngestion, settings: Prepare) -> dict[str, LeakageReport]:
     if intake.benchmarks is None:
         return {}
     rows: dict[str, list[str]] = {name: [] for name in intake.benchmarks.documents}
     for where, benchmark, words in _matches(intake.taken):
         rows[benchmark].append(f"{where}: {words}")
     return {
-        name: Leak(
+        name: LeakageReport(
             documents=intake.benchmarks.documents[name],
             unchecked=intake.benchmarks.unchecked[name],
             rows=len(found),
@@ -183,7 +187,7 @@ def _leaks(intake: Intake, settings: Prepare) -> dict[str, Leak]:
     }
 
 
-def _matches(taken: Taken) -> Iterator[tuple[str, str, str]]:
+def _matches(taken: IngestedRows) -> Iterator[tuple[str, str, str]]:
     for row, matches in taken.leaks.items():
         for match in matches:
             yield taken.where[row], match.benchmark, match.words

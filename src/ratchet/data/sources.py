@@ -16,37 +16,37 @@ from typing import Any
 
 import datasets
 
-from ratchet.config.data import Columns, Prepare, Source
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings
 from ratchet.data import readers, schema_detection
-from ratchet.data.conversation import Fault, Row, leaves
-from ratchet.data.readers import Fields, Record, as_written
-from ratchet.data.schema_detection import Reading, flaw
-from ratchet.errors import DamagedError, DataError
+from ratchet.data.conversation import MalformedRecord, SourceRow, join_leaf_texts
+from ratchet.data.readers import Fields, Record, strip_struct_nulls
+from ratchet.data.schema_detection import RecordReader, find_text_flaw
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.storage import digests, output_card
-from ratchet.storage.output_card import CARD_ENDING, card_of
-from ratchet.storage.records.data import PROVENANCE, SelectionCard, Taught
+from ratchet.storage.output_card import CARD_ENDING, card_path
+from ratchet.storage.records.data import PROVENANCE, SelectionCard, TeacherProvenance
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHOWN_CHARACTERS = 300
 
 
-def records(source: Source) -> Iterator[Record]:
+def read_hub_records(source: SourceSettings) -> Iterator[Record]:
     """Every record of `source.dataset`, in order; values of a class label are given by name.
 
     Raises:
         DataError: it cannot be had at this commit; the message says why.
     """
-    split = _split(source)
+    split = _load_split(source)
     classes = {name: kind for name, kind in split.features.items() if isinstance(kind, datasets.ClassLabel)}
     place = f"{source.dataset}[{source.dataset_split}]"
     for index, row in enumerate(split):
-        fields = {name: as_written(value) for name, value in row.items()}
+        fields = {name: strip_struct_nulls(value) for name, value in row.items()}
         for name, kind in classes.items():
             fields[name] = _class_name(kind, fields[name])
         yield f"{place}#{index}", fields
 
 
-def _split(source: Source) -> Any:
+def _load_split(source: SourceSettings) -> Any:
     """The split, from the cache or downloaded into it."""
     if not _COMMIT.fullmatch(source.revision or ""):
         raise DataError(
@@ -90,7 +90,7 @@ def _class_name(kind: datasets.ClassLabel, value: int | None) -> str | None:
 # Sources that are answers of a teacher: known by the card that `ratchet select` puts beside them.
 
 
-def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | None:
+def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> SelectionCard | None:
     """The card of a source's file, if it is answers of a teacher.
 
     Args:
@@ -101,7 +101,7 @@ def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | No
         DataError: it is mixed with other files, or is to be judged by.
         DamagedError: the rows are not those that the card speaks of, or it is no such card.
     """
-    names = [name for name, path in files.items() if card_of(path).is_file()]
+    names = [name for name, path in files.items() if card_path(path).is_file()]
     if not names:
         return None
     if len(files) > 1:
@@ -115,34 +115,34 @@ def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | No
             "teacher: what a model says is no truth to judge by; take split: train, or none"
         )
     name, path = names[0], files[names[0]]
-    card = output_card.card_beside(path, SelectionCard)
+    card = output_card.read_card(path, SelectionCard)
     if card is None:
-        raise DamagedError(
-            f"{name}: {card_of(path).name} beside it is no card of `ratchet select`; choose answers of `ratchet "
+        raise DamagedFileError(
+            f"{name}: {card_path(path).name} beside it is no card of `ratchet select`; choose answers of `ratchet "
             "generate` with that first, and of other files move such a card away"
         )
-    if digests.of_file(path) != card.output:
-        raise DamagedError(
+    if digests.hash_file(path) != card.output:
+        raise DamagedFileError(
             f"{name}: was changed since `ratchet select` wrote it; remove it and run that again, or choose otherwise "
             "with section select (a program of yours can score answers: select.reward)"
         )
     return card
 
 
-def require_no_stranger(source: Source, records: Sequence[Fields]) -> None:
+def require_teacher_card(source: SourceSettings, records: Sequence[Fields]) -> None:
     """Raise DataError for records that say they are answers of a teacher, where no card vouches for them."""
     if any(isinstance(one.get(PROVENANCE), dict) and "generation" in one[PROVENANCE] for one in records):
-        name = card_of(Path(source.files or source.label)).name
+        name = card_path(Path(source.files or source.label)).name
         raise DataError(
             f"{source.label}: its rows were written by `ratchet select` ({PROVENANCE}), but their card is not beside "
             f"them; put {name} there, and the file under the name that it had"
         )
 
 
-def described(card: SelectionCard, training_rows: int) -> Taught:
+def describe_teacher_data(card: SelectionCard, training_rows: int) -> TeacherProvenance:
     """What the dataset card says of it."""
     teachers = zip(card.model_names, card.spec.teachers, strict=True)
-    return Taught(
+    return TeacherProvenance(
         teachers=tuple(f"{name} ({one.kind} {one.model_digest[: digests.SHORT]})" for name, one in teachers),
         generations=tuple(one.generation for one in card.spec.teachers),
         answers=card.answers,
@@ -161,7 +161,7 @@ _GLOB = "*?["
 _SHOWN_FILES = 20
 
 
-class Sources:
+class SourceReader:
     """The rows of prepare.sources, in order."""
 
     files: list[dict[str, Path]]
@@ -179,7 +179,9 @@ class Sources:
             DamagedError: a file by `ratchet select` is not as that wrote it.
         """
         self._settings = settings
-        self.files = [_found(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.sources]
+        self.files = [
+            _find_files(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.sources
+        ]
         self.shapes = [""] * len(settings.sources)
         seen: dict[str, int] = {}
         for number, names in enumerate(self.files):
@@ -190,9 +192,9 @@ class Sources:
                         f"{settings.sources[number].label}; name it once, with a weight if it should count more"
                     )
                 seen[name] = number
-        self.taught = [card_beside(*one) for one in zip(settings.sources, self.files, strict=True)]
+        self.taught = [find_teacher_card(*one) for one in zip(settings.sources, self.files, strict=True)]
 
-    def rows(self) -> Iterator[Row | Fault]:
+    def rows(self) -> Iterator[SourceRow | MalformedRecord]:
         """All rows of all sources; may be called again. Labels are without white space around them.
 
         Raises:
@@ -200,15 +202,17 @@ class Sources:
         """
         for number, source in enumerate(self._settings.sources):
             rows = self._source_rows(number, source)
-            yield from map(_with_label, rows) if self._settings.task == "labels" else rows
+            yield from map(_add_label_answer, rows) if self._settings.task == "labels" else rows
 
-    def _source_rows(self, number: int, source: Source) -> Iterator[Row | Fault]:
+    def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
         records = self._records(number, source)
-        reading: Reading | None = None
+        reading: RecordReader | None = None
         begun = False
         while reading is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
             begun = True
-            if fields := [record[1] for record in head if not isinstance(record, Fault)]:  # faults settle nothing
+            if fields := [
+                record[1] for record in head if not isinstance(record, MalformedRecord)
+            ]:  # faults settle nothing
                 reading = self._settled(number, source, fields)
             yield from self._rows(head, reading, number)
         if reading is None:
@@ -217,48 +221,50 @@ class Sources:
             raise DataError(f"{source.label}: no rows; give it some or take it out of prepare.sources")
         yield from self._rows(records, reading, number)
 
-    def _records(self, number: int, source: Source) -> Iterator[Record]:
+    def _records(self, number: int, source: SourceSettings) -> Iterator[Record]:
         if source.dataset:
-            yield from records(source)
+            yield from read_hub_records(source)
         for name, path in self.files[number].items():
-            yield from readers.read(path, name)
+            yield from readers.read_records(path, name)
 
-    def _settled(self, number: int, source: Source, fields: Sequence[Fields]) -> Reading:
+    def _settled(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
         shape = source.shape if source.shape != "auto" else self._settings.shape
         columns = source.columns or self._settings.columns
         setting = f"prepare.sources[{number}]" if source.columns else "prepare"
         if self.taught[number] is None:
-            require_no_stranger(source, fields)
+            require_teacher_card(source, fields)
         elif source.shape == "auto" and source.columns is None:
-            shape, columns = "messages", Columns(messages="messages")
-        reading = schema_detection.settle(fields, shape, columns, source.label, setting)
+            shape, columns = "messages", ColumnSettings(messages="messages")
+        reading = schema_detection.detect_schema(fields, shape, columns, source.label, setting)
         self.shapes[number] = reading.described
         return reading
 
-    def _rows(self, records: Iterable[Record], reading: Reading | None, number: int) -> Iterator[Row | Fault]:
+    def _rows(
+        self, records: Iterable[Record], reading: RecordReader | None, number: int
+    ) -> Iterator[SourceRow | MalformedRecord]:
         split = self._settings.split
         divided_by = split.group or split.stratify or split.time
         for record in records:
-            if isinstance(record, Fault):
+            if isinstance(record, MalformedRecord):
                 yield replace(record, source=number)
             elif reading:
                 where, fields = record
                 value = fields.get(divided_by) if divided_by else None
-                if isinstance(value, str) and (problem := flaw(value)):
-                    yield Fault(where, f"field {divided_by!r} {problem}", number)
+                if isinstance(value, str) and (problem := find_text_flaw(value)):
+                    yield MalformedRecord(where, f"field {divided_by!r} {problem}", number)
                 else:
                     yield from reading.rows(where, fields, number)
 
 
-def _with_label(row: Row | Fault) -> Row | Fault:
-    if isinstance(row, Fault) or row.conversation.response == row.conversation.response.strip():
+def _add_label_answer(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
+    if isinstance(row, MalformedRecord) or row.conversation.response == row.conversation.response.strip():
         return row
     *before, answer = row.conversation.messages
     answer = {**answer, "content": row.conversation.response.strip()}
     return replace(row, conversation=replace(row.conversation, messages=[*before, answer]))
 
 
-def documents(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
+def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """Evaluation sets (files or globs below data/raw or data/tasks): the texts of each record, a line each, by file.
 
     Raises:
@@ -266,25 +272,25 @@ def documents(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for pattern in names:
-        for name, path in _found(root, pattern, _EVALUATION, "prepare.leakage.files").items():
-            found[name] = [_document(record) for record in readers.read(path, name)]
+        for name, path in _find_files(root, pattern, _EVALUATION, "prepare.leakage.files").items():
+            found[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
             if not found[name]:
                 raise DataError(f"{name}: no records; give it some or take it out of prepare.leakage.files")
     return found
 
 
-def _document(record: Record) -> str:
+def _join_record_texts(record: Record) -> str:
     """All texts of a record in order, however deep they stand."""
-    if isinstance(record, Fault):
+    if isinstance(record, MalformedRecord):
         raise DataError(f"{record.where}: {record.detail}; mend or remove the record")
     where, fields = record
-    text = leaves(fields)
-    if problem := flaw(text):
+    text = join_leaf_texts(fields)
+    if problem := find_text_flaw(text):
         raise DataError(f"{where}: a text {problem}; mend or remove the record")
     return text
 
 
-def watched(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
+def require_watched_path(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
     """A path below one of the folders that DVC watches for a stage. Raises DataError for any other."""
     path = (root / name).absolute()
     # Compared without following links: data/raw may hold a link to a large file elsewhere.
@@ -296,22 +302,22 @@ def watched(root: Path, name: str, folders: Sequence[str], setting: str) -> Path
     return path
 
 
-def _found(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
+def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
     """The files that a name or glob means, by their names relative to the project, sorted."""
-    path = watched(root, pattern, folders, setting)
+    path = require_watched_path(root, pattern, folders, setting)
     relative = path.relative_to(root.absolute()).as_posix()
     try:
-        names = [relative] if path.is_file() else _matches(root, relative)
+        names = [relative] if path.is_file() else _glob_files(root, relative)
         if not names:
-            raise DataError(_missing(root, path, pattern))
+            raise DataError(_describe_missing(root, path, pattern))
     except (OSError, ValueError) as error:
         raise DataError(f"params.yaml: {setting}: {pattern}: cannot be looked for ({error})") from None
     for name in names:
-        readers.check(name)
+        readers.check_ending(name)
     return {name: root / name for name in names}
 
 
-def _matches(root: Path, pattern: str) -> list[str]:
+def _glob_files(root: Path, pattern: str) -> list[str]:
     if not any(sign in pattern for sign in _GLOB):
         return []
     files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
@@ -325,7 +331,7 @@ def _is_card(path: Path) -> bool:
     return of != path and of.is_file()
 
 
-def _missing(root: Path, path: Path, pattern: str) -> str:
+def _describe_missing(root: Path, path: Path, pattern: str) -> str:
     if path.is_dir():
         return f"{pattern}: is a folder; name its files, for example {pattern}/*.jsonl"
     if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():

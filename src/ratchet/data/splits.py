@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.data import Prepare, Split
-from ratchet.data.conversation import Row
+from ratchet.config.data import Prepare, SplitSettings
+from ratchet.data.conversation import SourceRow
 from ratchet.errors import DataError
 from ratchet.storage import digests
 
@@ -35,17 +35,17 @@ SMALLEST_STRATUM = 3
 """Prompts of a stratum below which it cannot be in all three splits; it is all learned from, and noted."""
 
 
-def normalised(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Text without the differences that make no other request: case and white space."""
     return " ".join(text.casefold().split())
 
 
-def position(key: str, seed: int) -> float:
+def hash_position(key: str, seed: int) -> float:
     """Where a key falls in [0, 1): its seeded SHA-256 read as a number."""
-    return int(digests.of_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
+    return int(digests.hash_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
 
 
-def fractions(settings: Prepare) -> dict[SplitName, float]:
+def split_fractions(settings: Prepare) -> dict[SplitName, float]:
     """Share of each split among the rows that no source assigns; a split with a source of its own takes none."""
     own = {source.split for source in settings.sources}
     split = settings.split
@@ -54,7 +54,7 @@ def fractions(settings: Prepare) -> dict[SplitName, float]:
     return {"train": 1 - test - validation, "validation": validation, "test": test}
 
 
-class Divider:
+class SplitAssigner:
     """Splits of many rows: first each is shown (`add`), then `assign` answers for all. A few dozen bytes a row."""
 
     def __init__(self, settings: Prepare, taught: Sequence[bool] = ()) -> None:
@@ -64,8 +64,8 @@ class Divider:
             taught: of each source, whether it is answers of a teacher; none is when this is empty.
         """
         self.settings = settings.split
-        self.fractions = fractions(settings)
-        self._taught = _Taught(taught)
+        self.fractions = split_fractions(settings)
+        self._taught = _TeacherRows(taught)
         self.strata: list[str] = []
         """Names of the strata, by code; in order of first appearance."""
         self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.sources]
@@ -79,7 +79,7 @@ class Divider:
     def __len__(self) -> int:
         return len(self._positions)
 
-    def fault(self, row: Row) -> str | None:
+    def fault(self, row: SourceRow) -> str | None:
         """What keeps a row from being divided (a missing or unusable field), or None."""
         for knob in ("group", "stratify", "time"):
             name = getattr(self.settings, knob)
@@ -91,16 +91,16 @@ class Divider:
                 return f"no field {name!r} (prepare.split.{knob})"
             if isinstance(row.fields[name], (list, Mapping)):
                 return f"field {name!r} (prepare.split.{knob}) holds a {type(row.fields[name]).__name__}"
-            if knob == "time" and _time(row.fields[name]) is None:
+            if knob == "time" and _parse_time(row.fields[name]) is None:
                 return f"field {name!r} (prepare.split.time) is no date and no number: {str(row.fields[name])[:40]!r}"
         return None
 
-    def add(self, row: Row) -> int:
+    def add(self, row: SourceRow) -> int:
         """Take a row that has no fault; returns its index into what `assign` returns."""
-        split, key = self.settings, normalised(row.conversation.prompt)
+        split, key = self.settings, normalize_text(row.conversation.prompt)
         if split.group is not None:
             key = f"group\0{row.fields[split.group]}"
-        self._positions.append(position(key, split.seed))
+        self._positions.append(hash_position(key, split.seed))
         self._forced.append(self._own[row.source])
         self._taught.add(row)
         stratum = ""
@@ -116,9 +116,9 @@ class Divider:
         self._codes.append(code)
         if split.time:
             value = row.fields.get(split.time)
-            self._times.append(_time(value) or 0.0)
+            self._times.append(_parse_time(value) or 0.0)
             if not self._taught.is_taught(row.source):
-                self._kinds.add("numbers" if _number(value) is not None else "dates")
+                self._kinds.add("numbers" if _finite_number(value) is not None else "dates")
         return len(self._positions) - 1
 
     def is_taught(self, source: int) -> bool:
@@ -155,7 +155,7 @@ class Divider:
         elif self.settings.time:
             found[free] = self._by_time(positions[free], np.array(self._times)[free])
         else:
-            found[free] = _drawn(positions[free], self.fractions["test"], self.fractions["validation"])
+            found[free] = _split_positions(positions[free], self.fractions["test"], self.fractions["validation"])
         self._taught.follow(found)
         return found
 
@@ -192,7 +192,7 @@ class Divider:
         split[members[test : test + validation]] = VALIDATION
 
 
-class _Taught:
+class _TeacherRows:
     """Which rows are answers of a teacher, and what the other rows of their prompts are for."""
 
     def __init__(self, sources: Sequence[bool]) -> None:
@@ -206,7 +206,7 @@ class _Taught:
         """Whether the rows of a source are answers of a teacher."""
         return bool(self._sources) and self._sources[source]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SourceRow) -> None:
         """Take the next row."""
         if not self._sources:
             return
@@ -216,7 +216,7 @@ class _Taught:
             prompts.append(prompts[-1].partition("\n\n")[2])  # a system message may have been merged into the prompt
         for one in prompts:
             self._places[taught].append(self._rows)
-            self._keys[taught].append(int(digests.of_bytes(normalised(one).encode())[:16], 16))
+            self._keys[taught].append(int(digests.hash_bytes(normalize_text(one).encode())[:16], 16))
         self._rows += 1
 
     def follow(self, found: NDArray[np.int8]) -> None:
@@ -234,9 +234,9 @@ class _Taught:
         np.maximum.at(found, taught, np.where(same & (at < len(known)), codes[at], TRAIN).astype(np.int8))
 
 
-def _time(value: Any) -> float | None:
+def _parse_time(value: Any) -> float | None:
     """Seconds since 1970, or the number itself; None for what is neither a date (ISO 8601) nor a number."""
-    number = _number(value)
+    number = _finite_number(value)
     if number is not None or isinstance(value, bool):
         return number
     try:
@@ -246,7 +246,7 @@ def _time(value: Any) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
@@ -254,13 +254,13 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def split_of(prompt: str, split: Split) -> SplitName:
+def assign_split(prompt: str, split: SplitSettings) -> SplitName:
     """The split of a row with this prompt where nothing but its content counts."""
-    where = np.array([position(normalised(prompt), split.seed)])
-    return SPLITS[int(_drawn(where, split.test, split.validation)[0])]
+    where = np.array([hash_position(normalize_text(prompt), split.seed)])
+    return SPLITS[int(_split_positions(where, split.test, split.validation)[0])]
 
 
-def _drawn(positions: NDArray[np.float64], test: float, validation: float) -> NDArray[np.int8]:
+def _split_positions(positions: NDArray[np.float64], test: float, validation: float) -> NDArray[np.int8]:
     """The splits of positions in [0, 1): the lowest are test, the next validation."""
     drawn = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
     return drawn.astype(np.int8)

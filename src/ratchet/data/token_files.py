@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ratchet.data.batches import Rows
-from ratchet.data.conversation import Conversation, Encoded
+from ratchet.data.batches import TokenRows
+from ratchet.data.conversation import Conversation, EncodedConversation
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.errors import DataError
 from ratchet.storage import digests
@@ -42,27 +42,29 @@ _SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
 
 
 @dataclass(frozen=True)
-class Sample:
+class PreparedRow:
     """One prepared row."""
 
     id: str
     """Identity of the conversation by content; scores of two models are paired by it."""
     text: str
     """The conversation as JSON."""
-    encoded: Encoded
+    encoded: EncodedConversation
     group: str | None = None
     """Rows with the same one are no independent samples."""
     fields: str = "{}"
     """What else is known of the row: a JSON object of strings."""
 
     @classmethod
-    def of(cls, conversation: Conversation, encoded: Encoded, group: str | None = None, fields: str = "{}") -> Self:
+    def of(
+        cls, conversation: Conversation, encoded: EncodedConversation, group: str | None = None, fields: str = "{}"
+    ) -> Self:
         """A row, named by what it says."""
         text = conversation.to_json()
-        return cls(digests.of_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
+        return cls(digests.hash_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
 
 
-def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
+def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
     lengths = np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
@@ -70,18 +72,18 @@ def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
-def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
+def _column_arrays(samples: Sequence[PreparedRow]) -> list[pa.Array]:
     return [
         pa.array([s.id for s in samples]),
         pa.array([s.text for s in samples]),
-        _lists([s.encoded.input_ids for s in samples]),
-        _lists([s.encoded.labels for s in samples]),
+        _list_array([s.encoded.input_ids for s in samples]),
+        _list_array([s.encoded.labels for s in samples]),
         pa.array([s.group for s in samples], pa.string()),
         pa.array([s.fields for s in samples]),
     ]
 
 
-class Spool:
+class PreparedRowSpool:
     """Samples on their way; written once, then read sorted by id."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,10 +91,10 @@ class Spool:
         self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
         self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
 
-    def add(self, samples: Sequence[Sample], first_row: int) -> None:
+    def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
         """Take samples; the first has index `first_row`, the others follow."""
         rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
-        batch = pa.record_batch([rows, *_columns(samples)], schema=_SPOOLED)
+        batch = pa.record_batch([rows, *_column_arrays(samples)], schema=_SPOOLED)
         bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
         for number in np.unique(bucket):
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
@@ -112,7 +114,7 @@ class Spool:
             yield table.sort_by([("id", "ascending"), ("row", "ascending")])
 
 
-class Fingerprints(NamedTuple):
+class SplitFingerprints(NamedTuple):
     """Of all splits, in order."""
 
     content: str
@@ -141,45 +143,45 @@ class SplitWriters:
                 self._fields.update(digests.canonical_json([split, *values]).encode())
             state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
 
-    def close(self) -> Fingerprints:
+    def close(self) -> SplitFingerprints:
         """Finish the files; says what they hold."""
         for writer in self._writers.values():
             writer.close()
         states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
-        return Fingerprints(digests.of_json(states), self._fields.hexdigest())
+        return SplitFingerprints(digests.hash_json(states), self._fields.hexdigest())
 
 
-def read(data: Path, split: SplitName) -> "datasets.Dataset":
+def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
     """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
 
     Raises:
         DataError: it was prepared before there were all these columns.
     """
-    found: datasets.Dataset = _library().Dataset.from_file(str(_file(data, split)))
+    found: datasets.Dataset = _import_datasets().Dataset.from_file(str(_split_path(data, split)))
     _require_columns(data, found.column_names)
     return found
 
 
-def rows(data: Path, split: SplitName) -> Rows:
-    """A split in memory, as training reads it. Raises as `read`."""
-    return Rows.from_arrow(_table(data, split))
+def load_rows(data: Path, split: SplitName) -> TokenRows:
+    """A split in memory, as training reads it. Raises as `open_split`."""
+    return TokenRows.from_arrow(_map_table(data, split))
 
 
-def lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Tokens of each row of a split, without holding the rows in memory. Raises as `read`."""
-    column = _table(data, split).column("input_ids")
+def read_lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
+    """Tokens of each row of a split, without holding the rows in memory. Raises as `open_split`."""
+    column = _map_table(data, split).column("input_ids")
     # Arrow's own `to_numpy` imports pandas.
     offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
     return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
 
 
-def _file(data: Path, split: SplitName) -> Path:
+def _split_path(data: Path, split: SplitName) -> Path:
     return data / f"{split}.arrow"
 
 
-def _table(data: Path, split: SplitName) -> pa.Table:
+def _map_table(data: Path, split: SplitName) -> pa.Table:
     """A split, mapped."""
-    with pa.memory_map(str(_file(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
+    with pa.memory_map(str(_split_path(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
         _require_columns(data, stream.schema.names)
         return stream.read_all()
 
@@ -189,7 +191,7 @@ def _require_columns(data: Path, there: Sequence[str]) -> None:
         raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
 
 
-def _library() -> Any:
+def _import_datasets() -> Any:
     """`datasets`, imported when it is needed: it takes a third of a second, and training does without."""
     import datasets
 
@@ -198,9 +200,9 @@ def _library() -> Any:
 
 
 @contextmanager
-def fresh_cache() -> Iterator[None]:
+def use_fresh_cache() -> Iterator[None]:
     """Let `datasets` convert files anew: its cache goes by name and time, and may keep rows that have changed."""
-    settings = _library().config
+    settings = _import_datasets().config
     before = settings.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:
         settings.HF_DATASETS_CACHE = Path(folder)

@@ -8,18 +8,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ratchet.data.chat_template import (
-    Anchor,
     ChatTemplate,
     ControlTokens,
-    Skeleton,
+    SpanAnchor,
     SpanFinder,
-    UntrainableError,
-    UnwritableError,
+    TemplateRenderError,
+    TemplateSkeleton,
+    UntrainableTemplateError,
+    build_outline,
     learned_turns,
-    outline,
-    structure,
+    structure_key,
 )
-from ratchet.data.conversation import MASKED, SYSTEM_ROLES, Conversation, Encoded, Message, Refused, text_of
+from ratchet.data.conversation import (
+    MASKED,
+    SYSTEM_ROLES,
+    Conversation,
+    EncodedConversation,
+    Message,
+    RefusedConversation,
+    extract_text,
+)
 from ratchet.errors import DataError
 
 _PROMPTS_CHECKED = 64
@@ -28,13 +36,13 @@ _PROMPT_END = 60
 
 
 @dataclass
-class Draft:
+class ConversationDraft:
     """A conversation as text, and what of it is learned."""
 
     where: str
     conversation: Conversation
     text: str
-    skeleton: Skeleton | None = None
+    skeleton: TemplateSkeleton | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     """What is learned, in characters of the text; each ends with its end-of-turn token."""
     ids: list[int] = field(default_factory=list)
@@ -46,7 +54,7 @@ class Draft:
     straddles: bool = False
     """A learned token carries white space of the prompt too."""
 
-    def fill(self, skeleton: Skeleton, starts: list[int]) -> "Draft":
+    def fill(self, skeleton: TemplateSkeleton, starts: list[int]) -> "ConversationDraft":
         """Set the spans from where the skeleton's literals are in the text."""
         self.skeleton, self.needs_offsets = skeleton, not skeleton.guessable
         for span in skeleton.spans:
@@ -56,15 +64,15 @@ class Draft:
             self.spans.append((start, end))
         return self
 
-    def encoded(self) -> Encoded:
+    def encoded(self) -> EncodedConversation:
         """The ids, masked but where they are learned."""
         labels = [MASKED] * len(self.ids)
         for first, last in self.places:
             labels[first : last + 1] = self.ids[first : last + 1]
-        return Encoded(self.ids, labels)
+        return EncodedConversation(self.ids, labels)
 
 
-class Tokens:
+class DraftTokenizer:
     """A tokenizer as drafts need it."""
 
     def __init__(self, tokenizer: Any, chat: ChatTemplate, control_ids: frozenset[int]) -> None:
@@ -83,7 +91,7 @@ class Tokens:
         text = self._chat.write(question.messages, question.tools, prompt=True)
         return list(self._tokens.encode(text, add_special_tokens=False).ids)
 
-    def tokenise(self, drafts: Sequence[Draft]) -> None:
+    def tokenise(self, drafts: Sequence[ConversationDraft]) -> None:
         """Set the ids of drafts. Offsets of every token, which cost half as much again, only where they are needed."""
         for offsets in (False, True):
             chosen = [draft for draft in drafts if draft.needs_offsets == offsets]
@@ -92,7 +100,7 @@ class Tokens:
             for draft, encoding in zip(chosen, encodings, strict=True):
                 draft.ids, draft.encoding = encoding.ids, encoding if offsets else None
 
-    def prove(self, drafts: Sequence[Draft]) -> list[Encoded | Refused]:
+    def prove(self, drafts: Sequence[ConversationDraft]) -> list[EncodedConversation | RefusedConversation]:
         """Token ids and masks of tokenised drafts.
 
         Raises:
@@ -104,7 +112,7 @@ class Tokens:
             draft.needs_offsets = True
         self.tokenise(wrong)
         refused = self._measure([draft for draft in drafts if draft.encoding is not None])
-        results: list[Encoded | Refused] = []
+        results: list[EncodedConversation | RefusedConversation] = []
         for draft in drafts:
             if refusal := refused.get(id(draft)):
                 results.append(refusal)
@@ -113,13 +121,13 @@ class Tokens:
                 results.append(draft.encoded())
         return results
 
-    def _guess(self, drafts: list[Draft]) -> list[Draft]:
+    def _guess(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
         """Place spans by counting tokens from control tokens, as in earlier rows; returns where that was wrong.
 
         A guess gets no benefit of the doubt: the tokens must decode to the very characters of the span.
         """
         for draft in drafts:
-            draft.places = _follow(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
+            draft.places = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
         wrong = []
         for draft, texts in zip(drafts, self._decode(drafts), strict=True):
             right = texts == [draft.text[start:end] for start, end in draft.spans]
@@ -129,37 +137,41 @@ class Tokens:
                 wrong.append(draft)
         return wrong
 
-    def _measure(self, drafts: list[Draft]) -> dict[int, Refused]:
+    def _measure(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
         """Place spans by the offsets of tokens. Returns where tokens and text differ, by the draft's identity."""
         for draft in drafts:
             if draft.skeleton:
                 spans = zip(draft.spans, draft.skeleton.spans, strict=True)
-                draft.places = [_place(draft, start, end - len(span.ender)) for (start, end), span in spans]
+                draft.places = [
+                    _locate_span_tokens(draft, start, end - len(span.ender)) for (start, end), span in spans
+                ]
             draft.encoding = None
         refused = {}
         for draft, texts in zip(drafts, self._decode(drafts), strict=True):
             for (start, end), decoded in zip(draft.spans, texts, strict=True):
                 if not self._same(decoded, draft.text[start:end]):
-                    refused[id(draft)] = Refused("refused", _difference(draft.text[start:end], decoded))
+                    refused[id(draft)] = RefusedConversation(
+                        "refused", _describe_difference(draft.text[start:end], decoded)
+                    )
             if draft.skeleton and draft.skeleton.anchors is None and id(draft) not in refused:
                 draft.skeleton.anchors = self._anchors(draft)
         return refused
 
-    def _anchors(self, draft: Draft) -> list[Anchor]:
+    def _anchors(self, draft: ConversationDraft) -> list[SpanAnchor]:
         """How to find the spans of a draft from its control tokens."""
         anchors, ids, from_here = [], draft.ids, 0
         for first, last in draft.places:
             inside = ids[first:last].count(ids[last])
             before = next((i for i in range(first - 1, from_here - 1, -1) if ids[i] in self._control_ids), None)
             if before is None:
-                anchors.append(Anchor(None, 0, first - from_here, ids[last], inside))
+                anchors.append(SpanAnchor(None, 0, first - from_here, ids[last], inside))
             else:
                 skipped = ids[from_here:before].count(ids[before])
-                anchors.append(Anchor(ids[before], skipped, first - before, ids[last], inside))
+                anchors.append(SpanAnchor(ids[before], skipped, first - before, ids[last], inside))
             from_here = last + 1
         return anchors
 
-    def _decode(self, drafts: list[Draft]) -> list[list[str]]:
+    def _decode(self, drafts: list[ConversationDraft]) -> list[list[str]]:
         pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.places]
         decoded = iter(self._tokens.decode_batch(pieces, skip_special_tokens=False) if pieces else [])
         return [[next(decoded) for _ in draft.places] for draft in drafts]
@@ -176,7 +188,7 @@ class Tokens:
             normal = normal.replace("▁", " ")  # SentencePiece writes spaces so
         return bool(normal.strip() == decoded)
 
-    def _check(self, draft: Draft) -> None:
+    def _check(self, draft: ConversationDraft) -> None:
         """Raise DataError where inference would give the model other tokens before the last answer than training."""
         ids, skeleton = draft.ids, draft.skeleton
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
@@ -192,7 +204,7 @@ class Tokens:
         prompt = self.prompt_ids(draft.conversation.question)
         if prompt == ids[:first]:
             return
-        equal = _first_difference(prompt, ids[:first])
+        equal = _find_first_difference(prompt, ids[:first])
         apart = self._tokens.decode_batch([prompt[equal:], ids[equal:first]], skip_special_tokens=False)
         if any(text.strip() for text in apart):
             raise DataError(
@@ -202,16 +214,16 @@ class Tokens:
             )
 
 
-def _follow(anchors: list[Anchor], ids: list[int]) -> list[tuple[int, int]]:
+def _follow_anchors(anchors: list[SpanAnchor], ids: list[int]) -> list[tuple[int, int]]:
     """First and last token of each span; empty where a control token is not there."""
     places = []
     at = 0
     try:
         for anchor in anchors:
             if anchor.token is not None:
-                at = _nth(ids, anchor.token, anchor.skipped, at)
+                at = _find_nth(ids, anchor.token, anchor.skipped, at)
             first = at + anchor.distance
-            last = _nth(ids, anchor.end, anchor.ends_inside, first)
+            last = _find_nth(ids, anchor.end, anchor.ends_inside, first)
             places.append((first, last))
             at = last + 1
     except ValueError:
@@ -219,7 +231,7 @@ def _follow(anchors: list[Anchor], ids: list[int]) -> list[tuple[int, int]]:
     return places
 
 
-def _nth(ids: list[int], token: int, skipped: int, at: int) -> int:
+def _find_nth(ids: list[int], token: int, skipped: int, at: int) -> int:
     """Position of a token from `at` on, after others like it. Raises ValueError."""
     place = ids.index(token, at)
     for _ in range(skipped):
@@ -227,7 +239,7 @@ def _nth(ids: list[int], token: int, skipped: int, at: int) -> int:
     return place
 
 
-def _place(draft: Draft, start: int, ender: int) -> tuple[int, int]:
+def _locate_span_tokens(draft: ConversationDraft, start: int, ender: int) -> tuple[int, int]:
     """First and last token of a span that begins at `start` and whose last token begins at `ender`."""
     encoding = draft.encoding
     at = start
@@ -248,15 +260,15 @@ def _place(draft: Draft, start: int, ender: int) -> tuple[int, int]:
     return first, last
 
 
-def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _find_first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _difference(expected: str, decoded: str) -> str:
+def _describe_difference(expected: str, decoded: str) -> str:
     """Where a text and what its tokens stand for begin to differ."""
     expected, decoded = expected.strip(), decoded.strip()
-    at = _first_difference(expected, decoded)
+    at = _find_first_difference(expected, decoded)
     shown = slice(max(0, at - 10), at + 30)
     return f"the tokenizer loses characters: {expected[shown]!r} becomes {decoded[shown]!r}"
 
@@ -276,7 +288,7 @@ _MOST_SKELETONS = 4096
 _TRIAL = Conversation([{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}])
 
 
-class Encoder:
+class ConversationEncoder:
     """Conversations to token ids and masks, by one tokenizer and its chat template; proves every mask.
 
     Learned is what the model must write after the generation prompt: the assistant's words, reasoning and tool calls
@@ -296,8 +308,8 @@ class Encoder:
         """
         self._turns = turns
         self._chat, self._control = ChatTemplate(tokenizer), ControlTokens(tokenizer)
-        self._tokens = Tokens(tokenizer, self._chat, self._control.ids)
-        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        self._tokens = DraftTokenizer(tokenizer, self._chat, self._control.ids)
+        self._skeletons: dict[tuple[str, ...], TemplateSkeleton | None] = {}
         begins = {tokenizer.bos_token} - {tokenizer.eos_token}
         self._finder = SpanFinder(self._chat, self._control, self._control.names - begins)
         self.end_of_turn = self._trial()
@@ -306,17 +318,17 @@ class Encoder:
 
     def _trial(self) -> str:
         try:
-            skeleton = self._finder.find(outline(_TRIAL), None, [1])
-        except UntrainableError as error:
+            skeleton = self._finder.find(build_outline(_TRIAL), None, [1])
+        except UntrainableTemplateError as error:
             raise DataError(f"{error} (seen in a trial conversation of user and assistant)") from None
-        except UnwritableError as error:
-            raise DataError(_unwritable(_TRIAL, error)) from None
+        except TemplateRenderError as error:
+            raise DataError(_describe_render_failure(_TRIAL, error)) from None
         [tried] = self.encode([("trial conversation", _TRIAL)])
-        if isinstance(tried, Refused):
+        if isinstance(tried, RefusedConversation):
             raise DataError(f"the tokenizer cannot write a trial conversation back: {tried.detail}; use another one")
         return skeleton.spans[0].ender
 
-    def encode(self, rows: Sequence[tuple[str, Conversation]]) -> list[Encoded | Refused]:
+    def encode(self, rows: Sequence[tuple[str, Conversation]]) -> list[EncodedConversation | RefusedConversation]:
         """Token ids and masks of rows, each given with the place that it comes from.
 
         Raises:
@@ -324,12 +336,14 @@ class Encoder:
         """
         self._tokens.reset()
         batches = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
-        results: list[Encoded | Refused] = []
-        waiting: tuple[list[Draft | Refused], Future[None]] | None = None
+        results: list[EncodedConversation | RefusedConversation] = []
+        waiting: tuple[list[ConversationDraft | RefusedConversation], Future[None]] | None = None
         with ThreadPoolExecutor(max_workers=1) as pool:  # tokenising leaves Python free to write the next batch
             for batch in batches:
                 drafts = self._drafts(batch)
-                ahead = pool.submit(self._tokens.tokenise, [draft for draft in drafts if isinstance(draft, Draft)])
+                ahead = pool.submit(
+                    self._tokens.tokenise, [draft for draft in drafts if isinstance(draft, ConversationDraft)]
+                )
                 if waiting:
                     results += self._prove(*waiting)
                 waiting = drafts, ahead
@@ -341,38 +355,46 @@ class Encoder:
         """Of what this conversation has beside questions and answers, whether the template leaves it out."""
         [text] = self._chat.write_all([conversation])
         parts = {
-            "system messages": [text_of(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
-            "tool results": [text_of(m) for m in conversation.messages if m["role"] == "tool"],
+            "system messages": [extract_text(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
+            "tool results": [extract_text(m) for m in conversation.messages if m["role"] == "tool"],
             "tools": [_tool_name(tool) for tool in conversation.tools or []],
         }
         return {
-            name: isinstance(text, str) and any(not _is_in(one.strip(), text) for one in said)
+            name: isinstance(text, str) and any(not _is_text_written(one.strip(), text) for one in said)
             for name, said in parts.items()
             if any(one.strip() for one in said)
         }
 
-    def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[Draft | Refused]:
+    def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[ConversationDraft | RefusedConversation]:
         texts = self._chat.write_all([conversation for _, conversation in rows])
         return [self._draft(where, conversation, text) for (where, conversation), text in zip(rows, texts, strict=True)]
 
-    def _prove(self, drafts: list[Draft | Refused], ahead: Future[None]) -> list[Encoded | Refused]:
+    def _prove(
+        self, drafts: list[ConversationDraft | RefusedConversation], ahead: Future[None]
+    ) -> list[EncodedConversation | RefusedConversation]:
         ahead.result()
-        encoded = iter(self._tokens.prove([draft for draft in drafts if isinstance(draft, Draft)]))
-        return [draft if isinstance(draft, Refused) else next(encoded) for draft in drafts]
+        encoded = iter(self._tokens.prove([draft for draft in drafts if isinstance(draft, ConversationDraft)]))
+        return [draft if isinstance(draft, RefusedConversation) else next(encoded) for draft in drafts]
 
-    def _draft(self, where: str, conversation: Conversation, text: str | UnwritableError) -> Draft | Refused:
+    def _draft(
+        self, where: str, conversation: Conversation, text: str | TemplateRenderError
+    ) -> ConversationDraft | RefusedConversation:
         if found := self._control.find(conversation):
-            return Refused("control_token", found)
-        if isinstance(text, UnwritableError) or not _is_unicode(text):
+            return RefusedConversation("control_token", found)
+        if isinstance(text, TemplateRenderError) or not _is_unicode(text):
             surrogate = "a text holds half of a surrogate pair, which is no character"
-            return Refused("refused", surrogate if isinstance(text, str) else f"the chat template raises {text}")
-        if unheard := next((said for said in _asked(conversation) if said not in text), None):
-            return Refused("refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}")
+            return RefusedConversation(
+                "refused", surrogate if isinstance(text, str) else f"the chat template raises {text}"
+            )
+        if unheard := next((said for said in _user_texts(conversation) if said not in text), None):
+            return RefusedConversation(
+                "refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}"
+            )
         learned = learned_turns(conversation.messages, self._turns)
-        draft = Draft(where, conversation, text)
+        draft = ConversationDraft(where, conversation, text)
         if not learned:
             return draft
-        key, texts = structure(conversation)
+        key, texts = structure_key(conversation)
         if self._turns == "flagged":
             key = (*key, str(learned))
         skeleton = self._known(key, conversation, learned)
@@ -380,38 +402,40 @@ class Encoder:
             return draft.fill(skeleton, starts)
         return self._alone(draft, learned)
 
-    def _known(self, key: tuple[str, ...], conversation: Conversation, learned: list[int]) -> Skeleton | None:
+    def _known(self, key: tuple[str, ...], conversation: Conversation, learned: list[int]) -> TemplateSkeleton | None:
         """The skeleton of a structure; None where there is none that holds for every conversation of it."""
         if key not in self._skeletons:
             if len(self._skeletons) >= _MOST_SKELETONS:
                 self._skeletons.clear()
             try:
-                self._skeletons[key] = self._finder.find(outline(conversation), conversation.tools, learned)
-            except (UnwritableError, UntrainableError):
+                self._skeletons[key] = self._finder.find(build_outline(conversation), conversation.tools, learned)
+            except (TemplateRenderError, UntrainableTemplateError):
                 self._skeletons[key] = None
         return self._skeletons[key]
 
-    def _alone(self, draft: Draft, learned: list[int]) -> Draft | Refused:
+    def _alone(self, draft: ConversationDraft, learned: list[int]) -> ConversationDraft | RefusedConversation:
         """The same for one conversation by itself: the texts of turns that are not learned are part of its skeleton.
 
         Templates look into texts: Qwen3's, whether a user's message is the result of a tool.
         """
         conversation = draft.conversation
-        own = outline(conversation, frozenset(learned))
+        own = build_outline(conversation, frozenset(learned))
         answer = repr(conversation.response[:60])
         try:
             skeleton = self._finder.find(own, conversation.tools, learned)
-        except UntrainableError as error:
+        except UntrainableTemplateError as error:
             raise DataError(f"{draft.where}: {error} (last answer: {answer})") from None
-        except UnwritableError as error:
+        except TemplateRenderError as error:
             raise DataError(
                 f"{draft.where}: the chat template raises for some answers only ({error}), so it cannot be told where "
                 "an answer lies; use another template"
             ) from None
         if starts := skeleton.align(draft.text, own.texts):
             return draft.fill(skeleton, starts)
-        if any("</think>" in text_of(conversation.messages[turn]) for turn in learned):
-            return Refused("refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it")
+        if any("</think>" in extract_text(conversation.messages[turn]) for turn in learned):
+            return RefusedConversation(
+                "refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it"
+            )
         raise DataError(
             f"{draft.where}: the chat template changes an answer (last answer: {answer}); a template that rewrites "
             "answers cannot be trained on"
@@ -426,12 +450,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _unwritable(conversation: Conversation, error: UnwritableError) -> str:
+def _describe_render_failure(conversation: Conversation, error: TemplateRenderError) -> str:
     roles = ", ".join(message["role"] for message in conversation.messages)
     return f"the chat template cannot write a conversation of {roles} ({error}); mend chat_template.jinja, or the rows"
 
 
-def _asked(conversation: Conversation) -> Iterator[str]:
+def _user_texts(conversation: Conversation) -> Iterator[str]:
     """What the user says, as templates write it; of content in parts each part is written by itself."""
     for message in conversation.messages:
         if message["role"] == "user" and isinstance(message.get("content"), str):
@@ -443,53 +467,55 @@ def _tool_name(tool: Any) -> str:
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
-def _is_in(said: str, text: str) -> bool:
+def _is_text_written(said: str, text: str) -> bool:
     """Whether a template wrote a text, plainly or as a JSON string."""
     return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
 
 
-def encode(tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all") -> Encoded:
-    """One conversation. Raises DataError like `Encoder`, and where a conversation is refused."""
+def encode_conversation(
+    tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all"
+) -> EncodedConversation:
+    """One conversation. Raises DataError like `ConversationEncoder`, and where a conversation is refused."""
     try:
-        encoder = Encoder(tokenizer, turns)
+        encoder = ConversationEncoder(tokenizer, turns)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     [encoded] = encoder.encode([(where, conversation)])
-    if isinstance(encoded, Refused):
+    if isinstance(encoded, RefusedConversation):
         raise DataError(f"{where}: {encoded.detail}; mend the row, or leave it out")
     return encoded
 
 
-def prompt_ids(tokenizer: Any, question: Conversation) -> list[int]:
+def encode_prompt(tokenizer: Any, question: Conversation) -> list[int]:
     """Token ids up to the place where the assistant begins to speak. Raises DataError where the template refuses."""
-    tokens = Tokens(tokenizer, ChatTemplate(tokenizer), frozenset())
+    tokens = DraftTokenizer(tokenizer, ChatTemplate(tokenizer), frozenset())
     tokens.reset()
     try:
         return tokens.prompt_ids(question)
-    except UnwritableError as error:
-        raise DataError(_unwritable(question, error)) from None
+    except TemplateRenderError as error:
+        raise DataError(_describe_render_failure(question, error)) from None
 
 
-def merge_system(conversation: Conversation) -> Conversation:
+def merge_system_messages(conversation: Conversation) -> Conversation:
     """Put leading system messages into the first user turn, a blank line between; for templates that refuse them."""
     messages = conversation.messages
     leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if not leading or first is None:
         return conversation
-    system = [text for message in messages[:leading] if (text := text_of(message))]
-    merged = [*messages[leading:first], _with_text_before(messages[first], system), *messages[first + 1 :]]
+    system = [text for message in messages[:leading] if (text := extract_text(message))]
+    merged = [*messages[leading:first], _prepend_texts(messages[first], system), *messages[first + 1 :]]
     return replace(conversation, messages=merged)
 
 
-def _with_text_before(message: Message, texts: list[str]) -> Message:
+def _prepend_texts(message: Message, texts: list[str]) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [*({"type": "text", "text": f"{text}\n\n"} for text in texts), *content]}
     return {**message, "content": "\n\n".join([*texts, *([content] if content else [])])}
 
 
-def shorten(encoded: Encoded, max_tokens: int) -> Encoded | None:
+def truncate_conversation(encoded: EncodedConversation, max_tokens: int) -> EncodedConversation | None:
     """Cut a conversation to at most `max_tokens`.
 
     The last answer that begins early enough for one of its tokens to stay ends it: whole where it fits, else cut, with
@@ -502,7 +528,9 @@ def shorten(encoded: Encoded, max_tokens: int) -> Encoded | None:
     for begin in reversed(begins):
         end = next((i for i in range(begin, len(labels)) if labels[i] == MASKED), len(labels))
         if end <= max_tokens:
-            return Encoded(ids[:end], labels[:end])
+            return EncodedConversation(ids[:end], labels[:end])
         if begin + 2 <= max_tokens:
-            return Encoded([*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]])
+            return EncodedConversation(
+                [*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]]
+            )
     return None

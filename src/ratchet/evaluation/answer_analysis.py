@@ -14,21 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.evaluation import Evaluate
-from ratchet.errors import DamagedError, InputError
+from ratchet.errors import DamagedFileError, InputError
 from ratchet.evaluation import answer_metrics, metrics
-from ratchet.evaluation.metric_modules.figures import SHARE, mean, mean_score, proportion
+from ratchet.evaluation.metric_modules.figures import SHARE, mean_metric, mean_score_metric, proportion_metric
 from ratchet.inference import output
 from ratchet.inference.output import LABELS
 from ratchet.inference.prompts import Value
-from ratchet.inference.spec import FINISHES, Card
-from ratchet.storage.html import visible
-from ratchet.storage.records.evaluation import Metric
+from ratchet.inference.spec import FINISHES, GenerationCard
+from ratchet.storage.html import escape_invisible
+from ratchet.storage.records.evaluation import MetricValue
 
 NO_WIDTH = 1e-9
 """Of the range of a figure: what rounding leaves of an interval without width."""
 
 
-def widened(metric: Metric, most: float = 1.0) -> Metric:
+def widen_interval(metric: MetricValue, most: float = 1.0) -> MetricValue:
     """The same with Wilson's interval, if a normal one has no width because no sample differs from another.
 
     Numbers between 0 and `most` vary the most, for their mean, where each is one of these two: a share. So the interval
@@ -40,7 +40,7 @@ def widened(metric: Metric, most: float = 1.0) -> Metric:
     """
     if metric.high - metric.low > NO_WIDTH * most:
         return metric
-    share = proportion([metric.value / most] * metric.n)
+    share = proportion_metric([metric.value / most] * metric.n)
     low, high = min(metric.value, share.low * most), max(metric.value, share.high * most)
     return metric.model_copy(update={"low": low, "high": high})
 
@@ -49,7 +49,7 @@ def widened(metric: Metric, most: float = 1.0) -> Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GeneratedAnswer:
     """One answer."""
 
     said: str
@@ -61,14 +61,14 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnsweredPrompt:
     """One prompt with its answers."""
 
     id: str
     reference: str | None
     """Without white space at its ends; None: it has none."""
     fields: Mapping[str, Value]
-    answers: Sequence[Given]
+    answers: Sequence[GeneratedAnswer]
     """In the order of their numbers, at least one."""
     labels: "array[float] | None"
     """Log-probability in nats of each of the generation's labels as the whole answer, NaN where it is not known."""
@@ -80,17 +80,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answers:
+class GenerationAnswers:
     """All of a generation."""
 
     path: Path
-    card: Card
-    prompts: Sequence[Asked]
+    card: GenerationCard
+    prompts: Sequence[AnsweredPrompt]
     is_labels: bool
     """Whether answers come from a small set, so that they are judged label by label."""
 
     @property
-    def judged(self) -> Sequence[Asked]:
+    def judged(self) -> Sequence[AnsweredPrompt]:
         """Prompts with a reference."""
         return [one for one in self.prompts if one.reference is not None]
 
@@ -103,7 +103,7 @@ class Answers:
         return (*named, *sorted({one.reference for one in self.prompts if one.reference is not None} - set(named)))
 
     @cached_property
-    def strange(self) -> Sequence[Asked]:
+    def strange(self) -> Sequence[AnsweredPrompt]:
         """Prompts whose reference is none of generate.labels, if these are given."""
         named = set(self.card.spec.generate.labels)
         return [one for one in self.judged if one.reference not in named] if named else []
@@ -114,27 +114,27 @@ def is_output(name: str) -> bool:
     return Path(name).suffix in output.ENDINGS
 
 
-def read_answers(path: Path, card: Card) -> Iterator[Asked]:
+def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
     """Prompt by prompt what an output says.
 
     Raises:
         DamagedError: it is not as it was written.
     """
-    answers: list[Given] = []
+    answers: list[GeneratedAnswer] = []
     count = 0
-    for number, record in enumerate(output.read(path, card), start=1):
+    for number, record in enumerate(output.read_records(path, card), start=1):
         try:
-            answers.append(_given(record))
+            answers.append(_parse_answer(record))
             if len(answers) == card.spec.generate.samples:
-                yield _asked(record, answers, card.spec.generate.labels)
+                yield _parse_prompt(record, answers, card.spec.generate.labels)
                 answers, count = [], count + 1
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(f"{path}: record {number} is none of `ratchet generate` ({error!r})") from None
+            raise DamagedFileError(f"{path}: record {number} is none of `ratchet generate` ({error!r})") from None
     if answers or not count:
-        raise DamagedError(f"{path}: holds {count:,} whole prompts, and its card says {card.prompts:,}")
+        raise DamagedFileError(f"{path}: holds {count:,} whole prompts, and its card says {card.prompts:,}")
 
 
-def read(path: Path, task: str) -> Answers:
+def read_generation(path: Path, task: str) -> GenerationAnswers:
     """All answers of an output.
 
     Args:
@@ -142,40 +142,45 @@ def read(path: Path, task: str) -> Answers:
         task: prepare.task: `labels` if answers come from a small set; generate.labels say so, too.
 
     Raises:
-        SettingsError, DamagedError: see `output.card` and `asked`.
+        SettingsError, DamagedError: see `output.read_card` and `asked`.
     """
-    card = output.card(path)
-    return Answers(path, card, list(read_answers(path, card)), is_labels(card, task))
+    card = output.read_card(path)
+    return GenerationAnswers(path, card, list(read_answers(path, card)), has_label_answers(card, task))
 
 
-def is_labels(card: Card, task: str) -> bool:
+def has_label_answers(card: GenerationCard, task: str) -> bool:
     """Whether answers come from a small set: generate.labels name it, or prepare.task says so."""
     return bool(card.spec.generate.labels) or task == "labels"
 
 
-def accuracy(right: Sequence[float]) -> Metric:
-    """Of `Asked.right`: share of answers that are the reference; the mean of several to a prompt is one sample."""
-    return widened(mean_score(right, "higher", SHARE))
+def compute_accuracy(right: Sequence[float]) -> MetricValue:
+    """Of `AnsweredPrompt.right`: share of answers that are the reference.
+
+    The mean of several answers to a prompt is one sample.
+    """
+    return widen_interval(mean_score_metric(right, "higher", SHARE))
 
 
-def _given(record: Mapping[str, Any]) -> Given:
+def _parse_answer(record: Mapping[str, Any]) -> GeneratedAnswer:
     if record["finish"] not in FINISHES:
         raise ValueError(f"finish {record['finish']!r}")
     nats = record["mean_log_probability"]
     known = nats if nats is not None and math.isfinite(nats) and record["tokens"] else None
-    return Given(record["answer"].strip(), record["finish"], record["tokens"], known)
+    return GeneratedAnswer(record["answer"].strip(), record["finish"], record["tokens"], known)
 
 
-def _asked(record: Mapping[str, Any], answers: Sequence[Given], labels: Sequence[str]) -> Asked:
+def _parse_prompt(
+    record: Mapping[str, Any], answers: Sequence[GeneratedAnswer], labels: Sequence[str]
+) -> AnsweredPrompt:
     reference, said = record.get("reference"), record.get(LABELS)
     known = None
     if labels and said is not None:
         known = array("d", (math.nan if said[label] is None else float(said[label]) for label in labels))
     text = None if reference is None else str(reference).strip()
-    return Asked(str(record["id"]), text, record.get("fields") or {}, tuple(answers), known)
+    return AnsweredPrompt(str(record["id"]), text, record.get("fields") or {}, tuple(answers), known)
 
 
-def written(value: Value) -> str:
+def format_field(value: Value) -> str:
     """A kept field's value for people: texts as they are, the rest as in JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -192,40 +197,42 @@ BINS = 10
 
 
 @dataclass(frozen=True)
-class Bin:
+class CalibrationBin:
     """Prompts whose likeliest label has a probability in one range."""
 
     low: float
     high: float
     confidence: float
     """Mean probability of the likeliest label."""
-    right: Metric
+    right: MetricValue
     """Share of prompts whose likeliest label is the reference."""
 
 
 @dataclass(frozen=True)
-class Calibration:
+class LabelCalibration:
     """Of one generation."""
 
-    bins: Sequence[Bin]
+    bins: Sequence[CalibrationBin]
     """Those that are not empty, in their order."""
     error: float
     """Expected calibration error: mean distance of probability and share, weighted with the prompts of the bins."""
-    brier: Metric
+    brier: MetricValue
     confidence: float
     """Mean probability of the likeliest label."""
-    right: Metric
+    right: MetricValue
     """Share of prompts whose likeliest label is the reference."""
 
 
-def probabilities(nats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+def label_probabilities(nats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Softmax over labels; [prompts, labels]."""
     scores = np.asarray(nats, dtype=np.float64)
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
 
 
-def calibration(labels: Sequence[str], expected: Sequence[str], nats: Sequence[Sequence[float]]) -> Calibration:
+def compute_calibration(
+    labels: Sequence[str], expected: Sequence[str], nats: Sequence[Sequence[float]]
+) -> LabelCalibration:
     """From finite log-probabilities of labels.
 
     Args:
@@ -233,7 +240,7 @@ def calibration(labels: Sequence[str], expected: Sequence[str], nats: Sequence[S
         expected: reference of each prompt, one of the labels; at least one.
         nats: log-probability of each label, for each prompt.
     """
-    shares = probabilities(nats)
+    shares = label_probabilities(nats)
     place = {label: k for k, label in enumerate(labels)}
     true = np.array([place[label] for label in expected])
     likeliest = shares.argmax(axis=1)  # of equals the first
@@ -242,9 +249,9 @@ def calibration(labels: Sequence[str], expected: Sequence[str], nats: Sequence[S
     edges = np.linspace(0.0, 1.0, BINS + 1)
     number = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
     bins = [
-        Bin(
+        CalibrationBin(
             float(edges[k]), float(edges[k + 1]), float(confidence[number == k].mean()),
-            proportion(right[number == k].astype(float).tolist()),
+            proportion_metric(right[number == k].astype(float).tolist()),
         )
         for k in range(BINS)
         if (number == k).any()
@@ -252,8 +259,12 @@ def calibration(labels: Sequence[str], expected: Sequence[str], nats: Sequence[S
     error = sum(one.right.n * abs(one.right.value - one.confidence) for one in bins) / len(true)
     wanted = np.zeros_like(shares)
     wanted[np.arange(len(true)), true] = 1.0
-    brier = widened(mean(((shares - wanted) ** 2).sum(axis=1).tolist(), "lower", "0 to 2, mean of prompts"), most=2.0)
-    return Calibration(bins, error, brier, float(confidence.mean()), proportion(right.astype(float).tolist()))
+    brier = widen_interval(
+        mean_metric(((shares - wanted) ** 2).sum(axis=1).tolist(), "lower", "0 to 2, mean of prompts"), most=2.0
+    )
+    return LabelCalibration(
+        bins, error, brier, float(confidence.mean()), proportion_metric(right.astype(float).tolist())
+    )
 
 
 # What answers are worth beside their references: by label, by category, by how they ended.
@@ -265,7 +276,7 @@ EXACT = "exact_match"
 
 
 @dataclass(frozen=True)
-class Spread:
+class DistributionSummary:
     """How a number is distributed over answers."""
 
     n: int
@@ -277,7 +288,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Unparseable:
+class UnparseableAnswers:
     """Answers that are none of the answers that are possible."""
 
     count: int
@@ -287,7 +298,7 @@ class Unparseable:
 
 
 @dataclass(frozen=True)
-class Likely:
+class LikelihoodAnalysis:
     """What the log-probabilities of labels say, whatever was answered."""
 
     n: int
@@ -295,63 +306,63 @@ class Likely:
     """Prompts with a reference that are not among them: the reference is no label, or a label's is not known."""
     curves: Mapping[str, Mapping[str, Any]]
     """Precision and recall of each label, as services/metrics.curves gives them."""
-    average_precision: Metric
+    average_precision: MetricValue
     """Mean over labels."""
-    calibration: Calibration
+    calibration: LabelCalibration
 
 
 @dataclass(frozen=True)
-class ByLabel:
+class LabelAnalysis:
     """Answers that come from a small set."""
 
-    figures: Mapping[str, Metric]
-    """`accuracy`, `macro_f1`, `micro_f1`, `balanced_accuracy`."""
+    figures: Mapping[str, MetricValue]
+    """`compute_accuracy`, `macro_f1`, `micro_f1`, `balanced_accuracy`."""
     classes: Mapping[str, dict[str, float]]
     """Precision, recall, F1, support and average precision of each label that is a reference."""
-    confusion: metrics.Confusion
+    confusion: metrics.ConfusionMatrix
     pairs: Counter[tuple[str, str]]
     """Reference and answer, where they are not the same: first answers to each prompt."""
-    likely: Likely | None
+    likely: LikelihoodAnalysis | None
     """None: only text is there."""
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SampleAgreement:
     """Among several answers to the same prompt."""
 
     samples: int
-    agreement: Metric
+    agreement: MetricValue
     """Mean over prompts: share of pairs of answers that are the same."""
-    unanimous: Metric
+    unanimous: MetricValue
     """Share of prompts whose answers are all the same."""
-    majority: Metric | None
+    majority: MetricValue | None
     """Share of prompts whose most frequent answer is the reference, of equals the first; None: no references."""
 
 
 @dataclass(frozen=True)
-class Panel:
+class AnswerAnalysis:
     """All that is said of a generation's answers."""
 
-    answers: Answers
-    finishes: Mapping[str, tuple[int, Metric | None]]
+    answers: GenerationAnswers
+    finishes: Mapping[str, tuple[int, MetricValue | None]]
     """How answers ended: how many, and which share of those with a reference are right."""
-    tokens: Spread | None
-    nats: Spread | None
+    tokens: DistributionSummary | None
+    nats: DistributionSummary | None
     """Of the answers' mean log-probabilities."""
-    right: Mapping[str, Metric]
+    right: Mapping[str, MetricValue]
     """Free answers: exact match and token F1; empty for labels, and without references."""
-    labels: ByLabel | None
-    categories: Mapping[str, Mapping[str, Metric]]
+    labels: LabelAnalysis | None
+    categories: Mapping[str, Mapping[str, MetricValue]]
     """Error rate by field of generate.keep and its value."""
     many: Mapping[str, int]
     """Fields with too many values for that, and how many they have."""
-    unparseable: Unparseable | None
+    unparseable: UnparseableAnswers | None
     """None: answers are free."""
-    agreement: Agreement | None
+    agreement: SampleAgreement | None
     """None: one answer to each prompt."""
 
 
-def panel(answers: Answers, seed: int) -> Panel:
+def analyze_answers(answers: GenerationAnswers, seed: int) -> AnswerAnalysis:
     """Judge the answers of a generation.
 
     Args:
@@ -360,23 +371,23 @@ def panel(answers: Answers, seed: int) -> Panel:
     """
     judged = answers.judged
     free = bool(judged) and not answers.is_labels
-    categories, many = _categories(answers, judged)
+    categories, many = _score_categories(answers, judged)
     given = [one for asked in answers.prompts for one in asked.answers]
-    return Panel(
+    return AnswerAnalysis(
         answers=answers,
-        finishes=_finishes(answers),
-        tokens=spread([one.tokens for one in given if one.tokens is not None]),
-        nats=spread([one.nats for one in given if one.nats is not None]),
-        right=_free(judged) if free else {},
-        labels=_by_label(answers, judged, seed) if judged and answers.is_labels else None,
+        finishes=_count_finishes(answers),
+        tokens=summarize_distribution([one.tokens for one in given if one.tokens is not None]),
+        nats=summarize_distribution([one.nats for one in given if one.nats is not None]),
+        right=_score_free_text(judged) if free else {},
+        labels=_analyze_labels(answers, judged, seed) if judged and answers.is_labels else None,
         categories=categories,
         many=many,
-        unparseable=unparseable(answers) if answers.vocabulary else None,
-        agreement=_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
+        unparseable=find_unparseable(answers) if answers.vocabulary else None,
+        agreement=_measure_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
     )
 
 
-def unparseable(answers: Answers) -> Unparseable:
+def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
     """Answers that are none of the vocabulary, and the first of them."""
     known = set(answers.vocabulary)
     found = [
@@ -385,19 +396,19 @@ def unparseable(answers: Answers) -> Unparseable:
         for one in asked.answers
         if one.said not in known
     ]  # fmt: skip
-    return Unparseable(len(found), answers.card.answers, found[:UNPARSEABLE_SHOWN])
+    return UnparseableAnswers(len(found), answers.card.answers, found[:UNPARSEABLE_SHOWN])
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
     """Of numbers, by nearest rank; None of none."""
     ordered = sorted(values)
     if not ordered:
         return None
     least, p5, median, p95, greatest = (ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.5, 0.95, 1))
-    return Spread(len(ordered), least, p5, median, p95, greatest)
+    return DistributionSummary(len(ordered), least, p5, median, p95, greatest)
 
 
-def _finishes(answers: Answers) -> dict[str, tuple[int, Metric | None]]:
+def _count_finishes(answers: GenerationAnswers) -> dict[str, tuple[int, MetricValue | None]]:
     counts, right = Counter[str](), dict[str, list[float]]()
     for asked in answers.prompts:
         for one in asked.answers:
@@ -405,34 +416,36 @@ def _finishes(answers: Answers) -> dict[str, tuple[int, Metric | None]]:
             if asked.reference is not None:
                 right.setdefault(one.finish, []).append(float(one.said == asked.reference))
     return {
-        name: (count, proportion(right[name]) if name in right else None)
+        name: (count, proportion_metric(right[name]) if name in right else None)
         for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     }
 
 
-def _free(judged: Sequence[Asked]) -> dict[str, Metric]:
+def _score_free_text(judged: Sequence[AnsweredPrompt]) -> dict[str, MetricValue]:
     expected = [str(one.reference) for one in judged]
     given = [[answer.said for answer in one.answers] for one in judged]
-    found = answer_metrics.measure(expected, given, Evaluate(measures=("token_f1",)), EXACT)
-    return {one.name: widened(one.metric) for one in found}
+    found = answer_metrics.score_answers(expected, given, Evaluate(measures=("token_f1",)), EXACT)
+    return {one.name: widen_interval(one.metric) for one in found}
 
 
-def _by_label(answers: Answers, judged: Sequence[Asked], seed: int) -> ByLabel:
+def _analyze_labels(answers: GenerationAnswers, judged: Sequence[AnsweredPrompt], seed: int) -> LabelAnalysis:
     expected = [str(one.reference) for one in judged]
     first = [one.answers[0].said for one in judged]
-    classes, confusion = metrics.per_class(expected, first)
-    chance = metrics.majority(expected)
-    figures = {"accuracy": accuracy([one.right for one in judged]).model_copy(update={"chance": chance})}
-    likely = _likely(answers, judged, seed)
+    classes, confusion = metrics.score_classes(expected, first)
+    chance = metrics.majority_share(expected)
+    figures = {"accuracy": compute_accuracy([one.right for one in judged]).model_copy(update={"chance": chance})}
+    likely = _analyze_likelihoods(answers, judged, seed)
     for label, curve in likely.curves.items() if likely else ():
         if label in classes and math.isfinite(curve["average_precision"]):
             classes[label]["average_precision"] = curve["average_precision"]
     pairs = Counter(pair for pair in zip(expected, first, strict=True) if pair[0] != pair[1])
-    figures |= metrics.label_figures(expected, first, seed)
-    return ByLabel(figures, classes, confusion, pairs, likely)
+    figures |= metrics.compute_label_metrics(expected, first, seed)
+    return LabelAnalysis(figures, classes, confusion, pairs, likely)
 
 
-def _likely(answers: Answers, judged: Sequence[Asked], seed: int) -> Likely | None:
+def _analyze_likelihoods(
+    answers: GenerationAnswers, judged: Sequence[AnsweredPrompt], seed: int
+) -> LikelihoodAnalysis | None:
     labels = answers.card.spec.generate.labels
     known = {
         place: one.labels
@@ -443,34 +456,34 @@ def _likely(answers: Answers, judged: Sequence[Asked], seed: int) -> Likely | No
         return None
     nats = list(known.values())
     expected = [str(judged[place].reference) for place in known]
-    return Likely(
-        len(nats), len(judged) - len(nats), metrics.curves(labels, expected, nats),
-        metrics.average_precision(labels, expected, nats, seed), calibration(labels, expected, nats),
+    return LikelihoodAnalysis(
+        len(nats), len(judged) - len(nats), metrics.precision_recall_curves(labels, expected, nats),
+        metrics.mean_average_precision(labels, expected, nats, seed), compute_calibration(labels, expected, nats),
     )  # fmt: skip
 
 
-def _categories(
-    answers: Answers, judged: Sequence[Asked]
-) -> tuple[dict[str, dict[str, Metric]], dict[str, int]]:  # fmt: skip
+def _score_categories(
+    answers: GenerationAnswers, judged: Sequence[AnsweredPrompt]
+) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:  # fmt: skip
     found, many = {}, {}
     for name in answers.card.spec.generate.keep:
         wrong: dict[str, list[float]] = {}
         for one in judged:
             if name in one.fields:
-                wrong.setdefault(written(one.fields[name]), []).append(1.0 - one.right)
+                wrong.setdefault(format_field(one.fields[name]), []).append(1.0 - one.right)
         if len(wrong) > CATEGORIES:
             many[name] = len(wrong)
         elif wrong:
-            found[name] = {value: _error(wrong[value]) for value in sorted(wrong)}
+            found[name] = {value: _error_rate(wrong[value]) for value in sorted(wrong)}
     return found, many
 
 
-def _error(wrong: Sequence[float]) -> Metric:
-    metric = widened(mean_score(wrong, "higher", SHARE))
+def _error_rate(wrong: Sequence[float]) -> MetricValue:
+    metric = widen_interval(mean_score_metric(wrong, "higher", SHARE))
     return metric.model_copy(update={"better": "lower"})
 
 
-def _agreement(answers: Answers) -> Agreement:
+def _measure_agreement(answers: GenerationAnswers) -> SampleAgreement:
     same, unanimous, hits = [], [], []
     samples = answers.card.spec.generate.samples
     for asked in answers.prompts:
@@ -479,14 +492,14 @@ def _agreement(answers: Answers) -> Agreement:
         unanimous.append(float(len(votes) == 1))
         if asked.reference is not None:
             hits.append(float(votes.most_common(1)[0][0] == asked.reference))
-    agreement = widened(mean(same, "unknown", SHARE))
-    return Agreement(samples, agreement, proportion(unanimous), proportion(hits) if hits else None)
+    agreement = widen_interval(mean_metric(same, "unknown", SHARE))
+    return SampleAgreement(samples, agreement, proportion_metric(unanimous), proportion_metric(hits) if hits else None)
 
 
 # What a generation was worth, in a few lines behind its end; the panel says more. Reads answer by answer.
 
 
-def lines(path: Path, task: str) -> list[str]:
+def summarize_generation(path: Path, task: str) -> list[str]:
     """Nothing where no prompt has a reference.
 
     Args:
@@ -496,19 +509,19 @@ def lines(path: Path, task: str) -> list[str]:
     right: list[float] = []
     references: set[str] = set()
     try:
-        card = output.card(path)
+        card = output.read_card(path)
         labels = set(card.spec.generate.labels)
         for asked in read_answers(path, card):
             if asked.reference is not None:
                 right.append(asked.right)
                 references |= {asked.reference} if labels else set()
-        strange = _strange(path, card, labels | references) if labels and right else 0
+        strange = _count_unparseable(path, card, labels | references) if labels and right else 0
     except InputError as error:  # somebody changed it since it was written
         return [f"  not judged: {error}"]
     if not right:
         return []
-    figure = accuracy(right)
-    what = "accuracy" if is_labels(card, task) else "exactly the reference"
+    figure = compute_accuracy(right)
+    what = "accuracy" if has_label_answers(card, task) else "exactly the reference"
     of = f"of {figure.n:,} prompts with a reference"
     told = [f"  {what}: {figure.value:.3f} (95 %: {figure.low:.3f} to {figure.high:.3f}) {of}"]
     if labels:
@@ -517,7 +530,7 @@ def lines(path: Path, task: str) -> list[str]:
     return [*told, f"  more: ratchet report {path}"]
 
 
-def _strange(path: Path, card: Card, possible: Set[str]) -> int:
+def _count_unparseable(path: Path, card: GenerationCard, possible: Set[str]) -> int:
     """Answers that are none of the possible ones. They are read again: which references there are is known now."""
     return sum(one.said not in possible for asked in read_answers(path, card) for one in asked.answers)
 
@@ -535,34 +548,44 @@ NO_REFERENCE = "answers that are nobody's reference, possible or not"
 Lines = Iterator[str]
 
 
-def figure(metric: Metric) -> str:
+def format_metric(metric: MetricValue) -> str:
     """Value, 95 % interval and number of samples."""
     value, low, high = (f"{one:.{PLACES}f}" for one in (metric.value, metric.low, metric.high))
     chance = "" if metric.chance is None else f"; always the most frequent label: {metric.chance:.{PLACES}f}"
     return f"{value} ({low} to {high}), n {metric.n:,}{chance}"
 
 
-def bare(text: str) -> str:
+def sanitize_line(text: str) -> str:
     """A text in one line that cannot move the cursor."""
-    return " ".join(visible(text).split())
+    return " ".join(escape_invisible(text).split())
 
 
-def cut(text: str, longest: int = LONGEST) -> str:
+def truncate_text(text: str, longest: int = LONGEST) -> str:
     """The same, no longer than so many characters."""
-    line = bare(text)
+    line = sanitize_line(text)
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
-def described(panel: Panel) -> str:
+def format_analysis(panel: AnswerAnalysis) -> str:
     """Everything, in lines."""
     card = panel.answers.card
-    head = f"generation {card.id}: {card.answers:,} answers to {card.prompts:,} prompts by {bare(card.model_name)}"
+    head = (
+        f"generation {card.id}: {card.answers:,} answers to {card.prompts:,} prompts "
+        f"by {sanitize_line(card.model_name)}"
+    )
     return "\n".join(
-        [head, *_ends(panel), *_right(panel), *_labels(panel), *_categories_text(panel), *_agreement_text(panel)]
+        [
+            head,
+            *_ending_lines(panel),
+            *_accuracy_lines(panel),
+            *_label_lines(panel),
+            *_category_lines(panel),
+            *_agreement_lines(panel),
+        ]
     )
 
 
-def notes(panel: Panel) -> list[str]:
+def describe_omissions(panel: AnswerAnalysis) -> list[str]:
     """What a reader must know beside the figures: what was left out of them, and why."""
     answers, found = panel.answers, []
     missing = len(answers.prompts) - len(answers.judged)
@@ -574,7 +597,9 @@ def notes(panel: Panel) -> list[str]:
         found.append(f"Prompts without a reference: {missing:,} of {len(answers.prompts):,}; they are in no share that "
                      "is right or wrong.")  # fmt: skip
     if answers.strange:
-        shown = ", ".join(repr(cut(str(text))) for text in sorted({str(one.reference) for one in answers.strange})[:5])
+        shown = ", ".join(
+            repr(truncate_text(str(text))) for text in sorted({str(one.reference) for one in answers.strange})[:5]
+        )
         found.append(
             f"References that are none of the {len(answers.card.spec.generate.labels):,} generate.labels: "
             f"{len(answers.strange):,} ({shown}). They are judged as labels of their own: an answer that says the same "
@@ -583,20 +608,20 @@ def notes(panel: Panel) -> list[str]:
     if panel.labels is not None:
         if len(panel.labels.classes) == 1:
             found.append("All references are the same label: nothing is told apart, and chance is 1.")
-        found += _of_likelihoods(panel, panel.labels)
+        found += _likelihood_lines(panel, panel.labels)
     for name, count in panel.many.items():
-        found.append(f"Field {bare(name)} has {count:,} values: too many for error rates one by one.")
-    if invalid := card_count(panel, "invalid"):
+        found.append(f"Field {sanitize_line(name)} has {count:,} values: too many for error rates one by one.")
+    if invalid := count_card_finishes(panel, "invalid"):
         found.append(f"Answers that ended because the model gave numbers that are none (NaN): {invalid:,}.")
     return found
 
 
-def card_count(panel: Panel, finish: str) -> int:
+def count_card_finishes(panel: AnswerAnalysis, finish: str) -> int:
     """Answers that ended so."""
     return panel.finishes.get(finish, (0, None))[0]
 
 
-def _of_likelihoods(panel: Panel, labels: ByLabel) -> list[str]:
+def _likelihood_lines(panel: AnswerAnalysis, labels: LabelAnalysis) -> list[str]:
     if labels.likely is not None:
         left_out = labels.likely.left_out
         said = f"Prompts in no precision-recall curve and no calibration: {left_out:,}; their reference is no label, or"
@@ -608,45 +633,47 @@ def _of_likelihoods(panel: Panel, labels: ByLabel) -> list[str]:
     return [f"Only text was available: {what}, so that each label's log-probability is recorded."]
 
 
-def _line(name: str, value: str) -> str:
+def _format_line(name: str, value: str) -> str:
     return f"  {name:{NAME_WIDTH - 2}} {value}"
 
 
-def _ends(panel: Panel) -> Lines:
-    yield _line("finish", ", ".join(f"{count:,} {name}" for name, (count, _) in panel.finishes.items()))
+def _ending_lines(panel: AnswerAnalysis) -> Lines:
+    yield _format_line("finish", ", ".join(f"{count:,} {name}" for name, (count, _) in panel.finishes.items()))
     if (tokens := panel.tokens) is not None:
-        yield _line("tokens of an answer", f"median {tokens.median:,.0f}, 95 % have at most {tokens.p95:,.0f}, "
+        yield _format_line("tokens of an answer", f"median {tokens.median:,.0f}, 95 % have at most {tokens.p95:,.0f}, "
                     f"longest {tokens.greatest:,.0f}")  # fmt: skip
     if (nats := panel.nats) is not None:
-        yield _line("mean log-probability", f"median {nats.median:.3f}, 5 % below {nats.p5:.3f}")
-    for note in notes(panel):
+        yield _format_line("mean log-probability", f"median {nats.median:.3f}, 5 % below {nats.p5:.3f}")
+    for note in describe_omissions(panel):
         yield f"  note: {note}"
 
 
-def _right(panel: Panel) -> Lines:
+def _accuracy_lines(panel: AnswerAnalysis) -> Lines:
     for name, metric in panel.right.items():
-        yield _line(name.replace("_", " "), figure(metric))
+        yield _format_line(name.replace("_", " "), format_metric(metric))
 
 
-def _labels(panel: Panel) -> Lines:
+def _label_lines(panel: AnswerAnalysis) -> Lines:
     if (found := panel.unparseable) is not None:
-        shown = "; ".join(f"{bare(where)}: {cut(said) or '(nothing)'!r}" for where, said, _ in found.first[:5])
-        yield _line("unparseable answers", f"{found.count:,} of {found.of:,}" + (f" ({shown})" if shown else ""))
+        shown = "; ".join(
+            f"{sanitize_line(where)}: {truncate_text(said) or '(nothing)'!r}" for where, said, _ in found.first[:5]
+        )
+        yield _format_line("unparseable answers", f"{found.count:,} of {found.of:,}" + (f" ({shown})" if shown else ""))
     if (labels := panel.labels) is None:
         return
     for name, metric in labels.figures.items():
-        yield _line(name.replace("_", " "), figure(metric))
+        yield _format_line(name.replace("_", " "), format_metric(metric))
     if (likely := labels.likely) is not None:
-        yield _line("likeliest label is right", figure(likely.calibration.right))
-        yield _line("mean average precision", figure(likely.average_precision))
-        yield _line("expected calibration error", f"{likely.calibration.error:.3f}; sure by "
+        yield _format_line("likeliest label is right", format_metric(likely.calibration.right))
+        yield _format_line("mean average precision", format_metric(likely.average_precision))
+        yield _format_line("expected calibration error", f"{likely.calibration.error:.3f}; sure by "
                     f"{likely.calibration.confidence:.3f}, right {likely.calibration.right.value:.3f}")  # fmt: skip
-        yield _line("Brier score (0 to 2)", figure(likely.calibration.brier))
-    yield from _classes(labels)
-    yield from _confusion(labels)
+        yield _format_line("Brier score (0 to 2)", format_metric(likely.calibration.brier))
+    yield from _class_lines(labels)
+    yield from _confusion_lines(labels)
 
 
-def _classes(labels: ByLabel) -> Lines:
+def _class_lines(labels: LabelAnalysis) -> Lines:
     found = labels.classes
     order = sorted(found, key=lambda name: (found[name]["f1"], name))
     rest = f" (the worst {LABELS_LISTED} of {len(order):,})" if len(order) > LABELS_LISTED else ""
@@ -656,40 +683,40 @@ def _classes(labels: ByLabel) -> Lines:
         one = found[name]
         values = [f"{one[key]:9.3f}" if key in one else f"{'':>9}" for key in
                   ("f1", "precision", "recall", "average_precision")]  # fmt: skip
-        yield f"  {cut(name):{LONGEST}} {' '.join(values)} {one['support']:9,.0f}"
+        yield f"  {truncate_text(name):{LONGEST}} {' '.join(values)} {one['support']:9,.0f}"
 
 
-def _confusion(labels: ByLabel) -> Lines:
+def _confusion_lines(labels: LabelAnalysis) -> Lines:
     names = labels.confusion.labels
     if len(names) <= LABELS_CROSSED:
-        columns = [*(cut(name, 9) for name in names), OTHER]
+        columns = [*(truncate_text(name, 9) for name in names), OTHER]
         yield from ("", f"confusion matrix (rows: expected; columns: answered; {OTHER}: {NO_REFERENCE})")
         yield f"  {'':{LONGEST}} " + " ".join(f"{name:>9}" for name in columns)
         for name, counts in zip(names, labels.confusion.matrix, strict=True):
-            yield f"  {cut(name):{LONGEST}} " + " ".join(f"{count:9,}" for count in counts)
+            yield f"  {truncate_text(name):{LONGEST}} " + " ".join(f"{count:9,}" for count in counts)
     elif labels.pairs:
         yield from ("", f"taken for each other most often, of {len(labels.pairs):,} pairs")
         for (right, given), count in sorted(labels.pairs.items(), key=lambda item: (-item[1], item[0]))[:PAIRS_LISTED]:
-            yield f"  {cut(right)!r} answered {cut(given) or '(nothing)'!r}: {count:,}"
+            yield f"  {truncate_text(right)!r} answered {truncate_text(given) or '(nothing)'!r}: {count:,}"
 
 
-def _categories_text(panel: Panel) -> Lines:
+def _category_lines(panel: AnswerAnalysis) -> Lines:
     for name, by_value in panel.categories.items():
         worst = sorted(by_value.items(), key=lambda item: (-item[1].value, item[0]))
         rest = f" (the worst {VALUES_LISTED} of {len(worst):,})" if len(worst) > VALUES_LISTED else ""
-        yield from ("", f"error rate by {cut(name)}{rest}", *_values(worst[:VALUES_LISTED]))
+        yield from ("", f"error rate by {truncate_text(name)}{rest}", *_value_lines(worst[:VALUES_LISTED]))
 
 
-def _values(found: Sequence[tuple[str, Metric]]) -> Lines:
+def _value_lines(found: Sequence[tuple[str, MetricValue]]) -> Lines:
     for value, metric in found:
-        yield f"  {cut(value):{LONGEST}} {figure(metric)}"
+        yield f"  {truncate_text(value):{LONGEST}} {format_metric(metric)}"
 
 
-def _agreement_text(panel: Panel) -> Lines:
+def _agreement_lines(panel: AnswerAnalysis) -> Lines:
     if (found := panel.agreement) is None:
         return
     yield from ("", f"among {found.samples} answers to a prompt")
-    yield _line("pairs that agree", figure(found.agreement))
-    yield _line("prompts with one answer only", figure(found.unanimous))
+    yield _format_line("pairs that agree", format_metric(found.agreement))
+    yield _format_line("prompts with one answer only", format_metric(found.unanimous))
     if found.majority is not None:
-        yield _line("most frequent answer is right", figure(found.majority))
+        yield _format_line("most frequent answer is right", format_metric(found.majority))

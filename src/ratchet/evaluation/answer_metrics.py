@@ -16,8 +16,8 @@ from typing import Any
 from ratchet.config.evaluation import Evaluate
 from ratchet.errors import SettingsError
 from ratchet.evaluation import metric_modules
-from ratchet.evaluation.metric_modules.figures import POINTS, SHARE, Better, mean_score
-from ratchet.storage.records.evaluation import Metric
+from ratchet.evaluation.metric_modules.figures import POINTS, SHARE, Better, mean_score_metric
+from ratchet.storage.records.evaluation import MetricValue
 
 MODULES = Path(str(metric_modules.__file__)).parent
 
@@ -40,18 +40,18 @@ UNITS: Mapping[str, tuple[Better, str]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class AnswerMetric:
     """One figure of a model's answers."""
 
     name: str
     values: list[float] | None
     """One a row: the mean over its answers. None where the figure is no function of them (corpus BLEU)."""
-    metric: Metric
+    metric: MetricValue
 
 
-def measure(
+def score_answers(
     expected: Sequence[str], answers: Sequence[Sequence[str]], settings: Evaluate, exact_name: str
-) -> list[Measured]:
+) -> list[AnswerMetric]:
     """Score answers.
 
     Args:
@@ -63,8 +63,8 @@ def measure(
     Raises:
         SettingsError: the regular expression of `answer_format` takes too long on these answers.
     """
-    given = _Given(expected[: len(answers)], answers)
-    with _loader() as load:
+    given = _AnswerPairs(expected[: len(answers)], answers)
+    with _open_metric_loader() as load:
         found = [given.mean(exact_name, load("exact_match", given)["exact_match"], ("higher", SHARE))]
         for name in settings.measures:
             if name == "bleu":
@@ -83,7 +83,7 @@ def measure(
     return found
 
 
-class _Given:
+class _AnswerPairs:
     """Answers and expected answers, pair by pair."""
 
     def __init__(self, expected: Sequence[str], answers: Sequence[Sequence[str]]) -> None:
@@ -91,24 +91,24 @@ class _Given:
         self.answers = [answer for row in answers for answer in row]
         self.expected = [text for text, row in zip(expected, answers, strict=True) for _ in row]
 
-    def mean(self, name: str, values: Sequence[float], kind: tuple[Better, str]) -> Measured:
+    def mean(self, name: str, values: Sequence[float], kind: tuple[Better, str]) -> AnswerMetric:
         """A figure whose samples are rows: an answer drawn again is no new sample, it makes its row's score surer."""
         k = self.per_row
         rows = [sum(values[i : i + k]) / k for i in range(0, len(values), k)]
-        return Measured(name, rows, mean_score(rows, *kind))
+        return AnswerMetric(name, rows, mean_score_metric(rows, *kind))
 
-    def bleu(self, found: Mapping[str, Any]) -> list[Measured]:
+    def bleu(self, found: Mapping[str, Any]) -> list[AnswerMetric]:
         """The mean of the answers' own BLEU, which can be paired, and the corpus figure that papers give."""
         value, low, high = found["corpus"], found["low"], found["high"]
-        corpus = Metric(
+        corpus = MetricValue(
             value=value, n=len(self.answers) // self.per_row, low=min(low, value), high=max(high, value),
             better="higher", unit=POINTS, kind="figure",
         )  # fmt: skip
-        return [self.mean("bleu", found["bleu"], UNITS["bleu"]), Measured("corpus_bleu", None, corpus)]
+        return [self.mean("bleu", found["bleu"], UNITS["bleu"]), AnswerMetric("corpus_bleu", None, corpus)]
 
 
 @contextmanager
-def _loader() -> Iterator[Any]:
+def _open_metric_loader() -> Iterator[Any]:
     """A function that loads one of our modules and computes it on what was given."""
     import evaluate
 
@@ -117,7 +117,7 @@ def _loader() -> Iterator[Any]:
     others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == prefix}
     with tempfile.TemporaryDirectory(prefix="ratchet-measures-") as folder:
 
-        def load(name: str, given: _Given, **wanted: Any) -> Mapping[str, Any]:
+        def load(name: str, given: _AnswerPairs, **wanted: Any) -> Mapping[str, Any]:
             module = evaluate.load(str(MODULES / name), cache_dir=folder, keep_in_memory=True)
             result = module.compute(predictions=given.answers, references=given.expected, **wanted)
             return result if isinstance(result, Mapping) else {}

@@ -25,7 +25,7 @@ OWN = "each model's own"
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class NumericsSpec:
     """How a model computes here: what its scores depend on beside its weights and what it is asked."""
 
     form: Form
@@ -38,7 +38,7 @@ class Arithmetic:
     versions: Mapping[str, str]
 
     @classmethod
-    def of(cls, form: Form, settings: Settings, device: torch.device, batch_rows: int) -> "Arithmetic":
+    def of(cls, form: Form, settings: Settings, device: torch.device, batch_rows: int) -> "NumericsSpec":
         """Of this machine and these settings."""
         dtype = settings.train.compute_dtype if form == "adapter" else settings.export.dtype
         return cls(
@@ -56,7 +56,7 @@ class Arithmetic:
         return {**vars(self), "versions": dict(self.versions)}
 
 
-def terms(
+def comparison_terms(
     settings: Settings,
     card: DatasetCard,
     rows: TestRows,
@@ -71,21 +71,21 @@ def terms(
     asked = settings.evaluate.model_dump(mode="json", exclude={"forms", "quantization_rows", "latency_rows", "judge"})
     return {
         "data": card.digest,
-        "test_rows": digests.of_json(rows.ids),
+        "test_rows": digests.hash_json(rows.ids),
         "fields": card.fields_digest,
-        "general_text": digests.of_bytes(general_text.encode()),
+        "general_text": digests.hash_bytes(general_text.encode()),
         "settings": asked,
         "tasks": dict(tasks),
         "fewshot_seed": harness.FEWSHOT_SEED,
     }
 
 
-def template_of(tokenizer: Any, rows: TestRows, ends: Sequence[int]) -> dict[str, Any]:
+def template_terms(tokenizer: Any, rows: TestRows, ends: Sequence[int]) -> dict[str, Any]:
     """How a model is asked: template, ends of an answer, tokens of the first prompt (a doubled BOS shows there)."""
-    first = tokenization.prompt_ids(tokenizer, rows.conversations[0].question)
+    first = tokenization.encode_prompt(tokenizer, rows.conversations[0].question)
     return {
-        "chat_template": digests.of_bytes(str(tokenizer.chat_template).encode()),
+        "chat_template": digests.hash_bytes(str(tokenizer.chat_template).encode()),
         "ends": [tokenizer.convert_ids_to_tokens(end) for end in ends],
-        "first_prompt": digests.of_json(first),
+        "first_prompt": digests.hash_json(first),
         "add_bos": bool(first) and first[0] == tokenizer.bos_token_id,
     }

@@ -15,22 +15,22 @@ from ratchet.config.schema import Settings
 from ratchet.data import general_text, tokenization
 from ratchet.evaluation import answer_metrics, comparability, harness, metrics, rows
 from ratchet.evaluation.harness import HarnessScores
-from ratchet.evaluation.metrics import Confusion
+from ratchet.evaluation.metrics import ConfusionMatrix
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
 from ratchet.models.loading import Model
 from ratchet.models.memory import capacity
-from ratchet.models.scoring import Likelihood
+from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import Cost, Metric, Sample
+from ratchet.storage.records.evaluation import InferenceCost, MetricValue, SampleScore
 
 
-def measure(
+def measure_cost(
     model: Model, pad: int, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int
-) -> Cost:  # fmt: skip
+) -> InferenceCost:  # fmt: skip
     """Answer at least one prompt, each alone and greedily; the first is answered once before, for warming up.
 
     Memory is what torch has allocated on a GPU at most, weights included; on a CPU it is what the process holds, at
@@ -40,17 +40,17 @@ def measure(
     if cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
     else:
-        capacity.forget_peak()
+        capacity.reset_peak()
     seconds, tokens = [], 0
     for number, prompt in enumerate([prompts[0], *prompts]):
-        _wait(model.device)
+        _synchronize_device(model.device)
         begun = time.perf_counter()
         answer = scoring.generate(model, [prompt], ends, max_new_tokens, pad)[0]
-        _wait(model.device)
+        _synchronize_device(model.device)
         if number:
             seconds.append(time.perf_counter() - begun)
             tokens += len(answer)
-    return Cost(
+    return InferenceCost(
         rows=len(prompts),
         latency_s=statistics.median(seconds),
         latency_p95_s=sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
@@ -60,7 +60,7 @@ def measure(
     )
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize_device(device: torch.device) -> None:
     """Until the GPU has done what it was asked."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -74,7 +74,7 @@ TOLD_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationSubject:
     """A model to be examined."""
 
     who: str
@@ -88,32 +88,32 @@ class Subject:
 
 
 @dataclass
-class Result:
+class EvaluationResult:
     """What one model showed, before it is written."""
 
-    subject: Subject
+    subject: EvaluationSubject
     contract: dict[str, Any]
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    slices: dict[str, dict[str, Metric]] = field(default_factory=dict)
+    metrics: dict[str, MetricValue] = field(default_factory=dict)
+    samples: dict[str, list[SampleScore]] = field(default_factory=dict)
+    slices: dict[str, dict[str, MetricValue]] = field(default_factory=dict)
     answers: list[list[str]] = field(default_factory=list)
     per_class: dict[str, dict[str, float]] = field(default_factory=dict)
-    confusion: Confusion | None = None
+    confusion: ConfusionMatrix | None = None
     curves: dict[str, Any] = field(default_factory=dict)
     documents: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    cost: Cost | None = None
+    cost: InferenceCost | None = None
     notes: list[str] = field(default_factory=list)
 
-    def take(self, name: str, metric: Metric, samples: list[Sample]) -> None:
+    def take(self, name: str, metric: MetricValue, samples: list[SampleScore]) -> None:
         self.metrics[name] = metric
         self.samples[name] = samples
 
 
 @dataclass(frozen=True)
-class Examination:
+class Evaluator:
     """What all models are asked, and how."""
 
-    layout: Layout
+    layout: ProjectLayout
     settings: Settings
     card: DatasetCard
     rows: TestRows
@@ -124,7 +124,9 @@ class Examination:
     kept: bool = True
     """Whether scores may be taken from, and are kept for, other evaluations."""
 
-    def of(self, subject: Subject, model: Any, tokenizer: Any, arithmetic: comparability.Arithmetic) -> Result:
+    def of(
+        self, subject: EvaluationSubject, model: Any, tokenizer: Any, arithmetic: comparability.NumericsSpec
+    ) -> EvaluationResult:
         """Examine a loaded model.
 
         Raises:
@@ -132,18 +134,20 @@ class Examination:
             batches.
             SettingsError: a harness task cannot be run.
         """
-        ends = scoring.end_tokens(model, tokenizer, self.card.end_of_turn)
-        asked = comparability.template_of(tokenizer, self.rows, ends)
+        ends = scoring.list_end_tokens(model, tokenizer, self.card.end_of_turn)
+        asked = comparability.template_terms(tokenizer, self.rows, ends)
         own = self.settings.evaluate.own_templates
-        result = Result(
+        result = EvaluationResult(
             subject,
             {**self.terms, **arithmetic.document(), "template": comparability.OWN if own else asked},
         )
         store = self._store(subject, arithmetic)
-        scorer = Scorer(model, tokenizer.pad_token_id, arithmetic.batch_rows, store, _Meter(self.progress, subject.who))
-        work = _Work(self, result, scorer, tokenizer, ends)
+        scorer = Scorer(
+            model, tokenizer.pad_token_id, arithmetic.batch_rows, store, _ProgressMeter(self.progress, subject.who)
+        )
+        work = _ModelEvaluation(self, result, scorer, tokenizer, ends)
         work.likelihoods()
-        with _cache_in_use(model):
+        with _enable_kv_cache(model):
             work.answers()
             work.label_scores()
             work.harness(model, store)
@@ -151,18 +155,18 @@ class Examination:
         work.slices()
         return result
 
-    def _store(self, subject: Subject, arithmetic: comparability.Arithmetic) -> ScoreStore:
+    def _store(self, subject: EvaluationSubject, arithmetic: comparability.NumericsSpec) -> ScoreStore:
         # What was asked is in the keys; a file holds what one model said in one kind of arithmetic.
-        name = digests.of_json([subject.identity, arithmetic.document()])[:32]
+        name = digests.hash_json([subject.identity, arithmetic.document()])[:32]
         return ScoreStore(self.layout.scores / f"{name}.jsonl" if self.kept else None)
 
 
 @dataclass
-class _Work:
+class _ModelEvaluation:
     """One model's examination while it goes on."""
 
-    examination: Examination
-    result: Result
+    examination: Evaluator
+    result: EvaluationResult
     scorer: Scorer
     tokenizer: Any
     ends: Sequence[int]
@@ -171,7 +175,7 @@ class _Work:
         self.settings = self.examination.settings.evaluate
         self.rows = self.examination.rows
         self.card = self.examination.card
-        self.found: list[Likelihood] = []
+        self.found: list[RowLikelihood] = []
         self.prompts: list[list[int]] = []
 
     def say(self, text: str) -> None:
@@ -188,17 +192,19 @@ class _Work:
         self.say(f"likelihood of {len(self.rows.ids)} rows")
         self.found = self.scorer.likelihoods(self.rows.input_ids, self.rows.labels)
         per_token = [one.nll / one.tokens for one in self.found]
-        self._take("answer_loss", metrics.mean_loss(per_token), per_token)
+        self._take("answer_loss", metrics.mean_loss_metric(per_token), per_token)
         for name, pick in _PERPLEXITIES.items():
             self._take_perplexity(name, self.rows.ids, [pick(one) for one in self.found])
         wanted = self.settings.general
-        blocks = general_text.blocks(self.examination.general_text, self.tokenizer, wanted.block_tokens, wanted.blocks)
+        blocks = general_text.split_into_blocks(
+            self.examination.general_text, self.tokenizer, wanted.block_tokens, wanted.blocks
+        )
         self.say(f"likelihood of {len(blocks)} blocks of general text")
         of_text = [(one.nll, one.tokens) for one in self.scorer.text(blocks)]
         self._take_perplexity("general_perplexity", [f"block {i}" for i in range(len(blocks))], of_text)
 
-    def _take(self, name: str, metric: Metric, values: Sequence[float]) -> None:
-        samples = [Sample(id=key, value=value) for key, value in zip(self.rows.ids, values, strict=False)]
+    def _take(self, name: str, metric: MetricValue, values: Sequence[float]) -> None:
+        samples = [SampleScore(id=key, value=value) for key, value in zip(self.rows.ids, values, strict=False)]
         self.result.take(name, metric, samples)
 
     def _take_perplexity(self, name: str, ids: Sequence[str], found: Sequence[tuple[float, int]]) -> None:
@@ -206,39 +212,39 @@ class _Work:
         kept = [(key, nll, count) for key, (nll, count) in zip(ids, found, strict=True) if count]
         if not kept:
             return
-        samples = [Sample(id=key, value=nll, weight=count) for key, nll, count in kept]
-        self.result.take(name, metrics.perplexity([k[1] for k in kept], [k[2] for k in kept]), samples)
+        samples = [SampleScore(id=key, value=nll, weight=count) for key, nll, count in kept]
+        self.result.take(name, metrics.perplexity_metric([k[1] for k in kept], [k[2] for k in kept]), samples)
 
     def answers(self) -> None:
         """Generated answers against the true ones."""
         count, wanted = self.rows.generated, self.settings
         self.say(f"answering {count} rows" + (f", {wanted.samples} times each" if wanted.samples > 1 else ""))
-        self.prompts = [tokenization.prompt_ids(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
+        self.prompts = [tokenization.encode_prompt(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
         self.result.answers = self.scorer.answers(self.tokenizer, self.prompts, self.ends, wanted)
         labels = self.card.task == "labels"
         expected = self.rows.expected
-        for one in answer_metrics.measure(
+        for one in answer_metrics.score_answers(
             expected, self.result.answers, wanted, "accuracy" if labels else "exact_match"
         ):
             metric = one.metric
             if labels and one.name == "accuracy":
-                metric = metric.model_copy(update={"chance": metrics.majority(expected)})
+                metric = metric.model_copy(update={"chance": metrics.majority_share(expected)})
             if one.values is None:
                 self.result.metrics[one.name] = metric
             else:
                 self._take(one.name, metric, one.values)
         if labels:
             first = [answers[0] for answers in self.result.answers]
-            classes, self.result.confusion = metrics.per_class(expected, first)
+            classes, self.result.confusion = metrics.score_classes(expected, first)
             self.result.per_class = dict(classes)
-            self.result.metrics |= metrics.label_figures(expected, first, wanted.seed)
+            self.result.metrics |= metrics.compute_label_metrics(expected, first, wanted.seed)
 
     def label_scores(self) -> None:
         """How likely each label is: precision-recall curves, and how often the likeliest label is the true one."""
         labels = sorted(self.card.labels)
         if self.card.task != "labels" or not self.settings.label_scores or not labels:
             return
-        ids = rows.label_ids(self.rows, self.tokenizer, labels)
+        ids = rows.encode_labels(self.rows, self.tokenizer, labels)
         if ids is None:
             self.result.notes.append(
                 f"{self.result.subject.who}: the chat template writes an answer not simply behind its prompt, "
@@ -248,8 +254,8 @@ class _Work:
         self.say(f"likelihood of {len(labels)} labels for {len(self.prompts)} rows")
         found = self.scorer.label_scores(self.prompts, ids)
         expected = self.rows.expected
-        self.result.curves = metrics.curves(labels, expected, found)
-        self.result.metrics["macro_average_precision"] = metrics.average_precision(
+        self.result.curves = metrics.precision_recall_curves(labels, expected, found)
+        self.result.metrics["macro_average_precision"] = metrics.mean_average_precision(
             labels, expected, found, self.settings.seed
         )
         for label, curve in self.result.curves.items():
@@ -257,7 +263,7 @@ class _Work:
                 self.result.per_class[label]["average_precision"] = curve["average_precision"]
         likeliest = [labels[max(range(len(labels)), key=lambda k: (row[k], -k))] for row in found]
         hits = [float(a == b) for a, b in zip(likeliest, expected, strict=True)]
-        metric = metrics.proportion(hits).model_copy(update={"chance": metrics.majority(expected)})
+        metric = metrics.proportion_metric(hits).model_copy(update={"chance": metrics.majority_share(expected)})
         self._take("label_accuracy", metric, hits)
 
     def harness(self, model: Any, store: ScoreStore) -> None:
@@ -279,13 +285,13 @@ class _Work:
             return
         values, weights = list(scores.values.values()), scores.weights or {}
         if scores.kind == "perplexity":
-            metric = metrics.perplexity(values, [int(weights[key]) for key in scores.values])
+            metric = metrics.perplexity_metric(values, [int(weights[key]) for key in scores.values])
         else:
-            metric = metrics.mean_score(values, scores.better)
+            metric = metrics.mean_score_metric(values, scores.better)
         # Chance is what guessing gets right; it is known for nothing but the share of right choices.
         if chance is not None and scores.metric.startswith("acc"):
             metric = metric.model_copy(update={"chance": chance})
-        samples = [Sample(id=key, value=one, weight=weights.get(key, 1.0)) for key, one in scores.values.items()]
+        samples = [SampleScore(id=key, value=one, weight=weights.get(key, 1.0)) for key, one in scores.values.items()]
         self.result.take(name, metric, samples)
 
     def cost(self, model: Any, store: ScoreStore) -> None:
@@ -294,7 +300,7 @@ class _Work:
         if not (self.result.subject.costs and count):
             return
         self.say(f"timing {count} answers, one at a time")
-        found = measure(
+        found = measure_cost(
             model, self.tokenizer.pad_token_id, self.prompts[:count], self.ends, self.settings.max_new_tokens
         )
         self.result.cost = found
@@ -304,25 +310,25 @@ class _Work:
         exact = "accuracy" if self.card.task == "labels" else "exact_match"
         hits = [sample.value for sample in self.result.samples.get(exact, [])]
         for part, indices in self.rows.parts(self.settings).items():
-            found: dict[str, Metric] = {}
+            found: dict[str, MetricValue] = {}
             for name, pick in _PERPLEXITIES.items():
                 some = [pick(self.found[i]) for i in indices] if self.found else []
                 if kept := [(nll, count) for nll, count in some if count]:
-                    found[name] = metrics.perplexity([k[0] for k in kept], [k[1] for k in kept])
+                    found[name] = metrics.perplexity_metric([k[0] for k in kept], [k[1] for k in kept])
             if values := [hits[i] for i in indices if i < len(hits)]:
-                found[exact] = metrics.mean_score(values, "higher")
+                found[exact] = metrics.mean_score_metric(values, "higher")
             if found:
                 self.result.slices[part] = found
 
 
-_PERPLEXITIES: dict[str, Callable[[Likelihood], tuple[float, int]]] = {
+_PERPLEXITIES: dict[str, Callable[[RowLikelihood], tuple[float, int]]] = {
     "perplexity": lambda one: (one.nll + one.prompt_nll, one.tokens + one.prompt_tokens),
     "answer_perplexity": lambda one: (one.nll, one.tokens),
     "prompt_perplexity": lambda one: (one.prompt_nll, one.prompt_tokens),
 }
 
 
-class _Meter:
+class _ProgressMeter:
     """Tells how far a long piece of work is, every so often."""
 
     def __init__(self, progress: Progress, who: str) -> None:
@@ -337,7 +343,7 @@ class _Meter:
 
 
 @contextmanager
-def _cache_in_use(model: Any) -> Any:
+def _enable_kv_cache(model: Any) -> Any:
     """Key-value caching is off while training and needed for generating."""
     before = model.config.use_cache
     model.config.use_cache = True

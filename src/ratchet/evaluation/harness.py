@@ -17,13 +17,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ratchet.config.evaluation import Harness
-from ratchet.data.conversation import leaves
-from ratchet.data.harness_tasks import fingerprints, task_files
+from ratchet.config.evaluation import HarnessSettings
+from ratchet.data.conversation import join_leaf_texts
+from ratchet.data.harness_tasks import find_task_files, fingerprint_tasks
 from ratchet.errors import SettingsError
-from ratchet.evaluation.metric_modules.figures import Better, resampled
+from ratchet.evaluation.metric_modules.figures import Better, bootstrap_metric
 from ratchet.storage import digests
-from ratchet.storage.records.evaluation import Metric
+from ratchet.storage.records.evaluation import MetricValue
 
 DIRECTIONS: dict[Any, Better] = {True: "higher", False: "lower"}
 
@@ -49,12 +49,12 @@ class HarnessScores:
     kind: Literal["mean", "perplexity", "figure"] = "mean"
     weights: dict[str, float] | None = None
     """For perplexities: what the nats are counted per (1, words or bytes of a document)."""
-    figure: Metric | None = None
+    figure: MetricValue | None = None
     """For what is no function of documents' scores (F1, BLEU of a corpus, bits per byte)."""
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class HarnessTaskResult:
     """One task, or one group of tasks, on one model."""
 
     task: str
@@ -68,7 +68,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Scored:
+class HarnessSamples:
     """A task's samples as the harness logs them: one a document and filter."""
 
     task: str
@@ -80,7 +80,7 @@ class Scored:
     choices: Callable[[Any], Sequence[str]] | None
     """What can be chosen for a document, in tasks of choice."""
 
-    def result(self, contract: Any, repeats: bool) -> TaskResult:
+    def result(self, contract: Any, repeats: bool) -> HarnessTaskResult:
         """Everything that is kept of the task.
 
         Args:
@@ -98,10 +98,10 @@ class Scored:
                 items.setdefault((metric, name), {})[names[sample["doc_id"]]] = sample[metric]
         scores = tuple(self._scores(metric, name, found) for (metric, name), found in items.items())
         first = {names[sample["doc_id"]]: sample for sample in reversed(self.samples)}
-        asked = [[first[key][part] for part in HASHES] + [_asked(first[key])] for key in names.values()]
-        return TaskResult(
+        asked = [[first[key][part] for part in HASHES] + [_join_prompt_texts(first[key])] for key in names.values()]
+        return HarnessTaskResult(
             task=self.task,
-            digest=digests.of_json([contract, asked]),
+            digest=digests.hash_json([contract, asked]),
             chance=self._chance([first[key] for key in names.values()]),
             scores=scores,
             documents=[self._document(key, first[key], scores) for key in names.values()],
@@ -143,7 +143,7 @@ class Scored:
                 return HarnessScores(
                     self.task, name, better, nats, "perplexity", {key: float(item[1]) for key, item in items.items()}
                 )
-            figure = resampled(aggregation, list(items.values()), better, f"the harness's {kind}")
+            figure = bootstrap_metric(aggregation, list(items.values()), better, f"the harness's {kind}")
         except (TypeError, ValueError) as error:
             raise SettingsError(f"task {self.task}: metric {name} gives no number ({error})") from error
         return HarnessScores(self.task, name, better, {}, "figure", figure=figure)
@@ -185,12 +185,12 @@ class Scored:
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
-def _asked(sample: Mapping[str, Any]) -> str:
+def _join_prompt_texts(sample: Mapping[str, Any]) -> str:
     """Of every prompt and continuation: choices may come from elsewhere than the document."""
-    return digests.of_bytes(repr(sample["arguments"]).encode("utf-8", "surrogatepass"))
+    return digests.hash_bytes(repr(sample["arguments"]).encode("utf-8", "surrogatepass"))
 
 
-def joined(name: str, parts: Sequence[TaskResult], metrics: Sequence[str]) -> TaskResult:
+def merge_tasks(name: str, parts: Sequence[HarnessTaskResult], metrics: Sequence[str]) -> HarnessTaskResult:
     """A group of tasks as one: all documents of all its tasks, each counting the same.
 
     Args:
@@ -200,7 +200,9 @@ def joined(name: str, parts: Sequence[TaskResult], metrics: Sequence[str]) -> Ta
         SettingsError: a metric is no mean of documents in one of the tasks, or is not given by all of them.
     """
     found = []
-    for metric in dict.fromkeys(one.metric for part in parts for one in part.scores if _plain_name(one) in metrics):
+    for metric in dict.fromkeys(
+        one.metric for part in parts for one in part.scores if _base_metric_name(one) in metrics
+    ):
         inner = [one for part in parts for one in part.scores if one.metric == metric]
         if len(inner) < len(parts) or any(one.kind != "mean" for one in inner):
             raise SettingsError(
@@ -212,11 +214,11 @@ def joined(name: str, parts: Sequence[TaskResult], metrics: Sequence[str]) -> Ta
     documents = [{**one, "id": f"{part.task}/{one['id']}"} for part in parts for one in part.documents]
     chances = [(part.chance, len(part.documents)) for part in parts if part.chance is not None]
     chance = sum(c * n for c, n in chances) / sum(n for _, n in chances) if len(chances) == len(parts) else None
-    contract = digests.of_json({part.task: part.digest for part in parts})
-    return TaskResult(name, contract, chance, tuple(found), documents)
+    contract = digests.hash_json({part.task: part.digest for part in parts})
+    return HarnessTaskResult(name, contract, chance, tuple(found), documents)
 
 
-def _plain_name(scores: HarnessScores) -> str:
+def _base_metric_name(scores: HarnessScores) -> str:
     return scores.metric.split(".", maxsplit=1)[0]
 
 
@@ -229,7 +231,16 @@ def _plain_name(scores: HarnessScores) -> str:
 # and
 # with them the last digits of its scores, do not depend on what else is run.
 
-__all__ = ["FEWSHOT_SEED", "HarnessScores", "Recall", "TaskResult", "documents", "fingerprints", "run", "task_files"]
+__all__ = [
+    "FEWSHOT_SEED",
+    "HarnessResultCache",
+    "HarnessScores",
+    "HarnessTaskResult",
+    "find_task_files",
+    "fingerprint_tasks",
+    "read_documents",
+    "run",
+]
 
 FEWSHOT_SEED = 1234
 """Which examples a few-shot task shows; the harness's own default, fixed here because scores depend on it."""
@@ -244,14 +255,14 @@ Asked = tuple[list[int], Any]
 """What a request says: tokens of the prompt, and tokens of the continuation or settings of generation."""
 
 
-class Recall(Protocol):
+class HarnessResultCache(Protocol):
     """Where results are kept between attempts."""
 
     def take(self, key: str, make: Callable[[], Any]) -> Any:
         """What is kept under `key`, else what `make` returns (JSON), kept from now on."""
 
 
-def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) -> dict[str, list[str]]:
+def read_documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) -> dict[str, list[str]]:
     """Every document of the named tasks: all its texts, a line each.
 
     Args:
@@ -264,32 +275,36 @@ def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) 
     """
     folder = re.escape(f"{besides.relative_to(root).as_posix()}/")
     own = re.compile(rf"^[^#\n]*(?:[-:\[,])\s*[\"']?(?:\./)?{folder}", re.MULTILINE)  # a value, in no comment
-    texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in task_files(tasks_dir)}
+    texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in find_task_files(tasks_dir)}
     foreign = [name for name in names if not own.search(texts.get(name, ""))]
     if not foreign:
         return {}
-    shelf = _Shelf("prepare.leakage.tasks", tasks_dir)
+    shelf = _HarnessTaskLoader("prepare.leakage.tasks", tasks_dir)
     with contextlib.chdir(root):
         # The documents themselves: a prompt has the task's instruction in it, which is no leak.
         return {
-            name: [leaves(document) for task in shelf.load(name)["tasks"].values() for document in _documents(task)]
+            name: [
+                join_leaf_texts(document)
+                for task in shelf.load(name)["tasks"].values()
+                for document in _evaluation_documents(task)
+            ]
             for name in foreign
         }
 
 
-def _documents(task: Any) -> Any:
+def _evaluation_documents(task: Any) -> Any:
     return task.test_docs() if task.has_test_docs() else task.validation_docs()
 
 
 @cache
-def _library() -> Any:
+def _index_bundled_tasks() -> Any:
     """The index of the harness's own tasks: 14,683 files in 0.4.13, 20 s, so only when asked for, and once."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
-class _Shelf:
+class _HarnessTaskLoader:
     """Tasks to be had: of the project's folder, or (no folder) those that come with the harness."""
 
     def __init__(self, knob: str, folder: Path | None) -> None:
@@ -297,7 +312,7 @@ class _Shelf:
         from lm_eval.tasks import TaskManager
 
         self.knob, self.folder = knob, folder
-        self.known = TaskManager(include_path=str(folder), include_defaults=False) if folder else _library()
+        self.known = TaskManager(include_path=str(folder), include_defaults=False) if folder else _index_bundled_tasks()
 
     def load(self, name: str) -> Any:
         """The task or group by this name. Raises SettingsError: not there, or it or its data cannot be read."""
@@ -327,8 +342,14 @@ class _Shelf:
 
 
 def run(  # noqa: PLR0913, PLR0917 (a model, what is asked of it, where that is, and how)
-    model: Any, tokenizer: Any, settings: Harness, root: Path, tasks_dir: Path, batch_rows: int, recall: Recall
-) -> list[TaskResult]:
+    model: Any,
+    tokenizer: Any,
+    settings: HarnessSettings,
+    root: Path,
+    tasks_dir: Path,
+    batch_rows: int,
+    recall: HarnessResultCache,
+) -> list[HarnessTaskResult]:
     """Score `model` on the tasks that `settings` names.
 
     Args:
@@ -343,22 +364,22 @@ def run(  # noqa: PLR0913, PLR0917 (a model, what is asked of it, where that is,
 
     if both := set(settings.tasks) & set(settings.library):
         raise SettingsError(f"evaluate.harness: {min(both)!r} is in tasks and in library; rename the project's own")
-    found: list[TaskResult] = []
-    with contextlib.chdir(root), _seeded():
+    found: list[HarnessTaskResult] = []
+    with contextlib.chdir(root), _seed_random_state():
         if settings.tasks:
-            with token_files.fresh_cache():
-                shelf = _Shelf("evaluate.harness.tasks", tasks_dir)
-                asked = _language_model(model, tokenizer, batch_rows, recall)
-                found += [_run(asked, name, shelf, settings) for name in settings.tasks]
+            with token_files.use_fresh_cache():
+                shelf = _HarnessTaskLoader("evaluate.harness.tasks", tasks_dir)
+                asked = _build_language_model(model, tokenizer, batch_rows, recall)
+                found += [_run_task_or_group(asked, name, shelf, settings) for name in settings.tasks]
         if settings.library:
-            shelf = _Shelf("evaluate.harness.library", None)
-            asked = _language_model(model, tokenizer, batch_rows, recall)
-            found += [_run(asked, name, shelf, settings) for name in settings.library]
+            shelf = _HarnessTaskLoader("evaluate.harness.library", None)
+            asked = _build_language_model(model, tokenizer, batch_rows, recall)
+            found += [_run_task_or_group(asked, name, shelf, settings) for name in settings.library]
     return found
 
 
 @contextlib.contextmanager
-def _seeded() -> Iterator[None]:
+def _seed_random_state() -> Iterator[None]:
     """Random numbers as the harness's command has them, so that a task that shuffles shows everyone the same."""
     before, numbers = random.getstate(), np.random.get_state()
     random.seed(PYTHON_SEED)
@@ -370,15 +391,15 @@ def _seeded() -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall) -> Any:
+def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, recall: HarnessResultCache) -> Any:
     """The harness's own model class, which asks `recall` before it computes a chunk of batches."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import set_torch_seed
 
     from ratchet.models import likelihoods
 
-    def limits(asked: HFLM) -> likelihoods.Limits:
-        return likelihoods.Limits(batch_rows, asked.max_length, tokenizer.pad_token_id)
+    def limits(asked: HFLM) -> likelihoods.LikelihoodLimits:
+        return likelihoods.LikelihoodLimits(batch_rows, asked.max_length, tokenizer.pad_token_id)
 
     class Recalling(HFLM):  # type: ignore[misc]
         """Likelihoods are computed by model/likelihoods.py, texts by HFLM; in batches planned over all requests."""
@@ -386,20 +407,22 @@ def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall)
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
             asked: list[Asked] = [(list(prompt), list(rest)) for _, prompt, rest in requests]
             self.batch_size_per_gpu = batch_rows
-            if asked and (ours := likelihoods.likelihoods(model, asked, limits(self), recall.take)) is not None:
+            if asked and (ours := likelihoods.score_pairs(model, asked, limits(self), recall.take)) is not None:
                 return [(one.nats, one.greedy) for one in ours]
 
             def make(chunk: list[int], key: str) -> Any:
                 found = super(Recalling, self)._loglikelihood_tokens([requests[i] for i in chunk], disable_tqdm=True)
                 return [[float(nats), bool(greedy)] for nats, greedy in found]
 
-            found = _recalled(recall, "likelihood", batch_rows, asked, _by_context(asked, batch_rows), make)
+            found = _compute_with_cache(
+                recall, "likelihood", batch_rows, asked, _batch_by_context(asked, batch_rows), make
+            )
             return [(nats, greedy) for nats, greedy in found]
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
             try:
                 return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-            except likelihoods.UnreadableError as error:
+            except likelihoods.UnscorablePairError as error:
                 where = f"document {requests[error.place].doc_id + 1}"
                 raise ValueError(f"{where}: {error}; change that document, or take it out") from None
 
@@ -420,14 +443,16 @@ def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall)
                     set_torch_seed(int(key[:15], 16))  # a stream a chunk: what was drawn before a kill is drawn again
                 return super(Recalling, self).generate_until([requests[i] for i in chunk], disable_tqdm=True)
 
-            return _recalled(recall, "text", batch_rows, asked, _by_settings(asked, texts, batch_rows), make)
+            return _compute_with_cache(
+                recall, "text", batch_rows, asked, _batch_by_settings(asked, texts, batch_rows), make
+            )
 
-    with _as_tied_as_it_is(model):
+    with _prevent_embedding_tying(model):
         return Recalling(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
 
 
 @contextlib.contextmanager
-def _as_tied_as_it_is(model: Any) -> Iterator[None]:
+def _prevent_embedding_tying(model: Any) -> Iterator[None]:
     """Let nobody tie embeddings of a model that was loaded whole.
 
     lm-eval 0.4.13 ties them once more when it takes a model over, which fails where peft lets some of their rows learn.
@@ -439,8 +464,8 @@ def _as_tied_as_it_is(model: Any) -> Iterator[None]:
         del model.tie_weights
 
 
-def _recalled(
-    recall: Recall,
+def _compute_with_cache(
+    recall: HarnessResultCache,
     kind: str,
     batch_rows: int,
     asked: Sequence[Asked],
@@ -456,27 +481,27 @@ def _recalled(
     found: list[Any] = [None] * len(asked)
     for i in range(0, len(batches), CHUNK_BATCHES):
         chunk = [place for batch in batches[i : i + CHUNK_BATCHES] for place in batch]
-        key = digests.of_json([kind, batch_rows, [asked[place] for place in chunk]])
+        key = digests.hash_json([kind, batch_rows, [asked[place] for place in chunk]])
         for place, result in zip(chunk, recall.take(key, partial(make, chunk, key)), strict=True):
             found[place] = result
     return found
 
 
-def _by_context(asked: Sequence[Asked], batch_rows: int) -> list[list[int]]:
+def _batch_by_context(asked: Sequence[Asked], batch_rows: int) -> list[list[int]]:
     """Batches of requests as HFLM makes them: continuations of one token share the computation of their prompt."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, (prompt, rest) in enumerate(asked):
         groups.setdefault(tuple(prompt + rest[:-1]), []).append(place)
     first = {max(group, key=lambda place: len(asked[place][1])): group for group in groups.values()}
-    order = sorted(first, key=lambda place: _longest_first(asked[place][0] + asked[place][1]))
+    order = sorted(first, key=lambda place: _descending_length_key(asked[place][0] + asked[place][1]))
     return [[i for place in order[k : k + batch_rows] for i in first[place]] for k in range(0, len(order), batch_rows)]
 
 
-def _longest_first(ids: list[int]) -> tuple[int, tuple[int, ...]]:
+def _descending_length_key(ids: list[int]) -> tuple[int, tuple[int, ...]]:
     return -len(ids), tuple(ids)
 
 
-def _by_settings(asked: Sequence[Asked], texts: Sequence[str], batch_rows: int) -> list[list[int]]:
+def _batch_by_settings(asked: Sequence[Asked], texts: Sequence[str], batch_rows: int) -> list[list[int]]:
     """Batches of prompts as HFLM makes them: those with the same settings of generation, longest first."""
     groups: dict[str, list[int]] = {}
     for place, (_, settings) in enumerate(asked):
@@ -488,11 +513,13 @@ def _by_settings(asked: Sequence[Asked], texts: Sequence[str], batch_rows: int) 
     return found
 
 
-def _run(asked: Any, name: str, shelf: _Shelf, settings: Harness) -> TaskResult:
+def _run_task_or_group(
+    asked: Any, name: str, shelf: _HarnessTaskLoader, settings: HarnessSettings
+) -> HarnessTaskResult:
     """One task, or one group as the mean of all documents of its tasks."""
     loaded = shelf.load(name)
     if name in loaded["tasks"]:
-        return _one(asked, name, loaded["tasks"][name], shelf, settings)
+        return _run_task(asked, name, loaded["tasks"][name], shelf, settings)
     group = loaded.get("groups", {}).get(name)
     weighted = [one.metric for one in (group and group.aggregate_metric_list) or () if one.weight_by_size]
     if not weighted:
@@ -500,11 +527,13 @@ def _run(asked: Any, name: str, shelf: _Shelf, settings: Harness) -> TaskResult:
             f"{shelf.knob}: {name} is several tasks without a mean over all their documents; "
             f"name them instead: {', '.join(loaded['tasks'])}"
         )
-    parts = [_one(asked, inner, task, shelf, settings) for inner, task in loaded["tasks"].items()]
-    return joined(name, parts, weighted)
+    parts = [_run_task(asked, inner, task, shelf, settings) for inner, task in loaded["tasks"].items()]
+    return merge_tasks(name, parts, weighted)
 
 
-def _one(asked: Any, name: str, task: Any, shelf: _Shelf, settings: Harness) -> TaskResult:
+def _run_task(
+    asked: Any, name: str, task: Any, shelf: _HarnessTaskLoader, settings: HarnessSettings
+) -> HarnessTaskResult:
     import lm_eval
 
     from ratchet.models import likelihoods
@@ -527,22 +556,22 @@ def _one(asked: Any, name: str, task: Any, shelf: _Shelf, settings: Harness) -> 
             )
         samples = results["samples"][name]
         first = asked.tok_encode(samples[0]["arguments"][0][0])
-        contract = [lm_eval.__version__, likelihoods.METHOD, _written(task), FEWSHOT_SEED, first]
+        contract = [lm_eval.__version__, likelihoods.METHOD, _serialize_config(task), FEWSHOT_SEED, first]
         choices = task.doc_to_choice if task.OUTPUT_TYPE == "multiple_choice" else None
-        kept = Scored(name, samples, task.aggregation(), task.higher_is_better(), choices)
+        kept = HarnessSamples(name, samples, task.aggregation(), task.higher_is_better(), choices)
         return kept.result(contract, repeats=shelf.folder is None)
     except (KeyError, ValueError, TypeError, AssertionError, FileNotFoundError) as error:
         raise SettingsError(f"{shelf.knob}: the harness cannot run {name}: {error or type(error).__name__}") from error
 
 
-def _written(task: Any) -> Any:
+def _serialize_config(task: Any) -> Any:
     """A task's configuration as JSON, without the place that it was read from."""
-    config = json.loads(json.dumps(task.dump_config(), default=_plain))
+    config = json.loads(json.dumps(task.dump_config(), default=_serialize_value))
     if isinstance(config.get("metadata"), dict):
         config["metadata"].pop("config_source", None)
     return config
 
 
-def _plain(value: Any) -> str:
+def _serialize_value(value: Any) -> str:
     """What a configuration holds beside JSON: functions, by their source, which is the same in every process."""
     return inspect.getsource(value) if inspect.isroutine(value) or inspect.isclass(value) else str(value)

@@ -9,20 +9,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from ratchet.config.evaluation import Judge
-from ratchet.config.evaluation import Judge as Wanted
+from ratchet.config.evaluation import JudgeSettings
+from ratchet.config.evaluation import JudgeSettings as Wanted
 from ratchet.config.schema import Settings
-from ratchet.data.conversation import Conversation, Message, text_of
+from ratchet.data.conversation import Conversation, Message, extract_text
 from ratchet.errors import SettingsError
-from ratchet.evaluation.evaluator import TOLD_EVERY_S, Progress, Result
+from ratchet.evaluation.evaluator import TOLD_EVERY_S, EvaluationResult, Progress
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.gate import paired_test, statistics
-from ratchet.gate.paired_test import Pairs, Plan
-from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling, Served
+from ratchet.gate.paired_test import PairedScores, PairedTestPlan
+from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions, ServedModel
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import Judgements, Metric, Preference, Who
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import JudgePreference, JudgeReport, MetricValue, Who
 
 Preferred = Literal["candidate", "opponent", "tie"]
 
@@ -33,7 +33,7 @@ SCORE: dict[Preferred, float] = {"candidate": 1.0, "tie": 0.5, "opponent": 0.0}
 
 
 @dataclass(frozen=True)
-class Judged:
+class PairwiseJudgement:
     """What was said of a row's two answers."""
 
     group: str
@@ -52,7 +52,9 @@ class Judged:
         return None if first is None or second is None else (SCORE[first] + SCORE[second]) / 2
 
 
-def preference(against: Who, rows: Sequence[Judged], unreadable: Counter[str], seed: int) -> Preference:
+def compute_preference(
+    against: Who, rows: Sequence[PairwiseJudgement], unreadable: Counter[str], seed: int
+) -> JudgePreference:
     """The figures of one comparison.
 
     Args:
@@ -61,10 +63,10 @@ def preference(against: Who, rows: Sequence[Judged], unreadable: Counter[str], s
         unreadable: replies without a verdict, by reason.
         seed: of the bootstrap.
     """
-    plan = Plan(CONFIDENCE, 0.8, 0.1, RESAMPLES, seed)  # power and discordance plan samples: not asked
+    plan = PairedTestPlan(CONFIDENCE, 0.8, 0.1, RESAMPLES, seed)  # power and discordance plan samples: not asked
     scored = [(row.group, score) for row in rows if (score := row.score) is not None]
     scores = [score for _, score in scored]
-    return Preference(
+    return JudgePreference(
         against=against,
         rows=len(scored),
         wins=sum(score > 0.5 for score in scores),
@@ -74,34 +76,34 @@ def preference(against: Who, rows: Sequence[Judged], unreadable: Counter[str], s
         left_out=len(rows) - len(scored),
         unreadable=dict(sorted(unreadable.items())),
         win_rate=_win_rate(scored, plan),
-        agreement=_agreement(rows),
-        first_bias=_first_bias(rows, plan),
+        agreement=_order_agreement(rows),
+        first_bias=_position_bias(rows, plan),
     )
 
 
-def _win_rate(scored: Sequence[tuple[str, float]], plan: Plan) -> Metric | None:
+def _win_rate(scored: Sequence[tuple[str, float]], plan: PairedTestPlan) -> MetricValue | None:
     """Mean score of the rows; its interval is that of wins minus losses, paired, halved and moved."""
     if not scored:
         return None
     scores = [score for _, score in scored]
-    pairs = Pairs(scores, [1 - score for score in scores], "higher", groups=[group for group, _ in scored])
+    pairs = PairedScores(scores, [1 - score for score in scores], "higher", groups=[group for group, _ in scored])
     found = paired_test.compare(pairs, 0.0, plan)
     value, low, high = (min(1.0, max(0.0, (1 + end) / 2)) for end in (found.difference, found.low, found.high))
     unit = "share of pairs, a tie is half"
-    return Metric(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
+    return MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
 
 
-def _agreement(rows: Sequence[Judged]) -> Metric | None:
+def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
     """How often both orders led to the same verdict, with Wilson's interval."""
     both = [row.preferred[0] == row.preferred[1] for row in rows if not row.equal and None not in row.preferred]
     if not both:
         return None
-    low, high = statistics.wilson(sum(both), len(both), CONFIDENCE)
+    low, high = statistics.wilson_bounds(sum(both), len(both), CONFIDENCE)
     value = sum(both) / len(both)
-    return Metric(value=value, n=len(both), low=low, high=high, better="higher", unit="share of pairs")
+    return MetricValue(value=value, n=len(both), low=low, high=high, better="higher", unit="share of pairs")
 
 
-def _first_bias(rows: Sequence[Judged], plan: Plan) -> Metric | None:
+def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> MetricValue | None:
     """Share of verdicts for the answer that came first, ties aside, beyond a half; the verdicts on a row are a group.
 
     A judge that never looks at the order is for the first once and for the second once: nought, whoever is better.
@@ -114,9 +116,11 @@ def _first_bias(rows: Sequence[Judged], plan: Plan) -> Metric | None:
                 groups.append(row.group)
     if not first:
         return None
-    found = paired_test.compare(Pairs(first, [1 - one for one in first], "higher", groups=groups), 0.0, plan)
+    found = paired_test.compare(PairedScores(first, [1 - one for one in first], "higher", groups=groups), 0.0, plan)
     value, low, high = (min(0.5, max(-0.5, end / 2)) for end in (found.difference, found.low, found.high))
-    return Metric(value=value, n=len(first), low=low, high=high, better="unknown", unit="share of verdicts beyond 1/2")
+    return MetricValue(
+        value=value, n=len(first), low=low, high=high, better="unknown", unit="share of verdicts beyond 1/2"
+    )
 
 
 # What a judge is asked, word for word, and how its verdict is read.
@@ -148,7 +152,7 @@ Reply with one JSON object and nothing else: first the reason in one or two sent
 """
 
 
-def read(layout: Layout, settings: Judge) -> str:
+def read_rubric(layout: ProjectLayout, settings: JudgeSettings) -> str:
     """The rubric of these settings. Raises SettingsError when its file is not there, or is no text."""
     if settings.rubric is None:
         return RUBRIC
@@ -164,22 +168,22 @@ def read(layout: Layout, settings: Judge) -> str:
     return f"{text}\n"
 
 
-def chat(rubric: str, conversation: Conversation, answers: Sequence[str], reference: bool) -> list[Message]:
+def build_messages(rubric: str, conversation: Conversation, answers: Sequence[str], reference: bool) -> list[Message]:
     """The messages that ask for a verdict on two answers, the first as A and the second as B.
 
     All of it is the user's: not every model knows a system message. The mark around texts is a fingerprint of them, so
     none of them can hold it, and end early or begin another.
     """
-    texts = {"CONVERSATION": "\n\n".join(map(_said, conversation.question.messages))}
+    texts = {"CONVERSATION": "\n\n".join(map(_format_message, conversation.question.messages))}
     if reference:
         texts["REFERENCE, AN ANSWER THAT IS KNOWN TO BE GOOD"] = conversation.response
-    mark = digests.of_json([sorted(texts.values()), sorted(answers)])[: digests.SHORT]
+    mark = digests.hash_json([sorted(texts.values()), sorted(answers)])[: digests.SHORT]
     texts |= {"ANSWER A": answers[0], "ANSWER B": answers[1]}
     shown = "\n\n".join(f"[{mark} {name}]\n{text}\n[{mark} END]" for name, text in texts.items())
     return [{"role": "user", "content": INSTRUCTIONS.format(rubric=rubric, mark=mark, texts=shown)}]
 
 
-def verdict(text: str) -> Verdict | None:
+def parse_verdict(text: str) -> Verdict | None:
     """What a reply says; None: it holds no verdict.
 
     The whole reply must be the JSON object, behind a reasoning that ends in </think>, or fenced as code: a letter
@@ -188,22 +192,24 @@ def verdict(text: str) -> Verdict | None:
     answer = text.rpartition("</think>")[2].strip()
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", answer, re.DOTALL)
     try:
-        document = json.loads(fenced[1] if fenced else answer, object_pairs_hook=_each_once)
+        document = json.loads(fenced[1] if fenced else answer, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError):
         return None
     found = document.get("verdict") if isinstance(document, dict) else None
     return next((one for one in VERDICTS if one == found), None)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("a key twice")
     return dict(pairs)
 
 
-def _said(message: Message) -> str:
+def _format_message(message: Message) -> str:
     calls = message.get("tool_calls")
-    return f"{message['role']}: {text_of(message)}" + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
+    return f"{message['role']}: {extract_text(message)}" + (
+        f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
+    )
 
 
 # Pairs of generated answers put to a judge behind an endpoint, each in both orders; replies are kept as they come.
@@ -215,7 +221,7 @@ Lines = dict[Who, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class _Question:
+class _JudgeRequest:
     """A row's answers in one order."""
 
     key: str
@@ -228,12 +234,12 @@ class JudgeSession:
 
     wanted: Wanted
     rubric: str
-    endpoint: Endpoint
-    served: Served
+    endpoint: OpenAiEndpoint
+    served: ServedModel
     store: ScoreStore
 
     @classmethod
-    def of(cls, layout: Layout, settings: Settings) -> "JudgeSession | None":
+    def of(cls, layout: ProjectLayout, settings: Settings) -> "JudgeSession | None":
         """The judge of these settings; None: none is asked, and nothing leaves this machine.
 
         Raises:
@@ -243,15 +249,15 @@ class JudgeSession:
         wanted = settings.evaluate.judge
         if wanted.address is None:
             return None
-        rubric = read(layout, wanted)
-        endpoint = Endpoint(wanted.address, settings.machine.endpoint, wanted.model)
+        rubric = read_rubric(layout, wanted)
+        endpoint = OpenAiEndpoint(wanted.address, settings.machine.endpoint, wanted.model)
         served = endpoint.served()
-        name = digests.of_json(["judge", str(endpoint.place), dict(served.identity)])[:32]
+        name = digests.hash_json(["judge", str(endpoint.place), dict(served.identity)])[:32]
         return cls(wanted, rubric, endpoint, served, ScoreStore(layout.scores / f"judge-{name}.jsonl"))
 
     def compare(
-        self, results: Mapping[Who, Result], rows: TestRows, progress: Progress
-    ) -> tuple[Judgements, Lines, list[str]]:
+        self, results: Mapping[Who, EvaluationResult], rows: TestRows, progress: Progress
+    ) -> tuple[JudgeReport, Lines, list[str]]:
         """Hold the candidate's answers against those of every opponent there is.
 
         Returns:
@@ -269,7 +275,7 @@ class JudgeSession:
         }
         asked = {one.key: one for by_row in questions.values() for pair in by_row for one in pair}
         replies = self._replies(asked, progress)
-        figures: dict[Who, Preference] = {}
+        figures: dict[Who, JudgePreference] = {}
         lines: Lines = {}
         for who in opponents:
             figures[who], lines[who] = self._account(who, rows, questions[who], replies)
@@ -282,30 +288,32 @@ class JudgeSession:
         ]  # fmt: skip
         return self._judgements(candidate, figures, list(replies.values())), lines, notes
 
-    def _questions(self, rows: TestRows, row: int, ours: Result, theirs: Result) -> tuple[_Question, ...]:
+    def _questions(
+        self, rows: TestRows, row: int, ours: EvaluationResult, theirs: EvaluationResult
+    ) -> tuple[_JudgeRequest, ...]:
         """With our answer first and with it second; none where both answers are the same."""
         answers = ours.answers[row][0], theirs.answers[row][0]
         if answers[0] == answers[1]:
             return ()
         found = []
         for order in (answers, answers[::-1]):
-            messages = chat(self.rubric, rows.conversations[row], order, self.wanted.reference)
-            key = digests.of_json({"messages": messages, "sampling": asdict(self._sampling)})
-            found.append(_Question(key, messages))
+            messages = build_messages(self.rubric, rows.conversations[row], order, self.wanted.reference)
+            key = digests.hash_json({"messages": messages, "sampling": asdict(self._sampling)})
+            found.append(_JudgeRequest(key, messages))
         return tuple(found)
 
     @property
-    def _sampling(self) -> Sampling:
+    def _sampling(self) -> SamplingOptions:
         drawn = self.wanted.seed if self.wanted.temperature > 0 else None
-        return Sampling(self.wanted.max_tokens, self.wanted.temperature, seed=drawn)
+        return SamplingOptions(self.wanted.max_tokens, self.wanted.temperature, seed=drawn)
 
-    def _replies(self, asked: Mapping[str, _Question], progress: Progress) -> dict[str, Reply]:
+    def _replies(self, asked: Mapping[str, _JudgeRequest], progress: Progress) -> dict[str, Reply]:
         """By key: from the store, or asked now and stored before anything is made of it."""
         found = {key: reply for key in asked if (reply := self.store.get(key)) is not None}
         left = [key for key in asked if key not in found]
         progress(f"judge {self.served.name}: {len(left):,} questions, {len(found):,} answered before")
         told_s = time.monotonic()
-        chats = (Asked(place, asked[key].messages, self._sampling) for place, key in enumerate(left))
+        chats = (ChatRequest(place, asked[key].messages, self._sampling) for place, key in enumerate(left))
         for done, (place, reply) in enumerate(self.endpoint.answers(chats), 1):
             kept = {
                 "text": reply.text, "reasoning": reply.reasoning, "finish": reply.finish, "tries": reply.tries,
@@ -318,30 +326,32 @@ class JudgeSession:
         return {key: found[key] for key in asked}
 
     def _account(
-        self, who: Who, rows: TestRows, questions: Sequence[Sequence[_Question]], replies: Mapping[str, Reply]
-    ) -> tuple[Preference, list[dict[str, Any]]]:
+        self, who: Who, rows: TestRows, questions: Sequence[Sequence[_JudgeRequest]], replies: Mapping[str, Reply]
+    ) -> tuple[JudgePreference, list[dict[str, Any]]]:
         judged, lines, unreadable = [], [], Counter[str]()
         for row, pair in enumerate(questions):
             given = [replies[one.key] for one in pair]
-            verdicts = [verdict(reply["text"]) for reply in given]
-            unreadable.update(_why(reply) for reply, one in zip(given, verdicts, strict=True) if one is None)
-            ours = [_preferred(one, order) for order, one in enumerate(verdicts)] or [None, None]
+            verdicts = [parse_verdict(reply["text"]) for reply in given]
+            unreadable.update(
+                _describe_parse_failure(reply) for reply, one in zip(given, verdicts, strict=True) if one is None
+            )
+            ours = [_preferred_side(one, order) for order, one in enumerate(verdicts)] or [None, None]
             group = rows.groups[row]
             name = f"row {row}" if group is None else f"group {group}"
-            judged.append(Judged(name, (ours[0], ours[1]), equal=not pair))
+            judged.append(PairwiseJudgement(name, (ours[0], ours[1]), equal=not pair))
             lines.append(
                 {"id": rows.ids[row], "equal": not pair, "score": judged[-1].score, "preferred": ours,
                  "replies": [reply["text"] for reply in given]}
             )  # fmt: skip
-        return preference(who, judged, unreadable, self.wanted.seed), lines
+        return compute_preference(who, judged, unreadable, self.wanted.seed), lines
 
-    def _judgements(self, candidate: Who, figures: dict[Who, Preference], replies: Sequence[Reply]) -> Judgements:
-        sent, written = (_sum(reply[name] for reply in replies) for name in ("prompt_tokens", "tokens"))
-        paid = _price(sent, self.wanted.price_in), _price(written, self.wanted.price_out)
-        return Judgements(
+    def _judgements(self, candidate: Who, figures: dict[Who, JudgePreference], replies: Sequence[Reply]) -> JudgeReport:
+        sent, written = (_sum_if_known(reply[name] for reply in replies) for name in ("prompt_tokens", "tokens"))
+        paid = _price_tokens(sent, self.wanted.price_in), _price_tokens(written, self.wanted.price_out)
+        return JudgeReport(
             model=self.served.name,
             address=str(self.endpoint.place),
-            rubric_digest=digests.of_bytes(self.rubric.encode()),
+            rubric_digest=digests.hash_bytes(self.rubric.encode()),
             candidate=candidate,
             comparisons=figures,
             questions=len(replies),
@@ -352,25 +362,25 @@ class JudgeSession:
         )
 
 
-def _preferred(verdict: Verdict | None, order: int) -> Preferred | None:
+def _preferred_side(verdict: Verdict | None, order: int) -> Preferred | None:
     """Whose answer it is for; in order 0 ours is A, in order 1 it is B."""
     if verdict is None or verdict == "tie":
         return verdict
     return "candidate" if (verdict == "A") == (order == 0) else "opponent"
 
 
-def _why(reply: Reply) -> str:
+def _describe_parse_failure(reply: Reply) -> str:
     """Why a reply holds no verdict."""
     if reply["finish"] == "context":
         return "longer than the judge's context"
     return "cut off at max_tokens" if reply["finish"] == "length" else "no verdict in it"
 
 
-def _sum(counts: Iterator[int | None]) -> int | None:
+def _sum_if_known(counts: Iterator[int | None]) -> int | None:
     """None where the server has not told one of them."""
     known = list(counts)
     return None if None in known else sum(count for count in known if count is not None)
 
 
-def _price(tokens: int | None, million: float | None) -> float | None:
+def _price_tokens(tokens: int | None, million: float | None) -> float | None:
     return None if tokens is None or million is None else tokens * million / 1e6

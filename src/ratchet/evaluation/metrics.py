@@ -8,21 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from ratchet.evaluation.metric_modules.figures import mean_loss, mean_score, perplexity, proportion
-from ratchet.storage.records.evaluation import Metric
+from ratchet.evaluation.metric_modules.figures import (
+    mean_loss_metric,
+    mean_score_metric,
+    perplexity_metric,
+    proportion_metric,
+)
+from ratchet.storage.records.evaluation import MetricValue
 
 __all__ = [
     "OTHER",
-    "Confusion",
-    "average_precision",
-    "curves",
-    "label_figures",
-    "majority",
-    "mean_loss",
-    "mean_score",
-    "per_class",
-    "perplexity",
-    "proportion",
+    "ConfusionMatrix",
+    "compute_label_metrics",
+    "majority_share",
+    "mean_average_precision",
+    "mean_loss_metric",
+    "mean_score_metric",
+    "perplexity_metric",
+    "precision_recall_curves",
+    "proportion_metric",
+    "score_classes",
 ]
 
 OTHER = "(something else)"
@@ -41,38 +46,40 @@ LABEL_UNIT = "share, over labels"
 
 
 @dataclass(frozen=True)
-class Confusion:
+class ConfusionMatrix:
     """Rows: true labels; columns: the same labels, then OTHER."""
 
     labels: tuple[str, ...]
     matrix: tuple[tuple[int, ...], ...]
 
 
-def majority(expected: Sequence[str]) -> float:
+def majority_share(expected: Sequence[str]) -> float:
     """Share of the most frequent label: what always giving the same answer gets right."""
     return max(Counter(expected).values()) / len(expected)
 
 
-def per_class(expected: Sequence[str], answered: Sequence[str]) -> tuple[Mapping[str, dict[str, float]], Confusion]:
+def score_classes(
+    expected: Sequence[str], answered: Sequence[str]
+) -> tuple[Mapping[str, dict[str, float]], ConfusionMatrix]:
     """Precision, recall, F1 and support of each true label, and the confusion matrix."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     labels = sorted(set(expected))
-    given = _known(labels, answered)
+    given = _replace_unknown_answers(labels, answered)
     columns = precision_recall_fscore_support(expected, given, labels=labels, zero_division=0.0)
     named = {
         label: {"precision": float(p), "recall": float(r), "f1": float(f), "support": float(s)}
         for label, p, r, f, s in zip(labels, *columns, strict=True)
     }
     matrix = confusion_matrix(expected, given, labels=[*labels, OTHER])[: len(labels)]
-    return named, Confusion(tuple(labels), tuple(tuple(int(x) for x in row) for row in matrix))
+    return named, ConfusionMatrix(tuple(labels), tuple(tuple(int(x) for x in row) for row in matrix))
 
 
-def _known(labels: Sequence[str], answered: Sequence[str]) -> list[str]:
+def _replace_unknown_answers(labels: Sequence[str], answered: Sequence[str]) -> list[str]:
     return [answer if answer in set(labels) else OTHER for answer in answered]
 
 
-def label_figures(expected: Sequence[str], answered: Sequence[str], seed: int) -> dict[str, Metric]:
+def compute_label_metrics(expected: Sequence[str], answered: Sequence[str], seed: int) -> dict[str, MetricValue]:
     """Macro F1, micro F1 and balanced accuracy over the true labels, with bootstrap intervals (rows are drawn).
 
     They are no means of rows: macro F1 counts a rare label as much as a frequent one. In a resample, labels that were
@@ -84,15 +91,15 @@ def label_figures(expected: Sequence[str], answered: Sequence[str], seed: int) -
     given = np.array([place.get(answer, len(labels)) for answer in answered])
     rng = np.random.default_rng(seed)
     drawn = (rng.integers(0, len(true), len(true)) for _ in range(RESAMPLES))  # one by one: rows may be millions
-    samples = [_label_values(true[rows], given[rows], len(labels)) for rows in drawn]
-    values = _label_values(true, given, len(labels))
+    samples = [_compute_label_values(true[rows], given[rows], len(labels)) for rows in drawn]
+    values = _compute_label_values(true, given, len(labels))
     return {
-        name: _figure(value, len(true), [sample[name] for sample in samples], LABEL_UNIT)
+        name: _bootstrap_metric(value, len(true), [sample[name] for sample in samples], LABEL_UNIT)
         for name, value in values.items()
     }
 
 
-def _label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
+def _compute_label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
     """The figures, from label numbers of each row; `labels` is the number of an answer that is no label."""
     support = np.bincount(true, minlength=labels)
     answers = np.bincount(given, minlength=labels + 1)[:labels]
@@ -106,16 +113,16 @@ def _label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
     }
 
 
-def _figure(value: float, n: int, resampled: Sequence[float], unit: str) -> Metric:
+def _bootstrap_metric(value: float, n: int, resampled: Sequence[float], unit: str) -> MetricValue:
     """With the percentile interval of the bootstrap (Efron and Tibshirani, 1993, chapter 13).
 
     At 0 and 1 every resample is the same, which is no certainty: there Wilson's interval of a share is given.
     """
     low, high = np.percentile(resampled, [2.5, 97.5])
     if low == high and value in (0.0, 1.0):
-        at_end = proportion([value] * n)
+        at_end = proportion_metric([value] * n)
         low, high = at_end.low, at_end.high
-    return Metric(
+    return MetricValue(
         value=value,
         n=n,
         low=min(value, float(low)),
@@ -126,7 +133,7 @@ def _figure(value: float, n: int, resampled: Sequence[float], unit: str) -> Metr
     )
 
 
-def curves(
+def precision_recall_curves(
     labels: Sequence[str], expected: Sequence[str], label_scores: Sequence[Sequence[float]]
 ) -> dict[str, dict[str, Any]]:
     """Precision and recall of each true label against all others, over every threshold.
@@ -178,9 +185,9 @@ def _log_odds(label_scores: Sequence[Sequence[float]]) -> Any:
     return np.stack(columns, axis=1)
 
 
-def average_precision(
+def mean_average_precision(
     labels: Sequence[str], expected: Sequence[str], label_scores: Sequence[Sequence[float]], seed: int
-) -> Metric:
+) -> MetricValue:
     """Mean over labels of their average precision (one against the rest), with a bootstrap interval."""
     odds, rng = _log_odds(label_scores), np.random.default_rng(seed)
     n, resamples = len(expected), RESAMPLES // 4
@@ -193,7 +200,7 @@ def average_precision(
         means += _mean_precision(odds, truths, drawn.astype(np.float64)).tolist()
     if not np.isfinite(odds).all():
         means = [math.nan] * len(means)
-    return _figure(means[0], n, means[1:], "share, mean of labels")
+    return _bootstrap_metric(means[0], n, means[1:], "share, mean of labels")
 
 
 def _mean_precision(odds: Any, truths: Mapping[int, Any], weights: Any) -> Any:

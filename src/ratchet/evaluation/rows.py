@@ -11,11 +11,11 @@ from ratchet.config.schema import Settings
 from ratchet.data import general_text as general
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
-from ratchet.data.conversation import MASKED, Conversation, Encoded, text_of
+from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, extract_text
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluatedRow
 
 MOST_VALUES = 50
@@ -52,7 +52,7 @@ class TestRows:
             learned = self.answer_tokens(i)
             yield EvaluatedRow(
                 id=key,
-                prompt=text_of(conversation.question.messages[-1]),
+                prompt=extract_text(conversation.question.messages[-1]),
                 expected=conversation.response,
                 group=self.groups[i],
                 fields={name: self.fields[i].get(name, "") for name in categories},
@@ -75,7 +75,7 @@ class TestRows:
         return {name: indices for name, indices in found.items() if indices}
 
 
-def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestRows:
+def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -> TestRows:
     """The test rows of stage prepare, or those of another split, every byte checked.
 
     Raises:
@@ -85,8 +85,8 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
     if unknown := [name for name in settings.evaluate.categories if name not in settings.prepare.keep]:
         kept = ", ".join(settings.prepare.keep) or "nothing"
         raise SettingsError(f"evaluate.categories: {unknown[0]!r} is not kept (prepare.keep: {kept}); list it there")
-    files.verify(layout.data, "data")
-    dataset = token_files.read(layout.data, split)
+    files.verify_sealed(layout.data, "data")
+    dataset = token_files.open_split(layout.data, split)
     ids = list(dataset["id"])
     return TestRows(
         ids=ids,
@@ -99,29 +99,29 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
     )
 
 
-def validation_ids(layout: Layout) -> tuple[str, ...]:
+def validation_ids(layout: ProjectLayout) -> tuple[str, ...]:
     """Ids of the rows by which the best checkpoint was chosen."""
-    return tuple(token_files.read(layout.data, "validation")["id"])
+    return tuple(token_files.open_split(layout.data, "validation")["id"])
 
 
 def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
     """Whether a model's tokens are those of the prepared rows, cut ones up to where they were cut."""
     try:
-        encoder = chat_template.Encoder(tokenizer, settings.prepare.turns)
+        encoder = chat_template.ConversationEncoder(tokenizer, settings.prepare.turns)
         own = encoder.encode(list(zip(rows.ids, rows.conversations, strict=True)))
     except DataError:
         return False
     return all(
-        isinstance(one, Encoded) and one.input_ids[: len(ids) - 1] == ids[:-1]
+        isinstance(one, EncodedConversation) and one.input_ids[: len(ids) - 1] == ids[:-1]
         for one, ids in zip(own, rows.input_ids, strict=True)
     )
 
 
-def general_text(layout: Layout, settings: Settings) -> str:
+def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
     """The text of evaluate.general. Raises SettingsError when its file is not there, or is no text."""
     name = settings.evaluate.general.text
     if name is None:
-        return general.own_text()
+        return general.read_bundled_text()
     path = layout.tasks / name
     try:
         return path.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def general_text(layout: Layout, settings: Settings) -> str:
         raise SettingsError(f"evaluate.general.text: {path} is no UTF-8 text ({error})") from None
 
 
-def label_ids(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
+def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
     """Token ids of each label as the whole answer, end of turn included.
 
     None where the template writes an answer otherwise than behind its prompt, or does so for one row and not another:
@@ -139,15 +139,15 @@ def label_ids(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[lis
     """
     found: list[list[list[int]]] = []
     for conversation in (rows.conversations[0], rows.conversations[-1]):
-        prompt = chat_template.prompt_ids(tokenizer, conversation.question)
+        prompt = chat_template.encode_prompt(tokenizer, conversation.question)
         asked = [
             (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))
             for label in labels
         ]
-        encoded = chat_template.Encoder(tokenizer, "last").encode(asked)
+        encoded = chat_template.ConversationEncoder(tokenizer, "last").encode(asked)
         answers = []
         for one in encoded:
-            if not isinstance(one, Encoded) or one.input_ids[: len(prompt)] != prompt:
+            if not isinstance(one, EncodedConversation) or one.input_ids[: len(prompt)] != prompt:
                 return None
             last = max(i for i, label in enumerate(one.labels) if label != MASKED)
             answers.append(one.input_ids[len(prompt) : last + 1])
@@ -155,6 +155,6 @@ def label_ids(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[lis
     return found[0] if found[0] == found[1] else None
 
 
-def gate_set(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
+def gate_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
     """Fingerprint of what a model is judged by: test rows, and documents of each harness task."""
-    return digests.of_json({"rows": sorted(ids), "tasks": {name: sorted(found) for name, found in documents.items()}})
+    return digests.hash_json({"rows": sorted(ids), "tasks": {name: sorted(found) for name, found in documents.items()}})

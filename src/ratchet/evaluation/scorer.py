@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.config.evaluation import Evaluate
-from ratchet.data.batches import micro_batches
+from ratchet.data.batches import split_micro_batches
 from ratchet.errors import StorageError
 from ratchet.models import scoring
 from ratchet.models import scoring as label_room
 from ratchet.models.decoding import token_choice
 from ratchet.models.loading import Model
 from ratchet.models.memory import capacity, parameters
-from ratchet.models.scoring import Likelihood
+from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests, disk, files
 
 JSON = Any
@@ -57,19 +57,19 @@ class ScoreStore:
             ValueError, TypeError: `make` gave what JSON cannot hold.
         """
         if (place := self._lines.get(key)) is not None and self.path is not None:
-            found = _opened(_bytes_at(self.path, *place))
+            found = _decode_line(_read_bytes(self.path, *place))
             if found is not None and found[0] == key:
                 return found[1]
-        body = _body(key, make())
+        body = _encode_body(key, make())
         if self.path is not None:
-            self._lines[key] = _append(self.path, _HEAD + digests.of_bytes(body).encode() + _MIDDLE + body)
-        return _value(body)[1]
+            self._lines[key] = _append_line(self.path, _HEAD + digests.hash_bytes(body).encode() + _MIDDLE + body)
+        return _decode_body(body)[1]
 
     def get(self, key: str) -> JSON | None:
         """What is stored under `key`; None: nothing is."""
         if (place := self._lines.get(key)) is None or self.path is None:
             return None
-        found = _opened(_bytes_at(self.path, *place))
+        found = _decode_line(_read_bytes(self.path, *place))
         return found[1] if found is not None and found[0] == key else None
 
     def _read(self, path: Path) -> None:
@@ -83,46 +83,46 @@ class ScoreStore:
         with stream:
             place = 0
             for line in stream:
-                if (found := _opened(line.rstrip(b"\n"))) is not None:
+                if (found := _decode_line(line.rstrip(b"\n"))) is not None:
                     self._lines.setdefault(found[0], (place, len(line.rstrip(b"\n"))))
                 place += len(line)
 
 
-def _body(key: str, value: JSON) -> bytes:
+def _encode_body(key: str, value: JSON) -> bytes:
     """The line from its key on. ASCII: texts of a data set may hold what UTF-8 cannot (half a surrogate pair)."""
-    return json.dumps({"key": key, "value": _plain(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
+    return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
 
 
-def _opened(line: bytes) -> tuple[str, JSON] | None:
+def _decode_line(line: bytes) -> tuple[str, JSON] | None:
     """Key and value of a line; None when it is not as it was written."""
     sha, body = line[len(_HEAD) : _BODY - len(_MIDDLE)], line[_BODY:]
-    if not line.startswith(_HEAD) or sha != digests.of_bytes(body).encode():
+    if not line.startswith(_HEAD) or sha != digests.hash_bytes(body).encode():
         return None
-    return _value(body)
+    return _decode_body(body)
 
 
-def _value(body: bytes) -> tuple[str, JSON]:
-    read = json.loads(b"{" + body, object_hook=_odd)
+def _decode_body(body: bytes) -> tuple[str, JSON]:
+    read = json.loads(b"{" + body, object_hook=_restore_nonfinite)
     return str(read["key"]), read["value"]
 
 
-def _plain(value: JSON) -> JSON:
+def _to_json_value(value: JSON) -> JSON:
     if isinstance(value, float) and not math.isfinite(value):
         return {_ODD: repr(value)}
     if isinstance(value, dict):
         if _ODD in value:
             raise ValueError(f"an object to be stored has the key {_ODD!r}")
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _to_json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json_value(one) for one in value]
     return value
 
 
-def _odd(found: dict[str, Any]) -> Any:
+def _restore_nonfinite(found: dict[str, Any]) -> Any:
     return float(found[_ODD]) if _ODD in found else found
 
 
-def _bytes_at(path: Path, place: int, length: int) -> bytes:
+def _read_bytes(path: Path, place: int, length: int) -> bytes:
     """Empty when the file has gone."""
     try:
         with path.open("rb") as stream:
@@ -132,7 +132,7 @@ def _bytes_at(path: Path, place: int, length: int) -> bytes:
         return b""
 
 
-def _append(path: Path, line: bytes) -> tuple[int, int]:
+def _append_line(path: Path, line: bytes) -> tuple[int, int]:
     """Write a line durably; its place and length. Raises OSError, with the path, when the disk does not take it."""
     try:
         new = not path.exists()
@@ -140,7 +140,7 @@ def _append(path: Path, line: bytes) -> tuple[int, int]:
         files.before("write", path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            end = _write(fd, line + b"\n")
+            end = _write_at_end(fd, line + b"\n")
         finally:
             os.close(fd)
         files.before("fsync", path)
@@ -152,7 +152,7 @@ def _append(path: Path, line: bytes) -> tuple[int, int]:
     return end - len(line) - 1, len(line)
 
 
-def _write(fd: int, data: bytes) -> int:
+def _write_at_end(fd: int, data: bytes) -> int:
     """Append; where it ends. A line that was cut off before this one is closed first."""
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -187,22 +187,22 @@ class Scorer:
     progress: Callable[[int, int], None]
     """Told how many rows are done, and of how many."""
 
-    def likelihoods(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[Likelihood]:
+    def likelihoods(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
         """Likelihood of each row, answer (what has a label) and prompt apart, in the order of the rows."""
 
         def ask(rows: Batch) -> dict[str, Any]:
             return {"rows": [[list(input_ids[i]), list(labels[i])] for i in rows]}
 
         def compute(rows: Batch) -> list[tuple[float, int, float, int]]:
-            found = scoring.likelihoods(
+            found = scoring.score_rows(
                 self.model, [input_ids[i] for i in rows], [labels[i] for i in rows], self.pad
             )  # fmt: skip
             return [(one.nll, one.tokens, one.prompt_nll, one.prompt_tokens) for one in found]
 
-        batches = micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
-        return [Likelihood(*found) for found in self._each("likelihoods", batches, ask, compute)]
+        batches = split_micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
+        return [RowLikelihood(*found) for found in self._each("likelihoods", batches, ask, compute)]
 
-    def text(self, blocks: Sequence[Tokens]) -> list[Likelihood]:
+    def text(self, blocks: Sequence[Tokens]) -> list[RowLikelihood]:
         """Likelihood of plain text: every token of a block but its first counts as answer."""
         return self.likelihoods(blocks, blocks)
 
@@ -220,10 +220,10 @@ class Scorer:
         """
         samples = wanted.samples
         pairs = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
-        names = _names(prompts)
+        names = _unique_prompt_keys(prompts)
 
         def streams(batch: Batch) -> list[str]:
-            return [token_choice.stream(wanted.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
+            return [token_choice.noise_stream_key(wanted.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
 
         def ask(batch: Batch) -> dict[str, Any]:
             drawn = {"temperature": wanted.temperature, "streams": streams(batch)} if samples > 1 else None
@@ -232,11 +232,15 @@ class Scorer:
 
         def compute(batch: Batch) -> list[list[int]]:
             asked = [prompts[pairs[k][0]] for k in batch]
-            draw = token_choice.Draw(streams(batch), wanted.temperature, max(map(len, asked))) if samples > 1 else None
+            draw = (
+                token_choice.GumbelLogitsWarper(streams(batch), wanted.temperature, max(map(len, asked)))
+                if samples > 1
+                else None
+            )
             return scoring.generate(self.model, asked, ends, wanted.max_new_tokens, self.pad, draw)
 
         lengths = [len(prompts[i]) for i, _ in pairs]
-        batches = micro_batches(list(range(len(pairs))), lengths, self.batch_rows)
+        batches = split_micro_batches(list(range(len(pairs))), lengths, self.batch_rows)
         found = self._each("answers", batches, ask, compute)
         texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in found]
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
@@ -250,7 +254,7 @@ class Scorer:
             return {"prompts": asked, "labels": asked_labels, "batch_rows": self.batch_rows}
 
         def compute(rows: Batch) -> list[list[float]]:
-            return label_room.label_scores(
+            return label_room.score_labels(
                 self.model, [prompts[i] for i in rows], labels, self.batch_rows, self.pad
             )  # fmt: skip
 
@@ -283,7 +287,7 @@ class Scorer:
         total, done = sum(map(len, batches)), 0
         found: list[Any] = [None] * total
         for batch in batches:
-            key = f"{kind} {digests.of_json({'pad': self.pad, **ask(batch)})}"
+            key = f"{kind} {digests.hash_json({'pad': self.pad, **ask(batch)})}"
             results = self.store.take(key, partial(compute, batch))
             for row, result in zip(batch, results, strict=True):
                 found[row] = result
@@ -292,12 +296,12 @@ class Scorer:
         return found
 
 
-def _names(prompts: Sequence[Tokens]) -> list[str]:
+def _unique_prompt_keys(prompts: Sequence[Tokens]) -> list[str]:
     """A name for each prompt that does not depend on the others; equal ones are numbered, so that each draws anew."""
     seen: Counter[str] = Counter()
     names = []
     for prompt in prompts:
-        fingerprint = digests.of_json(list(prompt))
+        fingerprint = digests.hash_json(list(prompt))
         names.append(f"{fingerprint}/{seen[fingerprint]}")
         seen[fingerprint] += 1
     return names
@@ -312,7 +316,7 @@ SHARE = 0.5
 without gaps. What is free at the moment is not asked: scores move with the rows of a batch, if only by rounding."""
 
 
-def rows_at_once(wanted: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
+def choose_batch_rows(wanted: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
     """Rows of a batch. `auto` takes the greatest power of two whose rows, all as long as the longest, should fit.
 
     Args:
@@ -327,15 +331,17 @@ def rows_at_once(wanted: int | Literal["auto"], model: Model, longest_tokens: in
     if wanted != "auto":
         return wanted
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    room = SHARE * (capacity.of(model.device).total_bytes - sum(t.nbytes for t in parameters.tensors_of(model)))
+    room = SHARE * (
+        capacity.measure_device(model.device).total_bytes - sum(t.nbytes for t in parameters.list_unique_tensors(model))
+    )
     rows = 1
-    needed = bytes_of_row(whole.config.get_text_config(), longest_tokens, vocabulary)
+    needed = estimate_row_bytes(whole.config.get_text_config(), longest_tokens, vocabulary)
     while rows < MOST_ROWS and 2 * rows * needed <= room:
         rows *= 2
     return rows
 
 
-def bytes_of_row(config: Any, tokens: int, vocabulary: int) -> int:
+def estimate_row_bytes(config: Any, tokens: int, vocabulary: int) -> int:
     """Bound of what a row holds while it is scored without gradients, in bytes.
 
     Keys and values of all layers twice (a cache that grows is copied), the widest layer's inputs and outputs, attention
@@ -345,8 +351,8 @@ def bytes_of_row(config: Any, tokens: int, vocabulary: int) -> int:
     hidden = int(config.hidden_size)
     layers = int(config.num_hidden_layers)
     heads = int(getattr(config, "num_attention_heads", None) or 1)
-    inner = _widest(config, "intermediate_size", 4 * hidden)
-    key_heads = _widest(config, "num_key_value_heads", heads)
+    inner = _largest_layer_size(config, "intermediate_size", 4 * hidden)
+    key_heads = _largest_layer_size(config, "num_key_value_heads", heads)
     head = int(getattr(config, "head_dim", None) or -(-hidden // heads))
     cache = 2 * 2 * layers * key_heads * head * tokens
     width = (8 * hidden + 3 * inner) * tokens
@@ -354,7 +360,7 @@ def bytes_of_row(config: Any, tokens: int, vocabulary: int) -> int:
     return 4 * (cache + width + scores + 4 * vocabulary)
 
 
-def _widest(config: Any, name: str, otherwise: int) -> int:
+def _largest_layer_size(config: Any, name: str, otherwise: int) -> int:
     """A size that some models give layer by layer."""
     found = getattr(config, name, None)
     return int(max(found) if isinstance(found, list | tuple) else found or otherwise)

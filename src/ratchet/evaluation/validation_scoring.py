@@ -12,27 +12,35 @@ from ratchet.config.evaluation import Evaluate, Measure
 from ratchet.config.schema import Settings
 from ratchet.config.train import Train
 from ratchet.data import tokenization
-from ratchet.errors import BaseModelError, DataError, DivergedError, MemoryExhaustedError, first_line
+from ratchet.errors import BaseModelError, DataError, DivergenceError, MemoryExhaustedError, first_line
 from ratchet.evaluation import answer_metrics
 from ratchet.evaluation import rows as row_room
-from ratchet.evaluation.comparability import Arithmetic
-from ratchet.evaluation.model_loader import ADAPTER, BatchSize
+from ratchet.evaluation.comparability import NumericsSpec
+from ratchet.evaluation.model_loader import ADAPTER, EvaluationBatchSize
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import adapters, base_model, loading, oom, scoring
-from ratchet.runs.directory import RESULT, RunPaths, RunSpec, storage
+from ratchet.runs.directory import RESULT, RunPaths, RunSpec, storage_errors
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import ANSWERED, LOSS, HeldOut, HeldOutLaunch, HeldOutMetric, answered, path_in
+from ratchet.storage.records.evaluation import (
+    ANSWERED,
+    LOSS,
+    HeldOutLaunch,
+    HeldOutMetric,
+    HeldOutScores,
+    held_out_path,
+    read_held_out,
+)
 
 EXACT, TOKEN_F1 = "exact_match", "token_f1"
 _MEASURES: tuple[Measure, ...] = ("token_f1",)
 
 
 @dataclass(frozen=True)
-class Entrant:
+class RunAdapter:
     """A finished run whose adapter is scored."""
 
     paths: RunPaths
@@ -46,7 +54,7 @@ class Entrant:
         return self.train.base_form, self.train.compute_dtype, self.train.attention
 
 
-def answer(layout: Layout, launch: HeldOutLaunch) -> list[HeldOut]:
+def score_runs(layout: ProjectLayout, launch: HeldOutLaunch) -> list[HeldOutScores]:
     """The scores of each run, in the order asked for; those that its directory keeps already are taken as they are.
 
     Where memory runs out the batch is halved, and all that was not kept is scored anew: in batches of one size.
@@ -64,20 +72,20 @@ def answer(layout: Layout, launch: HeldOutLaunch) -> list[HeldOut]:
         raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
     launch.require_measurable(card)
     question = launch.question(card)
-    entrants = {run_id: _entrant(RunPaths(layout.runs / run_id), card) for run_id in launch.job.run_ids}
-    kept = {run_id: answered(one.paths.root, question, one.adapter_digest) for run_id, one in entrants.items()}
+    entrants = {run_id: _read_run_adapter(RunPaths(layout.runs / run_id), card) for run_id in launch.job.run_ids}
+    kept = {run_id: read_held_out(one.paths.root, question, one.adapter_digest) for run_id, one in entrants.items()}
     missing = [entrants[run_id] for run_id, found in kept.items() if found is None]
     if missing:
-        found = _Session.of(layout, launch, base, card).all_of(missing)
+        found = _ValidationScoringSession.of(layout, launch, base, card).all_of(missing)
         for one, made in zip(missing, found, strict=True):
-            with storage(one.paths.root):
-                made.save(path_in(one.paths.root, question))
+            with storage_errors(one.paths.root):
+                made.save(held_out_path(one.paths.root, question))
             kept[one.paths.root.name] = made
     return [scores for run_id in launch.job.run_ids if (scores := kept[run_id]) is not None]
 
 
-def _entrant(paths: RunPaths, card: DatasetCard) -> Entrant:
-    files.verify(paths.result, RESULT)
+def _read_run_adapter(paths: RunPaths, card: DatasetCard) -> RunAdapter:
+    files.verify_sealed(paths.result, RESULT)
     spec, report = RunSpec.load(paths.spec), TrainReport.load(paths.result / "train.json")
     spec.require(report)
     if (spec.data_digest, spec.base_digest) != (card.digest, card.base_digest):
@@ -85,14 +93,14 @@ def _entrant(paths: RunPaths, card: DatasetCard) -> Entrant:
             f"run {paths.root.name} was trained on other data or another base than the project has now, so the "
             "validation rows of now say nothing about it; bring those back (`git checkout` and `dvc checkout`)"
         )
-    return Entrant(paths, spec.train, report.adapter_digest)
+    return RunAdapter(paths, spec.train, report.adapter_digest)
 
 
 @dataclass(frozen=True)
-class _Session:
+class _ValidationScoringSession:
     """What all entrants are asked, and on what."""
 
-    layout: Layout
+    layout: ProjectLayout
     launch: HeldOutLaunch
     base: BaseCard
     card: DatasetCard
@@ -102,27 +110,29 @@ class _Session:
     device: torch.device
 
     @classmethod
-    def of(cls, layout: Layout, launch: HeldOutLaunch, base: BaseCard, card: DatasetCard) -> "_Session":
+    def of(
+        cls, layout: ProjectLayout, launch: HeldOutLaunch, base: BaseCard, card: DatasetCard
+    ) -> "_ValidationScoringSession":
         """Read rows and tokenizer, each byte checked."""
         path = base_model.locate(layout, base)
-        base_model.check(path, base.files)
+        base_model.verify_files(path, base.files)
         loading.use_threads(launch.machine.threads)
         device = loading.pick_device(launch.machine.device)
-        rows = _first(row_room.read(layout, Settings(), "validation"), launch.job.rows)
+        rows = _take_first_rows(row_room.read(layout, Settings(), "validation"), launch.job.rows)
         if not rows.ids:
             raise DataError(f"{layout.data}: no validation rows; give prepare.split.validation a share")
         tokenizer = base_model.load_tokenizer(path, layout.own_template, base.added_tokens, base.remote_code)
         return cls(layout, launch, base, card, rows, tokenizer, device)
 
-    def all_of(self, entrants: Sequence[Entrant]) -> list[HeldOut]:
+    def all_of(self, entrants: Sequence[RunAdapter]) -> list[HeldOutScores]:
         """Every entrant in batches of one size: where one does not fit, all are scored anew in smaller ones."""
         longest = max(map(len, self.rows.input_ids)) + (self.launch.max_new_tokens if self._answers else 0)
-        size = BatchSize(self.launch.machine.evaluation_rows, longest)
+        size = EvaluationBatchSize(self.launch.machine.evaluation_rows, longest)
         while True:
             try:
                 return self._in_batches(entrants, size)
             except Exception as error:
-                if not oom.is_exhausted(error):
+                if not oom.is_out_of_memory(error):
                     raise
                 cause = first_line(error)
             what = "a single row" if size.rows else "the model itself"
@@ -131,7 +141,7 @@ class _Session:
                     f"held-out scores: memory does not suffice for {what} ({cause}); lower evaluate.max_new_tokens or "
                     "prepare.max_tokens, or take a machine with more memory"
                 )
-            oom.release()
+            oom.release_memory()
 
     @property
     def _answers(self) -> bool:
@@ -139,10 +149,10 @@ class _Session:
 
     @cached_property
     def _prompts(self) -> list[list[int]]:
-        return [tokenization.prompt_ids(self.tokenizer, one.question) for one in self.rows.conversations]
+        return [tokenization.encode_prompt(self.tokenizer, one.question) for one in self.rows.conversations]
 
-    def _in_batches(self, entrants: Sequence[Entrant], size: BatchSize) -> list[HeldOut]:
-        found: dict[str, HeldOut] = {}
+    def _in_batches(self, entrants: Sequence[RunAdapter], size: EvaluationBatchSize) -> list[HeldOutScores]:
+        found: dict[str, HeldOutScores] = {}
         for form in dict.fromkeys(one.form for one in entrants):
             model = None
             for one in (one for one in entrants if one.form == form):
@@ -150,29 +160,29 @@ class _Session:
                 if model is None:
                     model = adapters.load(self._loaded(one.train), folder)
                 else:
-                    model = adapters.exchange(model, folder)
+                    model = adapters.swap(model, folder)
                 found[one.paths.root.name] = self._scores(one, model, size)
             del model
-            oom.release()  # of two forms of the base only one need fit
+            oom.release_memory()  # of two forms of the base only one need fit
         return [found[one.paths.root.name] for one in entrants]
 
     def _loaded(self, train: Train) -> loading.Model:
         return loading.load(base_model.locate(self.layout, self.base), self.base, train, self.device)
 
-    def _scores(self, one: Entrant, model: loading.Model, size: BatchSize) -> HeldOut:
+    def _scores(self, one: RunAdapter, model: loading.Model, size: EvaluationBatchSize) -> HeldOutScores:
         settings = Settings(train=one.train, machine=self.launch.machine)
-        arithmetic = Arithmetic.of("adapter", settings, self.device, size.of(model)).document()
+        arithmetic = NumericsSpec.of("adapter", settings, self.device, size.of(model)).document()
         # Kept as evaluation keeps them: after a kill, only what is missing is asked for.
-        identity = digests.of_json([self.base.digest, one.adapter_digest])
-        name = digests.of_json([identity, arithmetic])[:32]
+        identity = digests.hash_json([self.base.digest, one.adapter_digest])
+        name = digests.hash_json([identity, arithmetic])[:32]
         store = ScoreStore(self.layout.scores / f"{name}.jsonl")
         scorer = Scorer(model, self.tokenizer.pad_token_id, arithmetic["batch_rows"], store, lambda done, total: None)
-        with storage(self.layout.scores):
+        with storage_errors(self.layout.scores):
             values = self._values(scorer)
         self._require_numbers(one, values)
         rows = self.rows
         tokens = tuple(rows.answer_tokens(row) for row in range(len(rows.ids)))
-        return HeldOut(
+        return HeldOutScores(
             question=self.launch.question(self.card),
             run_id=one.paths.root.name,
             adapter_digest=one.adapter_digest,
@@ -199,23 +209,23 @@ class _Session:
             asked = Evaluate(
                 max_new_tokens=self.launch.max_new_tokens, measures=_MEASURES if TOKEN_F1 in wanted else ()
             )
-            ends = scoring.end_tokens(scorer.model, self.tokenizer, self.card.end_of_turn)
+            ends = scoring.list_end_tokens(scorer.model, self.tokenizer, self.card.end_of_turn)
             answers = scorer.answers(self.tokenizer, self._prompts, ends, asked)
-            measured = answer_metrics.measure(self.rows.expected, answers, asked, EXACT)
+            measured = answer_metrics.score_answers(self.rows.expected, answers, asked, EXACT)
             found |= {one.name: one.values for one in measured}
             found["accuracy"] = found[EXACT]  # two names of one measure: of labels, and of free text
         return {metric: tuple(values) for metric in wanted if (values := found[metric]) is not None}
 
-    def _require_numbers(self, one: Entrant, values: dict[HeldOutMetric, tuple[float, ...]]) -> None:
+    def _require_numbers(self, one: RunAdapter, values: dict[HeldOutMetric, tuple[float, ...]]) -> None:
         for metric, found in values.items():
             if odd := [self.rows.ids[i] for i, value in enumerate(found) if not math.isfinite(value)]:
-                raise DivergedError(
+                raise DivergenceError(
                     f"run {one.paths.root.name}: {metric} is no number for {len(odd)} of {len(found)} validation rows, "
                     f"first {odd[0]}; look at train.compute_dtype (float16 overflows) and at the run's learning rate"
                 )
 
 
-def _first(rows: TestRows, count: int) -> TestRows:
+def _take_first_rows(rows: TestRows, count: int) -> TestRows:
     """The first so many rows; 0: all."""
     end = min(count or len(rows.ids), len(rows.ids))
     return replace(

@@ -13,7 +13,7 @@ from types import FrameType
 
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.runs.signals import die_with_parent
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import HeldOutLaunch
 
 
@@ -23,27 +23,27 @@ def main(arguments: list[str]) -> int:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != int(arguments[2]):  # it died before we asked
             return EXIT_INTERRUPTED
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         launch = HeldOutLaunch.model_validate_json(arguments[1])
         from ratchet.evaluation import validation_scoring
 
-        for found in validation_scoring.answer(Layout(Path(arguments[0])), launch):
+        for found in validation_scoring.score_runs(ProjectLayout(Path(arguments[0])), launch):
             figures = ", ".join(f"{name} {value:.4f}" for name, value in found.figures.items())
             print(f"run {found.run_id}: {figures} ({len(found.ids)} rows)", flush=True)
     except KeyboardInterrupt:
-        return _told(InterruptedRunError("stopped; nothing half-written is left, repeat it"))
+        return _report_error(InterruptedRunError("stopped; nothing half-written is left, repeat it"))
     except RatchetError as error:
-        return _told(error)
+        return _report_error(error)
     return EXIT_OK
 
 
-def _told(error: RatchetError) -> int:
+def _report_error(error: RatchetError) -> int:
     print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     for deaf in (signal.SIGTERM, signal.SIGINT):  # one request is enough: another would break off the tidying up
         signal.signal(deaf, signal.SIG_IGN)
     raise KeyboardInterrupt

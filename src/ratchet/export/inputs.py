@@ -7,31 +7,31 @@ from typing import Any
 import torch
 
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.export.gguf import llama_cpp_tools, writer
-from ratchet.export.gguf.llama_cpp_tools import Tools
+from ratchet.export.gguf.llama_cpp_tools import LlamaCppTools
 from ratchet.export.merge import recipe as recipes
 from ratchet.export.merge import streaming
-from ratchet.export.merge.recipe import MergeBase, Part, Recipe
+from ratchet.export.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.export.onnx import exporter
 from ratchet.models import base_model, loading, teacher_reference
 from ratchet.registry import pickle_scan
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests, disk, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import Progress
 
 
-def tools(settings: Settings, root: Path) -> tuple[Path | None, Tools]:
+def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
     """The directory of llama.cpp that the settings name, and its tools. Raises SettingsError when there are none."""
     named = settings.machine.llama_cpp
     directory = None if named is None else root / Path(named).expanduser()
-    return directory, llama_cpp_tools.find(directory)
+    return directory, llama_cpp_tools.find_tools(directory)
 
 
-def require(model: Path, settings: Settings, root: Path) -> None:
+def require_exportable(model: Path, settings: Settings, root: Path) -> None:
     """Ask every format, by config and tokenizer alone.
 
     Args:
@@ -43,29 +43,29 @@ def require(model: Path, settings: Settings, root: Path) -> None:
         BaseModelError: a tokenizer that GGUF cannot represent.
     """
     wanted = settings.export
-    directory, found = tools(settings, root)
+    directory, found = find_llama_cpp(settings, root)
     if wanted.gguf.types:
-        writer.require(model, wanted.gguf.types, directory)
-    llama_cpp_tools.require(found, wanted.gguf.types)
+        writer.require_exportable(model, wanted.gguf.types, directory)
+    llama_cpp_tools.require_quantizer(found, wanted.gguf.types)
     if wanted.onnx.types:
-        exporter.require(model)
+        exporter.require_exportable(model)
 
 
 # What an export works with: the stages before it, checked to belong together, and what it will cost in disk space.
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """One export: settings, inputs, device."""
 
-    layout: Layout
+    layout: ProjectLayout
     settings: Settings
     base: BaseCard
     trained: TrainReport
     card: DatasetCard
     base_path: Path
     device: torch.device
-    tools: Tools
+    tools: LlamaCppTools
     progress: Progress
 
     @property
@@ -76,7 +76,7 @@ class Job:
     @property
     def spec(self) -> RunSpec:
         """Of the run that trained the adapter."""
-        train, teaching = teacher_reference.taught(self.settings.train, self.layout, self.card.digest)
+        train, teaching = teacher_reference.resolve_teacher(self.settings.train, self.layout, self.card.digest)
         return RunSpec(train=train, data_digest=self.card.digest, base_digest=self.base.digest, teaching=teaching)
 
     @property
@@ -88,12 +88,12 @@ class Job:
         one_only = self.settings.train.quantization == "none" or self.base.quantization is not None
         return ("dequantized",) if one_only else ("original", "dequantized")
 
-    def recipe(self, merge_base: MergeBase) -> Recipe:
+    def recipe(self, merge_base: MergeBase) -> MergeRecipe:
         """What is merged into which base."""
         export = self.settings.export
-        own = Part(self.layout.adapter, export.weight)
-        others = tuple(Part(self.layout.root / one.adapter, one.weight) for one in export.also)
-        return Recipe(
+        own = WeightedAdapter(self.layout.adapter, export.weight)
+        others = tuple(WeightedAdapter(self.layout.root / one.adapter, one.weight) for one in export.also)
+        return MergeRecipe(
             base=self.base_path, card=self.base, train=self.settings.train, parts=(own, *others),
             modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
             shard_bytes=export.shard_size,
@@ -105,7 +105,7 @@ class Job:
         return base_model.load_tokenizer(self.base_path, self.layout.own_template, base.added_tokens, base.remote_code)
 
 
-def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
+def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> ExportJob:
     """Read and check what export needs, before anything takes long.
 
     Raises:
@@ -120,8 +120,8 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
     base_path = base_model.locate(layout, base)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
-    job = Job(
-        layout, settings, base, trained, card, base_path, device, tools(settings, layout.root)[1], progress
+    job = ExportJob(
+        layout, settings, base, trained, card, base_path, device, find_llama_cpp(settings, layout.root)[1], progress
     )  # fmt: skip
     job.spec.require(trained)
     _check_adapter(layout, trained)
@@ -131,27 +131,27 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
                 f"export.also: {one.adapter}: no saved adapter there (adapter_config.json); name its directory, as "
                 "seen from the project"
             )
-        pickle_scan.scan(layout.root / one.adapter)
+        pickle_scan.scan_directory(layout.root / one.adapter)
     for way in job.ways:
-        recipes.require(job.recipe(way))
-    require(base_path, settings, layout.root)
-    base_model.check(base_path, base.files)
+        recipes.require_mergeable(job.recipe(way))
+    require_exportable(base_path, settings, layout.root)
+    base_model.verify_files(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)
-    disk.require_space(layout.experiments, _bytes(job))
+    disk.require_space(layout.experiments, _required_bytes(job))
     return job
 
 
-def _check_adapter(layout: Layout, trained: TrainReport) -> None:
-    files.verify(layout.train, "train")
+def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
+    files.verify_sealed(layout.train, "train")
     names = sorted(p.name for p in layout.adapter.iterdir())
-    if digests.of_tree(layout.adapter, names) != trained.adapter_digest:
-        raise DamagedError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
+    if digests.hash_tree(layout.adapter, names) != trained.adapter_digest:
+        raise DamagedFileError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
 
 
-def _bytes(job: Job) -> int:
+def _required_bytes(job: ExportJob) -> int:
     """Of everything that lies on the disk at once."""
     export = job.settings.export
-    merged = [streaming.size_bytes(job.recipe(way)) for way in job.ways]
+    merged = [streaming.merged_size_bytes(job.recipe(way)) for way in job.ways]
     scale = 4 / job.dtype.itemsize  # of float32 files, the largest that any of these can become
     one: int = round(merged[-1] * scale)
     others = len(export.gguf.types) + len(export.onnx.types)

@@ -9,30 +9,38 @@ from typing import Any, Literal, TypeVar
 from ratchet.config.evaluation import Form
 from ratchet.config.gate import Gate, Reference
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, first_line
+from ratchet.errors import DamagedFileError, first_line
 from ratchet.gate import test_set_reuse
-from ratchet.gate.paired_test import MOST_NATS, Pairs
+from ratchet.gate.paired_test import MOST_NATS, PairedScores
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import ROWS, EvalReport, EvaluatedRow, Metric, Noise, Sample, Who
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import (
+    ROWS,
+    EvaluatedRow,
+    EvaluationNoise,
+    EvaluationReport,
+    MetricValue,
+    SampleScore,
+    Who,
+)
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision, read_champion
 
 T = TypeVar("T", bound=base.Record)
-Samples = Mapping[str, Sample]
+Samples = Mapping[str, SampleScore]
 """By id."""
 CANDIDATE: Mapping[Form, Who] = {"adapter": "candidate", "merged": "merged"}
 """Under which name each form of the candidate was scored."""
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GateEvidence:
     """What `judge` is given; nothing in it depends on a path or a time."""
 
-    report: EvalReport
-    bundle: Bundle
+    report: EvaluationReport
+    bundle: ModelBundle
     champion: ChampionFile
     samples: Mapping[Who, Mapping[str, Samples]]
     """Per-sample scores by model and metric."""
@@ -40,7 +48,7 @@ class Evidence:
     """Of the test rows, by id: those of one group are no independent samples."""
     lookups: int
     """Models looked at with this gate set, the candidate included."""
-    noise: Noise | None
+    noise: EvaluationNoise | None
     noise_samples: Mapping[str, Samples]
     """Of `noise`, by metric."""
     tasks_now: Mapping[str, str]
@@ -67,10 +75,10 @@ class Evidence:
 
 def rules_digest(gate: Gate) -> str:
     """Fingerprint of the rules and all else that a verdict is made by."""
-    return digests.of_json(gate.model_dump(mode="json"))
+    return digests.hash_json(gate.model_dump(mode="json"))
 
 
-def read(layout: Layout, settings: Settings, tasks_now: Mapping[str, str]) -> Evidence:
+def read_evidence(layout: ProjectLayout, settings: Settings, tasks_now: Mapping[str, str]) -> GateEvidence:
     """Read what the stages before left, every byte checked.
 
     Args:
@@ -82,8 +90,8 @@ def read(layout: Layout, settings: Settings, tasks_now: Mapping[str, str]) -> Ev
         DataError: a stage before has not run.
         DamagedError: a file is not as it was written; names it, and its line.
     """
-    report, bundle = EvalReport.load(layout.eval_report), Bundle.load(layout.bundle)
-    files.verify(layout.evaluate, "evaluation")
+    report, bundle = EvaluationReport.load(layout.eval_report), ModelBundle.load(layout.bundle)
+    files.verify_sealed(layout.evaluate, "evaluation")
     found: dict[Who, dict[str, Samples]] = {}
     repeated: dict[Who, dict[str, str]] = {}
     for who, scores in report.scores.items():
@@ -92,61 +100,61 @@ def read(layout: Layout, settings: Settings, tasks_now: Mapping[str, str]) -> Ev
             found.setdefault(who, {})[metric] = by_id
             if twice is not None:
                 repeated.setdefault(who, {})[metric] = twice
-    noise, noise_samples = _noise(layout)
+    noise, noise_samples = _read_noise(layout)
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have begun to choose by these rows since they were evaluated.
-    now = test_set_reuse.shared(layout, [row.id for row in rows], tasks)
-    return Evidence(
+    now = test_set_reuse.count_overlaps(layout, [row.id for row in rows], tasks)
+    return GateEvidence(
         report=report.model_copy(update={"chosen_by": report.chosen_by | now}),
         bundle=bundle,
         champion=read_champion(layout.champion),
         samples=found,
         groups={row.id: row.group for row in rows},
-        lookups=test_set_reuse.count(layout, report.gate_set, report.adapter_digest),
+        lookups=test_set_reuse.count_models(layout, report.gate_set, report.adapter_digest),
         noise=noise,
         noise_samples=noise_samples,
         tasks_now=tasks_now,
         forms=settings.evaluate.forms,
-        judged_before=test_set_reuse.before(
+        judged_before=test_set_reuse.list_earlier_decisions(
             layout, report.gate_set, report.adapter_digest, rules_digest(settings.gate)
         ),
         repeated=repeated,
     )
 
 
-def read_samples(path: Path) -> tuple[dict[str, Sample], str | None]:
+def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
     """Samples by id, and the first id that comes twice, if one does. Raises DamagedError naming file and line."""
-    found: dict[str, Sample] = {}
+    found: dict[str, SampleScore] = {}
     twice = None
     for number, row in enumerate(base.read_lines(path), start=1):
-        sample = _record(Sample, row, path, number)
+        sample = _parse_record(SampleScore, row, path, number)
         if sample.id in found and twice is None:
             twice = sample.id
         found[sample.id] = sample
     return found, twice
 
 
-def read_rows(layout: Layout) -> list[EvaluatedRow]:
+def read_rows(layout: ProjectLayout) -> list[EvaluatedRow]:
     """The test rows, as the evaluation wrote them. Raises DamagedError naming file and line."""
     path = layout.evaluate / ROWS
-    return [_record(EvaluatedRow, row, path, number) for number, row in enumerate(base.read_lines(path), start=1)]
+    return [_parse_record(EvaluatedRow, row, path, number) for number, row in enumerate(base.read_lines(path), start=1)]
 
 
-def _record(kind: type[T], row: dict[str, Any], path: Path, number: int) -> T:
+def _parse_record(kind: type[T], row: dict[str, Any], path: Path, number: int) -> T:
     try:
         return kind.model_validate(row)
     except ValueError as error:
-        raise DamagedError(f"{path}:{number}: not a {kind.__name__} ({first_line(error)}); make it again") from None
+        raise DamagedFileError(f"{path}:{number}: not a {kind.__name__} ({first_line(error)}); make it again") from None
 
 
-def _noise(layout: Layout) -> tuple[Noise | None, dict[str, Samples]]:
+def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str, Samples]]:
     """What `ratchet gate --aa` measured last, if anybody asked it."""
     path = layout.noise / "noise.json"
     if not path.exists():
         return None, {}
-    files.verify(layout.noise, "noise")
-    noise = Noise.load(path)
+    files.verify_sealed(layout.noise, "noise")
+    noise = EvaluationNoise.load(path)
     return noise, {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
 
 
@@ -162,17 +170,17 @@ class IncomparableError(Exception):
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedScores:
     """The candidate and a reference on the same samples."""
 
     form: Who
     """Under which the candidate was scored."""
-    metric: Metric
+    metric: MetricValue
     """The candidate's."""
-    pairs: Pairs
+    pairs: PairedScores
 
 
-def absent(evidence: Evidence, reference: Reference) -> str | None:
+def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> str | None:
     """Why there is nothing to compare with, or None where there is."""
     if reference == "base":
         return None
@@ -184,38 +192,39 @@ def absent(evidence: Evidence, reference: Reference) -> str | None:
     return None
 
 
-def match(evidence: Evidence, name: str, reference: Reference) -> Matched:
+def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> MatchedScores:
     """The preferred form of the candidate that was scored under the reference's contract, paired with the reference.
 
     Raises:
         IncomparableError: one of them was not scored, or not on the same samples, or under another contract.
     """
-    return next(matches(evidence, name, reference))
+    return next(iterate_matches(evidence, name, reference))
 
 
-def matches(evidence: Evidence, name: str, reference: Reference) -> Iterator[Matched]:
-    """The same for every form whose contract is the reference's; at least one. Raises as `match`."""
-    other = _scored_as(evidence, reference)
-    forms = scored_forms(evidence)
+def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> Iterator[MatchedScores]:
+    """The same for every form whose contract is the reference's; at least one. Raises as `match_scores`."""
+    other = _resolve_reference(evidence, reference)
+    forms = list_scored_forms(evidence)
     scores = evidence.report.scores
     same = [who for who in forms if scores[who].contract == scores[other].contract]
     if not same:
         raise IncomparableError(
-            f"{forms[0]} and {reference} were not scored alike: {_differences(evidence, forms[0], other)}; "
+            f"{forms[0]} and {reference} were not scored alike: "
+            f"{_describe_contract_differences(evidence, forms[0], other)}; "
             "run `dvc repro -f evaluate`, with evaluate.forms such that one is the reference's"
         )
     for who in same:
-        yield _pair(evidence, name, who, other)
+        yield _match_pair(evidence, name, who, other)
 
 
-def scored_forms(evidence: Evidence) -> list[Who]:
+def list_scored_forms(evidence: GateEvidence) -> list[Who]:
     """Names under which the candidate was scored. Raises IncomparableError when it was not."""
     if forms := evidence.scored_forms:
         return forms
     raise IncomparableError("the evaluation holds no scores of the candidate; run `dvc repro -f evaluate`")
 
 
-def own(evidence: Evidence, who: Who, name: str) -> tuple[Metric, Samples]:
+def select_scores(evidence: GateEvidence, who: Who, name: str) -> tuple[MetricValue, Samples]:
     """A model's figure of this name and the samples that it is made of, both sound.
 
     Raises:
@@ -227,19 +236,19 @@ def own(evidence: Evidence, who: Who, name: str) -> tuple[Metric, Samples]:
     if metric is not None and metric.kind == "figure":
         raise IncomparableError(
             f"{name} is a figure of all rows together, without scores of single ones, so no rule can be held against "
-            f"it; take one of: {_known(evidence, who)}"
+            f"it; take one of: {_list_scored_metrics(evidence, who)}"
         )
     if samples is None or (metric is None and not samples):
-        raise IncomparableError(f"{name} was not measured for {who}; there is: {_known(evidence, who)}")
+        raise IncomparableError(f"{name} was not measured for {who}; there is: {_list_scored_metrics(evidence, who)}")
     if twice := evidence.repeated.get(who, {}).get(name):
         raise IncomparableError(f"{name} of {who}: sample {twice} appears twice; run `dvc repro -f evaluate`")
-    _check(metric, samples, f"{name} of {who}")
+    _check_samples(metric, samples, f"{name} of {who}")
     if metric is None:
         raise IncomparableError(f"{name} of {who}: the report has no figure, {len(samples)} samples lie beside it")
     return metric, samples
 
 
-def _check(metric: Metric | None, samples: Samples, what: str) -> None:
+def _check_samples(metric: MetricValue | None, samples: Samples, what: str) -> None:
     """Raise IncomparableError unless the samples are sound, and the figure is theirs."""
     for sample in samples.values():
         if not (math.isfinite(sample.value) and math.isfinite(sample.weight)):
@@ -274,7 +283,7 @@ def _check(metric: Metric | None, samples: Samples, what: str) -> None:
         )
 
 
-def difference(pairs: Pairs) -> float:
+def compute_difference(pairs: PairedScores) -> float:
     """The difference that `paired.compare` would find, without its bounds: positive is better."""
     sign = 1.0 if pairs.better == "higher" else -1.0
     new, old = math.fsum(pairs.new), math.fsum(pairs.old)
@@ -283,11 +292,13 @@ def difference(pairs: Pairs) -> float:
     return sign * (new - old) / len(pairs.new)
 
 
-def pairs_of(metric: Metric, new: Sequence[Sample], old: Sequence[Sample], groups: Mapping[str, str | None]) -> Pairs:
+def build_pairs(
+    metric: MetricValue, new: Sequence[SampleScore], old: Sequence[SampleScore], groups: Mapping[str, str | None]
+) -> PairedScores:
     """Samples in the same order, as statistics want them."""
     kind: Literal["mean", "perplexity"] = "perplexity" if metric.kind == "perplexity" else "mean"
     found = [groups.get(sample.id) for sample in new]
-    return Pairs(
+    return PairedScores(
         new=[sample.value for sample in new],
         old=[sample.value for sample in old],
         better="lower" if metric.better == "lower" else "higher",
@@ -297,12 +308,12 @@ def pairs_of(metric: Metric, new: Sequence[Sample], old: Sequence[Sample], group
     )
 
 
-def in_order(samples: Samples) -> list[Sample]:
+def sort_samples(samples: Samples) -> list[SampleScore]:
     """Samples by id: the order in which they lie in a file says nothing."""
     return [samples[key] for key in sorted(samples)]
 
 
-def _scored_as(evidence: Evidence, reference: Reference) -> Who:
+def _resolve_reference(evidence: GateEvidence, reference: Reference) -> Who:
     scores, champion = evidence.report.scores, evidence.champion
     if reference in scores:
         return reference
@@ -313,9 +324,9 @@ def _scored_as(evidence: Evidence, reference: Reference) -> Who:
     raise IncomparableError(f"the evaluation holds no scores of the {reference}{f': {notes}' if notes else ''}")
 
 
-def _pair(evidence: Evidence, name: str, who: Who, other: Who) -> Matched:
-    metric, new = own(evidence, who, name)
-    reference, old = own(evidence, other, name)
+def _match_pair(evidence: GateEvidence, name: str, who: Who, other: Who) -> MatchedScores:
+    metric, new = select_scores(evidence, who, name)
+    reference, old = select_scores(evidence, other, name)
     if differing := new.keys() ^ old.keys():
         raise IncomparableError(
             f"{name}: {len(differing)} samples were scored for one of {who} and {other} only, e.g. {min(differing)}"
@@ -325,43 +336,43 @@ def _pair(evidence: Evidence, name: str, who: Who, other: Who) -> Matched:
         # A model that scores 0 or 1 on every row has a proportion, where another has a mean of the same scale.
         if a != b and not (what == "unit" and "proportion" in (a, b)):
             raise IncomparableError(f"{name}: {what} is {a!r} of {who} and {b!r} of {other}")
-    first, second = in_order(new), in_order(old)
+    first, second = sort_samples(new), sort_samples(old)
     if metric.kind == "perplexity":
         for a, b in zip(first, second, strict=True):
             if a.weight != b.weight or a.weight <= 0:
                 raise IncomparableError(
                     f"{name}: sample {a.id} has {a.weight:g} tokens for {who} and {b.weight:g} for {other}"
                 )
-    return Matched(who, metric, pairs_of(metric, first, second, evidence.groups))
+    return MatchedScores(who, metric, build_pairs(metric, first, second, evidence.groups))
 
 
-def _known(evidence: Evidence, who: Who) -> str:
+def _list_scored_metrics(evidence: GateEvidence, who: Who) -> str:
     return ", ".join(sorted(evidence.samples.get(who, {}))) or "nothing"
 
 
-def _differences(evidence: Evidence, who: Who, other: Who) -> str:
+def _describe_contract_differences(evidence: GateEvidence, who: Who, other: Who) -> str:
     """The terms of two contracts that are not the same, with both values."""
     scores, contracts = evidence.report.scores, evidence.report.contracts
     sides = [contracts.get(scores[one].contract) for one in (who, other)]
     for one, terms in zip((who, other), sides, strict=True):
         if terms is None:
             return f"the report does not hold the contract of {one} ({scores[one].contract[:SHORT]})"
-    first, second = (dict(_leaves(terms)) for terms in sides)
+    first, second = (dict(_iterate_leaves(terms)) for terms in sides)
     keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
-    named = [f"{key}: {_shown(first, key)} and {_shown(second, key)}" for key in keys[:MOST_KEYS]]
+    named = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MOST_KEYS]]
     more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
     return ", ".join([*named, *more]) or "their contracts have different names and the same terms"
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _iterate_leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
 
 
-def _shown(terms: Mapping[str, Any], key: str) -> str:
+def _format_term(terms: Mapping[str, Any], key: str) -> str:
     if key not in terms:
         return "nothing"
     text = str(terms[key])

@@ -10,18 +10,18 @@ import numpy as np
 from scipy import optimize, special, stats
 
 from ratchet.gate import paired_test
-from ratchet.gate.paired_test import Found, Pairs, Plan
-from ratchet.gate.statistics import Numbers, holm
-from ratchet.storage.records.sweep import Comparison, Cost, Finalist, Finals, Measure
+from ratchet.gate.paired_test import PairedScores, PairedTestPlan, PairedTestResult
+from ratchet.gate.statistics import Numbers, adjust_p_values
+from ratchet.storage.records.sweep import Finalist, FinalistComparison, FinalRound, SweepObjective, TrainingCost
 
 RESAMPLES = 9999
 
 
 @dataclass(frozen=True)
-class Contest:
+class FinalistComparator:
     """What finalists are compared by."""
 
-    measure: Measure
+    measure: SweepObjective
     confidence: float
     """With which a difference must be real: the chance of a false winner is one minus it at most."""
     weights: Sequence[float] | None = None
@@ -42,7 +42,7 @@ class Contest:
         below = len(scores) if self.weights is None else math.fsum(self.weights)
         return math.fsum(scores) / below
 
-    def order(self, one: "Contender") -> tuple[float, int]:
+    def order(self, one: "FinalistScores") -> tuple[float, int]:
         """Sorts contenders, the best first; of equals the one that was tried first."""
         return -self.sign * self.mean(one.rows), one.number
 
@@ -56,7 +56,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Contender:
+class FinalistScores:
     """A finalist and its scores."""
 
     number: int
@@ -65,7 +65,7 @@ class Contender:
     run_ids: tuple[str, ...]
     scores: Sequence[Sequence[float]]
     """Of each seed, of each row; the rows are the same for all."""
-    cost: Cost = field(default_factory=Cost)
+    cost: TrainingCost = field(default_factory=TrainingCost)
     dropped: str = ""
     """Why it got no further seeds; it cannot win."""
 
@@ -85,16 +85,16 @@ class Contender:
         """With which it was trained."""
         return len(self.matrix)
 
-    def means(self, contest: Contest) -> tuple[float, ...]:
+    def means(self, contest: FinalistComparator) -> tuple[float, ...]:
         """By seed."""
         return tuple(contest.mean(row) for row in self.matrix)
 
-    def seed_variance(self, contest: Contest) -> float | None:
+    def seed_variance(self, contest: FinalistComparator) -> float | None:
         """Of the mean of one seed; None where one seed says nothing of others."""
         return float(np.var(self.means(contest), ddof=1)) if self.seeds > 1 else None
 
 
-def require_same_rows(contenders: Sequence[Contender]) -> None:
+def require_same_rows(contenders: Sequence[FinalistScores]) -> None:
     """Raises ValueError for nobody, scores of different rows, and scores that are not finite."""
     if not contenders:
         raise ValueError("nobody is to be compared")
@@ -128,7 +128,7 @@ Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Difference:
+class FinalistDifference:
     """The leader against another; positive: the leader is better."""
 
     value: float
@@ -141,9 +141,12 @@ class Difference:
     method: str
 
 
-def difference(
-    contest: Contest, pair: tuple[Contender, Contender], everyone: Sequence[Contender], level: float
-) -> Difference:
+def compare_pair(
+    contest: FinalistComparator,
+    pair: tuple[FinalistScores, FinalistScores],
+    everyone: Sequence[FinalistScores],
+    level: float,
+) -> FinalistDifference:
     """Difference of the means of a pair, with a lower bound of one-sided confidence 1 - level.
 
     The error of the rows is what it takes to reach the gate's bound, which follows skewed scores (BCa) and rare ones
@@ -156,58 +159,62 @@ def difference(
         level: below one half.
     """
     leader, other = pair
-    plan = Plan(1 - level, 0.8, 0.1, contest.resamples, contest.seed)  # power and discordance plan samples: not asked
-    found = paired_test.compare(_pairs(contest, leader, other), 0.0, plan)
+    plan = PairedTestPlan(
+        1 - level, 0.8, 0.1, contest.resamples, contest.seed
+    )  # power and discordance plan samples: not asked
+    found = paired_test.compare(_build_pairs(contest, leader, other), 0.0, plan)
     value = contest.sign * (contest.mean(leader.rows) - contest.mean(other.rows))
-    low = found.low if contest.weights is None else _nats(found.low)
+    low = found.low if contest.weights is None else _fraction_to_nats(found.low)
     row_error = max(0.0, (value - low) / float(special.ndtri(1 - level)))
-    seed_error, freedom = _seed_error(contest, pair, everyone)
+    seed_error, freedom = _estimate_seed_error(contest, pair, everyone)
     if not seed_error:
-        return Difference(value, low, found.p, 0.0, row_error, found.method)
-    errors = ((row_error, max(1, _units(found) - 1)), (seed_error, freedom))
-    return Difference(
+        return FinalistDifference(value, low, found.p, 0.0, row_error, found.method)
+    errors = ((row_error, max(1, _count_units(found) - 1)), (seed_error, freedom))
+    return FinalistDifference(
         value,
-        min(low, value - _distance(errors, level)),
-        max(found.p, _p(value, errors)),
+        min(low, value - _bound_distance(errors, level)),
+        max(found.p, _p_value(value, errors)),
         seed_error,
         row_error,
         f"{found.method}, seeds added (t with {freedom:.1f} degrees of freedom)",
     )
 
 
-def _pairs(contest: Contest, leader: Contender, other: Contender) -> Pairs:
+def _build_pairs(contest: FinalistComparator, leader: FinalistScores, other: FinalistScores) -> PairedScores:
     new, old = leader.rows.tolist(), other.rows.tolist()
     if contest.weights is None:
-        return Pairs(new, old, "higher" if contest.sign > 0 else "lower", groups=contest.groups)
+        return PairedScores(new, old, "higher" if contest.sign > 0 else "lower", groups=contest.groups)
     if contest.sign > 0:  # who wants a high loss: the gate's comparison knows none, so they change places
         new, old = old, new
-    return Pairs(new, old, "lower", "perplexity", list(contest.weights), contest.groups)
+    return PairedScores(new, old, "lower", "perplexity", list(contest.weights), contest.groups)
 
 
-def _nats(fraction: float) -> float:
+def _fraction_to_nats(fraction: float) -> float:
     """Difference of losses behind the fraction by which a perplexity fell."""
     return -math.log1p(-min(fraction, 1 - 1e-15))
 
 
-def _units(found: Found) -> int:
+def _count_units(found: PairedTestResult) -> int:
     return found.groups or found.n
 
 
-def _distance(errors: Sequence[Error], level: float) -> float:
+def _bound_distance(errors: Sequence[Error], level: float) -> float:
     """From a difference to its bound: of each error as far as its own t goes, squares added."""
     return math.hypot(*(error * float(special.stdtrit(freedom, 1 - level)) for error, freedom in errors))
 
 
-def _p(value: float, errors: Sequence[Error]) -> float:
+def _p_value(value: float, errors: Sequence[Error]) -> float:
     """The level at which the bound of a difference is nought."""
     if value <= 0:
         return 1.0 if value < 0 else 0.5
-    if _distance(errors, SURE) <= value:
+    if _bound_distance(errors, SURE) <= value:
         return SURE
-    return float(optimize.brentq(lambda level: value - _distance(errors, level), SURE, 0.5))
+    return float(optimize.brentq(lambda level: value - _bound_distance(errors, level), SURE, 0.5))
 
 
-def _seed_error(contest: Contest, pair: tuple[Contender, Contender], everyone: Sequence[Contender]) -> Error:
+def _estimate_seed_error(
+    contest: FinalistComparator, pair: tuple[FinalistScores, FinalistScores], everyone: Sequence[FinalistScores]
+) -> Error:
     """What seeds leave unsure of the difference of two means; an error of 0 where nobody has two seeds.
 
     Degrees of freedom: F. Satterthwaite, Biometrics Bulletin 2, 1946, 110-114. A contender with one seed is taken to
@@ -232,7 +239,7 @@ def _seed_error(contest: Contest, pair: tuple[Contender, Contender], everyone: S
 # p-values are doubled. Then Holm's correction for the number of the others.
 
 
-def decide(contest: Contest, contenders: Sequence[Contender]) -> Finals:
+def choose_winner(contest: FinalistComparator, contenders: Sequence[FinalistScores]) -> FinalRound:
     """Compare the leader with each of the others, and name the winner.
 
     The leader, if it is better than each of the others beyond doubt; else the cheapest of those that cannot be told
@@ -244,22 +251,24 @@ def decide(contest: Contest, contenders: Sequence[Contender]) -> Finals:
     """
     require_same_rows(contenders)
     leader, *others = sorted(contenders, key=lambda one: (bool(one.dropped), *contest.order(one)))
-    comparisons = _comparisons(contest, leader, others)
+    comparisons = _compare_with_leader(contest, leader, others)
     told_apart = {found.other for found in comparisons if found.better}
     equals = [leader, *(one for one in others if one.number not in told_apart and not one.dropped)]
-    winner = min(equals, key=_price)
-    return Finals(
+    winner = min(equals, key=_cost_order)
+    return FinalRound(
         metric=contest.measure.metric,
         direction=contest.measure.direction,
         rows=leader.matrix.shape[1],
-        finalists=tuple(_finalist(contest, one) for one in (leader, *others)),
+        finalists=tuple(_build_finalist(contest, one) for one in (leader, *others)),
         comparisons=tuple(comparisons),
         winner=winner.number,
-        reason=_reason(contest, winner, equals, comparisons) + _doubt([leader, *others]),
+        reason=_explain_winner(contest, winner, equals, comparisons) + _describe_seed_doubt([leader, *others]),
     )
 
 
-def behind(contest: Contest, contenders: Sequence[Contender], threshold: float) -> dict[int, str]:
+def find_trailing(
+    contest: FinalistComparator, contenders: Sequence[FinalistScores], threshold: float
+) -> dict[int, str]:
     """Which contenders are so far behind the leader that further seeds would be a waste, and why, by trial number.
 
     Wilcoxon's signed-rank test (F. Wilcoxon, Biometrics Bulletin 1, 1945, 80-83) of the rows' differences, as Optuna's
@@ -274,7 +283,7 @@ def behind(contest: Contest, contenders: Sequence[Contender], threshold: float) 
         threshold: p below which one is dropped; of each look, uncorrected.
 
     Raises:
-        ValueError: as `decide`.
+        ValueError: as `choose_winner`.
     """
     require_same_rows(contenders)
     leader = min(contenders, key=contest.order)
@@ -290,19 +299,21 @@ def behind(contest: Contest, contenders: Sequence[Contender], threshold: float) 
     return found
 
 
-def _comparisons(contest: Contest, leader: Contender, others: Sequence[Contender]) -> list[Comparison]:
+def _compare_with_leader(
+    contest: FinalistComparator, leader: FinalistScores, others: Sequence[FinalistScores]
+) -> list[FinalistComparison]:
     """Each bound at the level at which Holm's procedure judges it, so that bound and p-value say the same."""
     alpha = 1 - contest.confidence
     everyone = [leader, *others]
-    first = [difference(contest, (leader, one), everyone, alpha / 2) for one in others]
-    adjusted = holm([min(1.0, 2 * found.p) for found in first])
+    first = [compare_pair(contest, (leader, one), everyone, alpha / 2) for one in others]
+    adjusted = adjust_p_values([min(1.0, 2 * found.p) for found in first])
     comparisons = []
     for one, found, p in zip(others, first, adjusted, strict=True):
         level = min(alpha / 2, alpha * found.p / p) if found.p > 0 else alpha / (2 * len(others))
-        low = (found if level == alpha / 2 else difference(contest, (leader, one), everyone, level)).low
+        low = (found if level == alpha / 2 else compare_pair(contest, (leader, one), everyone, level)).low
         better = p < alpha and low > 0  # close to the edge the two may differ by a hair: then neither is told as sure
         comparisons.append(
-            Comparison(
+            FinalistComparison(
                 other=one.number,
                 difference=found.value,
                 low=low if better else min(low, 0.0),
@@ -319,7 +330,7 @@ def _comparisons(contest: Contest, leader: Contender, others: Sequence[Contender
 # ------------------------------------------------------------------------------------------------------------- words
 
 
-def _finalist(contest: Contest, one: Contender) -> Finalist:
+def _build_finalist(contest: FinalistComparator, one: FinalistScores) -> Finalist:
     return Finalist(
         number=one.number,
         values=dict(one.values),
@@ -334,7 +345,7 @@ def _finalist(contest: Contest, one: Contender) -> Finalist:
 _PRICES = ("fewest trainable parameters", "least memory", "shortest training", "tried first")
 
 
-def _price(one: Contender) -> tuple[float, float, float, int]:
+def _cost_order(one: FinalistScores) -> tuple[float, float, float, int]:
     """In the order of _PRICES; what nobody measured is not cheap."""
     cost = one.cost
     measured = (cost.trainable_parameters, cost.memory_bytes, cost.train_seconds)
@@ -342,7 +353,12 @@ def _price(one: Contender) -> tuple[float, float, float, int]:
     return parameters, memory, seconds, one.number
 
 
-def _reason(contest: Contest, winner: Contender, equals: Sequence[Contender], comparisons: Sequence[Comparison]) -> str:
+def _explain_winner(
+    contest: FinalistComparator,
+    winner: FinalistScores,
+    equals: Sequence[FinalistScores],
+    comparisons: Sequence[FinalistComparison],
+) -> str:
     if not comparisons:
         return f"trial {winner.number} is the only finalist"
     if all(found.better for found in comparisons):
@@ -351,8 +367,8 @@ def _reason(contest: Contest, winner: Contender, equals: Sequence[Contender], co
     if len(equals) == 1:
         among = "all, and each was dropped" if winner.dropped else "those that were not dropped"
         return f"trial {winner.number} is best of {among}"
-    others = [_price(one) for one in equals if one is not winner]
-    by = next(i for i in range(len(_PRICES)) if any(price[i] != _price(winner)[i] for price in others))
+    others = [_cost_order(one) for one in equals if one is not winner]
+    by = next(i for i in range(len(_PRICES)) if any(price[i] != _cost_order(winner)[i] for price in others))
     named = ", ".join(str(one.number) for one in equals)
     return (
         f"trials {named} cannot be told apart with confidence {contest.confidence:g}, and trial {winner.number} is the "
@@ -360,7 +376,7 @@ def _reason(contest: Contest, winner: Contender, equals: Sequence[Contender], co
     )
 
 
-def _doubt(contenders: Sequence[Contender]) -> str:
+def _describe_seed_doubt(contenders: Sequence[FinalistScores]) -> str:
     if len(contenders) < 2 or any(one.seeds > 1 for one in contenders):
         return ""
     return "; each was trained with one seed, so what another seed would change is not known"

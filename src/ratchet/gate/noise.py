@@ -2,24 +2,24 @@
 
 from dataclasses import dataclass
 
-from ratchet.config.gate import Forgetting, Gate, MustImprove, MustNotRegress
+from ratchet.config.gate import ForgettingRule, Gate, MustImproveRule, MustNotRegressRule
 from ratchet.gate import messages, paired_test, validity
-from ratchet.gate.evidence import Evidence, IncomparableError
-from ratchet.gate.paired_test import Found
-from ratchet.gate.rules import GENERAL, Case
-from ratchet.storage.records.evaluation import Metric
+from ratchet.gate.evidence import GateEvidence, IncomparableError
+from ratchet.gate.paired_test import PairedTestResult
+from ratchet.gate.rules import GENERAL, RuleContext
+from ratchet.storage.records.evaluation import MetricValue
 
 
 @dataclass(frozen=True)
-class Line:
+class MetricNoise:
     """What the second scoring changed of one metric."""
 
     name: str
-    metric: Metric
+    metric: MetricValue
     n: int
     differing: int
     """Samples whose scores are not the same."""
-    found: Found
+    found: PairedTestResult
     margin: float | None
     """The smallest that a rule asks of this metric."""
 
@@ -29,7 +29,7 @@ class Line:
         return self.margin is None or abs(self.found.difference) <= self.margin
 
 
-def measured(evidence: Evidence, gate: Gate) -> list[Line]:
+def measure_noise(evidence: GateEvidence, gate: Gate) -> list[MetricNoise]:
     """A line a metric that has samples and a direction.
 
     Raises:
@@ -38,12 +38,12 @@ def measured(evidence: Evidence, gate: Gate) -> list[Line]:
     noise = evidence.noise
     if noise is None:
         raise IncomparableError("nothing was scored twice yet; run `ratchet gate --aa`")
-    margins, lines = _margins(gate), []
-    plan = Case(evidence, gate).plan(None)
+    margins, lines = _smallest_margins(gate), []
+    plan = RuleContext(evidence, gate).plan(None)
     for name, metric in sorted(noise.metrics.items()):
         if metric.kind == "figure" or metric.better == "unknown":
             continue
-        again = validity.noise_of(evidence, name)
+        again = validity.pair_rescored_samples(evidence, name)
         if again is None:
             raise IncomparableError(
                 f"what was scored twice is {noise.form} {noise.model_digest[:12]} under contract "
@@ -52,15 +52,15 @@ def measured(evidence: Evidence, gate: Gate) -> list[Line]:
         _, own, pairs = again
         differing = sum(new != old for new, old in zip(pairs.new, pairs.old, strict=True))
         found = paired_test.compare(pairs, 0.0, plan)
-        lines.append(Line(name, own, len(pairs.new), differing, found, margins.get(name)))
+        lines.append(MetricNoise(name, own, len(pairs.new), differing, found, margins.get(name)))
     return lines
 
 
-def _margins(gate: Gate) -> dict[str, float]:
+def _smallest_margins(gate: Gate) -> dict[str, float]:
     """The smallest difference that a rule is about, by metric; a rule about any difference at all has none."""
-    asked = [(rule.metric, rule.margin) for rule in gate.rules if isinstance(rule, MustNotRegress)]
-    asked += [(name, rule.by) for rule in gate.rules if isinstance(rule, MustImprove) for name in rule.metric]
-    asked += [(GENERAL, rule.max_rise) for rule in gate.rules if isinstance(rule, Forgetting)]
+    asked = [(rule.metric, rule.margin) for rule in gate.rules if isinstance(rule, MustNotRegressRule)]
+    asked += [(name, rule.by) for rule in gate.rules if isinstance(rule, MustImproveRule) for name in rule.metric]
+    asked += [(GENERAL, rule.max_rise) for rule in gate.rules if isinstance(rule, ForgettingRule)]
     found: dict[str, float] = {}
     for name, margin in asked:
         if margin > 0:
@@ -68,7 +68,7 @@ def _margins(gate: Gate) -> dict[str, float]:
     return found
 
 
-def describe(lines: list[Line], batch_rows: tuple[int, int], confidence: float) -> str:
+def format_noise_table(lines: list[MetricNoise], batch_rows: tuple[int, int], confidence: float) -> str:
     """A table for the terminal, a row a metric, and what it means."""
     table = [["", "samples", "differ", "of them", "difference", "at least", "at most", "rules allow", ""]]
     for line in lines:
@@ -76,9 +76,10 @@ def describe(lines: list[Line], batch_rows: tuple[int, int], confidence: float) 
         table.append(
             [
                 line.name, f"{line.n:,}", f"{line.differing:,}", f"{100 * line.differing / line.n:.1f} %",
-                messages.signed(found.difference, metric), messages.signed(found.low, metric),
-                messages.signed(found.high, metric),
-                "-" if line.margin is None else messages.change(line.margin, metric),
+                messages.format_signed_change(found.difference, metric),
+                messages.format_signed_change(found.low, metric),
+                messages.format_signed_change(found.high, metric),
+                "-" if line.margin is None else messages.format_change(line.margin, metric),
                 "within" if line.within else "NOISE",
             ]
         )  # fmt: skip
@@ -93,7 +94,7 @@ def describe(lines: list[Line], batch_rows: tuple[int, int], confidence: float) 
         else "noise stays within what the rules allow"
     )
     head = (
-        f"the same model twice ({first} rows at once, then {second}; bounds {messages.percent(confidence)} sure, "
-        "each); differences should be none"
+        f"the same model twice ({first} rows at once, then {second}; "
+        f"bounds {messages.format_percent(confidence)} sure, each); differences should be none"
     )
     return "\n".join([head, *(f"  {row}" for row in rows), end])

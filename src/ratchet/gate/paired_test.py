@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special, stats
 
 from ratchet.gate import statistics
-from ratchet.gate.statistics import Numbers, Units
+from ratchet.gate.statistics import Numbers, ResamplingUnits
 
 FEW_CHANGES = 20
 """With fewer changed units, scores that have a ceiling are guarded by Tango's interval too: a bootstrap cannot draw
@@ -20,7 +20,7 @@ MOST_NATS = 700.0
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairedScores:
     """Two models' scores on the same samples, in the same order."""
 
     new: Sequence[float]
@@ -34,7 +34,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PairedTestPlan:
     """What a comparison is planned with, before anything was looked at."""
 
     confidence: float
@@ -47,7 +47,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class PairedTestResult:
     """A comparison. Positive differences are improvements; of perplexities, the fraction by which it fell."""
 
     difference: float
@@ -70,7 +70,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Estimate:
+class _PairedEstimate:
     """Bounds and p-value of the mean, and the smallest mean that would be detected; perplexities as logarithms."""
 
     low: float
@@ -82,7 +82,7 @@ class _Estimate:
     method: str
 
 
-def compare(pairs: Pairs, bound: float, plan: Plan) -> Found:
+def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTestResult:
     """Hold the difference against `bound`: the improvement that is claimed, or minus the margin.
 
     Scores that are all 0 or 1, of independent samples: score interval of Tango; p by McNemar's mid-p test for
@@ -92,35 +92,35 @@ def compare(pairs: Pairs, bound: float, plan: Plan) -> Found:
         ValueError: scores that cannot be paired or are not finite, weights that are missing or not positive, a bound
             that is no number, or a plan that is none.
     """
-    new, old = _scores(pairs, bound, plan)
+    new, old = _score_arrays(pairs, bound, plan)
     sign = 1.0 if pairs.better == "higher" else -1.0
     changes = sign * (new - old)
     right_or_wrong = pairs.kind == "mean" and bool(np.isin(np.concatenate((new, old)), (0.0, 1.0)).all())
     better = int((changes > 0).sum()) if right_or_wrong else None
     worse = int((changes < 0).sum()) if right_or_wrong else None
-    units, grouped = _units(changes, pairs)
+    units, grouped = _build_resampling_units(changes, pairs)
     if better is not None and worse is not None and not grouped:
         difference = (better - worse) / len(new)
-        found = _of_counts(better, worse, len(new), bound, plan)
+        found = _estimate_from_counts(better, worse, len(new), bound, plan)
     else:
         difference = units.estimate
-        ceiling = _ceiling(new, old, pairs)
+        ceiling = _largest_possible_score(new, old, pairs)
         alone = float(np.abs(new).sum() + np.abs(old).sum()) / math.fsum(units.bottom)
         if pairs.kind == "perplexity":
             bound = -math.log1p(-bound) if bound < 1 else math.inf
-        found = _of_units(_Sums(units, len(new), ceiling, alone, grouped), bound, plan)
+        found = _estimate_from_units(_PairedRatioSums(units, len(new), ceiling, alone, grouped), bound, plan)
     low, high, detectable = found.low, found.high, found.detectable
     if pairs.kind == "perplexity":
         # What is detected is a rise: what margins are about.
         difference, low, high = (-math.expm1(min(MOST_NATS, -nats)) for nats in (difference, low, high))
         detectable = math.expm1(min(MOST_NATS, detectable))
-    return Found(
+    return PairedTestResult(
         difference, low, high, len(new), len(units.top) if grouped else None, better, worse, found.p, detectable,
         math.ceil(found.needed) if math.isfinite(found.needed) and found.needed > len(new) else None, found.method,
     )  # fmt: skip
 
 
-def _scores(pairs: Pairs, bound: float, plan: Plan) -> tuple[Numbers, Numbers]:
+def _score_arrays(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> tuple[Numbers, Numbers]:
     if len(pairs.new) != len(pairs.old) or not len(pairs.new):
         raise ValueError(f"{len(pairs.new)} and {len(pairs.old)} samples cannot be paired")
     if pairs.groups is not None and len(pairs.groups) != len(pairs.new):
@@ -137,27 +137,27 @@ def _scores(pairs: Pairs, bound: float, plan: Plan) -> tuple[Numbers, Numbers]:
         raise ValueError(f"{len(pairs.weights)} weights of {len(pairs.new)} samples")
     if not math.isfinite(bound):
         raise ValueError(f"the bound {bound!r} is no number")
-    statistics.deviations(plan.confidence, plan.power)
+    statistics.normal_quantiles(plan.confidence, plan.power)
     if plan.resamples < 1 or not 0 <= plan.discordance <= 1:
         raise ValueError(f"{plan.resamples} resamples, discordance {plan.discordance!r}: that is no plan")
     return np.asarray(pairs.new, dtype=np.float64), np.asarray(pairs.old, dtype=np.float64)
 
 
-def _units(changes: Numbers, pairs: Pairs) -> tuple[Units, bool]:
+def _build_resampling_units(changes: Numbers, pairs: PairedScores) -> tuple[ResamplingUnits, bool]:
     """What is independent of each other, and whether samples were gathered for it."""
     weights = np.ones(len(changes)) if pairs.weights is None else np.asarray(pairs.weights, dtype=np.float64)
     if pairs.groups is None:
-        return Units(changes, weights), False
+        return ResamplingUnits(changes, weights), False
     # A sample without a group has its index for a name, which no group has.
     names: dict[str | int, int] = {}
     places = [names.setdefault(index if name is None else name, len(names)) for index, name in enumerate(pairs.groups)]
     if len(names) == len(changes):
-        return Units(changes, weights), False
+        return ResamplingUnits(changes, weights), False
     top, bottom = np.bincount(places, weights=changes), np.bincount(places, weights=weights)
-    return Units(top.astype(np.float64), bottom.astype(np.float64)), True
+    return ResamplingUnits(top.astype(np.float64), bottom.astype(np.float64)), True
 
 
-def _ceiling(new: Numbers, old: Numbers, pairs: Pairs) -> float | None:
+def _largest_possible_score(new: Numbers, old: Numbers, pairs: PairedScores) -> float | None:
     """Largest score there can be, where scores are counts of something: then one unseen sample says only so much."""
     smallest, largest = min(new.min(), old.min()), max(new.max(), old.max())
     if pairs.kind == "perplexity" or smallest < 0:
@@ -168,28 +168,28 @@ def _ceiling(new: Numbers, old: Numbers, pairs: Pairs) -> float | None:
     return 1.0 if largest == 1 or (largest < 1 and smallest == 0) else None
 
 
-def _of_counts(better: int, worse: int, n: int, bound: float, plan: Plan) -> _Estimate:
-    z, _ = statistics.deviations(plan.confidence, plan.power)
-    low, high = statistics.bounds(better, worse, n, z)
+def _estimate_from_counts(better: int, worse: int, n: int, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    z, _ = statistics.normal_quantiles(plan.confidence, plan.power)
+    low, high = statistics.tango_bounds(better, worse, n, z)
     observed = (better + worse) / n
-    detectable = statistics.detectable_binary(n, min(observed, plan.discordance), plan.confidence, plan.power)
+    detectable = statistics.detectable_difference(n, min(observed, plan.discordance), plan.confidence, plan.power)
     needed = 0.0
     if bound and detectable > abs(bound):
         # With the planned discordance: one of few samples, or of models of which one is much better, says little of it.
-        needed = statistics.needed_binary(abs(bound), plan.discordance, plan.confidence, plan.power)
+        needed = statistics.required_pairs(abs(bound), plan.discordance, plan.confidence, plan.power)
     if bound:
-        return _Estimate(
-            low, high, statistics.score_p(better, worse, n, bound), detectable, needed, "Tango score interval"
+        return _PairedEstimate(
+            low, high, statistics.tango_p_value(better, worse, n, bound), detectable, needed, "Tango score interval"
         )
-    p = statistics.mid_p(better, worse)
-    return _Estimate(low, high, p, detectable, needed, "Tango score interval, McNemar mid-p")
+    p = statistics.mcnemar_mid_p(better, worse)
+    return _PairedEstimate(low, high, p, detectable, needed, "Tango score interval, McNemar mid-p")
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _PairedRatioSums:
     """A ratio of sums over units, and what else is known of their scores."""
 
-    units: Units
+    units: ResamplingUnits
     n: int
     """Samples."""
     ceiling: float | None
@@ -198,21 +198,21 @@ class _Sums:
     grouped: bool
 
 
-def _of_units(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
-    found = _seen(sums, bound, plan)
+def _estimate_from_units(sums: _PairedRatioSums, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    found = _estimate_by_resampling(sums, bound, plan)
     ceiling = sums.ceiling
     if ceiling is None or (sums.units.top != 0).sum() >= FEW_CHANGES:
         return found
-    unseen = _unseen(sums, ceiling, bound, plan)
+    unseen = _estimate_unseen_changes(sums, ceiling, bound, plan)
     if len(sums.units.top) == 1:
         return unseen
-    return _Estimate(
+    return _PairedEstimate(
         min(found.low, unseen.low), max(found.high, unseen.high), max(found.p, unseen.p),
         max(found.detectable, unseen.detectable), max(found.needed, unseen.needed), f"{found.method}, {unseen.method}",
     )  # fmt: skip
 
 
-def _seen(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
+def _estimate_by_resampling(sums: _PairedRatioSums, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
     """By resampling; BCa is widened to what Student's t would need, and never narrower than t, skewed or not.
 
     Simulated (2,000 cases, each end of 95 %): plain BCa misses 5-12 % at 10-30 units, be they normal, exponential or
@@ -221,55 +221,57 @@ def _seen(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
     units on; changes with a long tail (lognormal, skewness 6) take 200. The price: 4 % of width for normal ones.
     """
     units, unit = sums.units, "groups" if sums.grouped else "samples"
-    z, more = statistics.deviations(plan.confidence, plan.power)
+    z, more = statistics.normal_quantiles(plan.confidence, plan.power)
     n, estimate = len(units.top), units.estimate
     if n == 1:
-        return _alone(sums, bound, plan)
+        return _estimate_single_unit(sums, bound, plan)
     if units.alike:
         p = 1 / (plan.resamples + 1) if estimate > bound else 1.0
-        return _Estimate(estimate, estimate, p, 0.0, 0.0, f"all {unit} differ alike")
+        return _PairedEstimate(estimate, estimate, p, 0.0, 0.0, f"all {unit} differ alike")
     t, stretch = float(special.stdtrit(n - 1, plan.confidence)), math.sqrt(n / (n - 1))
-    drawn = statistics.distribution(units, plan.resamples, plan.seed)
+    drawn = statistics.bootstrap_units(units, plan.resamples, plan.seed)
     down, up = (
-        units.standard_error * max(t, side * statistics.skewed(side * t, units.skewness, n)) for side in (1, -1)
+        units.standard_error * max(t, side * statistics.add_skewness(side * t, units.skewness, n)) for side in (1, -1)
     )
     seen = (estimate - bound) / units.standard_error
-    surest = min(drawn.z_above(bound) / stretch, seen, statistics.straightened(seen, units.skewness, n))
+    surest = min(drawn.z_above(bound) / stretch, seen, statistics.remove_skewness(seen, units.skewness, n))
     detectable = (z + more) * units.standard_error
     needed = sums.n * (detectable / bound) ** 2 if bound else 0.0
-    return _Estimate(
+    return _PairedEstimate(
         min(drawn.low(t * stretch), estimate - down), max(drawn.high(t * stretch), estimate + up),
         float(special.stdtr(n - 1, -surest)), detectable, needed,
         "paired BCa bootstrap of groups" if sums.grouped else "paired BCa bootstrap",
     )  # fmt: skip
 
 
-def _alone(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
+def _estimate_single_unit(sums: _PairedRatioSums, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
     """One unit shows no spread, but is itself no farther from nought than its size.
 
     X - t |X| is above the mean of a normal X in at most 2 phi(1) / t of cases, wherever that mean lies (M. Wall,
     J. Boen, R. Tweedie, The American Statistician 55, 2001, 102-105); the scores' size stands for |X|.
     """
-    z, more = statistics.deviations(plan.confidence, plan.power)
+    z, more = statistics.normal_quantiles(plan.confidence, plan.power)
     scale = 2 * float(stats.norm.pdf(1)) * sums.alone
     half = scale / (1 - plan.confidence)
     excess = sums.units.estimate - bound
     detectable = (z + more) * half / z
-    return _Estimate(
+    return _PairedEstimate(
         sums.units.estimate - half, sums.units.estimate + half, min(1.0, scale / excess) if excess > 0 else 1.0,
         detectable, max(2.0, ((z + more) * sums.units.estimate / bound) ** 2) if bound else 0.0,
         "a single unit shows no spread",
     )  # fmt: skip
 
 
-def _unseen(sums: _Sums, ceiling: float, bound: float, plan: Plan) -> _Estimate:
+def _estimate_unseen_changes(
+    sums: _PairedRatioSums, ceiling: float, bound: float, plan: PairedTestPlan
+) -> _PairedEstimate:
     """Tango's interval of the changes as if each were of right and wrong, with the chance of its size."""
-    z, _ = statistics.deviations(plan.confidence, plan.power)
+    z, _ = statistics.normal_quantiles(plan.confidence, plan.power)
     top, bottom = sums.units.top / ceiling, sums.units.bottom
     n = float(bottom.sum() ** 2 / (bottom**2).sum())  # clusters of unequal size count for less
     better, worse = (float(n * np.clip(side, 0, None).sum() / bottom.sum()) for side in (top, -top))
-    low, high = (ceiling * end for end in statistics.bounds(better, worse, n, z))
-    p = statistics.score_p(better, worse, n, bound / ceiling)
-    detectable = ceiling * statistics.detectable_binary(n, 0.0, plan.confidence, plan.power)
+    low, high = (ceiling * end for end in statistics.tango_bounds(better, worse, n, z))
+    p = statistics.tango_p_value(better, worse, n, bound / ceiling)
+    detectable = ceiling * statistics.detectable_difference(n, 0.0, plan.confidence, plan.power)
     needed = sums.n / n * z * z * max(0.0, ceiling / abs(bound) - 1) if bound else 0.0
-    return _Estimate(low, high, p, detectable, needed, "Tango score interval for what was not seen")
+    return _PairedEstimate(low, high, p, detectable, needed, "Tango score interval for what was not seen")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
 
-def wilson(successes: float, n: int, confidence: float) -> tuple[float, float]:
+def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, float]:
     """One-sided bounds, each at `confidence`, of the share that `successes` of n are a sample of.
 
     The score interval (E. B. Wilson, Journal of the American Statistical Association 22, 1927, 209-212): it stays
@@ -34,7 +34,7 @@ def wilson(successes: float, n: int, confidence: float) -> tuple[float, float]:
 # Several claims at once: p-values made so much larger that the chance of one false claim stays what it was.
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def adjust_p_values(p: Sequence[float]) -> list[float]:
     """Adjusted p-values in the order given (S. Holm, Scandinavian Journal of Statistics 6, 1979, 65-70).
 
     Claims whose adjusted p-value is below alpha include a false one with probability alpha at most, however they
@@ -65,14 +65,14 @@ STRAIGHT = 1e-8
 """Skewness over root n below which rounding would be all that is changed."""
 
 
-def straightened(t: float, skewness: float, n: int) -> float:
+def remove_skewness(t: float, skewness: float, n: int) -> float:
     """What a t-statistic (its sample skewed) is worth if there were no skewness."""
     k = skewness / math.sqrt(n)
     return t + k * t * t / 3 + k * k * t**3 / 27 + k / 6
 
 
-def skewed(t: float, skewness: float, n: int) -> float:
-    """The statistic that `straightened` would make t of."""
+def add_skewness(t: float, skewness: float, n: int) -> float:
+    """The statistic that `remove_skewness` would make t of."""
     k = skewness / math.sqrt(n)
     return t if abs(k) < STRAIGHT else 3 / k * (math.cbrt(1 + k * (t - k / 6)) - 1)
 
@@ -82,7 +82,7 @@ def skewed(t: float, skewness: float, n: int) -> float:
 # `better` and `worse` count those samples; of n in all. They may be fractions: then they are expected counts.
 
 
-def score(better: float, worse: float, n: float, difference: float) -> float:
+def tango_statistic(better: float, worse: float, n: float, difference: float) -> float:
     """Tango's statistic of a supposed difference: normal when it is the true one, and falling as it rises.
 
     The share of pairs that became worse is the likeliest one under the supposed difference, so that the variance is
@@ -98,27 +98,27 @@ def score(better: float, worse: float, n: float, difference: float) -> float:
     return excess / math.sqrt(variance)
 
 
-def bounds(better: float, worse: float, n: float, z: float) -> tuple[float, float]:
+def tango_bounds(better: float, worse: float, n: float, z: float) -> tuple[float, float]:
     """Tango's score interval: the differences whose statistic is z and -z, each a one-sided bound."""
     mean = (better - worse) / n
-    low = optimize.brentq(lambda d: score(better, worse, n, d) - z, -1.0, mean) if mean > -1 else -1.0
-    high = optimize.brentq(lambda d: score(better, worse, n, d) + z, mean, 1.0) if mean < 1 else 1.0
+    low = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) - z, -1.0, mean) if mean > -1 else -1.0
+    high = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) + z, mean, 1.0) if mean < 1 else 1.0
     return float(low), float(high)
 
 
-def score_p(better: float, worse: float, n: float, bound: float) -> float:
+def tango_p_value(better: float, worse: float, n: float, bound: float) -> float:
     """One-sided p-value of Tango's score test of `difference <= bound`."""
     if bound < -1:
         return 0.0  # shares cannot differ by more than one
-    return 1.0 if bound >= 1 else float(special.ndtr(-score(better, worse, n, bound)))
+    return 1.0 if bound >= 1 else float(special.ndtr(-tango_statistic(better, worse, n, bound)))
 
 
-def exact_p(better: int, worse: int) -> float:
+def mcnemar_exact_p(better: int, worse: int) -> float:
     """One-sided p-value of the exact test of `difference <= 0` (McNemar 1947): a fair coin for each discordant pair."""
     return float(stats.binom.sf(better - 1, better + worse, 0.5))
 
 
-def mid_p(better: int, worse: int) -> float:
+def mcnemar_mid_p(better: int, worse: int) -> float:
     """The same, half of the probability of what was seen taken off.
 
     The exact test rejects far less often than it may; this one keeps its level in practice and is as powerful as the
@@ -144,7 +144,7 @@ FEW_KINDS = 20
 
 
 @dataclass(frozen=True)
-class Units:
+class ResamplingUnits:
     """What is resampled. Both arrays have one number a unit; bottoms are positive."""
 
     top: Numbers
@@ -187,7 +187,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class BootstrapDistribution:
     """Resampled estimates, ascending, and the corrections of BCa (B. Efron, JASA 82, 1987, 171-185)."""
 
     values: Numbers
@@ -197,30 +197,30 @@ class Distribution:
 
     def low(self, z: float) -> float:
         """Lower bound whose one-sided confidence is that of the normal quantile z."""
-        share = special.ndtr(self.bias + _straight(self.bias - z, self.acceleration))
+        share = special.ndtr(self.bias + _remove_acceleration(self.bias - z, self.acceleration))
         return float(self.values[min(int(share * len(self.values)), len(self.values) - 1)])
 
     def high(self, z: float) -> float:
         """Upper bound whose one-sided confidence is that of the normal quantile z."""
-        share = special.ndtr(self.bias + _straight(self.bias + z, self.acceleration))
+        share = special.ndtr(self.bias + _remove_acceleration(self.bias + z, self.acceleration))
         return float(self.values[max(math.ceil(share * len(self.values)) - 1, 0)])
 
     def z_above(self, bound: float) -> float:
         """The z for which `low(z)` would be just `bound`: how sure it is that the truth lies above."""
         count = int(np.searchsorted(self.values, bound, side="right"))
-        step = float(special.ndtri(_inside(count / len(self.values), len(self.values)))) - self.bias
+        step = float(special.ndtri(_clamp_share(count / len(self.values), len(self.values)))) - self.bias
         bent = 1 + self.acceleration * step
         if bent <= 0:  # beyond what any confidence reaches
-            return math.copysign(float(-special.ndtri(_inside(0.0, len(self.values)))), -step)
+            return math.copysign(float(-special.ndtri(_clamp_share(0.0, len(self.values)))), -step)
         return self.bias - step / bent
 
 
-def _straight(step: float, acceleration: float) -> float:
+def _remove_acceleration(step: float, acceleration: float) -> float:
     bent = 1 - acceleration * step
     return step / bent if bent > 0 else math.copysign(math.inf, step)
 
 
-def distribution(units: Units, resamples: int, seed: int) -> Distribution:
+def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> BootstrapDistribution:
     """Resample two units or more that are not all alike.
 
     The order of the units changes nothing, and turning the sign of every top turns that of every resample: units are
@@ -229,19 +229,21 @@ def distribution(units: Units, resamples: int, seed: int) -> Distribution:
     sign = -1.0 if (units.estimate or math.fsum(units.top**3)) < 0 else 1.0
     top = sign * units.top
     order = np.lexsort((units.bottom, top))
-    values = sign * _resampled(top[order], units.bottom[order], resamples, np.random.default_rng(seed))
+    values = sign * _draw_resamples(top[order], units.bottom[order], resamples, np.random.default_rng(seed))
     values.sort()
     rounding = 1e-12 * float(np.abs(values).max())
     below = np.searchsorted(values, units.estimate - rounding) + np.searchsorted(values, units.estimate + rounding)
-    return Distribution(values, float(special.ndtri(_inside(below / (2 * resamples), resamples))), units.acceleration)
+    return BootstrapDistribution(
+        values, float(special.ndtri(_clamp_share(below / (2 * resamples), resamples))), units.acceleration
+    )
 
 
-def _inside(share: float, resamples: int) -> float:
+def _clamp_share(share: float, resamples: int) -> float:
     """A share of resamples, never so near to 0 or 1 that they could not tell."""
     return min(max(share, 1 / (resamples + 1)), resamples / (resamples + 1))
 
 
-def _resampled(top: Numbers, bottom: Numbers, resamples: int, rng: np.random.Generator) -> Numbers:
+def _draw_resamples(top: Numbers, bottom: Numbers, resamples: int, rng: np.random.Generator) -> Numbers:
     n = len(top)
     kinds, counts = np.unique(np.stack((top, bottom)), axis=1, return_counts=True)
     if len(counts) * FEW_KINDS <= n:
@@ -262,7 +264,7 @@ def _resampled(top: Numbers, bottom: Numbers, resamples: int, rng: np.random.Gen
 # How small a difference so many samples can show, and how many samples a difference takes.
 
 
-def deviations(confidence: float, power: float) -> tuple[float, float]:
+def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
     """Normal quantiles: how many standard errors confidence takes, and how many more the power.
 
     Raises:
@@ -274,31 +276,31 @@ def deviations(confidence: float, power: float) -> tuple[float, float]:
     return float(special.ndtri(confidence)), float(special.ndtri(power))
 
 
-def detectable_binary(n: float, discordance: float, confidence: float, power: float) -> float:
+def detectable_difference(n: float, discordance: float, confidence: float, power: float) -> float:
     """Smallest difference of two shares of right answers that n pairs show, when so many pairs are discordant.
 
     From the normal approximation of paired counts, (z_a + z_b) sqrt(discordance / n) (R. J. Connor, Biometrics 43,
     1987, with the variance that holds for equal models). Never less than z_a^2 / (n + z_a^2): so far down reaches
     Tango's interval when not a single pair is discordant.
     """
-    _check(n, discordance)
-    z, more = deviations(confidence, power)
+    _check_discordance(n, discordance)
+    z, more = normal_quantiles(confidence, power)
     return max((z + more) * math.sqrt(discordance / n), z * z / (n + z * z))
 
 
-def needed_binary(margin: float, discordance: float, confidence: float, power: float) -> int:
-    """Pairs that it takes to show such a difference: the smallest n for which `detectable_binary` is at most that.
+def required_pairs(margin: float, discordance: float, confidence: float, power: float) -> int:
+    """Pairs that it takes to show such a difference: the smallest n for which `detectable_difference` is at most that.
 
     Raises:
         ValueError: a margin that is not positive, or shares that are none.
     """
-    _check(1, discordance)
+    _check_discordance(1, discordance)
     if not margin > 0:
         raise ValueError(f"no number of samples shows a difference of {margin!r}")
-    z, more = deviations(confidence, power)
+    z, more = normal_quantiles(confidence, power)
     return max(1, math.ceil(discordance * ((z + more) / margin) ** 2), math.ceil(z * z * (1 / margin - 1)))
 
 
-def _check(n: float, discordance: float) -> None:
+def _check_discordance(n: float, discordance: float) -> None:
     if not n > 0 or not 0 <= discordance <= 1:
         raise ValueError(f"{n!r} pairs of which a share of {discordance!r} is discordant: there is no such thing")

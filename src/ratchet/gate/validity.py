@@ -6,24 +6,32 @@ Also what no single rule notices: margins that no model could miss, and an evalu
 from collections.abc import Iterator
 
 from ratchet.gate import messages
-from ratchet.gate.evidence import CANDIDATE, Evidence, IncomparableError, difference, in_order, own, pairs_of
-from ratchet.gate.paired_test import Pairs
+from ratchet.gate.evidence import (
+    CANDIDATE,
+    GateEvidence,
+    IncomparableError,
+    build_pairs,
+    compute_difference,
+    select_scores,
+    sort_samples,
+)
+from ratchet.gate.paired_test import PairedScores
 from ratchet.storage.digests import SHORT
-from ratchet.storage.records.evaluation import Metric, Who
-from ratchet.storage.records.gate import Reason
+from ratchet.storage.records.evaluation import MetricValue, Who
+from ratchet.storage.records.gate import RuleResult
 
 
-def problems(evidence: Evidence) -> tuple[Reason, ...]:
+def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
     """Reasons for INVALID, whatever the rules are."""
     found = [
-        *(("identity", text) for text in _identities(evidence)),
-        *(("objective", text) for text in _chosen_by(evidence)),
-        *(("tasks", text) for text in _changed_tasks(evidence)),
+        *(("identity", text) for text in _find_identity_problems(evidence)),
+        *(("objective", text) for text in _find_selection_overlaps(evidence)),
+        *(("tasks", text) for text in _find_changed_tasks(evidence)),
     ]
-    return tuple(Reason(rule=rule, metric="-", outcome="invalid", text=text) for rule, text in found)
+    return tuple(RuleResult(rule=rule, metric="-", outcome="invalid", text=text) for rule, text in found)
 
 
-def _identities(evidence: Evidence) -> Iterator[str]:
+def _find_identity_problems(evidence: GateEvidence) -> Iterator[str]:
     report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
     for what in ("adapter", "base", "data", "model"):
         evaluated, exported = (getattr(record, f"{what}_digest") for record in (report, bundle))
@@ -53,7 +61,7 @@ def _identities(evidence: Evidence) -> Iterator[str]:
             yield f"the {who} was {was} when it was evaluated and is {current} now: run `dvc repro evaluate`"
 
 
-def _chosen_by(evidence: Evidence) -> Iterator[str]:
+def _find_selection_overlaps(evidence: GateEvidence) -> Iterator[str]:
     for name, count in sorted(evidence.report.chosen_by.items()):
         if count:
             yield (
@@ -62,7 +70,7 @@ def _chosen_by(evidence: Evidence) -> Iterator[str]:
             )
 
 
-def _changed_tasks(evidence: Evidence) -> Iterator[str]:
+def _find_changed_tasks(evidence: GateEvidence) -> Iterator[str]:
     contracts = evidence.report.contracts
     asked = [contracts.get(scores.contract, {}).get("tasks", {}) for scores in evidence.report.scores.values()]
     for name in sorted(evidence.tasks_now.keys() | {name for tasks in asked for name in tasks}):
@@ -77,7 +85,7 @@ def _changed_tasks(evidence: Evidence) -> Iterator[str]:
         yield f"harness task {name} {what}: run `dvc repro evaluate`"
 
 
-def check_bound(bound: float, what: str, metric: Metric, pairs: Pairs) -> None:
+def check_bound(bound: float, what: str, metric: MetricValue, pairs: PairedScores) -> None:
     """Refuse a bound that no two models can differ by. Raises IncomparableError."""
     scores = (*pairs.new, *pairs.old)
     shares = metric.better == "higher" and min(scores) >= 0 and max(scores) <= 1
@@ -88,7 +96,7 @@ def check_bound(bound: float, what: str, metric: Metric, pairs: Pairs) -> None:
         )
 
 
-def noise_of(evidence: Evidence, name: str) -> tuple[Who, Metric, Pairs] | None:
+def pair_rescored_samples(evidence: GateEvidence, name: str) -> tuple[Who, MetricValue, PairedScores] | None:
     """The candidate against itself, scored a second time under the same contract; None where nobody measured it."""
     noise = evidence.noise
     if noise is None or name not in noise.metrics:
@@ -97,23 +105,23 @@ def noise_of(evidence: Evidence, name: str) -> tuple[Who, Metric, Pairs] | None:
     scores = evidence.report.scores.get(who)
     if scores is None or (scores.model_digest, scores.contract) != (noise.model_digest, noise.contract):
         return None
-    metric, first = own(evidence, who, name)
+    metric, first = select_scores(evidence, who, name)
     again = evidence.noise_samples.get(name, {})
     if first.keys() != again.keys():
         raise IncomparableError(f"{name}: the second scoring of {who} has other samples; run `ratchet gate --aa` again")
-    return who, metric, pairs_of(metric, in_order(again), in_order(first), evidence.groups)
+    return who, metric, build_pairs(metric, sort_samples(again), sort_samples(first), evidence.groups)
 
 
-def check_noise(evidence: Evidence, name: str, bound: float) -> None:
+def check_noise(evidence: GateEvidence, name: str, bound: float) -> None:
     """Refuse a margin that the same model, scored twice, oversteps. Raises IncomparableError."""
-    found = noise_of(evidence, name) if bound > 0 else None
+    found = pair_rescored_samples(evidence, name) if bound > 0 else None
     if found is None:
         return
     who, metric, pairs = found
-    differs = abs(difference(pairs))
+    differs = abs(compute_difference(pairs))
     if not differs <= bound:
         raise IncomparableError(
-            f"{name} of {who}, scored twice, differs by {messages.change(differs, metric)}, more than the "
-            f"{messages.change(bound, metric)} that the rule is about: the evaluation is too noisy for it "
+            f"{name} of {who}, scored twice, differs by {messages.format_change(differs, metric)}, more than the "
+            f"{messages.format_change(bound, metric)} that the rule is about: the evaluation is too noisy for it "
             "(see `ratchet gate --aa`)"
         )

@@ -21,19 +21,19 @@ from ratchet.config.schema import Settings
 from ratchet.config.selection import FORMATS, Select
 from ratchet.data import deduplication
 from ratchet.data.conversation import Conversation
-from ratchet.data.ingest import Texts
-from ratchet.data.schema_detection import flaw
-from ratchet.data.splits import normalised
-from ratchet.errors import DamagedError, DataError, SettingsError
+from ratchet.data.ingest import TextSpool
+from ratchet.data.schema_detection import find_text_flaw
+from ratchet.data.splits import normalize_text
+from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.inference import output, prompts, reward
-from ratchet.inference.prompts import Prompt, Source
-from ratchet.inference.spec import ASKED, Card, GenerationPaths
+from ratchet.inference.prompts import Prompt, PromptSource
+from ratchet.inference.spec import ASKED, GenerationCard, GenerationPaths
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.data import PROVENANCE, Filter, Teacher
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGeneration
 
 
-class Answered(NamedTuple):
+class TeacherAnswer(NamedTuple):
     """One answer to a prompt."""
 
     teacher: int
@@ -48,26 +48,26 @@ class Answered(NamedTuple):
     """Of the answer among generate.labels, where that is known; else the geometric mean of its tokens'; else None."""
 
 
-class Asked(NamedTuple):
+class PromptAnswers(NamedTuple):
     """A prompt and all that was answered to it."""
 
     prompt: Prompt
-    answers: list[Answered]
+    answers: list[TeacherAnswer]
 
 
 @dataclass(frozen=True)
-class Output:
+class GenerationOutput:
     """One output of `ratchet generate`, as it was written."""
 
     path: Path
-    card: Card
+    card: GenerationCard
     prompts: Callable[[], Iterator[Prompt]]
 
     @property
-    def teacher(self) -> Teacher:
+    def teacher(self) -> TeacherGeneration:
         """Who answered, for the record."""
         spec = self.card.spec
-        return Teacher(
+        return TeacherGeneration(
             generation=self.card.id,
             kind=spec.model.kind,
             model_digest=spec.model.digest,
@@ -79,7 +79,7 @@ class Output:
         )
 
 
-def opened(path: Path, layout: Layout, settings: Settings, other: Path | None) -> Output:
+def open_output(path: Path, layout: ProjectLayout, settings: Settings, other: Path | None) -> GenerationOutput:
     """An output with its prompts.
 
     Args:
@@ -93,22 +93,22 @@ def opened(path: Path, layout: Layout, settings: Settings, other: Path | None) -
         DamagedError: it was changed since.
         DataError: its prompts are not there, or others.
     """
-    card = output.card(path)
-    if digests.of_file(path) != card.output:
-        raise DamagedError(
+    card = output.read_card(path)
+    if digests.hash_file(path) != card.output:
+        raise DamagedFileError(
             f"{path}: was changed since `ratchet generate` wrote it; remove it and generate it again (answers that are "
             "kept are not asked for again)"
         )
-    return Output(path, card, _prompts(path, card, layout, settings, other))
+    return GenerationOutput(path, card, _find_prompts(path, card, layout, settings, other))
 
 
-def _prompts(
-    path: Path, card: Card, layout: Layout, settings: Settings, other: Path | None
+def _find_prompts(
+    path: Path, card: GenerationCard, layout: ProjectLayout, settings: Settings, other: Path | None
 ) -> Callable[[], Iterator[Prompt]]:
     folder = GenerationPaths(layout.generations / card.id).prompts
     try:
-        files.verify(folder, ASKED)
-    except DamagedError as error:
+        files.verify_sealed(folder, ASKED)
+    except DamagedFileError as error:
         if other is None:
             what = f"are not as they were kept ({error})" if folder.exists() else f"are not here any more (no {folder})"
             raise DataError(
@@ -116,10 +116,10 @@ def _prompts(
                 "--prompts"
             ) from None
     else:
-        return lambda: prompts.kept(folder)
+        return lambda: prompts.read_prompts(folder)
     how = {"column": settings.generate.column, "skip_faults": settings.generate.skip_faults}
     asked = settings.model_copy(update={"generate": card.spec.generate.model_copy(update=how)})
-    source = Source(other.absolute(), asked)
+    source = PromptSource(other.absolute(), asked)
     if source.measured()[1] != card.spec.prompts_digest:
         raise DataError(
             f"--prompts {other}: not the prompts of generation {card.id} ({path.name}); give the file as it was, and "
@@ -128,7 +128,7 @@ def _prompts(
     return source.prompts
 
 
-def asked(outputs: Sequence[Output]) -> Iterator[Asked]:
+def read_prompt_answers(outputs: Sequence[GenerationOutput]) -> Iterator[PromptAnswers]:
     """Every prompt with its answers; of outputs for the same prompts all answers together. One prompt in memory.
 
     Raises:
@@ -138,29 +138,33 @@ def asked(outputs: Sequence[Output]) -> Iterator[Asked]:
     for number, one in enumerate(outputs):
         together.setdefault(one.card.spec.prompts_digest, []).append(number)
     for numbers in together.values():
-        streams = {number: output.read(outputs[number].path, outputs[number].card) for number in numbers}
+        streams = {number: output.read_records(outputs[number].path, outputs[number].card) for number in numbers}
         for prompt in outputs[numbers[0]].prompts():
-            answers = [one for number in numbers for one in _answers(outputs[number], number, prompt, streams[number])]
-            yield Asked(prompt, answers)
+            answers = [
+                one for number in numbers for one in _read_answers(outputs[number], number, prompt, streams[number])
+            ]
+            yield PromptAnswers(prompt, answers)
         for number, records in streams.items():
             if next(records, None) is not None:
-                raise DamagedError(f"{outputs[number].path}: more answers than prompts; generate it again")
+                raise DamagedFileError(f"{outputs[number].path}: more answers than prompts; generate it again")
 
 
-def _answers(one: Output, number: int, prompt: Prompt, records: Iterator[dict[str, Any]]) -> Iterator[Answered]:
+def _read_answers(
+    one: GenerationOutput, number: int, prompt: Prompt, records: Iterator[dict[str, Any]]
+) -> Iterator[TeacherAnswer]:
     for sample in range(one.card.spec.generate.samples):
         record: dict[str, Any] = next(records, {})
         told = (record.get("id"), record.get("prompt_digest"), record.get("sample"))
         if told != (prompt.id, prompt.digest, sample):
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{one.path}: sample {sample} of prompt {prompt.id!r} is not where it belongs; generate it again"
             )
         nats, answer = record["mean_log_probability"], record["answer"]
-        probability = _probability(record.get(output.LABELS), answer, nats)
-        yield Answered(number, sample, answer, record["reasoning"], record["finish"], nats, probability)
+        probability = _label_probability(record.get(output.LABELS), answer, nats)
+        yield TeacherAnswer(number, sample, answer, record["reasoning"], record["finish"], nats, probability)
 
 
-def _probability(labels: Mapping[str, float | None] | None, answer: str, nats: float | None) -> float | None:
+def _label_probability(labels: Mapping[str, float | None] | None, answer: str, nats: float | None) -> float | None:
     """Softmax of the labels' log-probabilities, where all are known and the answer is one of them."""
     known = [one for one in (labels or {}).values() if one is not None]
     if labels and len(known) == len(labels) and (own := labels.get(answer)) is not None:
@@ -189,7 +193,7 @@ LONGEST_S = 20.0
 """Time that a regular expression may take for one answer: with nested repetition it can run for years."""
 
 
-class Tally:
+class FilterTally:
     """How many answers each filter left out, and the first few of them."""
 
     def __init__(self) -> None:
@@ -205,25 +209,25 @@ class Tally:
             self._examples[name].append(text if len(text) <= LONGEST_DETAIL else text[: LONGEST_DETAIL - 3] + "...")
 
     @property
-    def filters(self) -> tuple[Filter, ...]:
+    def filters(self) -> tuple[FilterReport, ...]:
         """All of them, in their order."""
         left, found = self.answers, []
         for name in NAMES:
             left -= self._dropped[name]
             found.append(
-                Filter(name=name, dropped=self._dropped[name], left=left, examples=tuple(self._examples[name]))
+                FilterReport(name=name, dropped=self._dropped[name], left=left, examples=tuple(self._examples[name]))
             )
         return tuple(found)
 
 
-class Kept(NamedTuple):
+class AcceptedAnswer(NamedTuple):
     """An answer that is left, and the share of its prompt's samples that say the same."""
 
-    answered: Answered
+    answered: TeacherAnswer
     agreement: float
 
 
-class Filters:
+class AnswerFilters:
     """The filters that look at one prompt at a time.
 
     Args:
@@ -232,7 +236,7 @@ class Filters:
         tally: where what is left out is counted.
     """
 
-    def __init__(self, settings: Select, labels: Sequence[Sequence[str]], tally: Tally) -> None:
+    def __init__(self, settings: Select, labels: Sequence[Sequence[str]], tally: FilterTally) -> None:
         self._settings, self._tally = settings, tally
         self._labels = [frozenset(one) for one in labels]
         named = settings.format if settings.format not in FORMATS else None
@@ -241,7 +245,7 @@ class Filters:
         self.without_reference = 0
         self.with_reference = 0
 
-    def left(self, asked: Asked) -> list[Kept]:
+    def left(self, asked: PromptAnswers) -> list[AcceptedAnswer]:
         """The answers to a prompt that pass, in their order.
 
         Raises:
@@ -253,7 +257,7 @@ class Filters:
         if self._settings.reference == "match":
             self.without_reference += wanted is None
             self.with_reference += wanted is not None
-        found: list[tuple[Answered, str]] = []
+        found: list[tuple[TeacherAnswer, str]] = []
         for one in asked.answers:
             reason, detail, final = self._judged(one)
             if not reason and self._settings.reference == "match" and wanted not in (None, final):
@@ -264,12 +268,12 @@ class Filters:
                 found.append((one, final))
         return self._voted(asked, found)
 
-    def _judged(self, one: Answered) -> tuple[str, str, str]:
+    def _judged(self, one: TeacherAnswer) -> tuple[str, str, str]:
         """The filter that leaves an answer out, or "", with what was found; and its final answer."""
         settings, text = self._settings, one.answer
         if one.finish not in settings.finishes:
             return "finish", one.finish, ""
-        if problem := flaw(text) or flaw(one.reasoning or ""):
+        if problem := find_text_flaw(text) or find_text_flaw(one.reasoning or ""):
             return "unfit", problem, ""
         if len(text) < settings.min_characters or len(text) > (settings.max_characters or len(text)):
             return "length", f"{len(text):,} characters", ""
@@ -281,21 +285,21 @@ class Filters:
         final = self._final_of(text)
         return ("final", text, "") if final is None else ("", "", final)
 
-    def _is_formed(self, one: Answered) -> bool:
+    def _is_formed(self, one: TeacherAnswer) -> bool:
         if self._settings.format == "labels":
             return one.answer in self._labels[one.teacher]
         if self._settings.format == "json":
-            return _parsed(one.answer) is not None
+            return _normalize_json(one.answer) is not None
         if self._format is None:
             return True
-        with _limited("format", self._format.pattern):
+        with _limit_match_time("format", self._format.pattern):
             return self._format.fullmatch(one.answer) is not None
 
     def _final_of(self, text: str) -> str | None:
         """What answers are compared by; None where there is no final answer."""
         if self._final is None:
             return self._key(text)
-        with _limited("final", self._final.pattern):
+        with _limit_match_time("final", self._final.pattern):
             found = deque(self._final.finditer(text), maxlen=1)
         if not found:
             return None
@@ -303,17 +307,17 @@ class Filters:
         return None if last is None else self._key(last)
 
     def _key(self, text: str) -> str:
-        parsed = _parsed(text) if self._settings.format == "json" else None
-        return parsed or normalised(text)
+        parsed = _normalize_json(text) if self._settings.format == "json" else None
+        return parsed or normalize_text(text)
 
-    def _voted(self, asked: Asked, found: Sequence[tuple[Answered, str]]) -> list[Kept]:
+    def _voted(self, asked: PromptAnswers, found: Sequence[tuple[TeacherAnswer, str]]) -> list[AcceptedAnswer]:
         total = len(asked.answers)
         votes = Counter(final for _, final in found)
         least = self._settings.agreement
-        kept = [Kept(one, round(votes[final] / total, 4)) for one, final in found]
+        kept = [AcceptedAnswer(one, round(votes[final] / total, 4)) for one, final in found]
         if least is None or not found:
             return kept
-        _, winner = min(((-votes[final], *likeliest(one)), final) for one, final in found)
+        _, winner = min(((-votes[final], *likelihood_key(one)), final) for one, final in found)
         enough = votes[winner] >= least * total - 1e-9
         left = []
         for one, (answered, final) in zip(kept, found, strict=True):
@@ -325,25 +329,25 @@ class Filters:
         return left
 
 
-def likeliest(one: Answered) -> tuple[float, int, int]:
+def likelihood_key(one: TeacherAnswer) -> tuple[float, int, int]:
     """A key that sorts the likeliest answer first; of equal ones the earlier sample."""
     return (float("inf") if one.nats is None else -one.nats), one.teacher, one.sample
 
 
-def _parsed(text: str) -> str | None:
+def _normalize_json(text: str) -> str | None:
     """JSON written in one way; None for what is none (RFC 8259 knows no NaN)."""
     try:
-        return digests.canonical_json(json.loads(text, parse_constant=_refuse))
+        return digests.canonical_json(json.loads(text, parse_constant=_refuse_constant))
     except (ValueError, RecursionError):
         return None
 
 
-def _refuse(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
 @contextmanager
-def _limited(name: str, pattern: str) -> Iterator[None]:
+def _limit_match_time(name: str, pattern: str) -> Iterator[None]:
     """Break a regular expression off that takes too long: matching looks for signals now and then."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -376,27 +380,27 @@ TAKEN = ("messages", "tools", PROVENANCE)
 """Names in a row that no field of generate.keep may have."""
 
 
-class _Left(NamedTuple):
+class _FilteredPrompt(NamedTuple):
     """A prompt with the answers that are left, and their scores."""
 
     prompt: dict[str, Any]
-    kept: list[Kept]
+    kept: list[AcceptedAnswer]
     scores: list[float | None]
 
     def line(self) -> bytes:
         """As JSON, with the line's end; without scores, which are known later."""
-        return _line({"prompt": self.prompt, "kept": [[*one.answered, one.agreement] for one in self.kept]})
+        return _encode_line({"prompt": self.prompt, "kept": [[*one.answered, one.agreement] for one in self.kept]})
 
     @classmethod
-    def of(cls, line: bytes) -> "_Left":
+    def of(cls, line: bytes) -> "_FilteredPrompt":
         """What `line` wrote."""
         document = json.loads(line)
-        kept = [Kept(Answered(*parts), agreement) for *parts, agreement in document["kept"]]
+        kept = [AcceptedAnswer(TeacherAnswer(*parts), agreement) for *parts, agreement in document["kept"]]
         return cls(document["prompt"], kept, [None] * len(kept))
 
 
 @dataclass
-class Choice:
+class AnswerSelector:
     """The passes, for outputs that are open.
 
     Args:
@@ -407,12 +411,12 @@ class Choice:
     """
 
     settings: Select
-    outputs: Sequence[Output]
+    outputs: Sequence[GenerationOutput]
     root: Path
     folder: Path
 
     def __post_init__(self) -> None:
-        self.tally = Tally()
+        self.tally = FilterTally()
         self.prompts = self.without_reference = self.rows = self.taught_prompts = 0
         self._requested = self._signed = 0
         """Answers that are to be scored; rows that are chosen, before near-duplicates are looked for."""
@@ -426,26 +430,26 @@ class Choice:
             OSError: the disk does not take it.
         """
         left, chosen = self.folder / "left.jsonl", self.folder / "chosen.jsonl"
-        files.write_blocks(left, _blocks(one.line() for one in self._filtered()))
+        files.write_blocks(left, _batch_lines(one.line() for one in self._filtered()))
         said = None
         if self.settings.reward.command:
             requests = self.folder / "requests.jsonl"
-            files.write_blocks(requests, _blocks(self._requests(left)))
-            said = reward.run(self.settings.reward, self.root, requests, self.folder, self._requested)
-        texts = Texts(self.folder)
+            files.write_blocks(requests, _batch_lines(self._requests(left)))
+            said = reward.run_program(self.settings.reward, self.root, requests, self.folder, self._requested)
+        texts = TextSpool(self.folder)
         try:
-            files.write_blocks(chosen, _blocks(self._chosen(self._scored(left, said), texts)))
+            files.write_blocks(chosen, _batch_lines(self._chosen(self._scored(left, said), texts)))
             dropped = self._near(texts)
         finally:
             texts.close()
-        files.write_blocks(target, _blocks(self._unlike(chosen, dropped)))
+        files.write_blocks(target, _batch_lines(self._unlike(chosen, dropped)))
 
-    def _filtered(self) -> Iterator[_Left]:
-        filters = Filters(self.settings, [one.card.spec.generate.labels for one in self.outputs], self.tally)
-        for one in asked(self.outputs):
+    def _filtered(self) -> Iterator[_FilteredPrompt]:
+        filters = AnswerFilters(self.settings, [one.card.spec.generate.labels for one in self.outputs], self.tally)
+        for one in read_prompt_answers(self.outputs):
             self.prompts += 1
             if kept := filters.left(one):
-                yield _Left(_document(one), kept, [])
+                yield _FilteredPrompt(_prompt_document(one), kept, [])
         self.without_reference = filters.without_reference
         if self.settings.reference == "match" and not filters.with_reference:
             raise SettingsError(
@@ -454,22 +458,22 @@ class Choice:
 
     def _requests(self, left: Path) -> Iterator[bytes]:
         """What the reward's program is asked."""
-        for one in _read(left):
+        for one in _read_filtered(left):
             known = {key: one.prompt[key] for key in ("id", "messages", "reference", "fields")}
             self._requested += len(one.kept)
             for kept in one.kept:
-                yield _line({**known, "answer": kept.answered.answer, "reasoning": kept.answered.reasoning})
+                yield _encode_line({**known, "answer": kept.answered.answer, "reasoning": kept.answered.reasoning})
 
-    def _scored(self, left: Path, said: reward.Said | None) -> Iterator[_Left]:
+    def _scored(self, left: Path, said: reward.RewardOutput | None) -> Iterator[_FilteredPrompt]:
         if said is None:
-            yield from _read(left)
+            yield from _read_filtered(left)
             return
-        scores = reward.scores(said, self._requested)
-        for one in _read(left):
+        scores = reward.read_scores(said, self._requested)
+        for one in _read_filtered(left):
             yield one._replace(scores=list(islice(scores, len(one.kept))))
         next(scores, None)  # to its end, where it counts
 
-    def _chosen(self, scored: Iterable[_Left], texts: Texts) -> Iterator[bytes]:
+    def _chosen(self, scored: Iterable[_FilteredPrompt], texts: TextSpool) -> Iterator[bytes]:
         """A line for each row whose text no row before it has, with the number of its prompt."""
         known: set[bytes] = set()
         for number, one in enumerate(scored):
@@ -483,22 +487,22 @@ class Choice:
                 known.add(key)
                 texts.add([conversation.text])
                 self._signed += 1
-                yield _line([number, row])
+                yield _encode_line([number, row])
 
-    def _best(self, one: _Left) -> list[tuple[Kept, float | None]]:
+    def _best(self, one: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
         """The answers to a prompt that are taken, the best first."""
-        settings, left = self.settings.reward, list[tuple[Kept, float | None]]()
+        settings, left = self.settings.reward, list[tuple[AcceptedAnswer, float | None]]()
         for kept, score in zip(one.kept, one.scores, strict=True):
             if settings.minimum is not None and score is not None and score < settings.minimum:
                 self.tally.drop("reward", one.prompt["id"], kept.answered.sample, f"{score:g}")
             else:
                 left.append((kept, score))
-        left.sort(key=lambda pair: (-(pair[1] or 0.0) if settings.choose else 0.0, *likeliest(pair[0].answered)))
+        left.sort(key=lambda pair: (-(pair[1] or 0.0) if settings.choose else 0.0, *likelihood_key(pair[0].answered)))
         for kept, _ in left[self.settings.per_prompt :]:
             self.tally.drop("not_chosen", one.prompt["id"], kept.answered.sample)
         return left[: self.settings.per_prompt]
 
-    def _row(self, prompt: dict[str, Any], kept: Kept, score: float | None) -> dict[str, Any]:
+    def _row(self, prompt: dict[str, Any], kept: AcceptedAnswer, score: float | None) -> dict[str, Any]:
         one = kept.answered
         spec = self.outputs[one.teacher].card.spec
         answer = one.answer
@@ -516,16 +520,18 @@ class Choice:
         messages = [*prompt["messages"], {"role": "assistant", "content": answer}]
         return {"id": prompt["id"], "messages": messages, **tools, **prompt["fields"], PROVENANCE: provenance}
 
-    def _near(self, texts: Texts) -> NDArray[np.bool_]:
+    def _near(self, texts: TextSpool) -> NDArray[np.bool_]:
         """Which of the chosen rows are almost like one before them."""
         settings, dropped = self.settings.duplicates, np.zeros(self._signed, dtype=np.bool_)
         if settings.near is None or not self._signed:
             return dropped
-        signatures = deduplication.Signatures(settings)
+        signatures = deduplication.MinHashSignatures(settings)
         starts = range(0, self._signed, BLOCK_ROWS)
-        parts = [signatures.of([texts[row] for row in _from(start, self._signed)]) for start in starts]
+        parts = [signatures.of([texts[row] for row in _block_range(start, self._signed)]) for start in starts]
         rank = np.arange(self._signed, dtype=np.int64)
-        for cluster in deduplication.clusters(np.concatenate(parts), rank, texts.__getitem__, settings, lambda _: None):
+        for cluster in deduplication.cluster_duplicates(
+            np.concatenate(parts), rank, texts.__getitem__, settings, lambda _: None
+        ):
             dropped[list(cluster.dropped)] = True
         return dropped
 
@@ -541,14 +547,14 @@ class Choice:
                 self.rows += 1
                 self.taught_prompts += number != last
                 last = number
-                yield _line(row)
+                yield _encode_line(row)
 
 
-def _from(start: int, end: int) -> range:
+def _block_range(start: int, end: int) -> range:
     return range(start, min(start + BLOCK_ROWS, end))
 
 
-def _document(one: Asked) -> dict[str, Any]:
+def _prompt_document(one: PromptAnswers) -> dict[str, Any]:
     """What rows and the reward's program need of a prompt."""
     prompt = one.prompt
     return {
@@ -560,16 +566,16 @@ def _document(one: Asked) -> dict[str, Any]:
     }
 
 
-def _line(value: Any) -> bytes:
+def _encode_line(value: Any) -> bytes:
     """JSON with its keys in their order, for a template may write a tool call as it is given."""
     return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _read(left: Path) -> Iterator[_Left]:
+def _read_filtered(left: Path) -> Iterator[_FilteredPrompt]:
     with left.open("rb") as stream:
-        yield from map(_Left.of, stream)
+        yield from map(_FilteredPrompt.of, stream)
 
 
-def _blocks(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
+def _batch_lines(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
     while block := list(islice(lines, BLOCK_ROWS)):
         yield block

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from ratchet.errors import DamagedError
-from ratchet.inference.spec import ANSWERS, SHARD, Answer, GenerationPaths
-from ratchet.runs.journal import Journal, Reader
+from ratchet.errors import DamagedFileError
+from ratchet.inference.spec import ANSWERS, SHARD, GenerationAnswer, GenerationPaths
+from ratchet.runs.journal import Journal, JournalReader
 from ratchet.storage import files
 
 KIND = "answer"
 _HERE, _SEALED = 1, 2
 
 
-class Ledger:
+class AnswerLedger:
     """All answers of a run so far. One process writes it, who holds the run's lock.
 
     Args:
@@ -37,7 +37,7 @@ class Ledger:
         files.remove_partials(paths.shards)
         self._state = bytearray(total)
         """By place: nothing, _HERE or _SEALED."""
-        self._sealed = dict(_whole_shards(paths, told))
+        self._sealed = dict(_verified_shards(paths, told))
         """By first place: how many."""
         for first, count in self._sealed.items():
             self._state[first : first + count] = bytes([_SEALED]) * count
@@ -54,13 +54,13 @@ class Ledger:
         """Answers so far."""
         return len(self._waiting) + sum(self._sealed.values())
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: GenerationAnswer) -> None:
         """Take an answer; one that is there already stays as it is."""
         if not self.has(answer.place):
             self._take(answer)
             self._journal.append(KIND, **asdict(answer))
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: GenerationAnswer) -> None:
         self._waiting[answer.place] = answer
         self._state[answer.place] = _HERE
 
@@ -85,18 +85,18 @@ class Ledger:
                 sealed += end - begin
         return sealed
 
-    def all(self) -> Iterator[Answer]:
+    def all(self) -> Iterator[GenerationAnswer]:
         """Every answer, in the order of places. All must be sealed, and each once."""
         next_place = 0
         for first in sorted(self._sealed):
-            for answer in _answers(self._paths.shard(first)):
+            for answer in _read_answers(self._paths.shard(first)):
                 if answer.place != next_place:
                     where = self._paths.shard(first)
-                    raise DamagedError(f"{where}: place {answer.place} stands where {next_place} is due; remove it")
+                    raise DamagedFileError(f"{where}: place {answer.place} stands where {next_place} is due; remove it")
                 yield answer
                 next_place += 1
         if next_place != self._total:
-            raise DamagedError(f"{self._paths.shards}: {next_place} of {self._total} answers; repeat")
+            raise DamagedFileError(f"{self._paths.shards}: {next_place} of {self._total} answers; repeat")
 
     def close(self) -> None:
         """Write what waits. May be called twice."""
@@ -128,13 +128,13 @@ class Ledger:
         for place in range(begin, end):
             del self._waiting[place]
 
-    def _read(self, told: Callable[[str], None]) -> dict[int, Answer]:
+    def _read(self, told: Callable[[str], None]) -> dict[int, GenerationAnswer]:
         """What the ledger has of places that are in no shard; of two lines of one place the first counts."""
         self._waiting = {}
-        reader, torn = Reader(self._paths.ledger), 0
+        reader, torn = JournalReader(self._paths.ledger), 0
         for event in reader.read():
             try:
-                answer = Answer.of(event.data)
+                answer = GenerationAnswer.of(event.data)
             except (TypeError, ValueError):
                 torn += 1
                 continue
@@ -165,17 +165,17 @@ class Ledger:
             told(f"{self._paths.ledger} stays as it is, with lines of sealed shards: {error}")
 
 
-def _whole_shards(paths: GenerationPaths, told: Callable[[str], None]) -> Iterator[tuple[int, int]]:
+def _verified_shards(paths: GenerationPaths, told: Callable[[str], None]) -> Iterator[tuple[int, int]]:
     """First place and count of each shard that is whole; one that is damaged is removed, and answered again."""
     end = 0
     for folder in sorted(paths.shards.iterdir(), key=lambda path: (len(path.name), path.name)):
         try:
-            files.verify(folder, SHARD)
-            places = [answer.place for answer in _answers(folder)]
+            files.verify_sealed(folder, SHARD)
+            places = [answer.place for answer in _read_answers(folder)]
             first = int(folder.name.removeprefix("shard-"))
             if places != list(range(first, first + len(places))) or first < end or not places:
-                raise DamagedError(f"{folder}: holds other places than its name says")
-        except (DamagedError, ValueError, TypeError) as error:
+                raise DamagedFileError(f"{folder}: holds other places than its name says")
+        except (DamagedFileError, ValueError, TypeError) as error:
             told(f"a shard is damaged, and what it held is answered again: {error}")
             files.remove_sealed(folder)
             continue
@@ -183,7 +183,7 @@ def _whole_shards(paths: GenerationPaths, told: Callable[[str], None]) -> Iterat
         yield first, len(places)
 
 
-def _answers(folder: Path) -> Iterator[Answer]:
+def _read_answers(folder: Path) -> Iterator[GenerationAnswer]:
     with (folder / ANSWERS).open("rb") as stream:
         for line in stream:
-            yield Answer.of(json.loads(line))
+            yield GenerationAnswer.of(json.loads(line))

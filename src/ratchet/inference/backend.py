@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ratchet.inference.prompts import Prompt
-from ratchet.inference.spec import Answer, Finish
+from ratchet.inference.spec import Finish, GenerationAnswer
 
 
-class Question(NamedTuple):
+class GenerationRequest(NamedTuple):
     """One prompt, to be answered once."""
 
     place: int
@@ -17,14 +17,14 @@ class Question(NamedTuple):
     prompt: Prompt
 
 
-class Spoken(NamedTuple):
+class AnswerChunk(NamedTuple):
     """A piece of an answer, as it is given."""
 
     reasoning: bool
     text: str
 
 
-class Ended(NamedTuple):
+class AnswerEnd(NamedTuple):
     """What is known at the end of an answer."""
 
     finish: Finish
@@ -36,12 +36,12 @@ class Ended(NamedTuple):
     """What prompt and answer may have together."""
 
 
-Speech = Generator[Spoken | Ended, None, None]
+Speech = Generator[AnswerChunk | AnswerEnd, None, None]
 """An answer as it is given; closing it ends the answer."""
 
 
 @dataclass(frozen=True)
-class Ties:
+class BackendCallbacks:
     """What a speaker has of the run that it speaks for."""
 
     beat: Callable[[], None]
@@ -55,7 +55,7 @@ class Ties:
     """How many answers the run has."""
 
 
-class Speaker(Protocol):
+class GenerationBackend(Protocol):
     """Answers questions."""
 
     @property
@@ -63,14 +63,14 @@ class Speaker(Protocol):
         """`device` and `compute_dtype`, for people."""
         ...
 
-    def answers(self, questions: Iterator[Question], stop: Callable[[], bool]) -> Iterator[Answer]:
+    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
         """An answer to each, as they come, in any order; the answer to a question depends on nothing but the question.
 
         Ends early once `stop` says so. Questions are taken as they are needed.
         """
         ...
 
-    def spoken(self, question: Question, keep: bool) -> Speech:
+    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
         """One answer in pieces, as they are given, for somebody who watches; the last thing is how it ended.
 
         Args:

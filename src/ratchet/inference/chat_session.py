@@ -8,16 +8,16 @@ from pathlib import Path
 
 from ratchet.config.schema import Settings
 from ratchet.data.conversation import Conversation, Message
-from ratchet.data.tokenization import merge_system
+from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import SettingsError
-from ratchet.inference.backend import Question
+from ratchet.inference.backend import GenerationRequest
 from ratchet.inference.prompts import Prompt
-from ratchet.inference.reasoning import split
-from ratchet.inference.spec import sound
+from ratchet.inference.reasoning import split_reasoning
+from ratchet.inference.spec import replace_surrogates
 from ratchet.storage import digests, files
 
 
-class Talk:
+class ChatSession:
     """Turns of user and assistant, each question with its answer.
 
     Args:
@@ -33,12 +33,12 @@ class Talk:
         self._asked, self._is_answered, self._sample = "", False, 0
         self._saved: set[Path] = set()
 
-    def ask(self, text: str) -> Question:
+    def ask(self, text: str) -> GenerationRequest:
         """The next question, after all that was said."""
-        self._asked, self._is_answered, self._sample = sound(text), False, 0
+        self._asked, self._is_answered, self._sample = replace_surrogates(text), False, 0
         return self._question()
 
-    def again(self) -> Question | None:
+    def again(self) -> GenerationRequest | None:
         """The last question once more, its answer taken back, with other draws; None: there is none."""
         if not self._asked:
             return None
@@ -51,7 +51,7 @@ class Talk:
     def answered(self, text: str) -> None:
         """What was said to the last question; it is part of the conversation from now on. Reasoning that nobody saw
         begin (some servers leave the first mark out) is no part of it."""
-        self._turns.append((self._asked, split(text, self._marks).answer))
+        self._turns.append((self._asked, split_reasoning(text, self._marks).answer))
         self._is_answered = True
 
     def reset(self) -> None:
@@ -61,13 +61,13 @@ class Talk:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def _question(self) -> Question:
+    def _question(self) -> GenerationRequest:
         conversation = Conversation([*self._messages(), {"role": "user", "content": self._asked}])
         if self._merges:
-            conversation = merge_system(conversation)
-        of = digests.of_json([conversation.messages, conversation.tools])
+            conversation = merge_system_messages(conversation)
+        of = digests.hash_json([conversation.messages, conversation.tools])
         number = len(self._turns) + 1
-        return Question(number, self._sample, Prompt(f"{number}", of, conversation))
+        return GenerationRequest(number, self._sample, Prompt(f"{number}", of, conversation))
 
     def _messages(self) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system is not None else []

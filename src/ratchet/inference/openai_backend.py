@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 from ratchet.config.generate import Generate
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference.backend import Ended, Question, Speech, Spoken, Ties
-from ratchet.inference.reasoning import Splitter
-from ratchet.inference.spec import Answer, Finish, GenerationStart, sound
-from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling
-from ratchet.models.runtimes.openai_requests import Reply
+from ratchet.inference.backend import AnswerChunk, AnswerEnd, BackendCallbacks, GenerationRequest, Speech
+from ratchet.inference.reasoning import ReasoningSplitter
+from ratchet.inference.spec import Finish, GenerationAnswer, GenerationStart, replace_surrogates
+from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions
+from ratchet.models.runtimes.openai_requests import ChatReply
 from ratchet.storage import digests
 
 _FINISH: dict[str, Finish] = {
@@ -19,43 +19,45 @@ MOST_WAITING = 16
 """So many refusals, and no answer: the server refuses all."""
 
 
-class AtEndpoint:
+class OpenAIBackend:
     """Answers through a server. That the same prompt gets the same answer again is the server's to keep."""
 
-    def __init__(self, endpoint: Endpoint, settings: Generate, ties: Ties) -> None:
+    def __init__(self, endpoint: OpenAiEndpoint, settings: Generate, ties: BackendCallbacks) -> None:
         self._endpoint, self._settings, self._ties = endpoint, settings, ties
         self.about = {"device": "server", "compute_dtype": "as served"}
 
-    def answers(self, questions: Iterator[Question], stop: Callable[[], bool]) -> Iterator[Answer]:
+    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
         """See Speaker."""
 
         def look() -> bool:
             self._ties.beat()  # who waits for the server has deadlines of its own
             return stop()
 
-        refusals = _Refusals(self._ties)
+        refusals = _RequestRefusals(self._ties)
         for place, reply in self._endpoint.answers(map(self._asked, refusals.named(questions)), look):
             for where, one in refusals.of(place, reply):
-                yield _answer(where, one)
+                yield _parse_answer(where, one)
         if not stop():
             refusals.close()
         self._tell_notes()
 
-    def spoken(self, question: Question, keep: bool) -> Speech:
+    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
         """See Speaker. What a server keeps between requests is its own matter."""
         asked = self._asked(question)
-        splitter = Splitter(self._settings.reasoning_marks)
+        splitter = ReasoningSplitter(self._settings.reasoning_marks)
         for found in self._endpoint.streamed(asked):
-            if isinstance(found, Reply):
+            if isinstance(found, ChatReply):
                 if found.refusal is not None:
                     raise DataError(f"prompt {question.prompt.id}: the server refuses it: {found.refusal}")
-                yield from (Spoken(reasoning, piece) for reasoning, piece in splitter.close())
-                ended = _answer(asked.place, found)
-                yield Ended(ended.finish, ended.prompt_tokens, ended.tokens, self._endpoint.served().context_tokens)
+                yield from (AnswerChunk(reasoning, piece) for reasoning, piece in splitter.close())
+                ended = _parse_answer(asked.place, found)
+                yield AnswerEnd(ended.finish, ended.prompt_tokens, ended.tokens, self._endpoint.served().context_tokens)
             elif found.reasoning:
-                yield Spoken(True, sound(found.text))
+                yield AnswerChunk(True, replace_surrogates(found.text))
             else:
-                yield from (Spoken(reasoning, piece) for reasoning, piece in splitter.feed(sound(found.text)))
+                yield from (
+                    AnswerChunk(reasoning, piece) for reasoning, piece in splitter.feed(replace_surrogates(found.text))
+                )
         self._tell_notes()
 
     def _tell_notes(self) -> None:
@@ -63,35 +65,35 @@ class AtEndpoint:
         for note in notes:
             self._ties.told("notice", {"text": note})
 
-    def _asked(self, question: Question) -> Asked:
+    def _asked(self, question: GenerationRequest) -> ChatRequest:
         settings = self._settings
-        number = int(digests.of_json([settings.seed, question.prompt.digest, question.sample])[:8], 16) & 0x7FFFFFFF
-        drawn = Sampling(
+        number = int(digests.hash_json([settings.seed, question.prompt.digest, question.sample])[:8], 16) & 0x7FFFFFFF
+        drawn = SamplingOptions(
             settings.max_new_tokens,
             settings.temperature,
             settings.top_p,
             number if settings.temperature else None,
             True,
         )
-        return Asked(question.place, question.prompt.question.messages, drawn)
+        return ChatRequest(question.place, question.prompt.question.messages, drawn)
 
     def close(self) -> None:
         """Nothing is held between requests."""
 
 
-class _Refusals:
+class _RequestRefusals:
     """What a server refuses of single prompts. Before it has answered any, that may be the fault of all: it is waited
     for an answer, and without one the words of the first refusal are an error."""
 
-    def __init__(self, ties: Ties) -> None:
+    def __init__(self, ties: BackendCallbacks) -> None:
         self._ties = ties
         self._answered = ties.answered() > 0
-        self._waiting: list[tuple[int, Reply]] = []
+        self._waiting: list[tuple[int, ChatReply]] = []
         self._names: dict[int, str] = {}
         """Of prompts under way, for people."""
         self._count = 0
 
-    def named(self, questions: Iterator[Question]) -> Iterator[Question]:
+    def named(self, questions: Iterator[GenerationRequest]) -> Iterator[GenerationRequest]:
         """The same questions, remembered; no more are asked while there are only refusals, and many."""
         for question in questions:
             self._names[question.place] = question.prompt.id
@@ -99,7 +101,7 @@ class _Refusals:
             if len(self._waiting) >= MOST_WAITING and not self._answered:
                 return
 
-    def of(self, place: int, reply: Reply) -> list[tuple[int, Reply]]:
+    def of(self, place: int, reply: ChatReply) -> list[tuple[int, ChatReply]]:
         """What can be recorded now."""
         self._ties.told("batch", {"rows": len(self._names) - len(self._waiting)})
         if reply.refusal is None:
@@ -114,7 +116,7 @@ class _Refusals:
             self._tell(where, one)
         return ready
 
-    def _tell(self, place: int, reply: Reply) -> None:
+    def _tell(self, place: int, reply: ChatReply) -> None:
         """The first, the tenth, the hundredth: however many there are, the journal stays small."""
         if reply.refusal is None:
             return
@@ -137,18 +139,20 @@ class _Refusals:
             )
 
 
-def _answer(place: int, reply: Reply) -> Answer:
+def _parse_answer(place: int, reply: ChatReply) -> GenerationAnswer:
     finish = _FINISH.get(reply.finish, "stop")
-    reasoning = None if reply.reasoning is None else sound(reply.reasoning)
+    reasoning = None if reply.reasoning is None else replace_surrogates(reply.reasoning)
     mean = reply.mean_log_probability
     nats = None if mean is None else round(mean, 4)
     if finish == "refused":  # as other speakers say it of prompts that cannot be asked
-        return Answer(place, "", finish, None, 0, 0.0)
-    return Answer(place, sound(reply.text), finish, reply.prompt_tokens, reply.tokens, nats, False, reasoning)
+        return GenerationAnswer(place, "", finish, None, 0, 0.0)
+    return GenerationAnswer(
+        place, replace_surrogates(reply.text), finish, reply.prompt_tokens, reply.tokens, nats, False, reasoning
+    )
 
 
-def load(start: GenerationStart, ties: Ties) -> AtEndpoint:
+def load_backend(start: GenerationStart, ties: BackendCallbacks) -> OpenAIBackend:
     """The server that a generation asks. Raises SettingsError for an address that is none."""
     address, _, model = start.path.partition("#")
-    endpoint = Endpoint(address, start.machine.endpoint, model or None, refusals=True)
-    return AtEndpoint(endpoint, start.generate, ties)
+    endpoint = OpenAiEndpoint(address, start.machine.endpoint, model or None, refusals=True)
+    return OpenAIBackend(endpoint, start.generate, ties)

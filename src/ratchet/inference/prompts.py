@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ratchet.config.generate import Generate
 from ratchet.config.schema import Settings
 from ratchet.data import prompt_records, readers
-from ratchet.data.conversation import SYSTEM_ROLES, Conversation, Fault
-from ratchet.data.passthrough_columns import spelled
-from ratchet.data.prompt_records import Asking
+from ratchet.data.conversation import SYSTEM_ROLES, Conversation, MalformedRecord
+from ratchet.data.passthrough_columns import format_field_value
+from ratchet.data.prompt_records import PromptRecordReader
 from ratchet.data.readers import Fields, Record
-from ratchet.data.schema_detection import SAMPLE_RECORDS, UnfitError, flaw
-from ratchet.data.tokenization import merge_system
+from ratchet.data.schema_detection import SAMPLE_RECORDS, UnusableRecordError, find_text_flaw
+from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import DataError
 from ratchet.inference.spec import ASKED, PROMPTS
 from ratchet.storage import digests, files
@@ -66,14 +66,14 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class Source:
+class PromptSource:
     """The prompts of one file; read as often as they are asked for, and never all in memory."""
 
     path: Path
     settings: Settings
     described: str = ""
     """What the records were taken for; known once they were read."""
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[MalformedRecord] = field(default_factory=list)
     """The first records that are no prompts, when they were read the last time."""
     fault_count: int = 0
     references: int = 0
@@ -99,17 +99,17 @@ class Source:
             raise DataError(f"{self.path}: {what}")
         self.faults, self.fault_count, self.references = [], 0, 0
         self.strange, self.strange_count = {}, 0
-        records = readers.read(self.path, self.path.name)
+        records = readers.read_records(self.path, self.path.name)
         head = list(islice(records, SAMPLE_RECORDS))
         if not head:
             raise DataError(f"{self.path}: holds no prompts; give it some")
-        known = [record[1] for record in head if not isinstance(record, Fault)]
+        known = [record[1] for record in head if not isinstance(record, MalformedRecord)]
         if not known:
             self._note(head[0])
             none = "its only record cannot" if len(head) == 1 else f"none of its first {len(head):,} records can"
-            raise DataError(f"{self.path}: {none} be read: {_of(self.faults[0])}")
+            raise DataError(f"{self.path}: {none} be read: {_describe_fault(self.faults[0])}")
         columns = self.settings.prepare.columns
-        asking = prompt_records.settle(known, self.settings.generate.column, columns, self.path.name)
+        asking = prompt_records.detect_prompts(known, self.settings.generate.column, columns, self.path.name)
         self.described = asking.described
         for number, record in enumerate(chain(head, records), start=1):
             if prompt := self._prompt(record, asking, number):
@@ -129,31 +129,33 @@ class Source:
             if prompt.id in ids:
                 self.repeated_count += 1
                 if len(self.repeated) < SHOWN_FAULTS:
-                    self.repeated.setdefault(_cut(prompt.id))
+                    self.repeated.setdefault(_shorten_text(prompt.id))
             ids.add(prompt.id)
             told = [prompt.id, prompt.digest, prompt.reference, dict(prompt.fields)]
-            parts.append(digests.of_json(told)[:32])
+            parts.append(digests.hash_json(told)[:32])
             kept_names.update(prompt.fields)
             count += 1
         if self.fault_count and not self.settings.generate.skip_faults:
-            shown = "\n".join(f"  {_of(fault)}" for fault in self.faults)
+            shown = "\n".join(f"  {_describe_fault(fault)}" for fault in self.faults)
             raise DataError(
                 f"{self.path}: {self.fault_count:,} of its records are no prompts; mend them, or leave them out with "
                 f"generate.skip_faults: true. The first:\n{shown}"
             )
         if not count:
-            raise DataError(f"{self.path}: none of its records is a prompt; the first: {_of(self.faults[0])}")
+            raise DataError(
+                f"{self.path}: none of its records is a prompt; the first: {_describe_fault(self.faults[0])}"
+            )
         for name in self.settings.generate.keep:
             if name not in kept_names:
                 raise DataError(f"{self.path}: no record has a field {name!r} (generate.keep){self._meant(name)}")
-        return count, digests.of_bytes("\n".join(parts).encode())
+        return count, digests.hash_bytes("\n".join(parts).encode())
 
     def digest_with(self, other: Generate) -> str | None:
         """Digest of the prompts that these records would be with another system message and other kept fields; None
         where they would be none."""
         changed = self.settings.generate.model_copy(update={"keep": other.keep, "system": other.system})
         try:
-            return Source(self.path, self.settings.model_copy(update={"generate": changed})).measured()[1]
+            return PromptSource(self.path, self.settings.model_copy(update={"generate": changed})).measured()[1]
         except DataError:
             return None
 
@@ -181,33 +183,35 @@ class Source:
         """
         with files.sealed_directory(folder, ASKED) as scratch:
             written = [0]
-            files.write_blocks(scratch / PROMPTS, _blocks(self.prompts(), written))
+            files.write_blocks(scratch / PROMPTS, _batch_prompts(self.prompts(), written))
             if written[0] != count:
                 raise DataError(f"{self.path}: changed while it was read; wait until it is whole, and repeat")
 
-    def _prompt(self, record: Record, asking: Asking, number: int) -> Prompt | None:
-        if isinstance(record, Fault):
+    def _prompt(self, record: Record, asking: PromptRecordReader, number: int) -> Prompt | None:
+        if isinstance(record, MalformedRecord):
             self._note(record)
             return None
         where, fields = record
         row = asking.question(where, fields)
-        own = _id(fields.get("id"), number)
-        if isinstance(row, Fault) or flaw(own):
-            self._note(row if isinstance(row, Fault) else Fault(where, f"field 'id' {flaw(own)}"))
+        own = _record_id(fields.get("id"), number)
+        if isinstance(row, MalformedRecord) or find_text_flaw(own):
+            self._note(
+                row if isinstance(row, MalformedRecord) else MalformedRecord(where, f"field 'id' {find_text_flaw(own)}")
+            )
             return None
         try:
             carried = self._carried(fields)
-        except UnfitError as unfit:
-            self._note(Fault(where, str(unfit)))
+        except UnusableRecordError as unfit:
+            self._note(MalformedRecord(where, str(unfit)))
             return None
         question = self._with_system(row.conversation)
-        of = digests.of_json([question.messages, question.tools])
+        of = digests.hash_json([question.messages, question.tools])
         return Prompt(own, of, question, row.reference, carried)
 
     def _carried(self, fields: Fields) -> dict[str, Value]:
         if len(self._names) < KNOWN_NAMES:
             self._names.update(dict.fromkeys(map(str, fields)))
-        return {name: _value(name, fields[name]) for name in self.settings.generate.keep if name in fields}
+        return {name: _kept_field_value(name, fields[name]) for name in self.settings.generate.keep if name in fields}
 
     def _note_reference(self, reference: str | None) -> None:
         if reference is not None:
@@ -216,7 +220,7 @@ class Source:
             if labels and reference.strip() not in labels:
                 self.strange_count += 1
                 if len(self.strange) < SHOWN_FAULTS:
-                    self.strange.setdefault(_cut(reference))
+                    self.strange.setdefault(_shorten_text(reference))
 
     def _meant(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._names, n=3)
@@ -227,58 +231,58 @@ class Source:
         system = self.settings.generate.system
         if system is not None and question.messages[0]["role"] not in SYSTEM_ROLES:
             question = Conversation([{"role": "system", "content": system}, *question.messages], question.tools)
-        return merge_system(question) if self.settings.prepare.system == "merge" else question
+        return merge_system_messages(question) if self.settings.prepare.system == "merge" else question
 
     def _note(self, fault: Record) -> None:
         self.fault_count += 1
-        if isinstance(fault, Fault) and len(self.faults) < SHOWN_FAULTS:
+        if isinstance(fault, MalformedRecord) and len(self.faults) < SHOWN_FAULTS:
             self.faults.append(fault)
 
 
-def kept(folder: Path) -> Iterator[Prompt]:
+def read_prompts(folder: Path) -> Iterator[Prompt]:
     """The prompts that `Source.keep` sealed."""
     with (folder / PROMPTS).open("rb") as stream:
         for line in stream:
             yield Prompt.from_line(line)
 
 
-def _blocks(prompts: Iterator[Prompt], written: list[int]) -> Iterator[list[bytes]]:
+def _batch_prompts(prompts: Iterator[Prompt], written: list[int]) -> Iterator[list[bytes]]:
     while block := [prompt.line().encode() for prompt in islice(prompts, BLOCK_LINES)]:
         written[0] += len(block)
         yield block
 
 
-def _value(name: str, value: Any) -> Value:
+def _kept_field_value(name: str, value: Any) -> Value:
     """A kept field as JSON can hold it; dates as in ISO 8601, and a number that is none as null.
 
     Raises:
         UnfitError: it has parts, or is no text that a file can hold.
     """
     if isinstance(value, str):
-        if problem := flaw(value):
-            raise UnfitError(f"field {name!r} (generate.keep) {problem}")
+        if problem := find_text_flaw(value):
+            raise UnusableRecordError(f"field {name!r} (generate.keep) {problem}")
         return value
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    written = spelled(value)
+    written = format_field_value(value)
     if written is None:
-        raise UnfitError(
+        raise UnusableRecordError(
             f"field {name!r} (generate.keep) is {readers.type_name(value)}, expected text, a number, true/false or null"
         )
     return written
 
 
-def _cut(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """As much of a text as a message shows."""
     return f"{text[: SHOWN_CHARACTERS - 1]}…" if len(text) > SHOWN_CHARACTERS else text
 
 
-def _id(value: Any, number: int) -> str:
+def _record_id(value: Any, number: int) -> str:
     """A record's own name for itself, if it is one; else its number."""
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) and value != "" else str(number)
 
 
-def _of(fault: Fault) -> str:
+def _describe_fault(fault: MalformedRecord) -> str:
     return f"{fault.where}: {fault.detail}"

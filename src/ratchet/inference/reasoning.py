@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Parts(NamedTuple):
+class ReasoningParts(NamedTuple):
     """A text taken apart. Both without white space at their ends."""
 
     reasoning: str | None
@@ -12,7 +12,7 @@ class Parts(NamedTuple):
     answer: str
 
 
-class Splitter:
+class ReasoningSplitter:
     """Tells reasoning from answer as text comes in, whatever the pieces are.
 
     Args:
@@ -55,7 +55,7 @@ class Splitter:
         self._held = ""
 
 
-def split(text: str, marks: Sequence[str], opened: bool = False) -> Parts:
+def split_reasoning(text: str, marks: Sequence[str], opened: bool = False) -> ReasoningParts:
     """Reasoning and answer of a whole text.
 
     Reasoning that never ends leaves an empty answer. A text that has only the mark which ends reasoning was begun
@@ -64,8 +64,8 @@ def split(text: str, marks: Sequence[str], opened: bool = False) -> Parts:
     begin, end = marks
     if not opened and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):
         opened = True
-    splitter = Splitter(marks, opened)
+    splitter = ReasoningSplitter(marks, opened)
     pieces = [*splitter.feed(text), *splitter.close()]
     reasoned = opened or begin in text
     parts = ["".join(piece for inside, piece in pieces if inside is wanted).strip() for wanted in (True, False)]
-    return Parts(parts[0] if reasoned else None, parts[1])
+    return ReasoningParts(parts[0] if reasoned else None, parts[1])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ratchet import redaction
-from ratchet.config.selection import Reward
+from ratchet.config.selection import RewardSettings
 from ratchet.errors import SettingsError
 from ratchet.storage import digests
 
@@ -37,7 +37,7 @@ LOOK_S = 0.1
 """How often it is looked whether the program has ended while a child of it still has its pipes."""
 
 
-class Said(NamedTuple):
+class RewardOutput(NamedTuple):
     """What the program has said."""
 
     scores: Path
@@ -46,17 +46,17 @@ class Said(NamedTuple):
     """The end of what it said on standard error."""
 
 
-def fingerprints(settings: Reward, root: Path) -> dict[str, str]:
+def fingerprint_command(settings: RewardSettings, root: Path) -> dict[str, str]:
     """SHA-256 of those words of the command that name a file, but for a program that is not the project's own."""
     here = root.resolve()
     return {
-        word: digests.of_file(root / word)
+        word: digests.hash_file(root / word)
         for number, word in enumerate(settings.command)
         if (root / word).is_file() and (number or (root / word).resolve().is_relative_to(here))
     }
 
 
-def run(settings: Reward, root: Path, requests: Path, folder: Path, count: int) -> Said:
+def run_program(settings: RewardSettings, root: Path, requests: Path, folder: Path, count: int) -> RewardOutput:
     """Have answers scored.
 
     Args:
@@ -74,24 +74,24 @@ def run(settings: Reward, root: Path, requests: Path, folder: Path, count: int) 
         try:
             child = subprocess.Popen(
                 settings.command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root,
-                env=redaction.environment(), start_new_session=True,
+                env=redaction.build_secret_free_environment(), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise SettingsError(f"{KEY}: {settings.command[0]}: cannot be started ({error.strerror})") from None
         with child:
             try:
-                complaints = _heard(child, settings.limit_s, out, count)
+                complaints = _read_output(child, settings.limit_s, out, count)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # all that it has started, too
         code = child.returncode
     if code:
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise SettingsError(f"{KEY}: {ended}{_last_words(complaints)}")
-    return Said(said, complaints)
+        raise SettingsError(f"{KEY}: {ended}{_error_tail(complaints)}")
+    return RewardOutput(said, complaints)
 
 
-def _heard(child: "subprocess.Popen[bytes]", limit_s: float, out: BinaryIO, count: int) -> bytes:
+def _read_output(child: "subprocess.Popen[bytes]", limit_s: float, out: BinaryIO, count: int) -> bytes:
     """Take down what it writes until it ends; returns the end of what it says on standard error."""
     until, room, complaints = time.monotonic() + limit_s, SPARE_BYTES + count * LINE_BYTES, b""
     with selectors.DefaultSelector() as streams:
@@ -109,7 +109,7 @@ def _heard(child: "subprocess.Popen[bytes]", limit_s: float, out: BinaryIO, coun
                 elif len(data) > room:
                     raise SettingsError(
                         f"{KEY}: it wrote more than the numbers for {count:,} answers can need; it must write one a "
-                        f"line, in their order, and nothing else{_last_words(complaints)}"
+                        f"line, in their order, and nothing else{_error_tail(complaints)}"
                     )
                 else:
                     room -= out.write(data)
@@ -117,11 +117,11 @@ def _heard(child: "subprocess.Popen[bytes]", limit_s: float, out: BinaryIO, coun
                 return complaints
             if left_s <= 0:
                 raise SettingsError(
-                    f"{KEY}: not done after {limit_s:g} s (select.reward.limit_s){_last_words(complaints)}"
+                    f"{KEY}: not done after {limit_s:g} s (select.reward.limit_s){_error_tail(complaints)}"
                 )
 
 
-def scores(said: Said, count: int) -> Iterator[float]:
+def read_scores(said: RewardOutput, count: int) -> Iterator[float]:
     """The numbers that it wrote.
 
     Raises:
@@ -135,23 +135,23 @@ def scores(said: Said, count: int) -> Iterator[float]:
             except ValueError:
                 score = math.nan
             if not math.isfinite(score):
-                raise SettingsError(f"{KEY}: line {number} of its output is no number: {_shown(line)}")
+                raise SettingsError(f"{KEY}: line {number} of its output is no number: {_format_line(line)}")
             if number <= count:
                 yield score
     if number != count:
         raise SettingsError(
             f"{KEY}: it wrote {number:,} numbers for {count:,} answers; it must write one a line, in their order, and "
-            f"nothing else{_last_words(said.complaints)}"
+            f"nothing else{_error_tail(said.complaints)}"
         )
 
 
-def _shown(line: str) -> str:
-    return repr(redaction.redacted(line.strip())[:80])
+def _format_line(line: str) -> str:
+    return repr(redaction.redact(line.strip())[:80])
 
 
-def _last_words(complaints: bytes) -> str:
+def _error_tail(complaints: bytes) -> str:
     """For the end of a message; cut only after secrets were taken out, for half of one is not known any more."""
-    lines = [line.rstrip() for line in redaction.redacted(complaints.decode(errors="replace")).splitlines()]
+    lines = [line.rstrip() for line in redaction.redact(complaints.decode(errors="replace")).splitlines()]
     if len(complaints) == LAST_BYTES and len(lines) > 1:
         del lines[0]  # its beginning is lost
     last = [line[-LAST_CHARACTERS:] for line in lines if line][-LAST_LINES:]

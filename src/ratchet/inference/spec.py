@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ratchet.config.generate import Generate
 from ratchet.config.train import Train
-from ratchet.runs.directory import Spec, Start
-from ratchet.runs.journal import Reader
+from ratchet.runs.directory import BaseRunSpec, LaunchSpec
+from ratchet.runs.journal import JournalReader
 from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import BaseCard, Record
 
@@ -28,7 +28,7 @@ FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationAnswer:
     """What was said to one prompt, or why nothing was."""
 
     place: int
@@ -56,7 +56,7 @@ class Answer:
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> "Answer":
+    def of(cls, data: dict[str, Any]) -> "GenerationAnswer":
         """What `line` or the ledger says. Raises TypeError or ValueError when it is none."""
         found = cls(**data)
         if not isinstance(found.place, int) or not isinstance(found.said, str) or found.finish not in FINISHES:
@@ -64,7 +64,7 @@ class Answer:
         return found
 
 
-def sound(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """A text that a file can hold: halves of surrogate pairs, which some servers send, become the replacement sign."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
 
@@ -72,7 +72,7 @@ def sound(text: str) -> str:
 # How many answers a generation has, as its files say; read, not checked, by whoever does not hold its ledger.
 
 
-def answered(shards: Iterable[Path], ledger: Path) -> int:
+def count_answered(shards: Iterable[Path], ledger: Path) -> int:
     """Places that have an answer.
 
     Args:
@@ -85,9 +85,9 @@ def answered(shards: Iterable[Path], ledger: Path) -> int:
         if first.isdecimal():  # not one that is being written
             with path.open("rb") as stream:
                 places.update(range(int(first), int(first) + sum(1 for _ in stream)))
-    for event in Reader(ledger).read():
+    for event in JournalReader(ledger).read():
         try:
-            places.add(Answer.of(event.data).place)
+            places.add(GenerationAnswer.of(event.data).place)
         except (TypeError, ValueError):
             continue
     return len(places)
@@ -111,7 +111,7 @@ ASKED = "prompts"
 CARD = "card.json"
 
 
-class Model(Record):
+class ModelIdentity(Record):
     """Which model answers, by content: where it lies is no part of it."""
 
     kind: Kind
@@ -122,7 +122,7 @@ class Model(Record):
     """How its weights are held and computed with, in words."""
 
 
-class GenerationSpec(Spec):
+class GenerationSpec(BaseRunSpec):
     """Everything that decides the answers; its digest is the generation's id."""
 
     folders: ClassVar[tuple[str, ...]] = ("shards",)
@@ -133,12 +133,12 @@ class GenerationSpec(Spec):
     """Only what decides answers (Generate.decisive)."""
     prompts_digest: str
     """Of ids and prompts with their references and kept fields, in their order."""
-    model: Model
+    model: ModelIdentity
     template_digest: str
     """Of the project's own chat template; empty: the model's own, which its digest covers."""
 
 
-class GenerationStart(Start):
+class GenerationStart(LaunchSpec):
     """How and where an attempt of a generation runs."""
 
     worker: ClassVar[str | None] = "ratchet.inference.worker_main"
@@ -161,7 +161,7 @@ class GenerationStart(Start):
     def kept_step(self, root: Path, told: int) -> int:
         """Answers that are kept: a death may have come between the last of them and the journal's next line."""
         paths = GenerationPaths(root)
-        return max(told, answered(paths.shards.glob(f"*/{ANSWERS}"), paths.ledger))
+        return max(told, count_answered(paths.shards.glob(f"*/{ANSWERS}"), paths.ledger))
 
     def kept(self, step: int) -> str:
         """What of the run's work is safe after so many answers, in words."""
@@ -199,7 +199,7 @@ class GenerationPaths:
         return self.shards / f"shard-{first:09d}"
 
 
-class Card(OutputCard):
+class GenerationCard(OutputCard):
     """What a generation gave; lies beside its output."""
 
     spec: GenerationSpec

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ratchet.inference.backend import Ended, Spoken
-from ratchet.inference.reasoning import Splitter
+from ratchet.inference.backend import AnswerChunk, AnswerEnd
+from ratchet.inference.reasoning import ReasoningSplitter
 from ratchet.inference.spec import Finish
 from ratchet.models import oom
-from ratchet.models.decoding.batch import context
-from ratchet.models.decoding.decoder import Decoding
-from ratchet.models.decoding.token_choice import Chooser
+from ratchet.models.decoding.batch import get_context_length
+from ratchet.models.decoding.decoder import DecodingOptions
+from ratchet.models.decoding.token_choice import TokenSampler
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoded text ends with while a character lacks tokens."""
 
 
-class Voice:
+class StreamingDecoder:
     """A model that speaks. Keys and values, if it has them, are kept from one token to the next, and, where asked, from
     one answer to the next, as far as both prompts begin with the same tokens.
 
@@ -29,13 +29,13 @@ class Voice:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.context_tokens = context(model)
+        self.context_tokens = get_context_length(model)
         self._kept: tuple[list[int], Any] | None = None
         """Tokens, and their keys and values; None also while a pass changes them."""
         self.reused_tokens = 0
         """Of the last prompt, so many were not computed again."""
 
-    def tokens(self, prompt: Sequence[int], how: Decoding, stream: str, keep: bool) -> Iterator[int | Finish]:
+    def tokens(self, prompt: Sequence[int], how: DecodingOptions, stream: str, keep: bool) -> Iterator[int | Finish]:
         """Ids of the answer as they are chosen, its end included; then how it ended.
 
         Args:
@@ -48,7 +48,7 @@ class Voice:
         if room < 1:
             yield "context"
             return
-        chooser = Chooser(how.temperature, how.top_p)
+        chooser = TokenSampler(how.temperature, how.top_p)
         known, kept = self._shared(prompt) if keep else ([], None)
         self.reused_tokens = len(known)
         ids = list(prompt[len(known) :])
@@ -60,7 +60,7 @@ class Voice:
                     out = self._model(input_ids=read, past_key_values=kept, use_cache=True, logits_to_keep=1)
                     chosen = chooser.choose(out.logits[:, -1], [(stream, step)], 0.0)
             except Exception as error:
-                if not oom.is_exhausted(error):
+                if not oom.is_out_of_memory(error):
                     raise
                 yield "memory"
                 return
@@ -92,13 +92,13 @@ class Voice:
         return ids[:count], kept
 
 
-def spoken(
+def stream_chunks(
     tokens: Iterator[int | Finish],
     written: Callable[[Sequence[int]], str],
-    splitter: Splitter,
+    splitter: ReasoningSplitter,
     sizes: tuple[int, int | None],
-) -> Iterator[Spoken | Ended]:
-    """Tokens of a `Voice` as text, reasoning set apart; a character that takes several tokens comes whole.
+) -> Iterator[AnswerChunk | AnswerEnd]:
+    """Tokens of a `StreamingDecoder` as text, reasoning set apart; a character that takes several tokens comes whole.
 
     Args:
         tokens: of an answer.
@@ -116,14 +116,14 @@ def spoken(
         said.append(token)
         text = written(said[begin:])
         if not text.endswith(UNFINISHED):
-            yield from _pieces(splitter, text[len(written(said[begin:end])) :])
+            yield from _split_chunks(splitter, text[len(written(said[begin:end])) :])
             begin, end = end, len(said)
-    yield from _pieces(splitter, written(said[begin:])[len(written(said[begin:end])) :])
+    yield from _split_chunks(splitter, written(said[begin:])[len(written(said[begin:end])) :])
     for reasoning, piece in splitter.close():
-        yield Spoken(reasoning, piece)
-    yield Ended(finish, sizes[0], len(said), sizes[1])
+        yield AnswerChunk(reasoning, piece)
+    yield AnswerEnd(finish, sizes[0], len(said), sizes[1])
 
 
-def _pieces(splitter: Splitter, text: str) -> Iterator[Spoken]:
+def _split_chunks(splitter: ReasoningSplitter, text: str) -> Iterator[AnswerChunk]:
     for reasoning, piece in splitter.feed(text):
-        yield Spoken(reasoning, piece)
+        yield AnswerChunk(reasoning, piece)

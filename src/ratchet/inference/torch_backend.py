@@ -13,19 +13,19 @@ from typing import Any
 from ratchet.config.generate import Generate
 from ratchet.data import tokenization
 from ratchet.data.chat_template import ControlTokens
-from ratchet.data.conversation import MASKED, Conversation, Encoded, Refused
+from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, RefusedConversation
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference import streaming
-from ratchet.inference.backend import Question, Speech, Ties
+from ratchet.inference.backend import BackendCallbacks, GenerationRequest, Speech
 from ratchet.inference.prompts import Prompt
-from ratchet.inference.reasoning import Splitter
-from ratchet.inference.spec import Answer, GenerationStart, Kind, sound
+from ratchet.inference.reasoning import ReasoningSplitter
+from ratchet.inference.spec import GenerationAnswer, GenerationStart, Kind, replace_surrogates
 from ratchet.models import adapters, base_model, loading, oom, scoring
 from ratchet.models import scoring as label_room
 from ratchet.models.decoding import decoder as decoding
 from ratchet.models.decoding import token_choice
-from ratchet.models.decoding.batch import context
-from ratchet.models.decoding.decoder import Decoder
+from ratchet.models.decoding.batch import get_context_length
+from ratchet.models.decoding.decoder import BatchDecoder
 from ratchet.models.decoding.token_choice import DECIMALS
 
 GROUP_LABELS = 16
@@ -38,7 +38,7 @@ _QUESTION = {"role": "user", "content": "One?"}
 Nats = list[float | None]
 
 
-def ids_of(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
+def label_token_ids(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
     """Token ids of each of generate.labels as the whole answer, end of turn included; [] if there are none.
 
     Returns:
@@ -50,10 +50,10 @@ def ids_of(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
     """
     if not settings.labels:
         return []
-    prompt = tokenization.prompt_ids(tokenizer, Conversation([_QUESTION]))
+    prompt = tokenization.encode_prompt(tokenizer, Conversation([_QUESTION]))
     found: list[list[int]] = []
-    for label, one in zip(settings.labels, _encoded(tokenizer, settings.labels), strict=True):
-        if isinstance(one, Refused):
+    for label, one in zip(settings.labels, _encode_labels(tokenizer, settings.labels), strict=True):
+        if isinstance(one, RefusedConversation):
             raise SettingsError(f"generate.labels: {label!r} can be no answer: {one.detail}; take it out")
         if one.input_ids[: len(prompt)] != prompt:
             return None
@@ -77,32 +77,34 @@ def ids_of(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
     return found
 
 
-def _encoded(tokenizer: Any, labels: Sequence[str]) -> list[Encoded | Refused]:
+def _encode_labels(tokenizer: Any, labels: Sequence[str]) -> list[EncodedConversation | RefusedConversation]:
     asked = [(repr(label), Conversation([_QUESTION, {"role": "assistant", "content": label}])) for label in labels]
     try:
-        return tokenization.Encoder(tokenizer, "last").encode(asked)
+        return tokenization.ConversationEncoder(tokenizer, "last").encode(asked)
     except DataError as error:
         raise SettingsError(f"generate.labels: {error}") from None
 
 
-class Likelihoods:
+class LabelScorer:
     """Asks one model, prompt by prompt.
 
     Args:
         model: in evaluation mode.
-        labels: token ids of each, see `ids_of`.
+        labels: token ids of each, see `label_token_ids`.
         pad: token that shorter labels are filled with.
         ties: of the run.
         samples: answers to each prompt.
     """
 
-    def __init__(self, model: Any, labels: Sequence[Sequence[int]], pad: int, ties: Ties, samples: int) -> None:
+    def __init__(
+        self, model: Any, labels: Sequence[Sequence[int]], pad: int, ties: BackendCallbacks, samples: int
+    ) -> None:
         self._model, self._labels, self._pad, self._ties, self._samples = model, labels, pad, ties, samples
-        self._context = context(model)
+        self._context = get_context_length(model)
         self._kept: dict[int, Nats | None] = {}
         self._without_room = 0
 
-    def of(self, place: int, prompt: Sequence[int], decoder: Decoder) -> Nats | None:
+    def of(self, place: int, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
         """Log-probability in nats of each label; None of one that the context has no room for, or that is no number;
         None if memory does not suffice for a prompt alone.
 
@@ -128,12 +130,12 @@ class Likelihoods:
             text = f"prompts without likelihoods of labels, because memory did not suffice: {self._without_room:,}"
             self._ties.told("notice", {"text": text})
 
-    def _with_room(self, prompt: Sequence[int], decoder: Decoder) -> Nats | None:
-        for make_room in (decoder.make_room, oom.release):
+    def _with_room(self, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
+        for make_room in (decoder.make_room, oom.release_memory):
             try:
                 return self._computed(prompt)
             except Exception as error:
-                if not oom.is_exhausted(error):
+                if not oom.is_out_of_memory(error):
                     raise
             make_room()
         self._without_room += 1
@@ -147,7 +149,7 @@ class Likelihoods:
             return found
         labels = [self._labels[k] for k in fitting]
         self._ties.before_pass(len(prompt) + max(map(len, labels)))
-        [scores] = label_room.label_scores(self._model, [prompt], labels, GROUP_LABELS, self._pad)
+        [scores] = label_room.score_labels(self._model, [prompt], labels, GROUP_LABELS, self._pad)
         for k, nats in zip(fitting, scores, strict=True):
             found[k] = round(nats, DECIMALS) + 0.0 if math.isfinite(nats) else None
         return found
@@ -159,11 +161,16 @@ PROMPT_END_TOKENS = 16
 """Of a prompt, in which the mark that begins reasoning is looked for."""
 
 
-class InMemory:
+class TorchBackend:
     """Answers with a loaded model."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: Generate, ties: Ties, labels: Sequence[Sequence[int]] = ()
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Generate,
+        ties: BackendCallbacks,
+        labels: Sequence[Sequence[int]] = (),
     ) -> None:
         """Takes a loaded model.
 
@@ -172,11 +179,11 @@ class InMemory:
         """
         self._model, self._tokenizer, self._settings, self._ties = model, tokenizer, settings, ties
         self._labels = labels
-        self._voice = streaming.Voice(model)
+        self._voice = streaming.StreamingDecoder(model)
         self._control = ControlTokens(tokenizer)
         marks = {int(tokenizer.convert_tokens_to_ids(mark)) for mark in settings.reasoning_marks if mark in self._names}
         self._unwritten = self._control.ids - marks
-        self.ends = scoring.end_tokens(model, tokenizer, _end_of_turn(tokenizer))
+        self.ends = scoring.list_end_tokens(model, tokenizer, _end_of_turn(tokenizer))
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), "none")
         self.about = {"device": str(model.device), "compute_dtype": str(dtype).removeprefix("torch.")}
 
@@ -197,7 +204,7 @@ class InMemory:
         """
         if found := self._control.find(prompt.question):
             raise DataError(f"prompt {prompt.id}: {found}; take it out")
-        return tokenization.prompt_ids(self._tokenizer, prompt.question)
+        return tokenization.encode_prompt(self._tokenizer, prompt.question)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that begins reasoning."""
@@ -207,25 +214,25 @@ class InMemory:
     def written(self, ids: Sequence[int]) -> str:
         """The text of answer tokens, without those that structure a conversation; marks of reasoning stay."""
         kept = [one for one in ids if one not in self._unwritten and one not in self.ends]
-        return sound(self._tokenizer.decode(kept, skip_special_tokens=False))
+        return replace_surrogates(self._tokenizer.decode(kept, skip_special_tokens=False))
 
-    def answers(self, questions: Iterator[Question], stop: Callable[[], bool]) -> Iterator[Answer]:
+    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
         """See Speaker."""
-        refused: deque[Answer] = deque()
+        refused: deque[GenerationAnswer] = deque()
         known: dict[int, tuple[list[int], bool]] = {}
         """By place under way: tokens of the prompt, and whether it ends within reasoning."""
-        likely = Likelihoods(self._model, self._labels, self._pad, self._ties, self._settings.samples)
+        likely = LabelScorer(self._model, self._labels, self._pad, self._ties, self._settings.samples)
 
-        def asked() -> Iterator[decoding.Asked]:
+        def asked() -> Iterator[decoding.DecodingRequest]:
             for question in questions:
                 try:
                     ids = self.prompt_ids(question.prompt)
                 except DataError as error:
                     self._ties.told("notice", {"text": f"not asked: {error}"})
-                    refused.append(Answer(question.place, "", "refused", None, 0, 0.0))
+                    refused.append(GenerationAnswer(question.place, "", "refused", None, 0, 0.0))
                     continue
                 known[question.place] = ids, self.opens_reasoning(ids)
-                yield decoding.Asked(question.place, tuple(ids), self._stream_of(question))
+                yield decoding.DecodingRequest(question.place, tuple(ids), self._stream_of(question))
 
         decoder = self._decoder()
         for one in decoder.answers(asked(), stop):
@@ -234,31 +241,31 @@ class InMemory:
             ids, opened = known.pop(one.place)
             text = self.written(one.ids)
             labels = likely.of(one.place, ids, decoder) if self._labels else None
-            yield Answer(one.place, text, one.finish, len(ids), len(one.ids), one.nats, opened, labels=labels)
+            yield GenerationAnswer(one.place, text, one.finish, len(ids), len(one.ids), one.nats, opened, labels=labels)
         yield from refused
         likely.tell()
 
-    def spoken(self, question: Question, keep: bool) -> Speech:
+    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
         """See Speaker. Keys and values are kept from token to token, so on a near tie it may be another answer than
         `answers` gives.
         """
         ids, voice = self.prompt_ids(question.prompt), self._voice
-        splitter = Splitter(self._settings.reasoning_marks, self.opens_reasoning(ids))
+        splitter = ReasoningSplitter(self._settings.reasoning_marks, self.opens_reasoning(ids))
         tokens = voice.tokens(ids, self._how(), self._stream_of(question), keep)
-        yield from streaming.spoken(tokens, self.written, splitter, (len(ids), voice.context_tokens))
+        yield from streaming.stream_chunks(tokens, self.written, splitter, (len(ids), voice.context_tokens))
 
-    def _stream_of(self, question: Question) -> str:
-        return token_choice.stream(self._settings.seed, question.prompt.digest, question.sample)
+    def _stream_of(self, question: GenerationRequest) -> str:
+        return token_choice.noise_stream_key(self._settings.seed, question.prompt.digest, question.sample)
 
-    def _how(self) -> decoding.Decoding:
+    def _how(self) -> decoding.DecodingOptions:
         settings = self._settings
-        return decoding.Decoding(
+        return decoding.DecodingOptions(
             max_new_tokens=settings.max_new_tokens, ends=tuple(self.ends), pad=self._pad,
             temperature=settings.temperature, top_p=settings.top_p, exact=settings.exact, window=settings.window_rows,
         )  # fmt: skip
 
-    def _decoder(self) -> decoding.Decoder:
-        return decoding.Decoder(
+    def _decoder(self) -> decoding.BatchDecoder:
+        return decoding.BatchDecoder(
             self._model, self._how(), None, self._ties.told, self._ties.beat, self._ties.before_pass
         )
 
@@ -266,7 +273,7 @@ class InMemory:
         """Nothing is held that ends with the process."""
 
 
-def load(kind: Kind, start: GenerationStart, ties: Ties) -> InMemory:
+def load_backend(kind: Kind, start: GenerationStart, ties: BackendCallbacks) -> TorchBackend:
     """The model that a generation asks, loaded.
 
     Raises:
@@ -278,23 +285,23 @@ def load(kind: Kind, start: GenerationStart, ties: Ties) -> InMemory:
     own_template = Path(start.template) if start.template else None
     if kind == "merged":
         tokenizer = base_model.load_tokenizer(path, remote_code=code)
-        labels = _labels(tokenizer, start.generate, ties)
+        labels = _usable_label_ids(tokenizer, start.generate, ties)
         model = loading.load_plain(path, loading.pick_dtype(start.dtype, device), device, code)
-        return InMemory(model, tokenizer, start.generate, ties, labels)
+        return TorchBackend(model, tokenizer, start.generate, ties, labels)
     if base is not None:
-        base_model.check(path, base.files)
+        base_model.verify_files(path, base.files)
     ties.beat()
     tokenizer = base_model.load_tokenizer(path, own_template, base.added_tokens if base else (), code)
-    labels = _labels(tokenizer, start.generate, ties)
+    labels = _usable_label_ids(tokenizer, start.generate, ties)
     model = loading.load(path, base, start.train, device)
     if start.adapter is not None:
         model = adapters.load(model, Path(start.adapter))
-    return InMemory(model, tokenizer, start.generate, ties, labels)
+    return TorchBackend(model, tokenizer, start.generate, ties, labels)
 
 
-def _labels(tokenizer: Any, settings: Generate, ties: Ties) -> Sequence[Sequence[int]]:
+def _usable_label_ids(tokenizer: Any, settings: Generate, ties: BackendCallbacks) -> Sequence[Sequence[int]]:
     """Token ids of generate.labels; none where the template leaves no place for them, which is told."""
-    found = ids_of(tokenizer, settings)
+    found = label_token_ids(tokenizer, settings)
     if found is None:
         text = "the chat template writes an answer not simply behind its prompt, so labels have no likelihood"
         ties.told("notice", {"text": text})
@@ -304,6 +311,6 @@ def _labels(tokenizer: Any, settings: Generate, ties: Ties) -> Sequence[Sequence
 def _end_of_turn(tokenizer: Any) -> str:
     """The token with which the template ends an answer; the tokenizer's own where the template does not show one."""
     try:
-        return tokenization.Encoder(tokenizer).end_of_turn
+        return tokenization.ConversationEncoder(tokenizer).end_of_turn
     except DataError:
         return str(tokenizer.eos_token)

@@ -8,17 +8,17 @@ from typing import Any
 
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError, StorageError
 from ratchet.inference import backend_factory, prompts
-from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.backend import Question, Ties
+from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.backend import BackendCallbacks, GenerationRequest
 from ratchet.inference.output import seal_result
-from ratchet.inference.spec import ASKED, PROMPTS, Answer, GenerationPaths, GenerationSpec, GenerationStart
+from ratchet.inference.spec import ASKED, PROMPTS, GenerationAnswer, GenerationPaths, GenerationSpec, GenerationStart
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.fault_injection.injection import Injection
+from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Journal, Reader
+from ratchet.runs.journal import Journal, JournalReader
 from ratchet.storage import files
-from ratchet.training.exit_codes import outcome
-from ratchet.training.stopping import Stopping
+from ratchet.training.exit_codes import report_worker_end
+from ratchet.training.stopping import GracefulShutdown
 
 EVERY_S = 1.0
 _LIVE = {
@@ -29,7 +29,7 @@ _LIVE = {
 """Of what a model in memory tells of its batches, by the name that it has in the journal's `answered`."""
 
 
-class Pace:
+class AnswerFlusher:
     """Keeps what was answered, about every second; waits for a disk that takes nothing, but not for ever.
 
     Args:
@@ -41,7 +41,7 @@ class Pace:
     """
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, shard_rows: int, wait_s: float,
+        self, ledger: AnswerLedger, journal: Journal, shard_rows: int, wait_s: float,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._ledger, self._journal, self._rows, self._wait_s, self._clock_s = (
@@ -77,7 +77,7 @@ class Pace:
         else:
             self._journal.append("decoding", about=kind, **data)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: GenerationAnswer) -> None:
         """One more; what is due is done."""
         self._tokens += answer.tokens or 0
         self._finish[answer.finish] += 1
@@ -141,26 +141,26 @@ WITHOUT_LABELS = ("gguf", "endpoint")
 ADVICE = "not in a batch, which would have been made smaller, but for the model itself: take a smaller one"
 
 
-def work(paths: RunPaths, attempt: int, stop: Stopping, heartbeat: Heartbeat) -> int:
+def run_worker(paths: RunPaths, attempt: int, stop: GracefulShutdown, heartbeat: Heartbeat) -> int:
     """Answer what is not answered yet, until the result is sealed or `stop` is asked; returns the exit code."""
     journal = Journal(paths.journal, attempt)
     try:
         _generate(paths, journal, stop, heartbeat)
     except BaseException as error:
-        return outcome(error, journal, ADVICE)
+        return report_worker_end(error, journal, ADVICE)
     return EXIT_OK
 
 
-def _generate(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
+def _generate(paths: RunPaths, journal: Journal, stop: GracefulShutdown, heartbeat: Heartbeat) -> None:
     spec, start = GenerationSpec.load(paths.spec), GenerationStart.load(paths.launch)
     own = GenerationPaths(paths.root)
-    files.verify(own.prompts, ASKED)
-    samples, faults = spec.generate.samples, Injection.from_environment()
-    total = _count(own) * samples
+    files.verify_sealed(own.prompts, ASKED)
+    samples, faults = spec.generate.samples, FaultInjector.from_environment()
+    total = _count_prompts(own) * samples
     faults.watch_disk(lambda: ledger.count)
-    ledger = Ledger(own, journal.attempt, total, lambda text: _told(journal, text))
-    pace = Pace(ledger, journal, start.generate.shard_rows, start.machine.storage_wait_s)
-    ties = Ties(
+    ledger = AnswerLedger(own, journal.attempt, total, lambda text: _log_notice(journal, text))
+    pace = AnswerFlusher(ledger, journal, start.generate.shard_rows, start.machine.storage_wait_s)
+    ties = BackendCallbacks(
         beat=lambda: heartbeat.beat("step"),
         told=pace.note,
         before_pass=lambda tokens: faults.memory("generate", ledger.count, tokens),
@@ -169,17 +169,17 @@ def _generate(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Hear
     try:
         if ledger.count < total:
             heartbeat.beat("load")
-            speaker = backend_factory.opened(spec.model.kind, start, ties)
+            speaker = backend_factory.open_backend(spec.model.kind, start, ties)
             try:
-                _compare_numbers(journal, speaker.about)
-                _tell_ready(journal, ledger, total, speaker.about)
+                _report_precision_change(journal, speaker.about)
+                _log_ready(journal, ledger, total, speaker.about)
                 if spec.generate.labels and spec.model.kind in WITHOUT_LABELS:
-                    _told(journal, "whoever answers does not say how likely other answers are: records have null for "
-                          "generate.labels")  # fmt: skip
+                    _log_notice(journal, "whoever answers does not say how likely other answers are: "
+                          "records have null for generate.labels")  # fmt: skip
                 pace.begin()
-                stop.arm(start.machine.grace_s, lambda: _leave(journal, ledger))
+                stop.arm(start.machine.grace_s, lambda: _exit_process(journal, ledger))
                 heartbeat.beat("step")
-                for answer in speaker.answers(_questions(own, samples, ledger), lambda: stop.asked):
+                for answer in speaker.answers(_pending_requests(own, samples, ledger), lambda: stop.asked):
                     ledger.add(answer)
                     pace.answered(answer)
                     faults.in_step(ledger.count)
@@ -187,7 +187,7 @@ def _generate(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Hear
             finally:
                 speaker.close()
         else:
-            _tell_ready(journal, ledger, total, {"device": "none", "compute_dtype": "none"})
+            _log_ready(journal, ledger, total, {"device": "none", "compute_dtype": "none"})
         if ledger.count < total:
             _end_early(journal, ledger, pace, stop)
         heartbeat.beat("save")
@@ -200,45 +200,45 @@ def _generate(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Hear
         ledger.close()
 
 
-def _questions(paths: GenerationPaths, samples: int, ledger: Ledger) -> Iterator[Question]:
+def _pending_requests(paths: GenerationPaths, samples: int, ledger: AnswerLedger) -> Iterator[GenerationRequest]:
     """What is not answered yet, in the order of places."""
-    for number, prompt in enumerate(prompts.kept(paths.prompts)):
+    for number, prompt in enumerate(prompts.read_prompts(paths.prompts)):
         for sample in range(samples):
             place = number * samples + sample
             if not ledger.has(place):
-                yield Question(place, sample, prompt)
+                yield GenerationRequest(place, sample, prompt)
 
 
-def _count(paths: GenerationPaths) -> int:
+def _count_prompts(paths: GenerationPaths) -> int:
     with (paths.prompts / PROMPTS).open("rb") as stream:
         return sum(1 for _ in stream)
 
 
-def _told(journal: Journal, text: str) -> None:
+def _log_notice(journal: Journal, text: str) -> None:
     journal.append("notice", text=text)
 
 
-def _compare_numbers(journal: Journal, about: Mapping[str, Any]) -> None:
+def _report_precision_change(journal: Journal, about: Mapping[str, Any]) -> None:
     """Say so where answers are computed otherwise than those before: on another device, or in other numbers."""
-    earlier = [event.data for event in Reader(journal.path).read() if event.kind == "ready"]
+    earlier = [event.data for event in JournalReader(journal.path).read() if event.kind == "ready"]
     names = ("device", "compute_dtype")
     for before in earlier[-1:]:
         if before["device"] != "none" and any(before.get(name) != about[name] for name in names):
             was, now = (", ".join(str(one.get(name)) for name in names) for one in (before, about))
-            _told(journal, f"answers until now were computed on {was}, those from now on are on {now}: together they "
-                  "are not what one of the two alone would give")  # fmt: skip
+            _log_notice(journal, f"answers until now were computed on {was}, those from now on are on {now}: "
+                  "together they are not what one of the two alone would give")  # fmt: skip
 
 
-def _tell_ready(journal: Journal, ledger: Ledger, total: int, about: Mapping[str, Any]) -> None:
+def _log_ready(journal: Journal, ledger: AnswerLedger, total: int, about: Mapping[str, Any]) -> None:
     journal.append("ready", start_step=ledger.count, planned_steps=total, **about)
 
 
-def _keep_all(pace: Pace) -> None:
+def _keep_all(pace: AnswerFlusher) -> None:
     if not pace.keep():
         raise OSError("the disk takes nothing")
 
 
-def _end_early(journal: Journal, ledger: Ledger, pace: Pace, stop: Stopping) -> None:
+def _end_early(journal: Journal, ledger: AnswerLedger, pace: AnswerFlusher, stop: GracefulShutdown) -> None:
     """Some are not answered: we were asked to stop, or whoever answers has forgotten them."""
     if not stop.asked:
         raise RatchetError(f"{ledger.count:,} answers came, and more were asked for; repeat to go on, and report it")
@@ -248,7 +248,7 @@ def _end_early(journal: Journal, ledger: Ledger, pace: Pace, stop: Stopping) -> 
     raise InterruptedRunError("stopped on request")
 
 
-def _leave(journal: Journal, ledger: Ledger) -> None:
+def _exit_process(journal: Journal, ledger: AnswerLedger) -> None:
     """From another thread, while a pass takes longer than the grace allows: what is in the ledger is kept."""
     journal.append("stopped", step=ledger.count, **GenerationStart.counted_in)
     os._exit(EXIT_INTERRUPTED)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.models.device import Model
 from ratchet.storage import files
 
@@ -28,7 +28,7 @@ ADAPTER = "default"
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoraFactors:
     """A layer's update: scale * b @ a, in float32, relative to the base as it was loaded.
 
     Of LoRA and rsLoRA (Hu et al. 2021; Kalajdzievski 2023) these are the two matrices themselves. PiSSA's update is
@@ -83,57 +83,57 @@ def name_in_base(path: str, layer: Any) -> str:
     return f"{plain}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else plain
 
 
-def factors(model: Model) -> Iterator[Factors]:
+def iterate_factors(model: Model) -> Iterator[LoraFactors]:
     """The update of every adapted layer, one at a time. The tensors may be the parameters themselves: do not change."""
-    return (of_layer(name, layer) for name, layer in adapted_layers(model))
+    return (layer_factors(name, layer) for name, layer in adapted_layers(model))
 
 
-def of_layer(name: str, layer: Any) -> Factors:
+def layer_factors(name: str, layer: Any) -> LoraFactors:
     """The update of one of peft's layers."""
     if isinstance(layer, AdaLoraLayer):
-        return _of_adalora(name, layer)
+        return _adalora_factors(name, layer)
     if isinstance(layer, Embedding):
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
     elif isinstance(layer, ParamWrapper):
-        a, b = _of_experts(layer)
+        a, b = _expert_factors(layer)
     else:
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     a, b, scale = a.detach().float(), b.detach().float(), float(layer.scaling[ADAPTER])
-    if (first := first_factors(layer)) is not None:
+    if (first := initial_pissa_factors(layer)) is not None:
         a0, b0 = (tensor.to(a.device, torch.float32) for tensor in first)
         a, b = torch.cat([a, a0]), torch.cat([b, -b0], dim=1)
-    return Factors(name, layer, a, b, scale)
+    return LoraFactors(name, layer, a, b, scale)
 
 
-def _of_adalora(name: str, layer: Any) -> Factors:
+def _adalora_factors(name: str, layer: Any) -> LoraFactors:
     e = layer.lora_E[ADAPTER].detach().float()
     kept = e.flatten() != 0
     a = (layer.lora_A[ADAPTER].detach().float() * e)[kept]
     b = layer.lora_B[ADAPTER].detach().float()[:, kept]
     scale = layer.scaling[ADAPTER] / float(layer.ranknum[ADAPTER] + 1e-5)  # as peft computes it in every pass
-    return Factors(name, layer, a, b, scale)
+    return LoraFactors(name, layer, a, b, scale)
 
 
-def _of_experts(layer: Any) -> tuple[Tensor, Tensor]:
+def _expert_factors(layer: Any) -> tuple[Tensor, Tensor]:
     """peft keeps the matrices of all experts in two: A as [experts * rank, inputs], B as [outputs, rank * experts]."""
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     experts = layer.num_experts
     return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
-def first_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
+def initial_pissa_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
     """PiSSA's A0 and B0, whose product was taken off the base's weight; None for other adapters."""
     found: tuple[Tensor, Tensor] | None = getattr(layer, "first_factors", None)
     return found
 
 
-def taken_off(layer: Any) -> Tensor | None:
+def pissa_offset(layer: Any) -> Tensor | None:
     """What PiSSA took off the weight, [outputs, inputs] in float32: weight and this are the base as it was loaded."""
-    first = first_factors(layer)
-    return None if first is None else product(layer, *first)
+    first = initial_pissa_factors(layer)
+    return None if first is None else scaled_product(layer, *first)
 
 
-def product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+def scaled_product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
     """scale * b @ a, [outputs, inputs] in float32, on the device of the layer's weight."""
     device = layer.get_base_layer().weight.device
     return float(layer.scaling[ADAPTER]) * (b.to(device, torch.float32) @ a.to(device, torch.float32))
@@ -164,15 +164,15 @@ def write(model: Model, directory: Path, base_digest: str) -> None:
     files.make_directory(directory)
     own: LoraConfig = model.peft_config[ADAPTER]
     layers = dict(adapted_layers(model))
-    if isinstance(own, AdaLoraConfig) or any(first_factors(layer) for layer in layers.values()):
-        tensors, changes = _folded(model, own)
+    if isinstance(own, AdaLoraConfig) or any(initial_pissa_factors(layer) for layer in layers.values()):
+        tensors, changes = _fold_into_plain_lora(model, own)
     else:
-        tensors, changes = tensors_of(model), {}
+        tensors, changes = collect_tensors(model), {}
         changes["target_modules"] = [name for name, one in layers.items() if not isinstance(one, ParamWrapper)]
-    changes["target_modules"] = _short(changes["target_modules"], model)
+    changes["target_modules"] = _shorten_names(changes["target_modules"], model)
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(ready, directory / WEIGHTS, metadata={"format": "pt"})
-    files.write_json(directory / CONFIG, _document(own, changes, base_digest))
+    files.write_json(directory / CONFIG, _config_document(own, changes, base_digest))
 
 
 def read(directory: Path) -> dict[str, Tensor]:
@@ -180,13 +180,13 @@ def read(directory: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(directory / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{directory / WEIGHTS}: cannot be read ({error}); train again") from None
+        raise DamagedFileError(f"{directory / WEIGHTS}: cannot be read ({error}); train again") from None
     if not tensors:
-        raise DamagedError(f"{directory / WEIGHTS}: holds no tensors; train again")
+        raise DamagedFileError(f"{directory / WEIGHTS}: holds no tensors; train again")
     return tensors
 
 
-def tensors_of(model: Model) -> dict[str, Tensor]:
+def collect_tensors(model: Model) -> dict[str, Tensor]:
     """The tensors of a LoRA or DoRA by the names under which peft saves them."""
     # Embeddings are frozen but for the rows of new tokens; "auto" would look for the base's config on the hub. Of a
     # state that it takes itself, peft 0.21 takes every bias of the matrices for a piece of something larger, and warns.
@@ -196,15 +196,15 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def pattern(values: Mapping[str, Any]) -> dict[str, Any]:
+def exact_name_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     """A rank or alpha pattern that matches just these names."""
     return {f"^{re.escape(name)}": value for name, value in values.items()}
 
 
-def _folded(model: Model, own: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _fold_into_plain_lora(model: Model, own: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and settings of the plain LoRA that does what PiSSA's or AdaLoRA's matrices do."""
-    every = list(factors(model))
-    updates = [one for one in every if one.rank] or [_nothing(every[0])]
+    every = list(iterate_factors(model))
+    updates = [one for one in every if one.rank] or [_zero_factors(every[0])]
     tensors = {}
     for one in updates:
         tensors[f"{_PREFIX}{one.name}.lora_A.weight"] = one.a
@@ -221,18 +221,18 @@ def _folded(model: Model, own: LoraConfig) -> tuple[dict[str, Tensor], dict[str,
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": stabilised,
-        "rank_pattern": pattern({one.name: one.rank for one in updates if one.rank != rank}),
-        "alpha_pattern": pattern({name: value for name, value in alphas.items() if value != alpha}),
+        "rank_pattern": exact_name_pattern({one.name: one.rank for one in updates if one.rank != rank}),
+        "alpha_pattern": exact_name_pattern({name: value for name, value in alphas.items() if value != alpha}),
     }
 
 
-def _nothing(one: Factors) -> Factors:
+def _zero_factors(one: LoraFactors) -> LoraFactors:
     """An update of rank 1 that is zero: peft loads no adapter without any layer."""
     a, b = one.a.new_zeros(1, one.a.shape[1]), one.b.new_zeros(one.b.shape[0], 1)
-    return Factors(one.name, one.layer, a, b, one.scale)
+    return LoraFactors(one.name, one.layer, a, b, one.scale)
 
 
-def _short(names: list[str], model: Model) -> list[str]:
+def _shorten_names(names: list[str], model: Model) -> list[str]:
     """The last parts of the names if those mean just these modules, as people write them; else the names."""
     leaves = {name.rsplit(".", 1)[-1] for name in names}
     plain = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
@@ -240,7 +240,7 @@ def _short(names: list[str], model: Model) -> list[str]:
     return sorted(leaves) if sorted(meant) == sorted(names) else sorted(names)
 
 
-def _document(own: LoraConfig, changes: dict[str, Any], base_digest: str) -> dict[str, Any]:
+def _config_document(own: LoraConfig, changes: dict[str, Any], base_digest: str) -> dict[str, Any]:
     """adapter_config.json, of a plain LoRA's entries only."""
     made = LoraConfig(
         task_type="CAUSAL_LM",

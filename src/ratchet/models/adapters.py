@@ -20,21 +20,21 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
 from ratchet.models import adapter_format, fast_lora, targets
 from ratchet.models.adapter_format import (
     ADAPTER,
-    Factors,
+    LoraFactors,
     adapted_layers,
-    factors,
-    first_factors,
-    of_layer,
-    product,
-    taken_off,
+    initial_pissa_factors,
+    iterate_factors,
+    layer_factors,
+    pissa_offset,
+    scaled_product,
     token_rows,
 )
 from ratchet.models.device import Model
-from ratchet.models.model_spec import Layer
+from ratchet.models.model_spec import LayerSpec
 
 EXACT_UP_TO = 512
 """Smaller side of a weight up to which all singular values are computed. Above, the first are approximated (Halko et
@@ -42,7 +42,7 @@ al. 2011) with the 16 rounds of subspace iteration that the paper found enough: 
 core, and what it takes off random weights, the hardest case, has singular values at most 2 % too small."""
 
 
-def begin(model: Model, dtype: torch.dtype) -> None:
+def initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
     """Let every adapter of a freshly adapted model begin as singular vectors. Randomised ones draw from torch's stream.
 
     Args:
@@ -59,10 +59,12 @@ def begin(model: Model, dtype: torch.dtype) -> None:
         for matrix in (a, b):
             matrix.data = matrix.data.to(dtype).contiguous()
         layer.first_factors = (a.detach().clone().cpu(), b.detach().clone().cpu())
-        _put(layer, transpose(whole.float(), layer.fan_in_fan_out) - product(layer, a.detach(), b.detach()))
+        _replace_base_weight(
+            layer, transpose(whole.float(), layer.fan_in_fan_out) - scaled_product(layer, a.detach(), b.detach())
+        )
 
 
-def _put(layer: Any, residual: Tensor) -> None:
+def _replace_base_weight(layer: Any, residual: Tensor) -> None:
     """Make `residual`, [outputs, inputs] in float32, the weight of the base below the adapter."""
     weight = layer.get_base_layer().weight
     weight.data = transpose(residual.to(weight.dtype), layer.fan_in_fan_out).contiguous()
@@ -72,7 +74,7 @@ def pissa_tensors(model: Model) -> dict[str, Tensor]:
     """A0 and B0 of every layer, for a checkpoint; nothing for other adapters."""
     found = {}
     for name, layer in adapted_layers(model):
-        if (first := first_factors(layer)) is not None:
+        if (first := initial_pissa_factors(layer)) is not None:
             found[f"first/{name}/a"], found[f"first/{name}/b"] = first
     return found
 
@@ -89,14 +91,14 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
     own, shapes = pissa_tensors(model), {name: tensor.shape for name, tensor in saved.items()}
     odd = own.keys() ^ shapes.keys() | {name for name in own.keys() & shapes.keys() if own[name].shape != shapes[name]}
     if odd:
-        raise DamagedError(f"holds first matrices of other layers than this model adapts, e.g. {min(odd)}")
+        raise DamagedFileError(f"holds first matrices of other layers than this model adapts, e.g. {min(odd)}")
     for name, layer in adapted_layers(model) if own else ():
         before, first = (tuple(found[f"first/{name}/{x}"] for x in "ab") for found in (own, saved))
         if all(map(torch.equal, before, first)):
             continue
         residual = transpose(layer.get_base_layer().weight.data.float(), layer.fan_in_fan_out)
         layer.first_factors = tuple(tensor.clone() for tensor in first)
-        _put(layer, residual + product(layer, *before) - product(layer, *first))
+        _replace_base_weight(layer, residual + scaled_product(layer, *before) - scaled_product(layer, *first))
 
 
 # AdaLoRA: ranks are shared out by importance while training (Zhang et al. 2023, arXiv 2303.10512), through peft.
@@ -106,7 +108,7 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
 # peft's allocator decides; here are its schedule, what a checkpoint must hold of it, and what it must be spared.
 
 
-def schedule(settings: Train, steps: int) -> dict[str, Any]:
+def adalora_schedule(settings: Train, steps: int) -> dict[str, Any]:
     """peft's words for section adalora, for a training of `steps` optimizer steps (0: not to be trained)."""
     plan, total = settings.adalora, max(1, steps)
     return {
@@ -122,25 +124,25 @@ def schedule(settings: Train, steps: int) -> dict[str, Any]:
     }
 
 
-def _tuner(model: Model) -> AdaLoraModel | None:
+def _adalora_model(model: Model) -> AdaLoraModel | None:
     found = getattr(model, "base_model", None)
     return found if isinstance(found, AdaLoraModel) else None
 
 
 def freeze_constants(model: Model) -> None:
     """Beside weights of 16 bits peft 0.21 makes a new parameter of the number that it divides by, which then learns."""
-    if _tuner(model) is not None:
+    if _adalora_model(model) is not None:
         for _, layer in adapted_layers(model):
             layer.ranknum[ADAPTER].requires_grad_(False)
 
 
-def penalty(model: Model) -> Tensor | None:
+def orthogonality_penalty(model: Model) -> Tensor | None:
     """How far the singular vectors are from orthogonal: the mean over all A and B of ||A A' - I|| (equation 4 without
     its weight gamma; a scalar that gradients flow through). None for other adapters.
 
     peft adds it only to a loss that the model computes itself.
     """
-    if _tuner(model) is None:
+    if _adalora_model(model) is None:
         return None
     distances = []
     for _, layer in adapted_layers(model):
@@ -150,7 +152,7 @@ def penalty(model: Model) -> Tensor | None:
     return torch.stack(distances).mean()
 
 
-def after_step(model: Model, step: int, steps: int) -> None:
+def update_rank_allocation(model: Model, step: int, steps: int) -> None:
     """Weigh every direction by the step's gradient, and cut what is due; nothing for other adapters.
 
     Args:
@@ -158,7 +160,7 @@ def after_step(model: Model, step: int, steps: int) -> None:
         step: counts steps that were left out, too; the one at which ranks become final may be among them.
         steps: that the model was attached for.
     """
-    tuner = _tuner(model)
+    tuner = _adalora_model(model)
     if tuner is None:
         return
     config, allocator = tuner.peft_config[ADAPTER], tuner.rankallocator
@@ -185,7 +187,7 @@ def _complete_gradients(tuner: AdaLoraModel) -> None:
 
 def adalora_tensors(model: Model) -> dict[str, Tensor]:
     """What the allocator remembers, for a checkpoint; nothing for other adapters."""
-    tuner = _tuner(model)
+    tuner = _adalora_model(model)
     if tuner is None:
         return {}
     allocator = tuner.rankallocator
@@ -201,7 +203,7 @@ def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
     Raises:
         DamagedError: it is of other matrices than this model trains.
     """
-    tuner = _tuner(model)
+    tuner = _adalora_model(model)
     parameters = {} if tuner is None else {n: p for n, p in tuner.model.named_parameters() if p.requires_grad}
     parts: dict[str, dict[str, Tensor]] = {"sensitivity": {}, "uncertainty": {}, "kept": {}}
     for path, tensor in saved.items():
@@ -209,7 +211,7 @@ def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
         whole = parameters.get(name)
         fits = whole is not None and tensor.shape == (whole.shape[:1] if part == "kept" else whole.shape)
         if not fits or part not in parts:
-            raise DamagedError(f"holds a rank allocation of other matrices than this model trains, e.g. {path}")
+            raise DamagedFileError(f"holds a rank allocation of other matrices than this model trains, e.g. {path}")
         parts[part][name] = tensor
     if tuner is None:
         return
@@ -230,8 +232,20 @@ def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
 # case.
 
 __all__ = [
-    "Factors", "after_step", "attach", "exchange", "extra_tensors", "factors", "load", "of_layer", "penalty",
-    "restore_extra", "save", "taken_off", "token_rows", "trainable",
+    "LoraFactors",
+    "attach",
+    "extra_tensors",
+    "iterate_factors",
+    "layer_factors",
+    "load",
+    "orthogonality_penalty",
+    "pissa_offset",
+    "restore_extra",
+    "save",
+    "swap",
+    "token_rows",
+    "trainable_parameters",
+    "update_rank_allocation",
 ]  # fmt: skip
 
 _ADAPTER_MARKS = ("lora_A", "lora_B", "lora_E", "lora_embedding_", "lora_magnitude_vector", "trainable_tokens_delta")
@@ -254,25 +268,25 @@ def attach(
         SettingsError: targets, ranks or tokens do not fit the model, or its layers not this kind of adapter.
     """
     chosen = targets.choose_for_adapter(base, settings, bool(new_tokens))
-    config = _config(base, chosen, settings, steps)
+    config = _lora_config(base, chosen, settings, steps)
     if new_tokens:
         config.trainable_token_indices = {name: list(new_tokens) for name in _token_layers(base)}
     config.base_model_name_or_path = base.name_or_path = base_digest
     torch.manual_seed(settings.seed)
-    with without_remarks():
+    with suppress_peft_warnings():
         model = get_peft_model(base, config)
     _require_adapters_on(model, chosen)
     freeze_constants(model)
     dtype = getattr(torch, settings.adapter_dtype)
-    for _, parameter in trainable(model):
+    for _, parameter in trainable_parameters(model):
         parameter.data = parameter.data.to(dtype)
-    _begin(model, settings, dtype)
+    _initialize_adapters(model, settings, dtype)
     _require_only_adapters_learn(model, dtype)
-    fast_lora.shorten(model)
+    fast_lora.install_fast_forward(model)
     return model
 
 
-def trainable(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def trainable_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that learn, in a fixed order."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
@@ -311,9 +325,9 @@ def load(base: Model, directory: Path) -> Model:
     """
     try:
         saved = adapter_format.read(directory)
-        with without_remarks():
+        with suppress_peft_warnings():
             model = PeftModel.from_pretrained(base, str(directory), is_trainable=False)
-    except DamagedError:
+    except DamagedFileError:
         raise
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())[:300]
@@ -322,15 +336,17 @@ def load(base: Model, directory: Path) -> Model:
     for name, parameter in model.named_parameters():
         if any(mark in name for mark in _ADAPTER_MARKS):
             parameter.data = parameter.data.to(dtype)
-    own, loaded = dict(model.named_parameters(remove_duplicate=False)), adapter_format.tensors_of(model)
+    own, loaded = dict(model.named_parameters(remove_duplicate=False)), adapter_format.collect_tensors(model)
     loaded |= {name: own[name] for name in saved.keys() - loaded.keys() if name in own}  # peft saves embeddings whole
     # peft only warns of what is missing, says nothing of what is too much, and rewrites names for some models.
-    if odd := sorted(name for name in saved.keys() | loaded.keys() if not _same(saved.get(name), loaded.get(name))):
+    if odd := sorted(
+        name for name in saved.keys() | loaded.keys() if not _is_same_tensor(saved.get(name), loaded.get(name))
+    ):
         raise BaseModelError(f"{directory}: the adapter does not fit this base model: {odd[0]} has no place in it")
     return model.eval()
 
 
-def exchange(model: Model, directory: Path) -> Model:
+def swap(model: Model, directory: Path) -> Model:
     """Another saved adapter in the place of a model's own, on the same base in memory, which is not read again.
 
     What comes back computes what `load` on a freshly loaded base would, to the last bit: peft's layers are taken out of
@@ -356,17 +372,17 @@ def _base_digest(directory: Path) -> str:
     try:
         return str(json.loads(path.read_bytes())["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path}: cannot be read ({error}); train again") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def _is_same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b.cpu())
 
 
 # ----------------------------------------------------------------------------------------------------- how peft is told
 
 
-def _config(base: Model, chosen: Sequence[Layer], settings: Train, steps: int) -> LoraConfig:
+def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, steps: int) -> LoraConfig:
     """peft's words for section train. Full names, and a rank or alpha of its own for each layer that has one."""
     experts = [layer.name for layer in chosen if layer.kind == "experts"]
     shared: dict[str, Any] = {
@@ -377,16 +393,18 @@ def _config(base: Model, chosen: Sequence[Layer], settings: Train, steps: int) -
         "fan_in_fan_out": any(isinstance(base.get_submodule(layer.name), Conv1D) for layer in chosen if not experts),
     }
     if settings.adapter == "adalora":
-        return AdaLoraConfig(**shared, **schedule(settings, steps))
-    ranks = {layer.name: targets.rank_of(layer, settings) for layer in chosen}
-    alphas = {layer.name: targets.alpha_of(layer, settings) for layer in chosen}
+        return AdaLoraConfig(**shared, **adalora_schedule(settings, steps))
+    ranks = {layer.name: targets.layer_rank(layer, settings) for layer in chosen}
+    alphas = {layer.name: targets.layer_alpha(layer, settings) for layer in chosen}
     return LoraConfig(
         **shared,
         r=settings.rank,
         use_rslora=settings.rank_stabilized,
         use_dora=settings.adapter == "dora",
-        rank_pattern=adapter_format.pattern({name: rank for name, rank in ranks.items() if rank != settings.rank}),
-        alpha_pattern=adapter_format.pattern(
+        rank_pattern=adapter_format.exact_name_pattern(
+            {name: rank for name, rank in ranks.items() if rank != settings.rank}
+        ),
+        alpha_pattern=adapter_format.exact_name_pattern(
             {name: alpha for name, alpha in alphas.items() if alpha != settings.alpha}
         ),
         target_parameters=experts or None,
@@ -397,13 +415,13 @@ def _token_layers(base: Model) -> list[str]:
     """Modules with a row for each token; peft finds those that share the embedding's tensor by itself."""
     wanted = [
         base.get_input_embeddings(),
-        *([] if targets.is_tied(base) else [base.get_output_embeddings()]),
+        *([] if targets.has_tied_head(base) else [base.get_output_embeddings()]),
     ]
     return [name for name, module in base.named_modules() if any(module is one for one in wanted)]
 
 
 @contextmanager
-def without_remarks() -> Iterator[None]:
+def suppress_peft_warnings() -> Iterator[None]:
     """Without what peft says of things that we have seen to: it makes up for the first, and is wrong in the second."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # a model may have layers of both kinds
@@ -416,16 +434,16 @@ def without_remarks() -> Iterator[None]:
         yield
 
 
-def _begin(model: Model, settings: Train, dtype: torch.dtype) -> None:
+def _initialize_adapters(model: Model, settings: Train, dtype: torch.dtype) -> None:
     """What peft begins with in the type of the base, begun again in that of the adapter."""
     if settings.initialization == "pissa":
-        begin(model, dtype)
+        initialize_singular_vectors(model, dtype)
     if settings.adapter == "dora":
         for _, layer in adapted_layers(model):
-            _begin_magnitude(layer, dtype)
+            _initialize_dora_magnitude(layer, dtype)
 
 
-def _begin_magnitude(layer: Any, dtype: torch.dtype) -> None:
+def _initialize_dora_magnitude(layer: Any, dtype: torch.dtype) -> None:
     """DoRA's magnitudes as the forward pass computes the norms that it divides by, so that nothing changes at first.
 
     peft rounds them to the base's type: beside bfloat16 weights the model would begin up to 0.4 % off.
@@ -438,7 +456,7 @@ def _begin_magnitude(layer: Any, dtype: torch.dtype) -> None:
         magnitude.weight.data = norms.detach().to(dtype)
 
 
-def _require_adapters_on(model: Model, chosen: Sequence[Layer]) -> None:
+def _require_adapters_on(model: Model, chosen: Sequence[LayerSpec]) -> None:
     """peft exchanges some names for others in models whose experts transformers has fused since (Mixtral, Qwen-MoE)."""
     found, wanted = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
     if odd := sorted(found ^ wanted):

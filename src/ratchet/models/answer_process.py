@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def answers(directory: Path, asked: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
+def generate_answers(directory: Path, asked: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
     """Load model and tokenizer from disk alone, and answer each prompt token by token.
 
     Raises:
@@ -31,11 +31,13 @@ def answers(directory: Path, asked: list[dict[str, Any]], threads: int) -> list[
         for one in asked:
             messages = [{"role": "user", "content": one["question"]}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            found.append({"prompt": list(prompt), "answer": _greedy(model, one["prompt"], one["tokens"], stops)})
+            found.append(
+                {"prompt": list(prompt), "answer": _decode_greedily(model, one["prompt"], one["tokens"], stops)}
+            )
     return found
 
 
-def _greedy(model: Any, prompt: list[int], most: int, stops: set[int]) -> list[int]:
+def _decode_greedily(model: Any, prompt: list[int], most: int, stops: set[int]) -> list[int]:
     """The likeliest token, again and again; settings in generation_config.json that draw or penalise are not asked."""
     import torch
 
@@ -55,7 +57,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(words)
     try:
-        found = answers(options.directory, json.load(sys.stdin), options.threads)
+        found = generate_answers(options.directory, json.load(sys.stdin), options.threads)
     except Exception as error:  # whatever it is, the model cannot be served: the caller needs the reason, not our trace
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from typing import Any
 from ratchet.config.schema import Base
 from ratchet.errors import BaseModelError
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 _UNREAD = ("consolidated*", "*/*.safetensors", "*/*.bin", "*/*.json", "*/*.model", "*/*.txt")
@@ -30,9 +30,9 @@ def download(repository: str, revision: str, wanted: Sequence[str]) -> Path:
     try:
         return _snapshot(repository, revision, wanted, local_only=False)
     except Exception as error:  # the library raises a dozen unrelated types for network, name and permission
-        found = cached(repository, revision, wanted)
+        found = find_cached(repository, revision, wanted)
         if found is None:
-            raise _unavailable(repository, revision, error) from None
+            raise _unavailable_error(repository, revision, error) from None
         return found
 
 
@@ -50,7 +50,7 @@ def _snapshot(repository: str, revision: str, wanted: Sequence[str], local_only:
     )
 
 
-def cached(repository: str, revision: str, wanted: Sequence[str]) -> Path | None:
+def find_cached(repository: str, revision: str, wanted: Sequence[str]) -> Path | None:
     """The same from the cache alone; None when not all of it is there."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -60,7 +60,7 @@ def cached(repository: str, revision: str, wanted: Sequence[str]) -> Path | None
         return None
 
 
-def _unavailable(repository: str, revision: str, error: Exception) -> BaseModelError:
+def _unavailable_error(repository: str, revision: str, error: Exception) -> BaseModelError:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     said = str(error).strip().splitlines()
@@ -70,11 +70,11 @@ def _unavailable(repository: str, revision: str, error: Exception) -> BaseModelE
     elif isinstance(error, HFValidationError):
         what = f"no hub id can be so written ({cause})"
     else:
-        what = f"the hub cannot be reached ({cause}); {_cache()}; check the network"
+        what = f"the hub cannot be reached ({cause}); {_describe_cache()}; check the network"
     return BaseModelError(f"base.source: {repository} at {revision}: {what}, or give a local directory")
 
 
-def _cache() -> str:
+def _describe_cache() -> str:
     """The models that lie in the hub's cache, with their commits, in words."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -116,7 +116,7 @@ _WEIGHTLESS = ("README.md",)
 """Fetched for the licence, but no part of the model's identity."""
 
 
-def fetch(layout: Layout, settings: Base) -> tuple[Path, str | None]:
+def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
     """Directory and commit of the model that params.yaml names; downloads a hub id. Not for `tiny`.
 
     Raises:
@@ -133,24 +133,24 @@ def fetch(layout: Layout, settings: Base) -> tuple[Path, str | None]:
             f"base.source: {settings.source} is taken for a hub id (no such directory: {directory}): "
             "pin it with base.revision (a commit, or `main`: the commit that it is now is recorded)"
         )
-    wanted = _wanted(settings.trust_remote_code is not None)
+    wanted = _download_patterns(settings.trust_remote_code is not None)
     path = download(settings.source, settings.revision, wanted)
-    if settings.convert_pickles and not weight_files(path):
+    if settings.convert_pickles and not list_weight_files(path):
         path = download(settings.source, settings.revision, [*wanted, PICKLES, PICKLE_INDEX])
     return path, path.name  # the hub's cache names a snapshot's directory after its commit
 
 
-def _wanted(code: bool) -> list[str]:
+def _download_patterns(code: bool) -> list[str]:
     return [*_PATTERNS, "*.safetensors", *([_CODE] if code else [])]
 
 
-def locate(layout: Layout, card: BaseCard) -> Path:
-    """Directory of the pinned base model. Raises BaseModelError when it is gone; `check` compares its bytes."""
+def locate(layout: ProjectLayout, card: BaseCard) -> Path:
+    """Directory of the pinned base model. Raises BaseModelError when it is gone; `verify_files` compares its bytes."""
     if card.source == TINY or card.converted:
         path = layout.tiny_model
     elif card.revision is not None:
-        wanted = _wanted(card.remote_code)
-        return cached(card.source, card.revision, wanted) or download(card.source, card.revision, wanted)
+        wanted = _download_patterns(card.remote_code)
+        return find_cached(card.source, card.revision, wanted) or download(card.source, card.revision, wanted)
     else:
         path = (layout.root / Path(card.source).expanduser()).resolve()
     if not path.is_dir():
@@ -158,7 +158,7 @@ def locate(layout: Layout, card: BaseCard) -> Path:
     return path
 
 
-def weight_files(path: Path) -> list[str]:
+def list_weight_files(path: Path) -> list[str]:
     """Names of the safetensors files that hold the model; empty when there are none.
 
     Raises:
@@ -167,10 +167,10 @@ def weight_files(path: Path) -> list[str]:
     index = path / INDEX
     if not index.exists():
         return [WEIGHTS] if (path / WEIGHTS).exists() else []
-    return shards(index)
+    return list_shards(index)
 
 
-def shards(index: Path) -> list[str]:
+def list_shards(index: Path) -> list[str]:
     """Names of the files that an index of weights names, in order.
 
     Raises:
@@ -187,14 +187,14 @@ def shards(index: Path) -> list[str]:
     return names
 
 
-def names_beside_weights(path: Path, code: bool = False) -> list[str]:
+def list_companion_files(path: Path, code: bool = False) -> list[str]:
     """Names of the files of a model directory that are no weights, the model card included; with `code` its modules."""
     modules = path.rglob(_CODE) if code else ()
     found = {one for pattern in _PATTERNS for one in path.glob(pattern)}
     return sorted(one.relative_to(path).as_posix() for one in found.union(modules))
 
 
-def files_of(path: Path, code: bool = False) -> list[str]:
+def list_model_files(path: Path, code: bool = False) -> list[str]:
     """Names of the files that make up the model, in order.
 
     Args:
@@ -204,18 +204,18 @@ def files_of(path: Path, code: bool = False) -> list[str]:
     Raises:
         BaseModelError: config, weights (every shard) or tokenizer are missing.
     """
-    names = set(names_beside_weights(path, code)) - set(_WEIGHTLESS)
+    names = set(list_companion_files(path, code)) - set(_WEIGHTLESS)
     if "config.json" not in names:
         raise BaseModelError(f"{path}: no config.json; this is no model directory")
-    weights = weight_files(path)
+    weights = list_weight_files(path)
     if not weights:
-        raise BaseModelError(f"{path}: no weights (*.safetensors){_instead(path)}")
+        raise BaseModelError(f"{path}: no weights (*.safetensors){_missing_weights_hint(path)}")
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & names:
         raise BaseModelError(f"{path}: no tokenizer (tokenizer.json); copy the one of the model there")
     return sorted({*names, *weights})
 
 
-def _instead(path: Path) -> str:
+def _missing_weights_hint(path: Path) -> str:
     if pickles := sorted(found.name for found in path.glob(PICKLES)):
         return (
             f"; {pickles[0]} is a pickle: for the base, base.convert_pickles: true converts it, running no code of it; "
@@ -227,11 +227,11 @@ def _instead(path: Path) -> str:
 
 
 def fingerprint(path: Path, code: bool = False) -> dict[str, str]:
-    """SHA-256 of every file that makes up the model. Raises BaseModelError as `files_of`."""
-    return {name: digests.of_file(path / name) for name in files_of(path, code)}
+    """SHA-256 of every file that makes up the model. Raises BaseModelError as `list_model_files`."""
+    return {name: digests.hash_file(path / name) for name in list_model_files(path, code)}
 
 
-def check(path: Path, expected: dict[str, str]) -> None:
+def verify_files(path: Path, expected: dict[str, str]) -> None:
     """Compare the bytes at hand with the pinned ones. Raises BaseModelError naming the first file that differs."""
     found = fingerprint(path, code=any(name.endswith(".py") for name in expected))
     for name in sorted(found.keys() | expected.keys()):
@@ -240,7 +240,7 @@ def check(path: Path, expected: dict[str, str]) -> None:
             raise BaseModelError(f"{path / name}: {state} since the base was pinned; run `dvc repro base`")
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Contents of config.json. Raises BaseModelError when it is not the config of a model."""
     file = path / "config.json"
     try:
@@ -254,18 +254,18 @@ def config_of(path: Path) -> dict[str, Any]:
     return config
 
 
-def hidden_size_of(path: Path) -> int | None:
+def read_hidden_size(path: Path) -> int | None:
     """Width of a model, or of its part that reads text, by its config.json; None where that has no such name.
 
-    Raises BaseModelError as `config_of` does.
+    Raises BaseModelError as `read_config` does.
     """
-    config = config_of(path)
+    config = read_config(path)
     text = config.get("text_config")
     width = (text if isinstance(text, dict) else config).get("hidden_size")
     return width if isinstance(width, int) else None
 
 
-def check_code(path: Path) -> None:
+def require_pinned_code(path: Path) -> None:
     """Raises BaseModelError when code that is to be trusted lies in another repository, where nothing pins it."""
     for name in ("config.json", "tokenizer_config.json"):
         file = path / name
@@ -281,12 +281,12 @@ def check_code(path: Path) -> None:
             )
 
 
-def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every stored tensor by name, from the headers alone. Raises BaseModelError for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, tuple[int, ...]] = {}
-    for name in weight_files(path):
+    for name in list_weight_files(path):
         try:
             with safe_open(str(path / name), framework="np") as tensors:
                 found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
@@ -343,7 +343,7 @@ def load_tokenizer(
     if added:
         from ratchet.models import vocabulary  # imports torch, which a tokenizer needs for nothing else
 
-        vocabulary.add(tokenizer, added)
+        vocabulary.add_tokens(tokenizer, added)
     if template is not None:
         tokenizer.chat_template = _template_text(template)
     if not tokenizer.chat_template:

@@ -16,14 +16,21 @@ from torch.nn import functional
 from ratchet.data.conversation import MASKED
 from ratchet.errors import BaseModelError
 from ratchet.models.device import Model
-from ratchet.models.loss import Lecture, Sequences, answer_nll, every_logit, inputs_of, loss_and_gradient
-from ratchet.models.model_spec import blocks_of, body_of
+from ratchet.models.loss import (
+    SequenceBatch,
+    TeacherTargets,
+    answer_nll,
+    compute_all_logits,
+    compute_loss_and_gradient,
+    forward_inputs,
+)
+from ratchet.models.model_spec import find_blocks, find_body
 
 CHUNK_ELEMENTS = 2**24
 """Logits that are computed at once: 64 MiB in float32, and some copies."""
 
 
-class Pass:
+class ForwardPass:
     """One forward pass over rows that are filled on the right, without a mask.
 
     What makes logits of hidden states (head, soft cap, scale) is done by the model's own class: it is called again for
@@ -53,7 +60,7 @@ class Pass:
         vocabulary = int(whole.config.get_text_config().vocab_size)
         self._rows = len(self._laid(input_ids))
         self._width = max(1, CHUNK_ELEMENTS // (self._rows * vocabulary))
-        self._body = body_of(whole)
+        self._body = find_body(whole)
         self._found: list[Any] = []
         given = dict(self._given) if cache is None else {**self._given, "past_key_values": cache}
         # A model that is its own body answers with logits, which are no hidden states to take pieces of.
@@ -104,19 +111,19 @@ class Pass:
         return found
 
     def _take(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        output = changed(output, self._laid)
+        output = map_hidden_states(output, self._laid)
         self._found.append(output)
-        return _some(output, slice(self.first, self._stop(self.first)))
+        return _slice_output(output, slice(self.first, self._stop(self.first)))
 
     def _logits(self, start: int) -> Tensor:
         """Of a further piece: the model with a body that has its answer ready."""
-        piece = _some(self._found[0], slice(start, self._stop(start)))
-        with answering(self._body, piece):
+        piece = _slice_output(self._found[0], slice(start, self._stop(start)))
+        with substitute_body_output(self._body, piece):
             logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
         return logits
 
 
-class Picked(Pass):
+class SelectedPositionsPass(ForwardPass):
     """A pass of which logits are wanted at single positions, wherever in a row: one row of them, in that order."""
 
     def __init__(
@@ -141,7 +148,7 @@ class Picked(Pass):
         return found.flatten(0, 1)[self._places].unsqueeze(0)
 
 
-class Deferred(Picked):
+class DeferredHeadPass(SelectedPositionsPass):
     """The same, of which logits are computed when they are asked for: the body has run, the head has not."""
 
     def _stop(self, start: int) -> int:
@@ -151,13 +158,13 @@ class Deferred(Picked):
         """Logits [stop - start, vocabulary] of some of the places, by their number. To be called without gradients."""
         if self._begun.shape[:2] != (1, 1):  # the class looked elsewhere for hidden states
             return self._laid(self._begun)[0, start:stop]
-        with answering(self._body, _some(self._found[0], slice(start, stop))):
+        with substitute_body_output(self._body, _slice_output(self._found[0], slice(start, stop))):
             logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
         return logits[0]
 
 
 @contextmanager
-def answering(body: Any, answer: Any) -> Iterator[None]:
+def substitute_body_output(body: Any, answer: Any) -> Iterator[None]:
     """A model whose body has its answer ready: what is computed meanwhile is the head."""
     own = body.__dict__.get("forward")
     body.forward = lambda *_, **__: answer
@@ -170,12 +177,12 @@ def answering(body: Any, answer: Any) -> Iterator[None]:
             body.forward = own
 
 
-def _some(output: Any, columns: slice) -> Any:
+def _slice_output(output: Any, columns: slice) -> Any:
     """A body's output with the hidden states of some positions."""
-    return changed(output, lambda states: states[:, columns])
+    return map_hidden_states(output, lambda states: states[:, columns])
 
 
-def changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_hidden_states(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A body's output with other hidden states."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
@@ -204,7 +211,7 @@ WORTH_SHARE = 0.9
 
 
 @contextmanager
-def picked(model: Model, places: Tensor, shape: torch.Size) -> Iterator[None]:
+def restrict_last_block(model: Model, places: Tensor, shape: torch.Size) -> Iterator[None]:
     """A model whose last block gives what it always does at some places, and anything elsewhere.
 
     The backward pass belongs into it: a block that is recomputed has to be computed in the same way.
@@ -216,17 +223,17 @@ def picked(model: Model, places: Tensor, shape: torch.Size) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if 0 < len(places) <= WORTH_SHARE * shape.numel():
-            for module in _by_position(model):
-                around = _Places(places, shape)
+            for module in _position_wise_modules(model):
+                around = _SelectedPositionsHook(places, shape)
                 stack.callback(module.register_forward_pre_hook(around.before).remove)
                 stack.callback(module.register_forward_hook(around.behind).remove)
         yield
 
 
-def _by_position(model: Model) -> Iterator[nn.Module]:
+def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
     """Parts of the last block that take each position by itself; none of a class that is not transformers' own, for
     such may run its blocks several times (Ouro), and the last one's output would be read at all positions."""
-    _, blocks = blocks_of(model)
+    _, blocks = find_blocks(model)
     if not len(blocks) or not type(model).__module__.startswith("transformers."):
         return
     for name, part in blocks[-1].named_children():
@@ -237,7 +244,7 @@ def _by_position(model: Model) -> Iterator[nn.Module]:
             yield from (layer for name, layer in part.named_children() if name in QUERIES | OUTPUTS)
 
 
-class _Places:
+class _SelectedPositionsHook:
     """Around a module: its input at the places only, its output where it belongs with zeros elsewhere."""
 
     def __init__(self, places: Tensor, shape: torch.Size) -> None:
@@ -273,31 +280,37 @@ During = Callable[[str], AbstractContextManager[Any]]
 """Told what is being done: `forward`, `loss` (head and likelihood, with its gradient) or `backward`."""
 
 
-def _untold(_: str) -> AbstractContextManager[Any]:
+def _ignore_phase(_: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def learn(
-    model: Model, batch: Sequences, factor: float, during: During = _untold, lesson: Lecture | None = None
+def forward_backward(
+    model: Model,
+    batch: SequenceBatch,
+    factor: float,
+    during: During = _ignore_phase,
+    lesson: TeacherTargets | None = None,
 ) -> Tensor:
     """Negative log-likelihood of all labels of a micro-batch together, in nats; no graph is left.
 
     `factor` times its gradient is added to the gradients of what learns. With a lesson it is the loss of learning from
     a teacher too (teacher_loss.py).
     """
-    return _Split(model, batch, during, lesson).learn(factor)
+    return _ChunkedLoss(model, batch, during, lesson).learn(factor)
 
 
-def likelihood(model: Model, batch: Sequences) -> Tensor:
+def compute_nll(model: Model, batch: SequenceBatch) -> Tensor:
     """The same without a gradient. To be called where torch takes none."""
-    return _Split(model, batch, _untold).learn(None)
+    return _ChunkedLoss(model, batch, _ignore_phase).learn(None)
 
 
-class _Split:
-    def __init__(self, model: Model, batch: Sequences, during: During, lesson: Lecture | None = None) -> None:
+class _ChunkedLoss:
+    def __init__(
+        self, model: Model, batch: SequenceBatch, during: During, lesson: TeacherTargets | None = None
+    ) -> None:
         self.model, self.batch, self.during, self.lesson = model, batch, during, lesson
         self.whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.body = body_of(self.whole)
+        self.body = find_body(self.whole)
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
         self.places = (targets != MASKED).nonzero().squeeze(1)
         """Of hidden states that are learned from, rows one after the other."""
@@ -305,7 +318,7 @@ class _Split:
 
     def learn(self, factor: float | None) -> Tensor:
         if self.body is not self.whole:
-            with picked(self.whole, self.places, self.batch.input_ids.shape):
+            with restrict_last_block(self.whole, self.places, self.batch.input_ids.shape):
                 if (found := self._apart(factor)) is not None:
                     return found
         return self._in_one(factor)
@@ -333,11 +346,11 @@ class _Split:
                 (nll * factor).backward()
         return nll.detach().double()
 
-    def _taught_in_one(self, lesson: Lecture, factor: float | None) -> Tensor:
+    def _taught_in_one(self, lesson: TeacherTargets, factor: float | None) -> Tensor:
         with self.during("forward"):
-            logits = every_logit(self.model, self.batch).flatten(0, 1)[self.places]
+            logits = compute_all_logits(self.model, self.batch).flatten(0, 1)[self.places]
         with self.during("loss"):
-            total, gradient = loss_and_gradient(logits, self.targets, lesson.some(slice(0, len(self.places))))
+            total, gradient = compute_loss_and_gradient(logits, self.targets, lesson.some(slice(0, len(self.places))))
         if factor is not None:
             with self.during("backward"):
                 logits.backward((gradient * factor).to(logits.dtype))
@@ -352,17 +365,17 @@ class _Split:
 
         def take(_module: Any, _inputs: Any, output: Any) -> Any:
             found.append(output)
-            return changed(output, lambda states: states.detach()[:1, :1])
+            return map_hidden_states(output, lambda states: states.detach()[:1, :1])
 
         hook = self.body.register_forward_hook(take)
         try:
-            logits = self.model(**inputs_of(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
+            logits = self.model(**forward_inputs(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
         finally:
             hook.remove()
         if len(found) != 1 or logits.shape[:2] != (1, 1):
             return None
         self.answer = found[0]
-        return _hidden_of(self.answer)
+        return _hidden_states(self.answer)
 
     def _pieces(self, states: Tensor, deep: bool, factor: float | None) -> tuple[Tensor, Tensor | None]:
         """The sum, and the gradient of the hidden states if they have one.
@@ -382,7 +395,7 @@ class _Split:
             piece = states[places].unsqueeze(0).requires_grad_(gradient is not None)
             logits = self._head(piece)
             if lesson is not None:
-                loss, found = loss_and_gradient(logits[0], targets, lesson)
+                loss, found = compute_loss_and_gradient(logits[0], targets, lesson)
                 total += loss
                 if factor is not None and logits.requires_grad:
                     logits.backward(found.mul_(factor).to(logits.dtype).unsqueeze(0))
@@ -392,19 +405,19 @@ class _Split:
                     found = functional.log_softmax(logits[0].float(), dim=-1)
                     total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
                 if factor is not None and logits.requires_grad:
-                    logits.backward(_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
+                    logits.backward(_cross_entropy_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
             if gradient is not None:
                 gradient[places] = piece.grad[0]
         return total, gradient
 
     def _head(self, piece: Tensor) -> Tensor:
         """Logits of a piece: the model with a body that has its answer ready."""
-        with answering(self.body, changed(self.answer, lambda _: piece)):
+        with substitute_body_output(self.body, map_hidden_states(self.answer, lambda _: piece)):
             logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
         return logits
 
 
-def _gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
+def _cross_entropy_gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
     """Of `factor` x cross entropy by the logits, written over their logarithms: probability, less one at the target."""
     with torch.no_grad():
         found = log_probabilities.exp_()
@@ -412,6 +425,6 @@ def _gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tens
         return found.mul_(factor)
 
 
-def _hidden_of(output: Any) -> Tensor:
+def _hidden_states(output: Any) -> Tensor:
     found: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
     return found

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from ratchet.config.units import written
+from ratchet.config.units import format_bytes
 from ratchet.errors import SettingsError, first_line
 from ratchet.models.memory import capacity
 
@@ -81,10 +81,10 @@ TOLERATED = {"nf4": 0.11, "fp4": 0.15}
 ROWS = 64
 
 
-def described(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """The device that trains, and its memory, in one line."""
-    memory = capacity.of(device)
-    room = f"{written(memory.available_bytes)} of {written(memory.total_bytes)} at hand"
+    memory = capacity.measure_device(device)
+    room = f"{format_bytes(memory.available_bytes)} of {format_bytes(memory.total_bytes)} at hand"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}), {room}"
@@ -100,7 +100,7 @@ def _cpu_name() -> str:
     return names[0] if names else "CPU"
 
 
-def fault_of_four_bits(device: torch.device, widths: Iterable[int], kind: str) -> str | None:
+def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) -> str | None:
     """What is wrong with 4-bit matrices of these input widths, in a sentence; None when they work.
 
     Weights are quantised and read back. That is not idle: on a CPU with AVX-512, bitsandbytes 0.50.2 gives wrong

@@ -19,14 +19,14 @@ from ratchet.models.adapter_format import ADAPTER, adapted_layers
 from ratchet.models.device import Model
 
 
-def shorten(model: Model) -> None:
+def install_fast_forward(model: Model) -> None:
     """Give the plain LoRA layers of a model that is to be trained the shorter forward pass; others keep peft's."""
     for _, layer in adapted_layers(model):
-        if _is_plain(layer):
-            layer.forward = MethodType(_forward, layer)
+        if _is_plain_lora(layer):
+            layer.forward = MethodType(_fast_forward, layer)
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain_lora(layer: Any) -> bool:
     """Whether the layer adds B A x and nothing else: no DoRA, AdaLoRA, bias, convolution, embedding or experts."""
     from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt  # loads bitsandbytes
 
@@ -38,7 +38,7 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or layer.disable_adapters or layer.merged or layer.active_adapters != [ADAPTER]:
         peft_result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return peft_result

@@ -19,7 +19,7 @@ TRANSPOSED = (Conv1D, nn.Embedding)
 """Layers that store their weight as [inputs, outputs]; the inputs of an embedding are the tokens."""
 
 
-def weight_of(module: Any) -> Tensor:
+def dense_weight(module: Any) -> Tensor:
     """The frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
 
     A 4-bit weight is dequantised as bitsandbytes' kernel does it for each matrix product: to the type of the product,
@@ -29,36 +29,36 @@ def weight_of(module: Any) -> Tensor:
     Raises:
         BaseModelError: the weight is quantised in a way that is not known here.
     """
-    layer = below(module)
+    layer = unwrap_to_base(module)
     if isinstance(layer, Linear4bit):
         state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
         state.dtype = layer.compute_dtype or state.dtype
-        return dequantize_4bit(gathered(layer.weight.data), state).float()
+        return dequantize_4bit(gather_full_weight(layer.weight.data), state).float()
     if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
         raise BaseModelError(
             f"the weight of a {type(layer).__name__} is stored as {layer.weight.dtype}, and only bitsandbytes' 4 bits "
             "can be turned back into numbers here; use the model before it was quantised"
         )
-    stored = gathered(layer.weight.detach()).float()
+    stored = gather_full_weight(layer.weight.detach()).float()
     weight = stored.T if isinstance(layer, TRANSPOSED) else stored
-    taken = adapter_format.taken_off(module) if isinstance(module, LoraLayer) else None
+    taken = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
     return weight if taken is None else weight + taken.to(weight.device)
 
 
-def gathered(weight: Any) -> Tensor:
+def gather_full_weight(weight: Any) -> Tensor:
     """A weight of which ranks may have shares, whole; all of them have to ask for it then."""
     found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return found
 
 
-def below(module: Any) -> Any:
+def unwrap_to_base(module: Any) -> Any:
     """The module of the base below all adapters."""
-    while (inner := inside(module)) is not None:
+    while (inner := wrapped_module(module)) is not None:
         module = inner
     return module
 
 
-def inside(module: Any) -> Any:
+def wrapped_module(module: Any) -> Any:
     """What an adapter is wrapped around; None for a module of the base."""
     if isinstance(module, TrainableTokensWrapper):
         return module.token_adapter

@@ -26,21 +26,21 @@ _MODELS = "models"
 _ASSIGNMENT = "linear_sum_assignment"
 
 
-def load() -> None:
+def import_model_libraries() -> None:
     """Import the libraries that every model needs; costs nothing when they are there."""
-    with uncollected():
-        with assignment_put_off(), cloud_put_off():
+    with pause_garbage_collection():
+        with defer_linear_sum_assignment(), defer_boto3():
             importlib.import_module("transformers")
-            with models_known():
+            with reuse_model_listing():
                 importlib.import_module("transformers.models")
             importlib.import_module("transformers.modeling_utils")
-        with compilation_put_off():
+        with defer_compilation():
             importlib.import_module("bitsandbytes")
         importlib.import_module("peft")
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """No search for garbage meanwhile; and what is there afterwards is not searched again either.
 
     That spares training, too: a full collection looks at all objects that live, and modules are most of them.
@@ -56,7 +56,7 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def models_known() -> Iterator[None]:
+def reuse_model_listing() -> Iterator[None]:
     """What transformers found out about its folder of models while it was imported serves for `transformers.models`.
 
     It reads the sources of all models, 1,600 files, once for each of the two, and the answers are the same but for a
@@ -93,7 +93,7 @@ def models_known() -> Iterator[None]:
 
 
 @contextmanager
-def compilation_put_off() -> Iterator[None]:
+def defer_compilation() -> Iterator[None]:
     """Functions that are decorated with `torch.compile` meanwhile are compiled when they are called."""
     import torch
 
@@ -120,22 +120,22 @@ def compilation_put_off() -> Iterator[None]:
         torch.compile = compiled
 
 
-def assignment_put_off() -> AbstractContextManager[None]:
+def defer_linear_sum_assignment() -> AbstractContextManager[None]:
     """`scipy.optimize.linear_sum_assignment`, imported meanwhile, loads scipy when it is called."""
-    return _put_off(OPTIMIZE, {_ASSIGNMENT})
+    return _defer_module(OPTIMIZE, {_ASSIGNMENT})
 
 
-def cloud_put_off() -> AbstractContextManager[None]:
+def defer_boto3() -> AbstractContextManager[None]:
     """boto3 and its 150 modules, imported meanwhile, are loaded when something of them is used.
 
     accelerate imports them, where they are installed, for a dialogue that sets up jobs on SageMaker.
     """
     there = None if CLOUD in sys.modules else importlib.util.find_spec(CLOUD)
-    return nullcontext() if there is None else _put_off(CLOUD, set(), there.submodule_search_locations)
+    return nullcontext() if there is None else _defer_module(CLOUD, set(), there.submodule_search_locations)
 
 
 @contextmanager
-def _put_off(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
+def _defer_module(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
     """A module, imported meanwhile, is loaded when one of `functions` is called or something else of it is asked for.
 
     Afterwards nothing stands in its place. `path` is where its submodules lie, if any may be imported meanwhile.

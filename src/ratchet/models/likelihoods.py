@@ -21,9 +21,9 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ratchet.models import oom
-from ratchet.models.chunked_loss import Picked
+from ratchet.models.chunked_loss import SelectedPositionsPass
 from ratchet.models.device import Model
-from ratchet.models.loss import pad as padded
+from ratchet.models.loss import pad_rows as padded
 from ratchet.storage import digests
 
 LEAST_HEADER_TOKENS = 16
@@ -33,7 +33,7 @@ BRANCH_TOKENS = 4
 """What a branch costs beside its tokens, in tokens: its trunk's keys and values are copied for it."""
 
 
-class Sharing(StrEnum):
+class CacheSharing(StrEnum):
     """What a model's cache of keys and values can be used for."""
 
     RAGGED = "ragged"
@@ -45,7 +45,7 @@ class Sharing(StrEnum):
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptContinuation:
     """A prompt and its continuation, as a model reads them."""
 
     ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class Text:
         return len(self.ids) - len(self.targets)
 
     @classmethod
-    def of(cls, prompt: Sequence[int], continuation: Sequence[int], most: int) -> "Text":
+    def of(cls, prompt: Sequence[int], continuation: Sequence[int], most: int) -> "PromptContinuation":
         """What is longer than the `most` tokens that a model reads loses its beginning.
 
         Raises:
@@ -73,7 +73,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Group:
+class PrefixGroup:
     """Texts that begin alike."""
 
     trunk: int
@@ -83,17 +83,19 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LikelihoodPlan:
     """What is computed, and in which order."""
 
     header: int
     """How many tokens all texts begin with that are computed once for all of them."""
-    batches: tuple[tuple[Group, ...], ...]
+    batches: tuple[tuple[PrefixGroup, ...], ...]
     shares: bool
     """Whether anything is computed on top of what was computed before."""
 
 
-def plan_batches(texts: Sequence[Text], batch_rows: int, sharing: Sharing, window: int | None = None) -> Plan:
+def plan_batches(
+    texts: Sequence[PromptContinuation], batch_rows: int, sharing: CacheSharing, window: int | None = None
+) -> LikelihoodPlan:
     """Batches of groups of like length, the longest first; those whose texts branch before all others.
 
     Args:
@@ -101,35 +103,35 @@ def plan_batches(texts: Sequence[Text], batch_rows: int, sharing: Sharing, windo
         window: tokens that the model's narrowest sliding attention sees: what trunks of several lengths are filled
             with would take some of it away from longer texts.
     """
-    header = _header(texts) if sharing != Sharing.NONE else 0
+    header = _shared_header_length(texts) if sharing != CacheSharing.NONE else 0
     groups = sorted(
-        _groups(texts, header, sharing != Sharing.NONE),
+        _group_by_prefix(texts, header, sharing != CacheSharing.NONE),
         key=lambda group: (-group.trunk, texts[group.members[0]].ids),
     )
     branching = [group for group in groups if len(texts[group.members[-1]].ids) > group.trunk]
     whole = [group for group in groups if len(texts[group.members[-1]].ids) <= group.trunk]
     rests = (len(texts[place].ids) - group.trunk for group in branching for place in group.members)
     filled = max((group.trunk for group in branching), default=0) + max(rests, default=0)
-    even = sharing == Sharing.EVEN or (window is not None and filled >= window)
-    batches = [*_batches(branching, batch_rows, even), *_batches(whole, batch_rows, even=False)]
-    return Plan(header, tuple(batches), bool(header or branching))
+    even = sharing == CacheSharing.EVEN or (window is not None and filled >= window)
+    batches = [*_split_into_batches(branching, batch_rows, even), *_split_into_batches(whole, batch_rows, even=False)]
+    return LikelihoodPlan(header, tuple(batches), bool(header or branching))
 
 
-def _header(texts: Sequence[Text]) -> int:
+def _shared_header_length(texts: Sequence[PromptContinuation]) -> int:
     """Of the tokens that all texts begin with, those whose logits nobody asks for."""
     if len({text.ids for text in texts}) < 2:
         return 0
     least, most = min(text.ids for text in texts), max(text.ids for text in texts)
-    shared = min(_alike(least, most), *(text.first for text in texts))
+    shared = min(_shared_prefix_length(least, most), *(text.first for text in texts))
     return shared if shared >= LEAST_HEADER_TOKENS else 0
 
 
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the shared prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _groups(texts: Sequence[Text], header: int, sharing: bool) -> list[Group]:
+def _group_by_prefix(texts: Sequence[PromptContinuation], header: int, sharing: bool) -> list[PrefixGroup]:
     """Each text in one group, such that few tokens are computed.
 
     In the order of their tokens, texts that begin alike stand together: what they have in common makes a tree. From
@@ -140,30 +142,30 @@ def _groups(texts: Sequence[Text], header: int, sharing: bool) -> list[Group]:
         same.setdefault(text.ids, []).append(place)
     order = sorted(same)
     if not sharing:
-        return [Group(len(ids), tuple(same[ids])) for ids in order]
+        return [PrefixGroup(len(ids), tuple(same[ids])) for ids in order]
     lengths = [0, *accumulate(len(ids) - header for ids in order)]
-    open_knots: list[_Knot] = []
+    open_knots: list[_PrefixNode] = []
     for i in range(len(order) + 1):
         # Below the header nothing is shared any more: a knot of no depth gathers all that remains.
-        shared = max(0, _alike(order[i - 1], order[i]) - header) if 0 < i < len(order) else 0
+        shared = max(0, _shared_prefix_length(order[i - 1], order[i]) - header) if 0 < i < len(order) else 0
         while open_knots and open_knots[-1].depth > shared:
             closed = open_knots.pop()
             closed.settle(i, lengths)
             if not open_knots or open_knots[-1].depth < shared:
-                open_knots.append(_Knot(shared, closed.start, 0))
+                open_knots.append(_PrefixNode(shared, closed.start, 0))
             open_knots[-1].take(closed)
         if i < len(order):
-            open_knots.append(_Knot(len(order[i]) - header, i, 1))
+            open_knots.append(_PrefixNode(len(order[i]) - header, i, 1))
     (root,) = open_knots
     root.settle(len(order), lengths)
     return [
-        Group(header + trunk, tuple(place for ids in order[start:stop] for place in same[ids]))
+        PrefixGroup(header + trunk, tuple(place for ids in order[start:stop] for place in same[ids]))
         for trunk, start, stop in root.groups
     ]
 
 
 @dataclass
-class _Knot:
+class _PrefixNode:
     """What some texts, neighbours in the order of their tokens, have in common."""
 
     depth: int
@@ -177,7 +179,7 @@ class _Knot:
     groups: list[tuple[int, int, int]] = field(default_factory=list)
     """Of these: tokens of the trunk, first text, the one after the last."""
 
-    def take(self, below: "_Knot") -> None:
+    def take(self, below: "_PrefixNode") -> None:
         self.cost += below.cost
         self.groups += below.groups
 
@@ -196,9 +198,9 @@ class _Knot:
             self.cost, self.groups = apart, [(self.depth, self.start, self.start + 1), *self.groups]
 
 
-def _batches(groups: Sequence[Group], count: int, even: bool) -> Iterator[tuple[Group, ...]]:
+def _split_into_batches(groups: Sequence[PrefixGroup], count: int, even: bool) -> Iterator[tuple[PrefixGroup, ...]]:
     """Groups in their order, `count` at a time; with `even`, never two lengths of trunk together."""
-    batch: list[Group] = []
+    batch: list[PrefixGroup] = []
     for group in groups:
         if batch and (len(batch) == count or (even and batch[0].trunk != group.trunk)):
             yield tuple(batch)
@@ -224,7 +226,7 @@ LEAST_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Likely:
+class ContinuationScore:
     """A continuation after its prompt."""
 
     nats: float
@@ -234,19 +236,19 @@ class Likely:
 
 
 @dataclass(frozen=True)
-class Continuations:
+class ContinuationScorer:
     """Reads texts with one model."""
 
     model: Model
-    texts: Sequence[Text]
+    texts: Sequence[PromptContinuation]
     pad: int
     """Token that rows are filled with."""
     header: int
     """Tokens that all texts begin with and that are computed once (Plan)."""
 
-    def batch(self, groups: Sequence[Group]) -> dict[int, Likely]:
+    def batch(self, groups: Sequence[PrefixGroup]) -> dict[int, ContinuationScore]:
         """Compute one batch of a plan; by place in `texts`."""
-        found = _Sums()
+        found = _LikelihoodSums()
         with torch.no_grad():
             trunks = self._filled([self.texts[g.members[0]].ids[self.header : g.trunk] for g in groups])
             reads = [
@@ -256,11 +258,13 @@ class Continuations:
                 for position in range(self.texts[place].first, group.trunk)
             ]
             branches = list(self._branches(groups))
-            start = taken(self._begun, [0] * len(groups)) if self.header else None
-            cache = self._read(trunks, reads, [self.header] * len(groups), found, _Before(start, {}, bool(branches)))
-            for some in _parts(branches, len(groups), cache):
+            start = select_cache_rows(self._begun, [0] * len(groups)) if self.header else None
+            cache = self._read(
+                trunks, reads, [self.header] * len(groups), found, _PassContext(start, {}, bool(branches))
+            )
+            for some in _split_branches(branches, len(groups), cache):
                 self._go_on(groups, some, cache, found)
-        return {place: Likely(nats, place not in found.misses) for place, nats in found.nats.items()}
+        return {place: ContinuationScore(nats, place not in found.misses) for place, nats in found.nats.items()}
 
     def _filled(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return padded(rows, self.pad, self.model.device)
@@ -269,18 +273,19 @@ class Continuations:
     def _begun(self) -> DynamicCache:
         """Keys and values of what all texts begin with."""
         rows = self._filled([self.texts[0].ids[: self.header]])
-        return self._read(rows, [], [0], _Sums(), _Before(None, {}, True))
+        return self._read(rows, [], [0], _LikelihoodSums(), _PassContext(None, {}, True))
 
-    def _branches(self, groups: Sequence[Group]) -> Iterator["_Branch"]:
+    def _branches(self, groups: Sequence[PrefixGroup]) -> Iterator["_PrefixBranch"]:
         for row, group in enumerate(groups):
             alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for place in group.members:
                 if rest := self.texts[place].ids[group.trunk :]:
                     alike[rest].append(place)
-            yield from (_Branch(row, rest, tuple(places)) for rest, places in alike.items())
+            yield from (_PrefixBranch(row, rest, tuple(places)) for rest, places in alike.items())
 
     def _go_on(
-        self, groups: Sequence[Group], branches: Sequence["_Branch"], cache: DynamicCache, found: "_Sums"
+        self, groups: Sequence[PrefixGroup], branches: Sequence["_PrefixBranch"],
+        cache: DynamicCache, found: "_LikelihoodSums",
     ) -> None:  # fmt: skip
         """Branches, each on top of its trunk."""
         rows = self._filled([branch.ids for branch in branches])
@@ -294,13 +299,13 @@ class Continuations:
         ]
         given: dict[str, Tensor] = {}
         if any(trunk != longest for trunk in trunks):
-            given = _told(trunks, longest, rows.shape[1], self.model.device)
-        own = taken(cache, [branch.trunk_row for branch in branches])
-        self._read(rows, reads, trunks, found, _Before(own, given, True))
+            given = _branch_mask_and_positions(trunks, longest, rows.shape[1], self.model.device)
+        own = select_cache_rows(cache, [branch.trunk_row for branch in branches])
+        self._read(rows, reads, trunks, found, _PassContext(own, given, True))
 
     def _read(
-        self, rows: Tensor, reads: Sequence[tuple[int, int, int]], starts: Sequence[int], found: "_Sums",
-        before: "_Before",
+        self, rows: Tensor, reads: Sequence[tuple[int, int, int]], starts: Sequence[int], found: "_LikelihoodSums",
+        before: "_PassContext",
     ) -> Any:  # fmt: skip
         """One pass; notes how likely tokens are, and gives back the cache.
 
@@ -311,7 +316,7 @@ class Continuations:
         width = rows.shape[1]
         wanted = [row * width + position - starts[row] for row, _, position in reads]
         places = sorted({*wanted}) or [0]
-        picked = Picked(
+        picked = SelectedPositionsPass(
             self.model, rows, torch.tensor(places, device=rows.device), before.given,
             cache=before.cache, keep=before.keep,
         )  # fmt: skip
@@ -335,7 +340,7 @@ class Continuations:
 
 
 @dataclass(frozen=True)
-class _Before:
+class _PassContext:
     """What a pass builds on."""
 
     cache: Any
@@ -344,7 +349,7 @@ class _Before:
 
 
 @dataclass(frozen=True)
-class _Branch:
+class _PrefixBranch:
     """What follows a trunk, and the texts that end with it."""
 
     trunk_row: int
@@ -353,7 +358,7 @@ class _Branch:
 
 
 @dataclass
-class _Sums:
+class _LikelihoodSums:
     """Log-probabilities by text, while they are found token by token."""
 
     nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -366,7 +371,9 @@ class _Sums:
                 self.misses.add(place)
 
 
-def _told(trunks: Sequence[int], longest: int, width: int, device: torch.device) -> dict[str, Tensor]:
+def _branch_mask_and_positions(
+    trunks: Sequence[int], longest: int, width: int, device: torch.device
+) -> dict[str, Tensor]:
     """Mask and positions of branches whose trunks are filled up to `longest`."""
     own = torch.tensor(trunks, device=device).unsqueeze(1)
     before = torch.arange(longest, device=device) < own
@@ -374,9 +381,9 @@ def _told(trunks: Sequence[int], longest: int, width: int, device: torch.device)
     return {"attention_mask": mask.long(), "position_ids": own + torch.arange(width, device=device)}
 
 
-def taken(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
+def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
     """A cache of some rows of another, which stays what it is. Raises TypeError: it holds more than keys and values."""
-    if not can_be_repeated(cache):
+    if not is_plain_kv_cache(cache):
         raise TypeError(f"{type(cache).__name__} is no cache of keys and values alone")
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
@@ -384,82 +391,89 @@ def taken(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
     return own
 
 
-def _keys(cache: DynamicCache) -> list[Tensor]:
+def _cache_keys(cache: DynamicCache) -> list[Tensor]:
     """Of all layers that have keys of their own."""
     return [layer.keys for layer in cache.layers if layer.get_seq_length() > 0]
 
 
-def _parts(branches: Sequence[_Branch], trunks: int, cache: DynamicCache) -> Iterator[Sequence[_Branch]]:
+def _split_branches(
+    branches: Sequence[_PrefixBranch], trunks: int, cache: DynamicCache
+) -> Iterator[Sequence[_PrefixBranch]]:
     """Branches of like length, longest first, as many at a time as their keys and values have room."""
     if not branches:
         return
     ordered = sorted(branches, key=lambda branch: (-len(branch.ids), branch.trunk_row, branch.ids))
-    row_bytes = sum(2 * keys[0].numel() * keys.element_size() for keys in _keys(cache))
+    row_bytes = sum(2 * keys[0].numel() * keys.element_size() for keys in _cache_keys(cache))
     count = max(trunks, BRANCH_BYTES // max(1, row_bytes))
     for start in range(0, len(ordered), count):
         yield ordered[start : start + count]
 
 
-def can_be_repeated(cache: Any) -> bool:
+def is_plain_kv_cache(cache: Any) -> bool:
     """Whether it holds keys and values alone: states of recurrent layers are of other kinds."""
     known = DynamicLayer, DynamicSlidingWindowLayer
     return isinstance(cache, DynamicCache) and all(type(layer) in known for layer in cache.layers)
 
 
-def window(model: Model) -> int | None:
+def narrowest_attention_window(model: Model) -> int | None:
     """Tokens that the narrowest sliding attention of a model sees; None where all layers see everything."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = DynamicCache(config=whole.config).layers
     return min((layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)), default=None)
 
 
-def sharing(model: Model, texts: Sequence[Text], batch_rows: int, pad: int) -> Sharing | None:
+def probe_cache_sharing(
+    model: Model, texts: Sequence[PromptContinuation], batch_rows: int, pad: int
+) -> CacheSharing | None:
     """What this model can share, tried out on the longest of these very texts; None: not even logits of its own body.
 
     Each way is compared with the model's plain answer to whole texts. Tried are the longest trunk and one of another
     length, so a cache that does not bear positions, masks or this length shows itself.
     """
-    for way in Sharing:
-        made = plan_batches(texts, batch_rows, way, window(model))
-        if all(_agrees(Continuations(model, texts, pad, made.header), groups) for groups in _samples(made)):
+    for way in CacheSharing:
+        made = plan_batches(texts, batch_rows, way, narrowest_attention_window(model))
+        if all(
+            _agrees_with_plain_pass(ContinuationScorer(model, texts, pad, made.header), groups)
+            for groups in _sample_groups(made)
+        ):
             return way
     return None
 
 
-def _samples(made: Plan) -> Iterator[list[Group]]:
+def _sample_groups(made: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
     """Of the longest group two texts; and two of two groups of different length, if any go on together.
 
     Of the shortest instead where nothing is shared: that says as much of reading single positions, and costs less.
     """
     if not made.shares:
-        yield [_two_of(made.batches[-1][-1])]
+        yield [_first_two_members(made.batches[-1][-1])]
         return
     longest = made.batches[0][0]
     for batch in made.batches:
         other = next((group for group in batch if group.trunk != batch[0].trunk), None)
         if other:
-            yield [_two_of(batch[0]), _two_of(other)]
+            yield [_first_two_members(batch[0]), _first_two_members(other)]
             if batch[0] is longest:
                 return
             break
-    yield [_two_of(longest)]
+    yield [_first_two_members(longest)]
 
 
-def _two_of(group: Group) -> Group:
-    return Group(group.trunk, tuple(dict.fromkeys((group.members[0], group.members[-1]))))
+def _first_two_members(group: PrefixGroup) -> PrefixGroup:
+    return PrefixGroup(group.trunk, tuple(dict.fromkeys((group.members[0], group.members[-1]))))
 
 
-def _agrees(reading: Continuations, groups: Sequence[Group]) -> bool:
+def _agrees_with_plain_pass(reading: ContinuationScorer, groups: Sequence[PrefixGroup]) -> bool:
     try:
         found = reading.batch(groups)
-        return all(_near(found[group.members[-1]], reading, group.members[-1]) for group in groups)
+        return all(_is_near_plain_pass(found[group.members[-1]], reading, group.members[-1]) for group in groups)
     except Exception as error:  # whatever a model's own code raises when it is asked what it cannot do
-        if oom.is_exhausted(error):
+        if oom.is_out_of_memory(error):
             raise
         return False
 
 
-def _near(found: Likely, reading: Continuations, place: int) -> bool:
+def _is_near_plain_pass(found: ContinuationScore, reading: ContinuationScorer, place: int) -> bool:
     text = reading.texts[place]
     with torch.no_grad():
         ids = torch.tensor([text.ids], device=reading.model.device)
@@ -482,7 +496,7 @@ Take = Callable[[str, Callable[[], Any]], Any]
 """What is kept under a key, else what a function returns (JSON), kept from now on."""
 
 
-class UnreadableError(ValueError):
+class UnscorablePairError(ValueError):
     """A pair that no model, or not this one, can be asked about."""
 
     def __init__(self, place: int, why: str) -> None:
@@ -492,7 +506,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class LikelihoodLimits:
     """What a model is given at once."""
 
     batch_rows: int
@@ -503,9 +517,9 @@ class Limits:
     """Token that rows are filled with."""
 
 
-def likelihoods(
-    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limits: Limits, take: Take
-) -> list[Likely] | None:
+def score_pairs(
+    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limits: LikelihoodLimits, take: Take
+) -> list[ContinuationScore] | None:
     """How likely the second tokens of each pair are after the first, in the order of the pairs.
 
     Args:
@@ -517,43 +531,45 @@ def likelihoods(
     Raises:
         UnreadableError: an empty prompt or continuation, or a continuation that is longer than what the model reads.
     """
-    texts = [_text(place, *pair, limits.most_tokens) for place, pair in enumerate(pairs)]
+    texts = [_build_prompt_continuation(place, *pair, limits.most_tokens) for place, pair in enumerate(pairs)]
     asked = [METHOD, limits.batch_rows, limits.pad]
-    names = [_name(text) for text in texts]
-    tried = digests.of_json([*asked, "way", names])
-    way = take(tried, lambda: sharing(model, texts, limits.batch_rows, limits.pad))
+    names = [_text_digest(text) for text in texts]
+    tried = digests.hash_json([*asked, "way", names])
+    way = take(tried, lambda: probe_cache_sharing(model, texts, limits.batch_rows, limits.pad))
     if way is None:
         return None
-    plan = plan_batches(texts, limits.batch_rows, Sharing(way), window(model))
-    reading = Continuations(model, texts, limits.pad, plan.header)
+    plan = plan_batches(texts, limits.batch_rows, CacheSharing(way), narrowest_attention_window(model))
+    reading = ContinuationScorer(model, texts, limits.pad, plan.header)
 
-    def make(batches: Sequence[Sequence[Group]]) -> list[tuple[float, bool]]:
-        found: dict[int, Likely] = {}
+    def make(batches: Sequence[Sequence[PrefixGroup]]) -> list[tuple[float, bool]]:
+        found: dict[int, ContinuationScore] = {}
         for batch in batches:
             found |= reading.batch(batch)
-        return [(found[place].nats, found[place].greedy) for place in _places(batches)]
+        return [(found[place].nats, found[place].greedy) for place in _member_indices(batches)]
 
-    found: dict[int, Likely] = {}
+    found: dict[int, ContinuationScore] = {}
     for start in range(0, len(plan.batches), CHUNK_BATCHES):
         batches = plan.batches[start : start + CHUNK_BATCHES]
         shape = [[[group.trunk, [names[place] for place in group.members]] for group in batch] for batch in batches]
-        key = digests.of_json([*asked, way, plan.header, shape])
-        for place, (nats, greedy) in zip(_places(batches), take(key, partial(make, batches)), strict=True):
-            found[place] = Likely(nats, greedy)
+        key = digests.hash_json([*asked, way, plan.header, shape])
+        for place, (nats, greedy) in zip(_member_indices(batches), take(key, partial(make, batches)), strict=True):
+            found[place] = ContinuationScore(nats, greedy)
     return [found[place] for place in range(len(texts))]
 
 
-def _text(place: int, prompt: Sequence[int], continuation: Sequence[int], most: int) -> Text:
+def _build_prompt_continuation(
+    place: int, prompt: Sequence[int], continuation: Sequence[int], most: int
+) -> PromptContinuation:
     try:
-        return Text.of(prompt, continuation, most)
+        return PromptContinuation.of(prompt, continuation, most)
     except ValueError as error:
-        raise UnreadableError(place, str(error)) from None
+        raise UnscorablePairError(place, str(error)) from None
 
 
-def _name(text: Text) -> str:
+def _text_digest(text: PromptContinuation) -> str:
     """Of all that a text asks; quicker than JSON, of millions of tokens."""
-    return digests.of_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes())
+    return digests.hash_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes())
 
 
-def _places(batches: Sequence[Sequence[Group]]) -> list[int]:
+def _member_indices(batches: Sequence[Sequence[PrefixGroup]]) -> list[int]:
     return [place for batch in batches for group in batch for place in group.members]

@@ -45,35 +45,37 @@ def load(
     """
     require_dtype(settings.compute_dtype, device)
     dtype = pick_dtype(settings.compute_dtype, device)
-    stored = prequantized.found(base_model.config_of(path), str(path))
+    stored = prequantized.detect(base_model.read_config(path), str(path))
     if stored is not None:
-        prequantized.require_same(stored, settings, str(path))
+        prequantized.require_same_quantization(stored, settings, str(path))
     plan = model_spec.load(path, card.remote_code if card else False)
     plan.require_causal()
-    weights.check(path, plan, stored)
+    weights.check_stored_tensors(path, plan, stored)
     try:
         skeleton = plan.model(dtype, settings.attention)
     except ValueError as error:  # transformers lists what the class has
         raise SettingsError(
             f"train.attention: {settings.attention}, but the model of {path} has none; set eager"
         ) from error
-    if settings.quantization != "none" and not parameters.quantized_names(skeleton):
+    if settings.quantization != "none" and not parameters.list_quantized_modules(skeleton):
         raise SettingsError(
             f"train.quantization: {settings.quantization}, but transformers stores no layer of a {plan.class_name} in "
             "4 bits: its linear layers are of a class of their own; set train.quantization: none (plain LoRA)"
         )
     if settings.quantization != "none":
         _require_four_bits(skeleton, settings, device)
-    model = _read(path, skeleton, dtype, place or device, None if stored else _wanted(settings, dtype))
+    model = _read_weights(
+        path, skeleton, dtype, place or device, None if stored else _quantization_config(settings, dtype)
+    )
     if stored is not None:
-        _cast(model, skeleton)
+        _cast_unquantized(model, skeleton)
     _keep_layout(model)
     if settings.quantization != "none":
         _require_forward(model, settings, plan.class_name)
     if card is not None:
         tokenizer = base_model.open_tokenizer(path, card.remote_code)
-        pieces = vocabulary.add(tokenizer, card.added_tokens)
-        vocabulary.grow(model, vocabulary.size_of(tokenizer), pieces)
+        pieces = vocabulary.add_tokens(tokenizer, card.added_tokens)
+        vocabulary.grow_embeddings(model, vocabulary.required_rows(tokenizer), pieces)
     return model.requires_grad_(False)
 
 
@@ -83,19 +85,19 @@ def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code
     Raises:
         BaseModelError: the directory holds no causal model, or not all of its weights, or they are quantised.
     """
-    if prequantized.found(base_model.config_of(path), str(path)) is not None:
+    if prequantized.detect(base_model.read_config(path), str(path)) is not None:
         raise BaseModelError(f"{path}: its weights are quantised in its own files; there are no plain ones to load")
     plan = model_spec.load(path, remote_code)
     plan.require_causal()
-    weights.check(path, plan, None)
-    return _read(path, plan.model(dtype), dtype, device, None).requires_grad_(False)
+    weights.check_stored_tensors(path, plan, None)
+    return _read_weights(path, plan.model(dtype), dtype, device, None).requires_grad_(False)
 
 
 def _require_four_bits(skeleton: Model, settings: Train, device: torch.device) -> None:
     """Raises SettingsError unless bitsandbytes reads what it has quantised here: it is tried, width by width."""
-    names = set(parameters.quantized_names(skeleton))
-    widths = {layer.inputs for layer in model_spec.layers_of(skeleton) if layer.name in names}
-    if fault := device_probe.fault_of_four_bits(device, widths, settings.quantization):
+    names = set(parameters.list_quantized_modules(skeleton))
+    widths = {layer.inputs for layer in model_spec.list_layers(skeleton) if layer.name in names}
+    if fault := device_probe.find_four_bit_fault(device, widths, settings.quantization):
         raise SettingsError(
             f"train.quantization: {settings.quantization}: {fault}; set train.quantization: none (plain LoRA), or "
             "install a build of bitsandbytes that is made for this device"
@@ -120,7 +122,7 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
         ) from error
 
 
-def _wanted(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+def _quantization_config(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     if settings.quantization == "none":
         return None
     return BitsAndBytesConfig(
@@ -132,16 +134,16 @@ def _wanted(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     )
 
 
-def _read(
+def _read_weights(
     path: Path, skeleton: Model, dtype: torch.dtype, device: torch.device, wanted: BitsAndBytesConfig | None
 ) -> Model:
     """The weights of a directory in a model like `skeleton`, of its types; quantised as `wanted` or as they are."""
     config = skeleton.config
     if getattr(config, "quantization_config", None):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
-    reader = weights.Reader(path)
+    reader = weights.WeightReader(path)
     try:
-        with model_spec.plain_linears(config):
+        with model_spec.use_plain_linears(config):
             # No path: transformers would map the files, and load adapters and functions that it finds beside them.
             model = type(skeleton).from_pretrained(
                 None,
@@ -156,14 +158,14 @@ def _read(
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
-    weights.give_back()
+    weights.trim_heap()
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
     model.config.use_cache = False
     return model.eval()
 
 
-def _cast(model: Model, skeleton: Model) -> None:
+def _cast_unquantized(model: Model, skeleton: Model) -> None:
     """Give what is not in 4 bits the type that it was to have.
 
     Of a checkpoint in 4 bits transformers 5.23 leaves `weight` of every module in the type of the file: it takes it for

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ratchet.data.batches import Rows
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import SettingsError
 from ratchet.models.loading import Model
@@ -26,7 +26,7 @@ ROUNDING_OF_16_BITS = (5e-3, 0.1)
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequenceBatch:
     """A micro-batch: int64 tensors of [sequences, longest], filled on the right."""
 
     input_ids: Tensor
@@ -35,7 +35,7 @@ class Sequences:
     """Only where a sequence holds several rows."""
 
     @classmethod
-    def of(cls, rows: Rows, sequences: Sequence[Sequence[int]], device: torch.device) -> "Sequences":
+    def of(cls, rows: TokenRows, sequences: Sequence[Sequence[int]], device: torch.device) -> "SequenceBatch":
         """The sequences (each the indices of its rows) on a device."""
         batch = rows.padded(sequences)
         packed = any(len(sequence) > 1 for sequence in sequences)
@@ -46,7 +46,7 @@ class Sequences:
         )
 
 
-def pad(rows: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
     """Rows of different length as one [rows, longest] tensor, filled on the right."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], device=device)
@@ -61,7 +61,7 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
     """
     targets = labels[:, 1:]
     columns = (targets != MASKED).any(dim=0).nonzero().squeeze(1)
-    logits = _logits(model, input_ids, position_ids, columns)
+    logits = _compute_column_logits(model, input_ids, position_ids, columns)
     chosen = targets[:, columns]
     nll_of_columns = functional.cross_entropy(
         logits.float().flatten(0, 1), chosen.flatten(), ignore_index=MASKED, reduction="none"
@@ -70,35 +70,35 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
     return nll.index_copy(1, columns, nll_of_columns.view(chosen.shape))
 
 
-def inputs_of(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
+def forward_inputs(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
     """What a model is given, by its words for it."""
     # transformers looks for packs only where there is neither a mask nor a cache (masking_utils, 5.23).
     return {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
 
 
-def every_logit(model: Model, batch: Sequences) -> Tensor:
+def compute_all_logits(model: Model, batch: SequenceBatch) -> Tensor:
     """Logits [sequences, positions, vocabulary], of every position."""
-    logits: Tensor = model(**inputs_of(batch.input_ids, batch.position_ids), use_cache=False).logits
+    logits: Tensor = model(**forward_inputs(batch.input_ids, batch.position_ids), use_cache=False).logits
     return logits
 
 
-def _logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
+def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
     """Logits [sequences, columns, vocabulary]."""
-    inputs = inputs_of(input_ids, position_ids)
-    if "logits_to_keep" in _parameters(model):
+    inputs = forward_inputs(input_ids, position_ids)
+    if "logits_to_keep" in _forward_parameter_names(model):
         logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
     else:
         logits = model(**inputs, use_cache=False).logits[:, columns]
     return logits
 
 
-def _parameters(model: Model) -> set[str]:
+def _forward_parameter_names(model: Model) -> set[str]:
     """Names of what the model's forward pass takes."""
     forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward
     return set(inspect.signature(forward).parameters)
 
 
-def require_rows_apart(model: Model, rows: Rows, pack: Sequence[int], device: torch.device) -> None:
+def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int], device: torch.device) -> None:
     """Make sure on a real pack that the model keeps its rows apart. Draws no random number, changes nothing.
 
     Models differ: recurrent layers, or attention of another kind, may carry one row into the next. So other tokens in
@@ -108,15 +108,15 @@ def require_rows_apart(model: Model, rows: Rows, pack: Sequence[int], device: to
         SettingsError: the model mixes rows, or takes no position ids.
     """
     refusal = "train.batching: packed, but this model {}; set by_length"
-    if "position_ids" not in _parameters(model):
+    if "position_ids" not in _forward_parameter_names(model):
         raise SettingsError(refusal.format("takes no position ids and would read the rows of a pack as one text"))
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        batch = Sequences.of(rows, [pack], device)
+        batch = SequenceBatch.of(rows, [pack], device)
         logits = _learned_logits(model, batch)
-        influence, noise = _influence(model, batch, logits, rows, pack)
-        distance = _distance_from_alone(model, logits, rows, pack)
+        influence, noise = _cross_row_influence(model, batch, logits, rows, pack)
+        distance = _deviation_from_unpacked(model, logits, rows, pack)
     model.train(was_training)
     of_company, of_packing = ROUNDING.get(logits.dtype, ROUNDING_OF_16_BITS)
     if not influence <= max(of_company, 4 * noise):
@@ -129,38 +129,40 @@ def require_rows_apart(model: Model, rows: Rows, pack: Sequence[int], device: to
         raise SettingsError(refusal.format(f"{text}, where {of_packing:g} would be rounding"))
 
 
-def _influence(model: Model, batch: Sequences, logits: Tensor, rows: Rows, pack: Sequence[int]) -> tuple[float, float]:
+def _cross_row_influence(
+    model: Model, batch: SequenceBatch, logits: Tensor, rows: TokenRows, pack: Sequence[int]
+) -> tuple[float, float]:
     """Greatest change of the later rows' logits by the first row's tokens, and of the earlier rows' by the last row's.
 
     No causal model lets the last row change anything: that figure is noise (experts round by how many tokens they get).
     """
     first, last = rows.tokens(pack[:1]), rows.tokens(pack[:-1])
     learned_first, learned_last = rows.trained(pack[:1]), rows.trained(pack[:-1])
-    moved = _learned_logits(model, _with_other_tokens(batch, 0, first))
-    influence = _greatest(logits[learned_first:], moved[learned_first:])
-    moved = _learned_logits(model, _with_other_tokens(batch, last, batch.input_ids.shape[1]))
-    return influence, _greatest(logits[:learned_last], moved[:learned_last])
+    moved = _learned_logits(model, _replace_tokens(batch, 0, first))
+    influence = _greatest_deviation(logits[learned_first:], moved[learned_first:])
+    moved = _learned_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
+    return influence, _greatest_deviation(logits[:learned_last], moved[:learned_last])
 
 
-def _with_other_tokens(batch: Sequences, start: int, stop: int) -> Sequences:
+def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatch:
     input_ids = batch.input_ids.clone()
     span = input_ids[:, start:stop]
     span += torch.where(span > 0, -1, 1)
     return replace(batch, input_ids=input_ids)
 
 
-def _greatest(logits: Tensor, others: Tensor) -> float:
+def _greatest_deviation(logits: Tensor, others: Tensor) -> float:
     """Greatest difference in standard deviations of the logits; 0 where there are none."""
     if not logits.numel():
         return 0.0
     return float((logits.float() - others.float()).abs().max() / logits.float().std())
 
 
-def _distance_from_alone(model: Model, logits: Tensor, rows: Rows, pack: Sequence[int]) -> float:
+def _deviation_from_unpacked(model: Model, logits: Tensor, rows: TokenRows, pack: Sequence[int]) -> float:
     """Greatest root mean square difference of a row's logits in the pack from those alone, in standard deviations."""
     found, start = [0.0], 0
     for row in pack:
-        alone = _learned_logits(model, Sequences.of(rows, [[row]], logits.device)).float()
+        alone = _learned_logits(model, SequenceBatch.of(rows, [[row]], logits.device)).float()
         if len(alone):
             difference = (logits[start : start + len(alone)].float() - alone).square().mean().sqrt()
             found.append(float(difference / alone.std()))
@@ -168,10 +170,10 @@ def _distance_from_alone(model: Model, logits: Tensor, rows: Rows, pack: Sequenc
     return float(torch.tensor(found).max())  # nan stays nan, unlike with Python's max
 
 
-def _learned_logits(model: Model, batch: Sequences) -> Tensor:
+def _learned_logits(model: Model, batch: SequenceBatch) -> Tensor:
     """Logits [positions that are learned from, vocabulary] of a single sequence."""
     columns = (batch.labels[0, 1:] != MASKED).nonzero().squeeze(1)
-    return _logits(model, batch.input_ids, batch.position_ids, columns)[0]
+    return _compute_column_logits(model, batch.input_ids, batch.position_ids, columns)[0]
 
 
 # The loss of learning from a larger model: cross entropy of the answers, and the distance of two distributions.
@@ -206,7 +208,7 @@ tokens, and where it says all."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class StoredTeacherTargets:
     """What a teacher says at the learned positions of a micro-batch, row after row, and how much it counts."""
 
     tokens: Tensor | None
@@ -220,27 +222,30 @@ class Lesson:
 
     @property
     def distributions(self) -> int:
-        """See `Lecture`."""
+        """See `TeacherTargets`."""
         return ALL if self.tokens is None else SOME
 
-    def some(self, positions: slice) -> "Lesson":
+    def some(self, positions: slice) -> "StoredTeacherTargets":
         """Of a piece of the positions."""
         tokens = None if self.tokens is None else self.tokens[positions]
         return replace(self, tokens=tokens, log_probabilities=self.log_probabilities[positions])
 
 
-class Lecture(Protocol):
-    """What a teacher says of a micro-batch: it is there (`Lesson`), or computed when a piece of it is asked for."""
+class TeacherTargets(Protocol):
+    """What a teacher says of a micro-batch.
+
+    It is there (`StoredTeacherTargets`), or it is computed when a caller asks for a piece of it.
+    """
 
     @property
     def distributions(self) -> int:
         """SOME or ALL: pieces are smaller by so much."""
 
-    def some(self, positions: slice) -> Lesson:
+    def some(self, positions: slice) -> StoredTeacherTargets:
         """Of a piece of the positions."""
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def compute_loss_and_gradient(logits: Tensor, targets: Tensor, lesson: StoredTeacherTargets) -> tuple[Tensor, Tensor]:
     """Sum over positions, in nats (float64), and its gradient by the logits, in float32 (float64 where they are).
 
     Args:
@@ -258,19 +263,19 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, lesson: Lesson) -> tuple[
         gradient.mul_(1 - share)
 
         if lesson.tokens is None:
-            distance = _add_of_all(gradient, numbers, lesson)
+            distance = _add_full_gradient(gradient, numbers, lesson)
         else:
-            distance = _add_of_some(gradient, numbers, lesson, lesson.tokens)
+            distance = _add_top_k_gradient(gradient, numbers, lesson, lesson.tokens)
         loss = loss + share * temperature**2 * distance.sum(dtype=torch.float64)
     return loss, gradient
 
 
-def _add_of_some(gradient: Tensor, numbers: Tensor, lesson: Lesson, tokens: Tensor) -> Tensor:
+def _add_top_k_gradient(gradient: Tensor, numbers: Tensor, lesson: StoredTeacherTargets, tokens: Tensor) -> Tensor:
     """Add the distance's gradient, of some tokens and one bucket for the rest; returns the distances [positions, 1]."""
     student = functional.log_softmax(numbers / lesson.temperature, dim=-1)
     kept = student.gather(1, tokens)
     rest = student.scatter_(1, tokens, -torch.inf).logsumexp(dim=1, keepdim=True)
-    own, theirs = torch.cat([kept, rest], dim=1), _whole(lesson.log_probabilities.to(numbers.dtype))
+    own, theirs = torch.cat([kept, rest], dim=1), _normalize_probabilities(lesson.log_probabilities.to(numbers.dtype))
     if lesson.direction == "forward":
         distance = (theirs.exp() * (theirs - own)).sum(dim=1, keepdim=True)
         by_bucket = own.exp() - theirs.exp()
@@ -286,7 +291,7 @@ def _add_of_some(gradient: Tensor, numbers: Tensor, lesson: Lesson, tokens: Tens
     return distance
 
 
-def _add_of_all(gradient: Tensor, numbers: Tensor, lesson: Lesson) -> Tensor:
+def _add_full_gradient(gradient: Tensor, numbers: Tensor, lesson: StoredTeacherTargets) -> Tensor:
     """The same of every token that the teacher knows; few tensors of their size are there at a time."""
     theirs = lesson.log_probabilities
     own = functional.log_softmax(numbers[:, : theirs.shape[1]] / lesson.temperature, dim=-1)
@@ -303,6 +308,6 @@ def _add_of_all(gradient: Tensor, numbers: Tensor, lesson: Lesson) -> Tensor:
     return distance
 
 
-def _whole(log_probabilities: Tensor) -> Tensor:
+def _normalize_probabilities(log_probabilities: Tensor) -> Tensor:
     """Probabilities that sum to 1: in 16 bits, as they are stored, they did so but to rounding."""
     return log_probabilities - log_probabilities.logsumexp(dim=1, keepdim=True)

@@ -13,7 +13,7 @@ from statistics import median
 from ratchet.config.export import Export
 from ratchet.config.train import Train
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.training import Analysis, ModuleAnalysis
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 
 _METHODS = {
     "lora": "LoRA (Hu et al. 2021)",
@@ -24,22 +24,24 @@ _LISTED = 12
 """Modules or tokens that are named one by one; of more, the number is given."""
 
 
-def of_adapter(base: BaseCard, train: Train, report: TrainReport, analysed: Analysis | None = None) -> str:
+def render_for_adapter(
+    base: BaseCard, train: Train, report: TrainReport, analysed: AdapterAnalysis | None = None
+) -> str:
     """The card of an adapter as training leaves it, in the directory `adapter` beside the card."""
-    return _card(
-        _front(base, "peft", "adapter", [train.adapter, *(["qlora"] if train.quantization != "none" else [])]),
+    return _render(
+        _front_matter(base, "peft", "adapter", [train.adapter, *(["qlora"] if train.quantization != "none" else [])]),
         _adapter_title(base),
         {
-            "The adapter": _adapter(train, report),
-            "The base": _base(base, train, report),
-            "Training": _training(train, report),
+            "The adapter": _adapter_rows(train, report),
+            "The base": _base_rows(base, train, report),
+            "Training": _training_rows(train, report),
         },
-        [*_what_training_did(analysed), *_load_adapter(base, train)],
+        [*_training_effects(analysed), *_adapter_usage(base, train)],
     )
 
 
-def of_model(
-    base: BaseCard, train: Train, report: TrainReport, export: Export, analysed: Analysis | None = None
+def render_for_model(
+    base: BaseCard, train: Train, report: TrainReport, export: Export, analysed: AdapterAnalysis | None = None
 ) -> str:
     """The card of a merged model."""
     whole = train.quantization == "none" and base.quantization is None
@@ -48,36 +50,36 @@ def of_model(
         "Weights": f"{export.dtype}, the adapter merged into the {into}; sums in float32",
         "Adapter, SHA-256": f"`{report.adapter_digest}`",
     }
-    return _card(
-        _front(base, "transformers", "finetune", [train.adapter]),
-        f"{_name(base)}, fine-tuned",
+    return _render(
+        _front_matter(base, "transformers", "finetune", [train.adapter]),
+        f"{_base_display_name(base)}, fine-tuned",
         {
-            "The model": made, "The adapter": _adapter(train, report), "The base": _base(base, train, report),
-            "Training": _training(train, report),
+            "The model": made, "The adapter": _adapter_rows(train, report), "The base": _base_rows(base, train, report),
+            "Training": _training_rows(train, report),
         },
-        [*_what_training_did(analysed), *_load_model()],
+        [*_training_effects(analysed), *_model_usage()],
     )  # fmt: skip
 
 
-def _card(front: str, title: str, tables: Mapping[str, Mapping[str, str]], rest: Sequence[str]) -> str:
+def _render(front: str, title: str, tables: Mapping[str, Mapping[str, str]], rest: Sequence[str]) -> str:
     lines = [front, f"# {title}", ""]
     for heading, rows in tables.items():
         lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {key} | {rows[key]} |" for key in rows), ""]
     return "\n".join([*lines, *rest]).rstrip() + "\n"
 
 
-def _front(base: BaseCard, library: str, relation: str, tags: Sequence[str]) -> str:
+def _front_matter(base: BaseCard, library: str, relation: str, tags: Sequence[str]) -> str:
     """YAML between two lines of dashes. Texts are written as JSON strings, which YAML reads as what they are."""
     front: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation"}
     if base.revision is not None:
         front |= {"base_model": base.source, "base_model_relation": relation}
     if base.licence is not None:
-        front |= _licence(base.licence)
+        front |= _license_fields(base.licence)
     front["tags"] = [*tags, "ratchet"]
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""])
 
 
-def _licence(declared: str) -> dict[str, object]:
+def _license_fields(declared: str) -> dict[str, object]:
     """As the hub wants it: an identifier in small letters, or `other` and a name (which may hold anything)."""
     written = declared.lower()
     if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", written):
@@ -85,33 +87,33 @@ def _licence(declared: str) -> dict[str, object]:
     return {"license": "other", "license_name": declared}
 
 
-def _name(base: BaseCard) -> str:
+def _base_display_name(base: BaseCard) -> str:
     if base.revision is not None:
         return base.source.rsplit("/", 1)[-1]
     return "The tiny base" if base.source == "tiny" else base.architecture
 
 
 def _adapter_title(base: BaseCard) -> str:
-    name = _name(base)
+    name = _base_display_name(base)
     return f"An adapter for {name[0].lower() + name[1:] if name.startswith('The ') else name}"
 
 
-def _base(base: BaseCard, train: Train, report: TrainReport) -> dict[str, str]:
+def _base_rows(base: BaseCard, train: Train, report: TrainReport) -> dict[str, str]:
     source = f"[{base.source}](https://huggingface.co/{base.source})" if base.revision else "not from the hub"
     rows = {"Model": f"{source}, {base.architecture}, {base.parameters:,} weights"}
     if base.revision:
         rows["Revision"] = f"`{base.revision}`"
     rows["Files, SHA-256"] = f"`{base.digest}`"
     rows["Licence"] = base.licence or "the base declares none"
-    rows["Held in training as"] = _stored(base, train, report)
+    rows["Held in training as"] = _describe_quantization(base, train, report)
     if base.added_tokens:
         shown = ", ".join(f"`{json.dumps(token, ensure_ascii=False)[1:-1]}`" for token in base.added_tokens[:_LISTED])
         more = f" and {len(base.added_tokens) - _LISTED} more" if len(base.added_tokens) > _LISTED else ""
         rows["Added tokens"] = f"{len(base.added_tokens)}: {shown}{more}; their rows of the embeddings were learned"
-    return {key: _cell(text) for key, text in rows.items()}
+    return {key: _escape_cell(text) for key, text in rows.items()}
 
 
-def _stored(base: BaseCard, train: Train, report: TrainReport) -> str:
+def _describe_quantization(base: BaseCard, train: Train, report: TrainReport) -> str:
     if train.quantization == "none":
         return "not quantised"
     constants = "quantised too (double quantisation)" if train.double_quantization else "in float32"
@@ -121,12 +123,12 @@ def _stored(base: BaseCard, train: Train, report: TrainReport) -> str:
     )
 
 
-def _adapter(train: Train, report: TrainReport) -> dict[str, str]:
+def _adapter_rows(train: Train, report: TrainReport) -> dict[str, str]:
     scale = "alpha / sqrt(rank), rsLoRA" if train.rank_stabilized else "alpha / rank"
-    rows = {"Method": _METHODS[train.adapter], "Rank": f"{train.rank}{_pattern(train.rank_pattern)}"}
+    rows = {"Method": _METHODS[train.adapter], "Rank": f"{train.rank}{_format_pattern(train.rank_pattern)}"}
     if train.adapter == "adalora":
         rows["Rank"] = f"{train.rank} at first, {train.adalora.target_rank} on average at the end"
-    rows["Alpha"] = f"{train.alpha:g}{_pattern(train.alpha_pattern)}; updates are multiplied by {scale}"
+    rows["Alpha"] = f"{train.alpha:g}{_format_pattern(train.alpha_pattern)}; updates are multiplied by {scale}"
     if train.initialization == "pissa":
         rows["Begun as"] = (
             "principal singular vectors of the weights, PiSSA (Meng et al. 2024); saved at twice the rank"
@@ -136,14 +138,14 @@ def _adapter(train: Train, report: TrainReport) -> dict[str, str]:
     share = report.trainable_parameters / report.total_parameters
     rows["Weights that learned"] = f"{report.trainable_parameters:,} of {report.total_parameters:,} ({share:.2%})"
     rows["Their type"] = train.adapter_dtype
-    return {key: _cell(text) for key, text in rows.items()}
+    return {key: _escape_cell(text) for key, text in rows.items()}
 
 
-def _pattern(pattern: Mapping[str, float]) -> str:
+def _format_pattern(pattern: Mapping[str, float]) -> str:
     return "".join(f"; {key}: {value:g}" for key, value in sorted(pattern.items()))
 
 
-def _training(train: Train, report: TrainReport) -> dict[str, str]:
+def _training_rows(train: Train, report: TrainReport) -> dict[str, str]:
     rows = {
         "Steps": f"{report.steps:,} of {report.planned_steps:,}; the weights are those of step {report.kept_step:,}",
         "Rows a step": f"{train.batch_rows:,}",
@@ -157,15 +159,15 @@ def _training(train: Train, report: TrainReport) -> dict[str, str]:
         rows["Validation loss"] = f"{report.validation_loss[report.kept_step]:.4f} nats per answer token"
     rows["Data, SHA-256"] = f"`{report.data_digest}`"
     rows["Run"] = f"`{report.run_id}`"
-    return {key: _cell(text) for key, text in rows.items()}
+    return {key: _escape_cell(text) for key, text in rows.items()}
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Text that stays in its cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _what_training_did(analysed: Analysis | None) -> Iterator[str]:
+def _training_effects(analysed: AdapterAnalysis | None) -> Iterator[str]:
     if analysed is None or not analysed.modules:
         return
     modules = list(analysed.modules.values())
@@ -173,7 +175,7 @@ def _what_training_did(analysed: Analysis | None) -> Iterator[str]:
     yield from ("## What training did", "")
     yield (
         f"{len(modules)} modules have an adapter. The update is {median(ratios):.2%} of a module's weights at the "
-        f"median, {max(ratios):.2%} at most (Frobenius norms). {_ranks(modules)}"
+        f"median, {max(ratios):.2%} at most (Frobenius norms). {_format_ranks(modules)}"
     )
     if analysed.still:
         names = ", ".join(f"`{name}`" for name in analysed.still[:_LISTED])
@@ -182,12 +184,12 @@ def _what_training_did(analysed: Analysis | None) -> Iterator[str]:
     yield ""
 
 
-def _ranks(modules: Sequence[ModuleAnalysis]) -> str:
+def _format_ranks(modules: Sequence[ModuleAnalysis]) -> str:
     effective = median(module.effective_rank for module in modules)
     return f"Its effective rank (Roy and Vetterli 2007) is {effective:.1f} of {median(m.rank for m in modules):g}."
 
 
-def _load_adapter(base: BaseCard, train: Train) -> Iterator[str]:
+def _adapter_usage(base: BaseCard, train: Train) -> Iterator[str]:
     yield from ("## Use", "", "```python", "from peft import PeftModel")
     if base.added_tokens:
         yield "from tokenizers import AddedToken"
@@ -210,7 +212,7 @@ def _load_adapter(base: BaseCard, train: Train) -> Iterator[str]:
         )
 
 
-def _load_model() -> Iterator[str]:
+def _model_usage() -> Iterator[str]:
     yield from (
         "## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
         'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS DIRECTORY")',

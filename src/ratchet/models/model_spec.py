@@ -32,7 +32,7 @@ Role = Literal["attention", "mlp", "router", "embedding", "head", "other"]
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """A matrix of the model that an adapter could stand beside, or as many of one shape as there are experts."""
 
     name: str
@@ -47,11 +47,11 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelSpec:
     """A model without its weights."""
 
     config: Any
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     others: dict[str, str]
     """Modules that are no layers, and their classes: norms, activations, whole blocks."""
     parameters: int
@@ -70,8 +70,8 @@ class Blueprint:
 
     def model(self, dtype: torch.dtype, attention: Literal["auto", "sdpa", "eager"] = "auto") -> Model:
         """The model on the meta device, in evaluation mode, each weight of the type that it has when loaded."""
-        model = _on_meta(self.config, dtype, attention, self.remote_code)
-        for name, wanted in _kept_types(model, dtype):
+        model = _build_on_meta(self.config, dtype, attention, self.remote_code)
+        for name, wanted in _fixed_dtypes(model, dtype):
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.to(wanted)
         return model.eval()
@@ -86,35 +86,35 @@ class Blueprint:
             )
 
 
-def load(path: Path, remote_code: bool = False) -> Blueprint:
+def load(path: Path, remote_code: bool = False) -> ModelSpec:
     """Read the blueprint off a model directory or a bare config file, of any name.
 
     Raises:
         BaseModelError: there is none, or transformers knows no such model.
     """
     file = path / "config.json" if path.is_dir() else path
-    written = _read(file)
-    config = _config(file, written, remote_code)
+    written = _read_config(file)
+    config = _parse_config(file, written, remote_code)
     try:
-        model = _on_meta(config, torch.float32, "auto", remote_code)
+        model = _build_on_meta(config, torch.float32, "auto", remote_code)
     except Exception as error:  # a class's own arithmetic with figures of the file: it may raise anything
         raise BaseModelError(f"{file}: transformers builds no model of it: {first_line(error)}") from error
     return describe(model, remote_code, file.parent)
 
 
-def of_config(config: Any) -> Blueprint:
+def from_config(config: Any) -> ModelSpec:
     """The blueprint of a config that is at hand."""
-    return describe(_on_meta(config, torch.float32, "auto", remote_code=False))
+    return describe(_build_on_meta(config, torch.float32, "auto", remote_code=False))
 
 
-def describe(model: Model, remote_code: bool = False, directory: Path | None = None) -> Blueprint:
+def describe(model: Model, remote_code: bool = False, directory: Path | None = None) -> ModelSpec:
     """The blueprint of a model without adapters that is at hand, on any device; not of one in 4 bits."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    return Blueprint(
+    return ModelSpec(
         config=model.config,
-        layers=layers_of(model),
-        others=others_of(model),
+        layers=list_layers(model),
+        others=list_other_modules(model),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         tied_head=head is not None and embedding is not None and head.weight is embedding.weight,
         is_causal=_is_causal(model),
@@ -124,7 +124,7 @@ def describe(model: Model, remote_code: bool = False, directory: Path | None = N
     )
 
 
-def layers_of(model: Model) -> tuple[Layer, ...]:
+def list_layers(model: Model) -> tuple[LayerSpec, ...]:
     """Every layer of a model without adapters, on any device, in 4 bits or not; in the order of its modules."""
     head = model.get_output_embeddings()
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -132,16 +132,16 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             size, width = module.num_embeddings, module.embedding_dim
-            found.append(Layer(name, "embedding", "embedding", size, width, 1, bias=False))
+            found.append(LayerSpec(name, "embedding", "embedding", size, width, 1, bias=False))
         elif isinstance(module, nn.Linear | Conv1D):
-            role = "head" if module is head else _role(name, classes, model)
-            found.append(_matrix(name, module, role))
+            role = "head" if module is head else _classify_role(name, classes, model)
+            found.append(_matrix_spec(name, module, role))
         else:
-            found += _experts(name, module, classes, model)
+            found += _expert_specs(name, module, classes, model)
     return tuple(found)
 
 
-def others_of(model: Model) -> dict[str, str]:
+def list_other_modules(model: Model) -> dict[str, str]:
     """Names and classes of all modules that are no layers."""
     return {
         name: type(module).__name__
@@ -150,18 +150,18 @@ def others_of(model: Model) -> dict[str, str]:
     }
 
 
-def _matrix(name: str, module: nn.Module, role: Role) -> Layer:
+def _matrix_spec(name: str, module: nn.Module, role: Role) -> LayerSpec:
     bias = module.bias is not None
     if isinstance(module, Conv1D):
         inputs, outputs = module.weight.shape
-        return Layer(name, "conv1d", role, inputs, outputs, 1, bias)
+        return LayerSpec(name, "conv1d", role, inputs, outputs, 1, bias)
     # transformers notes on a 4-bit layer what it was made from.
     kind: Kind = "conv1d" if getattr(module, "source_cls", None) is Conv1D else "linear"
     linear = cast(nn.Linear, module)
-    return Layer(name, kind, role, linear.in_features, linear.out_features, 1, bias)
+    return LayerSpec(name, kind, role, linear.in_features, linear.out_features, 1, bias)
 
 
-def _experts(name: str, module: nn.Module, classes: dict[str, str], model: Model) -> Iterator[Layer]:
+def _expert_specs(name: str, module: nn.Module, classes: dict[str, str], model: Model) -> Iterator[LayerSpec]:
     """Fused experts among a module's own parameters. transformers stores them as [experts, outputs, inputs], or, where
     the module says `is_transposed`, as [experts, inputs, outputs]; peft goes by the same word."""
     if "expert" not in f"{name} {type(module).__name__}".lower():
@@ -174,8 +174,8 @@ def _experts(name: str, module: nn.Module, classes: dict[str, str], model: Model
         if getattr(module, "is_transposed", False):
             inputs, outputs = outputs, inputs
         full = f"{name}.{leaf}"
-        role = _role(full, classes, model)
-        yield Layer(full, "experts", role, inputs, outputs, count, bias=f"{leaf}_bias" in own)
+        role = _classify_role(full, classes, model)
+        yield LayerSpec(full, "experts", role, inputs, outputs, count, bias=f"{leaf}_bias" in own)
 
 
 _TOWER = re.compile(r"vision|visual|image|audio|speech|multi_modal|mm_projector", re.IGNORECASE)
@@ -190,7 +190,7 @@ _MLP_LEAF = re.compile(r"c?_?fc_?\w*|lin(ear)?_?\d?|dense_?\d?|w\d|wi\w*|wo|ff\w
 _ROUTER = re.compile(r"router", re.IGNORECASE)
 
 
-def _role(name: str, classes: dict[str, str], model: Model) -> Role:
+def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
     segments = name.split(".")
     if any(_TOWER.search(segment) for segment in segments):
         return "other"
@@ -203,7 +203,7 @@ def _role(name: str, classes: dict[str, str], model: Model) -> Role:
                 return role
     if _ATTENTION_LEAF.fullmatch(segments[-1]):
         return "attention"
-    return "mlp" if _stands_beside_attention(segments, classes) else "other"
+    return "mlp" if _is_sibling_of_attention(segments, classes) else "other"
 
 
 def _is_router(segments: list[str], model: Model) -> bool:
@@ -216,7 +216,7 @@ def _is_router(segments: list[str], model: Model) -> bool:
     return any("expert" in name for name, _ in (*beside.named_children(), *beside.named_parameters(recurse=False)))
 
 
-def _stands_beside_attention(segments: list[str], classes: dict[str, str]) -> bool:
+def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bool:
     """Whether a layer with a name of an MLP's is in a numbered block that has an attention as another child."""
     numbered = [depth for depth in range(1, len(segments)) if segments[depth - 1].isdigit()]
     if not numbered or not _MLP_LEAF.fullmatch(segments[numbered[-1]]):
@@ -234,18 +234,18 @@ def _is_causal(model: Model) -> bool:
     return not encoder or bool(getattr(config, "is_decoder", True))
 
 
-def _on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool) -> Model:
+def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool) -> Model:
     """The model in transformers' own way, which is how it is loaded; encoder-decoders as what they are."""
     made: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
     wanted = {} if attention == "auto" else {"attn_implementation": attention}
-    with torch.device("meta"), plain_linears(config):  # from_config writes into the config that it is given
+    with torch.device("meta"), use_plain_linears(config):  # from_config writes into the config that it is given
         model = made.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=remote_code, **wanted)
     model.config.use_cache = False
     return model
 
 
 @contextmanager
-def plain_linears(config: Any) -> Iterator[None]:
+def use_plain_linears(config: Any) -> Iterator[None]:
     """While a Falcon is made, its own class of linear layers is the plain one, which computes the same.
 
     transformers puts into 4 bits what is exactly a `nn.Linear`, so of a Falcon as it comes it would store nothing so.
@@ -263,7 +263,7 @@ def plain_linears(config: Any) -> Iterator[None]:
         modeling_falcon.FalconLinear = own
 
 
-def _kept_types(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+def _fixed_dtypes(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
     """Parameters that transformers loads in another type than `dtype`, whatever it is asked for."""
     from transformers.core_model_loading import build_glob_alternation
 
@@ -275,7 +275,7 @@ def _kept_types(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.d
                 yield name, plan[by_group[found.lastgroup]]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise BaseModelError(f"{file}: no such file; give a model directory with a config.json, or a config file")
     try:
@@ -287,7 +287,7 @@ def _read(file: Path) -> dict[str, Any]:
     return written
 
 
-def _config(file: Path, written: dict[str, Any], remote_code: bool) -> Any:
+def _parse_config(file: Path, written: dict[str, Any], remote_code: bool) -> Any:
     """The config in the class of its model type. Only code that was asked for by name is run."""
     kind = written["model_type"]
     if kind not in CONFIG_MAPPING and not (remote_code and "auto_map" in written):
@@ -309,7 +309,7 @@ def _config(file: Path, written: dict[str, Any], remote_code: bool) -> Any:
 # Which modules of a model are its decoder layers (blocks): what hidden states go through one after the other.
 
 
-def body_of(whole: Model) -> Model:
+def find_body(whole: Model) -> Model:
     """What makes hidden states of tokens; the whole model where that cannot be told from its head.
 
     Args:
@@ -320,7 +320,7 @@ def body_of(whole: Model) -> Model:
     return body if any(True for _ in body.children()) else whole
 
 
-def blocks_of(model: Model) -> tuple[str, nn.ModuleList]:
+def find_blocks(model: Model) -> tuple[str, nn.ModuleList]:
     """The blocks and their name in the model; none where they cannot be told from other lists of modules.
 
     Of the decoder's lists whose members have modules in them, they are the one that stands highest. Experts stand
@@ -331,21 +331,21 @@ def blocks_of(model: Model) -> tuple[str, nn.ModuleList]:
         model: with adapters or without; the name is the one that it has in this model.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    stacks = _highest(body_of(whole)) or _highest(whole)
+    stacks = _highest_module_lists(find_body(whole)) or _highest_module_lists(whole)
     if len(stacks) != 1:
         return "", nn.ModuleList()
     return next(name for name, module in model.named_modules() if module is stacks[0]), stacks[0]
 
 
-def _highest(module: nn.Module) -> list[nn.ModuleList]:
+def _highest_module_lists(module: nn.Module) -> list[nn.ModuleList]:
     """Lists whose members have modules in them, of the highest level that has one."""
     level = [module]
     while level:
-        if found := [one for one in level if isinstance(one, nn.ModuleList) and _is_stack(one)]:
+        if found := [one for one in level if isinstance(one, nn.ModuleList) and _is_block_stack(one)]:
             return found
         level = [child for one in level for child in one.children()]
     return []
 
 
-def _is_stack(modules: nn.ModuleList) -> bool:
+def _is_block_stack(modules: nn.ModuleList) -> bool:
     return len(modules) > 0 and all(any(True for _ in one.children()) for one in modules)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class ModuleLocation(NamedTuple):
     """Where a module stands."""
 
     kind: str
@@ -17,12 +17,12 @@ class Place(NamedTuple):
         return self.numbers[0] if self.numbers else -1
 
 
-def place(name: str) -> Place:
+def parse_module_name(name: str) -> ModuleLocation:
     """`model.layers.3.mlp.experts.7.w1` is a `mlp.experts.w1` at (3, 7)."""
     parts = name.split(".")
     numbered = [part.isdecimal() for part in parts]
     if not any(numbered):
-        return Place(name, ())
+        return ModuleLocation(name, ())
     within = parts[numbered.index(True) :]
     kind = ".".join(part for part in within if not part.isdecimal())
-    return Place(kind or name, tuple(int(part) for part in within if part.isdecimal()))
+    return ModuleLocation(kind or name, tuple(int(part) for part in within if part.isdecimal()))

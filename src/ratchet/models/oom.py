@@ -8,13 +8,13 @@ import torch
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.config.units import written as size
+from ratchet.config.units import format_bytes as size
 from ratchet.models import targets
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 
-__all__ = ["advice", "is_exhausted", "release", "size"]
+__all__ = ["describe_alternatives", "is_out_of_memory", "release_memory", "size"]
 
 _EXHAUSTED = (
     "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
@@ -28,21 +28,21 @@ _EXHAUSTED = (
 )
 
 
-def is_exhausted(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on whatever device; every other failure is none that a smaller batch would mend."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _EXHAUSTED)
 
 
-def release() -> None:
+def release_memory() -> None:
     """Give back what nothing refers to any more. To be called outside the `except` block: a traceback holds frames."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def advice(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) -> str:
+def describe_alternatives(blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> str:
     """What to change when micro-batches of this work do not fit, with what each change would save, best first.
 
     Args:
@@ -68,14 +68,16 @@ def advice(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) 
     return " ".join(found)
 
 
-def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tuple[str, tuple[Train, Machine, Work]]]:
+def _alternatives(
+    settings: Train, machine: Machine, work: MemoryWorkload
+) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
     """Settings that may need less memory, each as it is written in params.yaml."""
     if work.row_tokens >= 4:
         length = work.row_tokens // 2
         name = "prepare.max_tokens"
         if settings.batching == "packed":
             name = f"train.pack_tokens (and if need be {name})"
-        yield f"{name}: {length}", (settings, machine, _shorter(work, length))
+        yield f"{name}: {length}", (settings, machine, _shorten_rows(work, length))
     if machine.activation_checkpointing is not True:
         changed = machine.model_copy(update={"activation_checkpointing": True})
         yield "machine.activation_checkpointing: true", (settings, changed, work)
@@ -86,15 +88,17 @@ def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tup
         nf4 = settings.model_copy(update={"quantization": "nf4"})
         yield "train.quantization: nf4", (nf4, machine, work)
     if work.teacher is not None:
-        yield from _of_teacher(settings, machine, work)
+        yield from _teacher_alternatives(settings, machine, work)
     if settings.optimizer == "adamw":
         eight = settings.model_copy(update={"optimizer": "adamw_8bit"})
         yield "train.optimizer: adamw_8bit", (eight, machine, work)
-    if targets.unshareable(settings) is None:
-        yield _shared(settings, machine, work)
+    if targets.sharding_obstacle(settings) is None:
+        yield _sharding_alternative(settings, machine, work)
 
 
-def _of_teacher(settings: Train, machine: Machine, work: Work) -> Iterator[tuple[str, tuple[Train, Machine, Work]]]:
+def _teacher_alternatives(
+    settings: Train, machine: Machine, work: MemoryWorkload
+) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
     """A teacher in memory could be smaller, or not there."""
     distill = settings.distill
     if distill.quantization == "none":
@@ -103,7 +107,9 @@ def _of_teacher(settings: Train, machine: Machine, work: Work) -> Iterator[tuple
     yield "train.distill.asked: before", (settings, machine, replace(work, teacher=None))
 
 
-def _shared(settings: Train, machine: Machine, work: Work) -> tuple[str, tuple[Train, Machine, Work]]:
+def _sharding_alternative(
+    settings: Train, machine: Machine, work: MemoryWorkload
+) -> tuple[str, tuple[Train, Machine, MemoryWorkload]]:
     """The base shared among the ranks that there are, or, where it is or there is one, among twice as many."""
     shared = machine.model_copy(update={"shard_base": True})
     if work.ranks > 1 and machine.shard_base is not True:
@@ -112,7 +118,7 @@ def _shared(settings: Train, machine: Machine, work: Work) -> tuple[str, tuple[T
     return f"{ranks} ranks ({where}) with machine.shard_base: true", (settings, shared, replace(work, ranks=ranks))
 
 
-def _shorter(work: Work, length: int) -> Work:
+def _shorten_rows(work: MemoryWorkload, length: int) -> MemoryWorkload:
     return replace(
         work,
         row_tokens=length,

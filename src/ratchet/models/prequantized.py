@@ -9,7 +9,7 @@ from ratchet.storage.records.base import StoredQuantization
 Kind = Literal["nf4", "fp4"]
 
 
-def found(config: dict[str, Any], where: str) -> StoredQuantization | None:
+def detect(config: dict[str, Any], where: str) -> StoredQuantization | None:
     """How the weights beside a config.json are quantised; None for ordinary numbers.
 
     Absent keys mean what transformers' BitsAndBytesConfig means by them.
@@ -41,7 +41,7 @@ def found(config: dict[str, Any], where: str) -> StoredQuantization | None:
     )
 
 
-def require_same(stored: StoredQuantization, settings: Train, where: str) -> None:
+def require_same_quantization(stored: StoredQuantization, settings: Train, where: str) -> None:
     """Raises SettingsError unless `settings` ask for exactly what the files hold: nothing is ever quantised twice."""
     wanted = {
         "quantization": stored.kind,
@@ -49,13 +49,13 @@ def require_same(stored: StoredQuantization, settings: Train, where: str) -> Non
         "quantization_storage": stored.storage,
     }
     if wrong := {key: value for key, value in wanted.items() if getattr(settings, key) != value}:
-        asked = ", ".join(f"{key}: {_yaml(getattr(settings, key))}" for key in wrong)
-        todo = ", ".join(f"train.{key}: {_yaml(value)}" for key, value in wrong.items())
+        asked = ", ".join(f"{key}: {_format_yaml_value(getattr(settings, key))}" for key in wrong)
+        todo = ", ".join(f"train.{key}: {_format_yaml_value(value)}" for key, value in wrong.items())
         raise SettingsError(
             f"train.{asked}, but the weights of {where} are quantised already, and cannot be again: set {todo}; "
             "or take the model that it was made from"
         )
 
 
-def _yaml(value: object) -> str:
+def _format_yaml_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

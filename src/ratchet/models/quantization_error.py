@@ -17,7 +17,7 @@ from ratchet.data.conversation import MASKED
 from ratchet.models import frozen_weights, oom
 from ratchet.models.loading import Model
 from ratchet.models.memory import parameters
-from ratchet.storage.records.training import LayerCost, QuantizationCost
+from ratchet.storage.records.training import LayerQuantizationCost, QuantizationCost
 
 FULL = "full"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,13 +35,13 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Token ids and labels."""
 
 
-def answer_tokens(rows: Sequence[Row]) -> int:
+def count_answer_tokens(rows: Sequence[Row]) -> int:
     """Positions that are compared."""
     return sum(label != MASKED for _, labels in rows for label in labels[1:])
 
 
 @dataclass
-class _Sums:
+class _DivergenceSums:
     """Of one model, over all answer positions seen; in nats."""
 
     positions: int = 0
@@ -49,7 +49,7 @@ class _Sums:
     kl: float = 0.0
     agreeing: int = 0
 
-    def cost(self, name: str, weight_bytes: int, layers: dict[str, LayerCost]) -> QuantizationCost:
+    def cost(self, name: str, weight_bytes: int, layers: dict[str, LayerQuantizationCost]) -> QuantizationCost:
         return QuantizationCost(
             name=name,
             weight_bytes=weight_bytes,
@@ -60,7 +60,7 @@ class _Sums:
         )
 
 
-def measure(
+def measure_cost(
     load: Callable[[Train], Model], settings: Train, rows: Sequence[Row], progress: Callable[[str], None]
 ) -> tuple[QuantizationCost, ...]:
     """Compare the variants on rows that have at least one answer token each; full precision comes first.
@@ -75,51 +75,51 @@ def measure(
     plain = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
     progress(f"{FULL}: loading")
     full = load(plain)
-    found = [_sums(full, full, rows).cost(FULL, _bytes(full), {})]
+    found = [_sum_divergences(full, full, rows).cost(FULL, _tensor_bytes(full), {})]
     for name, update in VARIANTS.items():
         progress(f"{name}: loading")
         model = load(plain.model_copy(update=update))
-        pairs = _pairs(full, model)
+        pairs = _pair_layers(full, model)
         progress(f"{name}: {len(rows)} rows, {len(pairs)} layers")
-        found.append(_compare(full, model, pairs, rows, name))
+        found.append(_compare_variant(full, model, pairs, rows, name))
         del model, pairs
-        oom.release()
+        oom.release_memory()
     return tuple(found)
 
 
-def _compare(
+def _compare_variant(
     full: Model, model: Model, pairs: dict[str, tuple[nn.Module, nn.Module]], rows: Sequence[Row], name: str
 ) -> QuantizationCost:
-    with _output_errors(pairs) as squares:
-        sums = _sums(full, model, rows)
+    with _record_output_errors(pairs) as squares:
+        sums = _sum_divergences(full, model, rows)
     layers = {
-        layer: LayerCost(
-            bytes_full=_bytes(whole),
-            bytes_stored=_bytes(stored),
-            weight_error=_relative(*_weight_squares(whole, stored)),
-            output_error=_relative(*(float(square) for square in squares[layer])),
+        layer: LayerQuantizationCost(
+            bytes_full=_tensor_bytes(whole),
+            bytes_stored=_tensor_bytes(stored),
+            weight_error=_relative_error(*_weight_squared_norms(whole, stored)),
+            output_error=_relative_error(*(float(square) for square in squares[layer])),
         )
         for layer, (whole, stored) in pairs.items()
     }
-    return sums.cost(name, _bytes(model), layers)
+    return sums.cost(name, _tensor_bytes(model), layers)
 
 
-def _sums(full: Model, model: Model, rows: Sequence[Row]) -> _Sums:
+def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _DivergenceSums:
     """Compare two models' next-token distributions, row by row, at the positions that predict an answer token."""
-    sums = _Sums()
+    sums = _DivergenceSums()
     with torch.no_grad():
         for input_ids, labels in rows:
             targets = torch.tensor(labels, device=full.device)[1:]
             columns = (targets != MASKED).nonzero().squeeze(1)
             ids = torch.tensor([list(input_ids)], device=full.device)
-            reference = _logits(full, ids, columns)
-            logits = reference if model is full else _logits(model, ids, columns)
+            reference = _row_logits(full, ids, columns)
+            logits = reference if model is full else _row_logits(model, ids, columns)
             for chunk in torch.arange(len(columns), device=full.device).split(CHUNK_POSITIONS):
-                _add(sums, reference[chunk], logits[chunk], targets[columns[chunk]])
+                _add_positions(sums, reference[chunk], logits[chunk], targets[columns[chunk]])
     return sums
 
 
-def _logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
+def _row_logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
     """Logits [columns, vocabulary] of one row."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kept: Tensor = model(input_ids=ids, logits_to_keep=columns, use_cache=False).logits[0]
@@ -128,7 +128,7 @@ def _logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
     return every
 
 
-def _add(sums: _Sums, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
+def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
     """Add positions: logits are [positions, vocabulary].
 
     KL(full || model) = sum of p log(p / q), with p the distribution of full precision.
@@ -141,7 +141,7 @@ def _add(sums: _Sums, reference: Tensor, logits: Tensor, targets: Tensor) -> Non
     sums.agreeing += int((known.argmax(-1) == found.argmax(-1)).sum())
 
 
-def _pairs(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
+def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
     """The layers that are stored in 4 bits, with those of full precision, by name."""
     from bitsandbytes.nn import Linear4bit
 
@@ -150,15 +150,15 @@ def _pairs(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
 
 
 @contextmanager
-def _output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """While it lasts, each layer in 4 bits is shown what its counterpart in full precision is; yields, by layer, the
     sums of squares of the difference of their outputs and of the outputs in full precision."""
     squares: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str, stored: nn.Module, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         difference, size = squares[name]
-        difference += _square(stored(*inputs) - output)
-        size += _square(output)
+        difference += _squared_norm(stored(*inputs) - output)
+        size += _squared_norm(output)
 
     hooks = []
     for name, (whole, stored) in pairs.items():
@@ -172,20 +172,20 @@ def _output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[di
             hook.remove()
 
 
-def _weight_squares(whole: nn.Module, stored: nn.Module) -> tuple[float, float]:
-    weight = frozen_weights.weight_of(whole)
-    return float(_square(frozen_weights.weight_of(stored) - weight)), float(_square(weight))
+def _weight_squared_norms(whole: nn.Module, stored: nn.Module) -> tuple[float, float]:
+    weight = frozen_weights.dense_weight(whole)
+    return float(_squared_norm(frozen_weights.dense_weight(stored) - weight)), float(_squared_norm(weight))
 
 
-def _bytes(module: nn.Module) -> int:
+def _tensor_bytes(module: nn.Module) -> int:
     """Of all tensors as they lie in memory, constants of quantisation included."""
-    return sum(tensor.nbytes for tensor in parameters.tensors_of(module))
+    return sum(tensor.nbytes for tensor in parameters.list_unique_tensors(module))
 
 
-def _square(tensor: Tensor) -> Tensor:
+def _squared_norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
 
 
-def _relative(difference: float, size: float) -> float:
+def _relative_error(difference: float, size: float) -> float:
     """Root of the ratio; 0 for an expert that no token was sent to."""
     return math.sqrt(difference / size) if size else 0.0

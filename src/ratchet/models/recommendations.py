@@ -12,18 +12,18 @@ from typing import Any
 
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.config.units import written
-from ratchet.data.batches import micro_batches
+from ratchet.config.units import format_bytes
+from ratchet.data.batches import split_micro_batches
 from ratchet.errors import SettingsError
 from ratchet.models import targets
 from ratchet.models.memory import parameters as storage
 from ratchet.models.memory.trace import Device
-from ratchet.models.model_spec import Blueprint, Layer
-from ratchet.storage.records.data import DatasetCard, Lengths
+from ratchet.models.model_spec import LayerSpec, ModelSpec
+from ratchet.storage.records.data import DatasetCard, LengthDistribution
 
 
 @dataclass(frozen=True)
-class Proposal:
+class SettingProposal:
     """One changed value."""
 
     key: str
@@ -35,22 +35,22 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RecommendationInputs:
     """What rules look at; what is not known is None, and the rules that need it are silent."""
 
     settings: Settings
     device: Device
-    blueprint: Blueprint | None
+    blueprint: ModelSpec | None
     data: DatasetCard | None
 
     @property
-    def rows(self) -> Lengths | None:
+    def rows(self) -> LengthDistribution | None:
         """Lengths of the training rows."""
         return self.data.lengths.get("train") if self.data else None
 
 
 @dataclass(frozen=True)
-class Change:
+class RecommendedChange:
     """Values that belong together, for one reason."""
 
     values: dict[str, Any]
@@ -59,23 +59,25 @@ class Change:
     source: str
 
 
-Rule = Callable[[Facts], Change | None]
+Rule = Callable[[RecommendationInputs], RecommendedChange | None]
 
 
-def advise(facts: Facts, rules: Sequence[Rule]) -> tuple[Facts, list[Change]]:
+def apply_rules(
+    facts: RecommendationInputs, rules: Sequence[Rule]
+) -> tuple[RecommendationInputs, list[RecommendedChange]]:
     """Ask the rules in their order; returns the facts with all changes made, and the changes."""
     changes = []
     for rule in rules:
         change = rule(facts)
         if change is not None:
-            facts = replace(facts, settings=params_file.changed(facts.settings, change.values))
+            facts = replace(facts, settings=params_file.apply_changes(facts.settings, change.values))
             changes.append(change)
     return facts, changes
 
 
-def proposals(settings: Settings, changes: Sequence[Change]) -> list[Proposal]:
+def merge_into_proposals(settings: Settings, changes: Sequence[RecommendedChange]) -> list[SettingProposal]:
     """The changes key by key: what several rules have changed is said once, with all their reasons."""
-    found: dict[str, Proposal] = {}
+    found: dict[str, SettingProposal] = {}
     for change in changes:
         first = next(iter(change.values))
         for key, value in change.values.items():
@@ -86,7 +88,7 @@ def proposals(settings: Settings, changes: Sequence[Change]) -> list[Proposal]:
                 reasons.insert(0, known.reason)
                 sources.insert(0, known.source)
             if value != before:
-                found[key] = Proposal(key, before, value, "; ".join(reasons), "; ".join(dict.fromkeys(sources)))
+                found[key] = SettingProposal(key, before, value, "; ".join(reasons), "; ".join(dict.fromkeys(sources)))
     return list(found.values())
 
 
@@ -125,31 +127,31 @@ LOST_SHARE = 0.01
 # ---------------------------------------------------------------------------------------------------- the quantisation
 
 
-def number_format(facts: Facts) -> Change | None:
+def recommend_number_format(facts: RecommendationInputs) -> RecommendedChange | None:
     """NF4 rather than FP4."""
     if facts.settings.train.quantization != "fp4":
         return None
     reason = "NF4 keeps more of a model than FP4 in as many bits: `ratchet evaluate --quantization` measures it here"
-    return Change({"train.quantization": "nf4"}, reason, f"{QLORA}, table 2")
+    return RecommendedChange({"train.quantization": "nf4"}, reason, f"{QLORA}, table 2")
 
 
 # --------------------------------------------------------------------------------------------------------- the adapter
 
 
-def layers(facts: Facts) -> Change | None:
+def recommend_target_layers(facts: RecommendationInputs) -> RecommendedChange | None:
     """All linear layers, not attention alone."""
     wanted = facts.settings.train.targets
     if wanted in ("all", "mlp"):
         return None
     everything = {"train.targets": "all"}
     if facts.blueprint is None:
-        chosen: tuple[Layer, ...] = ()
+        chosen: tuple[LayerSpec, ...] = ()
         attention = wanted == "attention"
     else:
         try:
             chosen = targets.choose(facts.blueprint.layers, wanted, facts.blueprint.others)
         except SettingsError as error:
-            return Change(everything, f"no such layers ({str(error).removeprefix('train.targets: ')})", BASE)
+            return RecommendedChange(everything, f"no such layers ({str(error).removeprefix('train.targets: ')})", BASE)
         attention = all(layer.role == "attention" for layer in chosen)
     if not attention:
         return None
@@ -158,10 +160,10 @@ def layers(facts: Facts) -> Change | None:
         f"adapters are on {named} only; those on the MLP too learn more, and even at equal numbers of parameters "
         "attention alone learns less"
     )
-    return Change(everything, reason, f"{REGRET}; {LESS}; {QLORA}, figure 2")
+    return RecommendedChange(everything, reason, f"{REGRET}; {LESS}; {QLORA}, figure 2")
 
 
-def smallest_side(facts: Facts) -> Change | None:
+def limit_rank_to_matrix(facts: RecommendationInputs) -> RecommendedChange | None:
     """No rank above the smaller side of a matrix: no such update exists."""
     if facts.blueprint is None:
         return None
@@ -175,15 +177,15 @@ def smallest_side(facts: Facts) -> Change | None:
     if train.rank <= side:
         return None
     reason = f"{layer.name} is [{layer.outputs}, {layer.inputs}]: no update of it has a rank above {side}"
-    return _with_rank(facts, 2 ** int(math.log2(side)), reason, BASE)
+    return _change_rank(facts, 2 ** int(math.log2(side)), reason, BASE)
 
 
-def capacity(facts: Facts) -> Change | None:
+def recommend_rank_for_data(facts: RecommendationInputs) -> RecommendedChange | None:
     """At least as many parameters that learn as tokens that are learned from."""
     train, rows = facts.settings.train, facts.rows
     if facts.blueprint is None or rows is None or train.adapter == "adalora":
         return None
-    parameters = storage.trainable_parameters(facts.blueprint, train)
+    parameters = storage.count_trainable_parameters(facts.blueprint, train)
     if parameters >= rows.trained:
         return None
     side = min(min(one.inputs, one.outputs) for one in facts.blueprint.layers if one.role in ("attention", "mlp"))
@@ -195,19 +197,19 @@ def capacity(facts: Facts) -> Change | None:
         f"{parameters:,} parameters learn from {rows.trained:,} answer tokens: with fewer parameters than tokens an "
         "adapter runs out of room, and learns less than the whole model would"
     )
-    return _with_rank(facts, rank, reason, f"{REGRET}; {PRIMER}")
+    return _change_rank(facts, rank, reason, f"{REGRET}; {PRIMER}")
 
 
-def _with_rank(facts: Facts, rank: int, reason: str, source: str) -> Change:
+def _change_rank(facts: RecommendationInputs, rank: int, reason: str, source: str) -> RecommendedChange:
     """Another rank at the same scale, so that the learning rate stays right."""
     train = facts.settings.train
     ratio = rank / train.rank
     alpha = train.alpha * (math.sqrt(ratio) if train.rank_stabilized else ratio)
     values: dict[str, Any] = {"train.rank": rank, "train.alpha": round(alpha, 3)}
-    return Change(values, reason, source)
+    return RecommendedChange(values, reason, source)
 
 
-def scale(facts: Facts) -> Change | None:
+def recommend_scale(facts: RecommendationInputs) -> RecommendedChange | None:
     """alpha over rank (or its root) within what published recipes use."""
     train = facts.settings.train
     if train.adapter == "adalora" or train.alpha_pattern or train.rank_pattern:
@@ -218,7 +220,7 @@ def scale(facts: Facts) -> Change | None:
         return None
     over = "alpha / sqrt(rank)" if train.rank_stabilized else "alpha / rank"
     reason = f"{over} is {found:.3g}; recipes whose learning rates are known have {SCALES[0]:g} to 2"
-    return Change(
+    return RecommendedChange(
         {"train.alpha": round(2 * root, 1)}, reason, f"{LESS}; {QLORA}" + (f"; {STABLE}" * (root < train.rank))
     )
 
@@ -226,7 +228,7 @@ def scale(facts: Facts) -> Change | None:
 # ------------------------------------------------------------------------------------------------------- the optimizer
 
 
-def rate(facts: Facts) -> Change | None:
+def recommend_learning_rate(facts: RecommendationInputs) -> RecommendedChange | None:
     """A learning rate for a model of this size."""
     train = facts.settings.train
     if facts.blueprint is None:
@@ -236,10 +238,10 @@ def rate(facts: Facts) -> Change | None:
         return None
     side = "above" if train.learning_rate > wanted else "below"
     factor = max(train.learning_rate / wanted, wanted / train.learning_rate)
-    return Change({"train.learning_rate": wanted}, f"{factor:.3g} times {side} {reason}", source)
+    return RecommendedChange({"train.learning_rate": wanted}, f"{factor:.3g} times {side} {reason}", source)
 
 
-def _reference_rate(blueprint: Blueprint) -> tuple[float, str, str]:
+def _reference_rate(blueprint: ModelSpec) -> tuple[float, str, str]:
     """QLoRA's rates from a billion parameters on; below, a fit by width: 5e-4 (2000 / width) ^ 0.781.
 
     The fit is that of Thinking Machines for Llama models, whose smallest had 1B: below, it is extrapolated. On our tiny
@@ -257,47 +259,47 @@ def _reference_rate(blueprint: Blueprint) -> tuple[float, str, str]:
     return fitted, f"{fitted:g}, the fit for LoRA at width {width} (extrapolated below 1B)", f"{REGRET}; {PRIMER}"
 
 
-def ratio(facts: Facts) -> Change | None:
+def recommend_lora_plus_ratio(facts: RecommendationInputs) -> RecommendedChange | None:
     """LoRA+ within what its paper tried."""
     if facts.settings.train.rate_ratio <= 64:
         return None
     reason = f"B learns at {facts.settings.train.rate_ratio:g} times the rate; the paper proposes 16"
-    return Change({"train.rate_ratio": 16.0}, reason, PLUS)
+    return RecommendedChange({"train.rate_ratio": 16.0}, reason, PLUS)
 
 
-def paging(facts: Facts) -> Change | None:
+def recommend_optimizer_paging(facts: RecommendationInputs) -> RecommendedChange | None:
     """Paged optimizers only where there is paging."""
     if facts.settings.train.optimizer != "paged_adamw_8bit" or facts.device == "cuda":
         return None
-    return Change({"train.optimizer": "adamw"}, "without a GPU there is nothing to page from", LIBRARY)
+    return RecommendedChange({"train.optimizer": "adamw"}, "without a GPU there is nothing to page from", LIBRARY)
 
 
-def batch(facts: Facts) -> Change | None:
+def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | None:
     """Enough steps, by smaller batches."""
-    train, steps = facts.settings.train, _steps(facts)
+    train, steps = facts.settings.train, _count_steps(facts)
     if steps is None or steps >= ENOUGH_STEPS or train.batch_rows <= SMALL_BATCH_ROWS:
         return None
     size = train.batch_rows
     while size > SMALL_BATCH_ROWS and steps * train.batch_rows / size < ENOUGH_STEPS:
         size = max(SMALL_BATCH_ROWS, size // 2)
     reason = f"{steps} optimizer steps in all are few, and LoRA suffers from large batches more than full fine-tuning"
-    return Change({"train.batch_rows": size}, reason, f"{REGRET}; {QLORA}, appendix B")
+    return RecommendedChange({"train.batch_rows": size}, reason, f"{REGRET}; {QLORA}, appendix B")
 
 
-def epochs(facts: Facts) -> Change | None:
+def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
     """More passes over little data, no useless ones."""
-    train, steps = facts.settings.train, _steps(facts)
+    train, steps = facts.settings.train, _count_steps(facts)
     if train.epochs > EPOCHS_USELESS and not train.early_stopping.patience:
         reason = f"{train.epochs:g} passes over the same rows teach little after the first 4, and nothing stops them"
-        return Change({"train.epochs": EPOCHS_REPEATED}, reason, f"{REPEATED} (of pre-training)")
+        return RecommendedChange({"train.epochs": EPOCHS_REPEATED}, reason, f"{REPEATED} (of pre-training)")
     if steps is None or steps >= ENOUGH_STEPS or train.epochs >= EPOCHS_REPEATED:
         return None
     needed = min(EPOCHS_REPEATED, float(math.ceil(train.epochs * ENOUGH_STEPS / steps)))
     reason = f"{steps} optimizer steps in all are few; up to 4 passes teach nearly as much as new rows would"
-    return Change({"train.epochs": needed}, reason, f"{REPEATED} (of pre-training)")
+    return RecommendedChange({"train.epochs": needed}, reason, f"{REPEATED} (of pre-training)")
 
 
-def _steps(facts: Facts) -> int | None:
+def _count_steps(facts: RecommendationInputs) -> int | None:
     """Optimizer steps of the whole run; not known of packs, whose number is not in the card."""
     train = facts.settings.train
     if facts.data is None or train.batching == "packed":
@@ -309,17 +311,17 @@ def _steps(facts: Facts) -> int | None:
 # --------------------------------------------------------------------------------------------------------- the lengths
 
 
-def positions(facts: Facts) -> Change | None:
+def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange | None:
     """No rows longer than the model's positions."""
     if facts.blueprint is None:
         return None
     most = getattr(facts.blueprint.config.get_text_config(), "max_position_embeddings", None)
     if not most or facts.settings.prepare.max_tokens <= most:
         return None
-    return Change({"prepare.max_tokens": most}, f"the base was trained on {most:,} positions", BASE)
+    return RecommendedChange({"prepare.max_tokens": most}, f"the base was trained on {most:,} positions", BASE)
 
 
-def length(facts: Facts) -> Change | None:
+def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | None:
     """No more rows lost for their length than can be helped."""
     if facts.data is None or facts.rows is None:
         return None
@@ -340,20 +342,22 @@ def length(facts: Facts) -> Change | None:
         values["train.pack_tokens"] = wanted
     share = lost / facts.data.rows_in
     kept = facts.settings.prepare.max_tokens
-    return Change(values, f"{lost:,} rows ({share:.1%}) are longer than {kept:,} tokens and dropped or cut", CARD)
+    return RecommendedChange(
+        values, f"{lost:,} rows ({share:.1%}) are longer than {kept:,} tokens and dropped or cut", CARD
+    )
 
 
-def packs(facts: Facts) -> Change | None:
+def recommend_pack_length(facts: RecommendationInputs) -> RecommendedChange | None:
     """Packs that hold the longest row."""
     train = facts.settings.train
     longest = facts.settings.prepare.max_tokens
     if train.batching != "packed" or train.pack_tokens >= longest:
         return None
     reason = f"a row may have {longest:,} tokens (prepare.max_tokens), a pack {train.pack_tokens:,}"
-    return Change({"train.pack_tokens": longest}, reason, "a pack holds whole rows")
+    return RecommendedChange({"train.pack_tokens": longest}, reason, "a pack holds whole rows")
 
 
-def padding(facts: Facts) -> Change | None:
+def recommend_length_grouping(facts: RecommendationInputs) -> RecommendedChange | None:
     """Rows of like length together where much would be filled."""
     train = facts.settings.train
     if facts.rows is None or not facts.rows.histogram or train.batching != "shuffled":
@@ -362,7 +366,7 @@ def padding(facts: Facts) -> Change | None:
     if share <= PADDED_SHARE:
         return None
     reason = f"{share:.0%} of the computing would go into filling rows up to the longest beside them"
-    return Change({"train.batching": "by_length"}, reason, CARD)
+    return RecommendedChange({"train.batching": "by_length"}, reason, CARD)
 
 
 def _padded_share(histogram: dict[int, int], batch_rows: int, micro_batch_rows: int) -> float:
@@ -372,15 +376,17 @@ def _padded_share(histogram: dict[int, int], batch_rows: int, micro_batch_rows: 
     filled = own = 0
     for _ in range(50):
         lengths = draw.choices(bins, counts, k=batch_rows)
-        for rows in micro_batches(list(range(batch_rows)), lengths, micro_batch_rows):
+        for rows in split_micro_batches(list(range(batch_rows)), lengths, micro_batch_rows):
             filled += len(rows) * max(lengths[row] for row in rows)
             own += sum(lengths[row] for row in rows)
     return 1 - own / filled
 
 
 RULES: tuple[Rule, ...] = (
-    number_format, layers, smallest_side, capacity, scale, rate, ratio, paging, batch, epochs, positions, length, packs,
-    padding,
+    recommend_number_format, recommend_target_layers, limit_rank_to_matrix, recommend_rank_for_data, recommend_scale,
+    recommend_learning_rate, recommend_lora_plus_ratio, recommend_optimizer_paging, recommend_batch_size,
+    recommend_epochs, limit_length_to_positions, recommend_row_length, recommend_pack_length,
+    recommend_length_grouping,
 )  # fmt: skip
 """All that need no forecast, in the order in which they build on each other."""
 
@@ -407,7 +413,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryConstraint:
     """Memory for the training process, and what it would hold."""
 
     available_bytes: int
@@ -420,36 +426,36 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """How the settings go into the memory."""
 
     needed_bytes: int
     """By the settings as they are."""
-    changes: tuple[Change, ...]
+    changes: tuple[RecommendedChange, ...]
     least_bytes: int
     """With these changes."""
     fits: bool
     """With these changes; if not, nothing helps."""
 
 
-def fit(settings: Settings, device: Device, room: Room) -> Fit:
+def fit_to_memory(settings: Settings, device: Device, room: MemoryConstraint) -> MemoryFit:
     """What to change so that the training fits, or so that memory of a GPU that is there is used.
 
     Raises:
         SettingsError: the settings do not fit the base at all.
     """
-    search = _Search(settings, room)
+    search = _MemoryFitSearch(settings, room)
     needed = search.needed_bytes()
     if needed > room.available_bytes:
         return search.smaller(needed)
     changes = search.faster() if device == "cuda" else []
-    return Fit(needed, tuple(changes), search.needed_bytes() if changes else needed, fits=True)
+    return MemoryFit(needed, tuple(changes), search.needed_bytes() if changes else needed, fits=True)
 
 
-class _Search:
+class _MemoryFitSearch:
     """Settings that are changed step by step, and what they need."""
 
-    def __init__(self, settings: Settings, room: Room) -> None:
+    def __init__(self, settings: Settings, room: MemoryConstraint) -> None:
         self.settings = settings
         self.room = room
         self.budget_bytes = int(SHARE * room.available_bytes)
@@ -457,31 +463,33 @@ class _Search:
 
     def needed_bytes(self, values: Values | None = None) -> int:
         """The peak of a training with the settings, or with some of them changed."""
-        return self.room.needed_bytes(params_file.changed(self.settings, values or {}))
+        return self.room.needed_bytes(params_file.apply_changes(self.settings, values or {}))
 
-    def smaller(self, needed: int) -> Fit:
+    def smaller(self, needed: int) -> MemoryFit:
         """Fewer rows at a time; then, a row at a time, one thing after the other until it fits."""
         rows = self.settings.machine.micro_batch_rows
-        self.asked = f"{written(needed)} would be needed, {written(self.room.available_bytes)} are at hand"
+        self.asked = f"{format_bytes(needed)} would be needed, {format_bytes(self.room.available_bytes)} are at hand"
         count, least = self._fewer(rows, needed)
-        changes: list[Change] = []
+        changes: list[RecommendedChange] = []
         for values, what, source in self._rungs():
             if least <= self.budget_bytes:
                 break
             before, least = least, self.needed_bytes(values | {ROWS: 1})
-            self.settings = params_file.changed(self.settings, values)
-            changes.append(Change(values, f"{self.asked}; {what}: {written(before - least)} less", source))
+            self.settings = params_file.apply_changes(self.settings, values)
+            changes.append(
+                RecommendedChange(values, f"{self.asked}; {what}: {format_bytes(before - least)} less", source)
+            )
         if least > self.budget_bytes:
             shorter, least = self._shorter()
             changes += shorter
         if least > self.budget_bytes:
-            return Fit(needed, (), least, fits=False)
+            return MemoryFit(needed, (), least, fits=False)
         while changes and count * 2 <= rows and (more := self.needed_bytes({ROWS: count * 2})) <= self.budget_bytes:
             count, least = count * 2, more
         if count < rows:
             reason = f"{self.asked}; rows that fit at once: {count}. What is learned stays the same"
-            changes.insert(0, Change({ROWS: count}, reason, FORECAST))
-        return Fit(needed, tuple(changes), least, fits=True)
+            changes.insert(0, RecommendedChange({ROWS: count}, reason, FORECAST))
+        return MemoryFit(needed, tuple(changes), least, fits=True)
 
     def _fewer(self, rows: int, needed: int) -> tuple[int, int]:
         """Rows at a time that fit, and what they need; 1 where not even that does."""
@@ -500,7 +508,7 @@ class _Search:
             what = "activations computed twice instead of kept, for a third more time"
             found.append(({CHECKPOINTING: True}, what, f"{CHEN}; {FORECAST}"))
         four_bits = train.model_copy(update={"quantization": "nf4"})  # which may come next
-        may_share = self.room.ranks > 1 and targets.unshareable(four_bits) is None
+        may_share = self.room.ranks > 1 and targets.sharding_obstacle(four_bits) is None
         if may_share and self.settings.machine.shard_base is not True:
             what = f"the frozen base shared among {self.room.ranks} ranks, whose layers then travel for every pass"
             found.append(({SHARING: True}, what, f"{FSDP}; {FORECAST}"))
@@ -520,7 +528,7 @@ class _Search:
             found.append((values, "optimizer states in 8 bits", f"{EIGHT_BITS}; {FORECAST}"))
         return found
 
-    def _shorter(self) -> tuple[list[Change], int]:
+    def _shorter(self) -> tuple[list[RecommendedChange], int]:
         """Half as long, again and again, at one row at a time."""
         least = self.needed_bytes(self._of_length(LEAST_TOKENS))
         if least > self.budget_bytes:
@@ -529,28 +537,30 @@ class _Search:
         while length > LEAST_TOKENS and (needed := self.needed_bytes(self._of_length(length))) > self.budget_bytes:
             length //= 2
         values = {key: value for key, value in self._of_length(length).items() if key != ROWS}
-        self.settings = params_file.changed(self.settings, values)
+        self.settings = params_file.apply_changes(self.settings, values)
         reason = f"{self.asked}; rows of {2 * length:,} tokens do not fit, whatever else is changed"
-        return [Change(values, reason, FORECAST)], needed if length > LEAST_TOKENS else least
+        return [RecommendedChange(values, reason, FORECAST)], needed if length > LEAST_TOKENS else least
 
     def _of_length(self, length: int) -> Values:
         packed = self.settings.train.batching == "packed"
         return {ROWS: 1, "prepare.max_tokens": length} | ({"train.pack_tokens": length} if packed else {})
 
-    def faster(self) -> list[Change]:
+    def faster(self) -> list[RecommendedChange]:
         """What a GPU with memory to spare could do without, or have more of."""
         changes = []
         if self.settings.machine.activation_checkpointing is True:
             needed = self.needed_bytes({CHECKPOINTING: False})
             if needed <= self.budget_bytes:
-                self.settings = params_file.changed(self.settings, {CHECKPOINTING: False})
-                reason = f"activations fit ({written(needed)}) without being computed twice, which takes a third longer"
-                changes.append(Change({CHECKPOINTING: False}, reason, f"{CHEN}; {FORECAST}"))
+                self.settings = params_file.apply_changes(self.settings, {CHECKPOINTING: False})
+                reason = (
+                    f"activations fit ({format_bytes(needed)}) without being computed twice, which takes a third longer"
+                )
+                changes.append(RecommendedChange({CHECKPOINTING: False}, reason, f"{CHEN}; {FORECAST}"))
         rows = count = self.settings.machine.micro_batch_rows
         while count * 2 <= self.settings.train.batch_rows and self.needed_bytes({ROWS: count * 2}) <= self.budget_bytes:
             count *= 2
         if count > rows:
-            self.settings = params_file.changed(self.settings, {ROWS: count})
+            self.settings = params_file.apply_changes(self.settings, {ROWS: count})
             reason = f"{count} rows fit at once, and a GPU computes them in less time than one after the other"
-            changes.append(Change({ROWS: count}, reason, FORECAST))
+            changes.append(RecommendedChange({ROWS: count}, reason, FORECAST))
         return changes

@@ -12,15 +12,15 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 
 from ratchet.data.conversation import MASKED
-from ratchet.models.chunked_loss import Pass
-from ratchet.models.decoding.token_choice import Draw
-from ratchet.models.likelihoods import can_be_repeated, taken
+from ratchet.models.chunked_loss import ForwardPass
+from ratchet.models.decoding.token_choice import GumbelLogitsWarper
+from ratchet.models.likelihoods import is_plain_kv_cache, select_cache_rows
 from ratchet.models.loading import Model
-from ratchet.models.loss import pad as padded
+from ratchet.models.loss import pad_rows as padded
 
 
 @dataclass(frozen=True)
-class Likelihood:
+class RowLikelihood:
     """How likely the tokens of one row are, each after those before it; in nats. Its first token counts nowhere."""
 
     nll: float
@@ -31,9 +31,9 @@ class Likelihood:
     prompt_tokens: int
 
 
-def likelihoods(
+def score_rows(
     model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], pad: int
-) -> list[Likelihood]:
+) -> list[RowLikelihood]:
     """Likelihood of rows that are computed at once, in their order.
 
     Every token is a target, whatever the labels say, so answer and prompt cost one pass. No attention mask is needed:
@@ -45,20 +45,20 @@ def likelihoods(
     """
     lengths = [len(ids) for ids in input_ids]
     if max(lengths) < 2:
-        return [Likelihood(0.0, 0, 0.0, 0) for _ in lengths]
+        return [RowLikelihood(0.0, 0, 0.0, 0) for _ in lengths]
     with torch.no_grad():
         ids = padded(input_ids, pad, model.device)
-        nll = Pass(model, ids, (0, ids.shape[1] - 1)).nll(ids[:, 1:]).double()
+        nll = ForwardPass(model, ids, (0, ids.shape[1] - 1)).nll(ids[:, 1:]).double()
         answers = (padded(labels, MASKED, model.device) != MASKED)[:, 1:]
         inside = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         prompts = inside.to(model.device) & ~answers
         # Not by multiplying with 0: what stands where rows are filled may be NaN.
         sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (answers, prompts)]
     counts = [mask.sum(dim=1).tolist() for mask in (answers, prompts)]
-    return [Likelihood(*found) for found in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
+    return [RowLikelihood(*found) for found in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
 
 
-def end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
+def list_end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
     """Ids that end an answer: what was learned as end of turn, and what the model's own files name.
 
     They may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
@@ -71,7 +71,7 @@ def end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
 
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int, pad: int,
-    draw: Draw | None = None,
+    draw: GumbelLogitsWarper | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Tokens of the answer to each prompt (ids that end where the assistant begins), computed at once, in their order.
 
@@ -89,18 +89,18 @@ def generate(
     wanted = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=pad, eos_token_id=list(ends)
     )
-    with torch.no_grad(), _without_own_settings(whole):
+    with torch.no_grad(), _ignore_generation_config(whole):
         output = whole.generate(
             input_ids=torch.tensor(ids, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             generation_config=wanted,
             logits_processor=LogitsProcessorList([draw] if draw else []),
         )
-    return [_until(tokens, set(ends)) for tokens in output[:, longest:].tolist()]
+    return [_cut_at_end_token(tokens, set(ends)) for tokens in output[:, longest:].tolist()]
 
 
 @contextmanager
-def _without_own_settings(whole: Model) -> Iterator[None]:
+def _ignore_generation_config(whole: Model) -> Iterator[None]:
     """transformers takes from a model's generation_config what a call does not set."""
     own = whole.generation_config
     whole.generation_config = GenerationConfig()
@@ -110,14 +110,14 @@ def _without_own_settings(whole: Model) -> Iterator[None]:
         whole.generation_config = own
 
 
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
+def _cut_at_end_token(tokens: list[int], ends: set[int]) -> list[int]:
     """Up to the first end; what follows is filling, while others in the batch went on."""
     stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:stop]
 
 
 @dataclass(frozen=True)
-class LogitDifference:
+class LogitComparison:
     """Two models' logits on the same rows."""
 
     greatest: float
@@ -130,10 +130,10 @@ class LogitDifference:
 
 def compare_logits(
     reference: Sequence[torch.Tensor], model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
-) -> LogitDifference:
-    """Compare a model's logits with `reference` (from `logits_of`), row by row, without padding."""
+) -> LogitComparison:
+    """Compare a model's logits with `reference` (from `collect_logits`), row by row, without padding."""
     greatest, total, elements, positions, agreeing, answer_positions = 0.0, 0.0, 0, 0, 0, 0
-    for expected, found, row_labels in zip(reference, logits_of(model, input_ids), labels, strict=True):
+    for expected, found, row_labels in zip(reference, collect_logits(model, input_ids), labels, strict=True):
         difference = (expected - found).abs()
         greatest = max(greatest, float(difference.max()))
         total += float(difference.double().sum())
@@ -143,10 +143,10 @@ def compare_logits(
         same = expected[:-1].argmax(-1) == found[:-1].argmax(-1)
         agreeing += int((same & learned).sum())
         answer_positions += int(learned.sum())
-    return LogitDifference(greatest, total / elements, positions, agreeing, answer_positions)
+    return LogitComparison(greatest, total / elements, positions, agreeing, answer_positions)
 
 
-def logits_of(model: Model, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def collect_logits(model: Model, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits [positions, vocabulary] of each row in float32, on the CPU."""
     with torch.no_grad():
         return [
@@ -160,7 +160,7 @@ Labels = Sequence[Sequence[int]]
 """Token ids of each label, its end of turn included; at least one token each."""
 
 
-def label_scores(
+def score_labels(
     model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad: int
 ) -> list[list[float]]:
     """Log-probability in nats of each label as the whole answer to each prompt: [prompts][labels].
@@ -180,38 +180,38 @@ def label_scores(
         raise ValueError("label_scores takes prompts of one length, and no empty prompt or label")
     with torch.no_grad():
         ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-        begun = Pass(model, ids, (ids.shape[1] - 1, ids.shape[1]), keep=True)
-        if not can_be_repeated(begun.cache):
-            return _anew(model, prompts, labels, batch_rows, pad)
+        begun = ForwardPass(model, ids, (ids.shape[1] - 1, ids.shape[1]), keep=True)
+        if not is_plain_kv_cache(begun.cache):
+            return _score_labels_without_cache(model, prompts, labels, batch_rows, pad)
         ((_, logits),) = begun.pieces()
         first = functional.log_softmax(logits[:, 0].float(), dim=-1).double()
         found = first[:, [label[0] for label in labels]]
-        for some in _alike(labels, max(1, batch_rows // len(prompts))):
+        for some in _group_by_length(labels, max(1, batch_rows // len(prompts))):
             if len(labels[some[0]]) > 1:
-                found[:, some] -= _rest(model, begun.cache, len(prompts), [labels[k] for k in some], pad)
+                found[:, some] -= _label_tail_nll(model, begun.cache, len(prompts), [labels[k] for k in some], pad)
     scores: list[list[float]] = found.tolist()
     return scores
 
 
-def _alike(labels: Labels, count: int) -> Iterator[list[int]]:
+def _group_by_length(labels: Labels, count: int) -> Iterator[list[int]]:
     """Indices of labels in groups of at most `count`, those of like length together, longest first."""
     order = sorted(range(len(labels)), key=lambda k: (-len(labels[k]), k))
     return (order[start : start + count] for start in range(0, len(order), count))
 
 
-def _rest(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad: int) -> Tensor:
+def _label_tail_nll(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad: int) -> Tensor:
     """Negative log-likelihood of all but the first tokens of labels after each prompt; float64 [prompts, labels]."""
-    own = taken(cache, [row for row in range(prompts) for _ in labels])
+    own = select_cache_rows(cache, [row for row in range(prompts) for _ in labels])
     ids, targets = (
         padded([label[part] for label in labels], fill, model.device).repeat(prompts, 1)
         for part, fill in ((slice(None, -1), pad), (slice(1, None), MASKED))
     )
     known = targets != MASKED
-    nll = Pass(model, ids, (0, ids.shape[1]), cache=own).nll(torch.where(known, targets, pad)).double()
+    nll = ForwardPass(model, ids, (0, ids.shape[1]), cache=own).nll(torch.where(known, targets, pad)).double()
     return torch.where(known, nll, 0.0).sum(dim=1).view(prompts, len(labels))
 
 
-def _anew(
+def _score_labels_without_cache(
     model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad: int
 ) -> list[list[float]]:
     pairs = [(prompt, labels[k]) for prompt in prompts for k in range(len(labels))]
@@ -220,5 +220,5 @@ def _anew(
         some = pairs[start : start + batch_rows]
         ids = [[*prompt, *label] for prompt, label in some]
         learned = [[MASKED] * len(prompt) + list(label) for prompt, label in some]
-        found += [-one.nll for one in likelihoods(model, ids, learned, pad)]
+        found += [-one.nll for one in score_rows(model, ids, learned, pad)]
     return [found[start : start + len(labels)] for start in range(0, len(found), len(labels))]

@@ -6,13 +6,13 @@ Exit 0 with one line of what it answered, or 1 with one line of what is wrong.
 import sys
 from pathlib import Path
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 
 PROMPT = "Hello"
 NEW_TOKENS = 8
 
 
-def smoke(directory: Path) -> str:
+def run_smoke_test(directory: Path) -> str:
     """Load model and tokenizer from disk alone and answer one prompt greedily; returns the answer.
 
     Raises:
@@ -31,18 +31,18 @@ def smoke(directory: Path) -> str:
     with torch.inference_mode():
         logits = model(**prompt).logits
         if not torch.isfinite(logits).all():
-            raise DamagedError(f"{directory}: logits are not finite; export the model again")
+            raise DamagedFileError(f"{directory}: logits are not finite; export the model again")
         answer = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
     new = answer[0, prompt["input_ids"].shape[1] :]
     if not len(new):
-        raise DamagedError(f"{directory}: the model generated nothing; export it again")
+        raise DamagedFileError(f"{directory}: the model generated nothing; export it again")
     return str(tokenizer.decode(new))
 
 
 def main(arguments: list[str]) -> int:
     """The command; `arguments` is the directory."""
     try:
-        print(f"answers {smoke(Path(arguments[0]))!r}")
+        print(f"answers {run_smoke_test(Path(arguments[0]))!r}")
     except Exception as error:  # whatever it is, the model cannot be served: the caller needs the reason, not our trace
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from typing import NoReturn
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models.device import Model
-from ratchet.models.model_spec import Blueprint, Layer, Role, layers_of, others_of
+from ratchet.models.model_spec import LayerSpec, ModelSpec, Role, list_layers, list_other_modules
 
 GROUPS: dict[str, tuple[Role, ...]] = {"attention": ("attention",), "mlp": ("mlp",), "all": ("attention", "mlp")}
 """What train.targets may say instead of names. Embeddings, norms, routers and the head are in none of them."""
@@ -22,7 +22,7 @@ _WITH_MIXERS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types in which peft 0.21 puts no adapter on `out_proj` (tuners_utils, _check_lora_target_modules_mamba)."""
 
 
-def check(blueprint: Blueprint, settings: Train) -> tuple[Layer, ...]:
+def check(blueprint: ModelSpec, settings: Train) -> tuple[LayerSpec, ...]:
     """The layers that will have an adapter, after everything that can be known without weights has been looked at.
 
     Raises:
@@ -38,8 +38,8 @@ def check(blueprint: Blueprint, settings: Train) -> tuple[Layer, ...]:
 
 
 def choose(
-    layers: Sequence[Layer], wanted: str | Sequence[str], others: Mapping[str, str] | None = None
-) -> tuple[Layer, ...]:
+    layers: Sequence[LayerSpec], wanted: str | Sequence[str], others: Mapping[str, str] | None = None
+) -> tuple[LayerSpec, ...]:
     """The layers that `train.targets` means, in the order of the model.
 
     Args:
@@ -53,43 +53,44 @@ def choose(
     """
     others = others or {}
     if not isinstance(wanted, str):
-        named = {layer.name for text in wanted for layer in _named(text, layers, others)}
+        named = {layer.name for text in wanted for layer in _match_name(text, layers, others)}
         return tuple(layer for layer in layers if layer.name in named)
     if wanted in GROUPS:
         chosen = tuple(layer for layer in layers if layer.role in GROUPS[wanted])
-        return chosen or _refuse_group(wanted, layers)
-    return _matched(wanted, layers, others)
+        return chosen or _raise_unknown_group(wanted, layers)
+    return _match_expression(wanted, layers, others)
 
 
-def rank_of(layer: Layer, settings: Train) -> int:
+def layer_rank(layer: LayerSpec, settings: Train) -> int:
     """The rank of one layer's adapter: that of the first pattern that matches its name, else train.rank."""
-    key = _pattern(layer, settings.rank_pattern)
+    key = _first_matching_key(layer, settings.rank_pattern)
     return settings.rank if key is None else settings.rank_pattern[key]
 
 
-def alpha_of(layer: Layer, settings: Train) -> float:
+def layer_alpha(layer: LayerSpec, settings: Train) -> float:
     """The same for alpha."""
-    key = _pattern(layer, settings.alpha_pattern)
+    key = _first_matching_key(layer, settings.alpha_pattern)
     return settings.alpha if key is None else settings.alpha_pattern[key]
 
 
-def check_patterns(chosen: Sequence[Layer], settings: Train) -> None:
+def check_patterns(chosen: Sequence[LayerSpec], settings: Train) -> None:
     """Raises SettingsError when a key of rank_pattern or alpha_pattern matches no layer that has an adapter."""
     for knob, keys in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         for key in keys:
-            _compiled(_ending(key), f"train.{knob}: {key}")
-            if not any(re.match(_ending(key), layer.name) for layer in chosen):
+            _compile_expression(_pattern_expression(key), f"train.{knob}: {key}")
+            if not any(re.match(_pattern_expression(key), layer.name) for layer in chosen):
                 raise SettingsError(
-                    f"train.{knob}: {key}: no layer with an adapter has a name that ends so{_nearest(key, chosen, {})}"
+                    f"train.{knob}: {key}: no layer with an adapter has a name that ends so"
+                    f"{_suggest_nearest_names(key, chosen, {})}"
                 )
 
 
-def check_ranks(chosen: Sequence[Layer], settings: Train) -> None:
+def check_ranks(chosen: Sequence[LayerSpec], settings: Train) -> None:
     """Raises SettingsError when a rank is above the smaller side of its matrix: no update of that rank exists."""
     for layer in chosen:
-        rank, side = rank_of(layer, settings), min(layer.inputs, layer.outputs)
+        rank, side = layer_rank(layer, settings), min(layer.inputs, layer.outputs)
         if rank > side:
-            key = _pattern(layer, settings.rank_pattern)
+            key = _first_matching_key(layer, settings.rank_pattern)
             knob = "train.rank" if key is None else f"train.rank_pattern.{key}"
             raise SettingsError(
                 f"{knob}: {rank}, but {layer.name} is {layer.outputs} x {layer.inputs} and has no rank above {side}; "
@@ -97,7 +98,7 @@ def check_ranks(chosen: Sequence[Layer], settings: Train) -> None:
             )
 
 
-def _check_mixers(blueprint: Blueprint, chosen: Sequence[Layer]) -> None:
+def _check_mixers(blueprint: ModelSpec, chosen: Sequence[LayerSpec]) -> None:
     kind = blueprint.config.model_type
     if kind in _WITH_MIXERS and (taken := [x for x in chosen if x.name.endswith(".out_proj")]):
         raise SettingsError(
@@ -106,43 +107,48 @@ def _check_mixers(blueprint: Blueprint, chosen: Sequence[Layer]) -> None:
         )
 
 
-def _ending(key: str) -> str:
+def _pattern_expression(key: str) -> str:
     """peft's own expression for the keys of patterns (get_pattern_key)."""
     return rf"(.*\.)?({key})$"
 
 
-def _pattern(layer: Layer, keys: Iterable[str]) -> str | None:
-    return next((key for key in keys if re.match(_ending(key), layer.name)), None)
+def _first_matching_key(layer: LayerSpec, keys: Iterable[str]) -> str | None:
+    return next((key for key in keys if re.match(_pattern_expression(key), layer.name)), None)
 
 
-def _named(text: str, layers: Sequence[Layer], others: Mapping[str, str]) -> list[Layer]:
+def _match_name(text: str, layers: Sequence[LayerSpec], others: Mapping[str, str]) -> list[LayerSpec]:
     found = [layer for layer in layers if _ends_with(layer.name, text)]
     if found:
         return found
     if wrong := [name for name in others if _ends_with(name, text)]:
-        _refuse_other(text, wrong, layers, others)
+        _raise_unmatched_target(text, wrong, layers, others)
     raise SettingsError(
-        f"train.targets: {text}: no module of the model has this name{_nearest(text, layers, others)}; "
+        f"train.targets: {text}: no module of the model has this name{_suggest_nearest_names(text, layers, others)}; "
         f"groups: {', '.join(GROUPS)}"
     )
 
 
-def _matched(expression: str, layers: Sequence[Layer], others: Mapping[str, str]) -> tuple[Layer, ...]:
+def _match_expression(expression: str, layers: Sequence[LayerSpec], others: Mapping[str, str]) -> tuple[LayerSpec, ...]:
     """What a regular expression finds. Containers of layers may match too; other modules that end a branch may not."""
-    pattern = _compiled(expression, f"train.targets: {expression}")
+    pattern = _compile_expression(expression, f"train.targets: {expression}")
     found = tuple(layer for layer in layers if pattern.fullmatch(layer.name))
-    holding = {name[:end] for name in (*others, *(x.name for x in layers)) for end in _dots(name)} if found else set()
+    holding = (
+        {name[:end] for name in (*others, *(x.name for x in layers)) for end in _dot_positions(name)}
+        if found
+        else set()
+    )
     if wrong := [name for name in others if name not in holding and pattern.fullmatch(name)]:
-        _refuse_other(expression, wrong, layers, others)
+        _raise_unmatched_target(expression, wrong, layers, others)
     if found:
         return found
     raise SettingsError(
         f"train.targets: {expression}: neither a group ({', '.join(GROUPS)}) nor a regular expression that matches the "
-        f"full name of a layer{_nearest(expression, layers, others)}; for names, give a list: [{expression}]"
+        f"full name of a layer{_suggest_nearest_names(expression, layers, others)}; "
+        f"for names, give a list: [{expression}]"
     )
 
 
-def _compiled(expression: str, where: str) -> re.Pattern[str]:
+def _compile_expression(expression: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
@@ -153,33 +159,36 @@ def _ends_with(name: str, text: str) -> bool:
     return name == text or name.endswith(f".{text}")
 
 
-def _dots(name: str) -> list[int]:
+def _dot_positions(name: str) -> list[int]:
     return [place for place, letter in enumerate(name) if letter == "."]
 
 
-def _refuse_group(group: str, layers: Sequence[Layer]) -> NoReturn:
+def _raise_unknown_group(group: str, layers: Sequence[LayerSpec]) -> NoReturn:
     rest = [layer for layer in layers if layer.role == "other"]
     raise SettingsError(
-        f"train.targets: {group}: the model has no such layers; name some in a list instead: {_summary(rest or layers)}"
+        f"train.targets: {group}: the model has no such layers; name some in a list instead: "
+        f"{_summarize_layers(rest or layers)}"
     )
 
 
-def _refuse_other(text: str, wrong: Sequence[str], layers: Sequence[Layer], others: Mapping[str, str]) -> NoReturn:
+def _raise_unmatched_target(
+    text: str, wrong: Sequence[str], layers: Sequence[LayerSpec], others: Mapping[str, str]
+) -> NoReturn:
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     inside = [layer for layer in layers if layer.name.startswith(f"{wrong[0]}.")]
-    todo = f"name what is in it: {_summary(inside)}" if inside else f"linear are: {_summary(layers)}"
+    todo = f"name what is in it: {_summarize_layers(inside)}" if inside else f"linear are: {_summarize_layers(layers)}"
     raise SettingsError(
         f"train.targets: {text}: {wrong[0]}{more} is of class {others[wrong[0]]}, not a linear layer; {todo}"
     )
 
 
-def _summary(layers: Sequence[Layer]) -> str:
+def _summarize_layers(layers: Sequence[LayerSpec]) -> str:
     """Each leaf name once, with how many layers have it: `q_proj (32), v_proj (32)`."""
     counts = Counter(layer.name.rsplit(".", 1)[-1] for layer in layers)
     return ", ".join(f"{leaf} ({count})" for leaf, count in counts.items())
 
 
-def _nearest(text: str, layers: Iterable[Layer], others: Mapping[str, str]) -> str:
+def _suggest_nearest_names(text: str, layers: Iterable[LayerSpec], others: Mapping[str, str]) -> str:
     """`; nearest: q_proj, k_proj`, of the ends of all names that have as many parts as the text."""
     plain = re.sub(r"[^\w.]+", "", text.replace(".*", "").replace(r"\.", ".")).strip(".")
     parts = plain.count(".") + 1
@@ -187,7 +196,7 @@ def _nearest(text: str, layers: Iterable[Layer], others: Mapping[str, str]) -> s
     ends = linear | {".".join(name.split(".")[-parts:]) for name in others}
     near = difflib.get_close_matches(plain, sorted(ends), n=4, cutoff=0.5)
     near.sort(key=lambda end: end not in linear)  # what would do comes first
-    return f"; nearest: {', '.join(near)}" if near else f"; layers: {_summary(tuple(layers))}"
+    return f"; nearest: {', '.join(near)}" if near else f"; layers: {_summarize_layers(tuple(layers))}"
 
 
 # What adapters cannot do on some layers: refused with the reason, before a weight is loaded.
@@ -197,7 +206,7 @@ def _nearest(text: str, layers: Iterable[Layer], others: Mapping[str, str]) -> s
 # for embeddings that the head shares: there peft warns, and what came out could not be merged.
 
 
-def check_adapter(blueprint: Blueprint, settings: Train, learns_tokens: bool) -> tuple[Layer, ...]:
+def check_adapter(blueprint: ModelSpec, settings: Train, learns_tokens: bool) -> tuple[LayerSpec, ...]:
     """The layers that will have an adapter, after all has been looked at that can be known without weights.
 
     Args:
@@ -216,15 +225,15 @@ def check_adapter(blueprint: Blueprint, settings: Train, learns_tokens: bool) ->
     return chosen
 
 
-def choose_for_adapter(base: Model, settings: Train, learns_tokens: bool) -> tuple[Layer, ...]:
+def choose_for_adapter(base: Model, settings: Train, learns_tokens: bool) -> tuple[LayerSpec, ...]:
     """The same for a model that is there, without adapters, on any device, in 4 bits or not.
 
     Raises:
         SettingsError: targets, ranks or patterns do not fit the model, or its layers not this kind of adapter, or not
             beside rows of tokens that learn.
     """
-    layers, tied = layers_of(base), is_tied(base)
-    chosen = choose(layers, settings.targets, others_of(base))
+    layers, tied = list_layers(base), has_tied_head(base)
+    chosen = choose(layers, settings.targets, list_other_modules(base))
     check_patterns(chosen, settings)
     check_ranks(chosen, settings)
     _check_layers(chosen, settings, tied)
@@ -233,26 +242,26 @@ def choose_for_adapter(base: Model, settings: Train, learns_tokens: bool) -> tup
     return chosen
 
 
-def unshareable(settings: Train) -> str | None:
+def sharding_obstacle(settings: Train) -> str | None:
     """Why ranks cannot share a base that is trained so; None when they can."""
     if settings.adapter == "dora" and settings.quantization != "none":
         return "train.adapter: dora reads 4-bit matrices itself, and peft cannot do that of shares"
     return None
 
 
-def is_tied(base: Model) -> bool:
+def has_tied_head(base: Model) -> bool:
     """Whether output layer and embedding of a model are one tensor."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
-def _check_layers(chosen: Sequence[Layer], settings: Train, tied_head: bool) -> None:
+def _check_layers(chosen: Sequence[LayerSpec], settings: Train, tied_head: bool) -> None:
     for layer in chosen:
-        if reason := _reason(layer, settings, tied_head):
+        if reason := _adapter_obstacle(layer, settings, tied_head):
             raise SettingsError(f"train.targets: {layer.name}: {reason}")
 
 
-def _check_tokens(chosen: Sequence[Layer], layers: Sequence[Layer]) -> None:
+def _check_tokens(chosen: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> None:
     if taken := [layer.name for layer in chosen if layer.role in ("embedding", "head")]:
         raise SettingsError(
             f"train.targets: {taken[0]}: rows of base.added_tokens are learned there, and peft allows one or the other "
@@ -266,21 +275,21 @@ def _check_tokens(chosen: Sequence[Layer], layers: Sequence[Layer]) -> None:
         )
 
 
-def _reason(layer: Layer, settings: Train, tied_head: bool) -> str | None:
+def _adapter_obstacle(layer: LayerSpec, settings: Train, tied_head: bool) -> str | None:
     """Why this layer cannot have such an adapter; None when it can."""
     if layer.kind == "experts":
-        return _reason_of_experts(settings)
+        return _experts_obstacle(settings)
     if layer.role in ("embedding", "head") and tied_head:
         return (
             "embedding and output layer of this model are one tensor, and an adapter on one of them could not be "
             "merged; leave it out"
         )
     if layer.kind == "embedding":
-        return _reason_of_embedding(settings)
+        return _embedding_obstacle(settings)
     return None
 
 
-def _reason_of_experts(settings: Train) -> str | None:
+def _experts_obstacle(settings: Train) -> str | None:
     begin = "is one tensor for all experts, on which peft puts plain LoRA only, "
     if settings.adapter != "lora":
         return f"{begin}no {settings.adapter}; set adapter: lora, or targets: attention"
@@ -291,7 +300,7 @@ def _reason_of_experts(settings: Train) -> str | None:
     return None
 
 
-def _reason_of_embedding(settings: Train) -> str | None:
+def _embedding_obstacle(settings: Train) -> str | None:
     begin = "is an embedding, on which peft puts plain LoRA only, "
     if settings.adapter == "dora":
         return f"{begin}or DoRA with a magnitude for each column, which cannot be merged here; set adapter: lora"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ratchet.config.train import Distill, Train
-from ratchet.config.units import written
-from ratchet.data.batches import Rows
+from ratchet.config.train import DistillSettings, Train
+from ratchet.config.units import format_bytes
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import base_model, loading, model_spec, vocabulary
-from ratchet.models.chunked_loss import Deferred, Picked
+from ratchet.models.chunked_loss import DeferredHeadPass, SelectedPositionsPass
 from ratchet.models.device import Model
-from ratchet.models.loss import ALL, SOME, Lesson, Sequences
+from ratchet.models.loss import ALL, SOME, SequenceBatch, StoredTeacherTargets
 from ratchet.models.memory import capacity
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher_reference import KEY
 
 LEAST = -1e4
@@ -30,38 +30,38 @@ _BYTES = {"nf4": 0.53, "fp4": 0.53}
 
 
 @dataclass(frozen=True)
-class Found:
+class TeacherCandidate:
     """A teacher that may teach, before its weights are loaded."""
 
     path: Path
-    blueprint: Blueprint
+    blueprint: ModelSpec
     tokens: int
     """Ids that both tokenizers give the same tokens: all of the base's. What a model has beyond them is padding."""
     rows: int
     """Of the teacher's embedding."""
 
-    def weight_bytes(self, settings: Distill, dtype: torch.dtype) -> int:
+    def weight_bytes(self, settings: DistillSettings, dtype: torch.dtype) -> int:
         """About what its weights need in memory."""
         return int(self.blueprint.parameters * _BYTES.get(settings.quantization, dtype.itemsize))
 
     def require_room(self, settings: Train, device: torch.device) -> None:
         """Raises SettingsError when its weights alone need more memory than there is."""
         needed = self.weight_bytes(settings.distill, loading.pick_dtype(settings.compute_dtype, device))
-        if needed > (there := capacity.of(device).available_bytes):
+        if needed > (there := capacity.measure_device(device).available_bytes):
             raise SettingsError(
-                f"{KEY}: its weights need about {written(needed)}, {written(there)} are at hand; set "
+                f"{KEY}: its weights need about {format_bytes(needed)}, {format_bytes(there)} are at hand; set "
                 "train.distill.quantization: nf4, ask it on a larger machine, or take a smaller teacher"
             )
 
-    def base_rows(self, base: Blueprint) -> int:
+    def base_rows(self, base: ModelSpec) -> int:
         """Of the base's embedding, with those that its added tokens need."""
         return max(base.embedding_rows, self.tokens)
 
-    def padding(self, base: Blueprint) -> str | None:
+    def padding(self, base: ModelSpec) -> str | None:
         """What is to be said where the embedding has another size than the base's."""
-        return padding(self.rows, self.base_rows(base), self.tokens)
+        return describe_embedding_padding(self.rows, self.base_rows(base), self.tokens)
 
-    def require_length(self, rows: Rows) -> None:
+    def require_length(self, rows: TokenRows) -> None:
         """Raises DataError when a row is longer than the teacher can read."""
         most = getattr(self.blueprint.config.get_text_config(), "max_position_embeddings", None)
         if most and len(rows) and int(rows.lengths.max()) > most:
@@ -72,7 +72,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Said:
+class TeacherPredictions:
     """What it says at the learned positions of some rows, in the rows' order."""
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class Said:
     """Sum over positions of the probability of all other tokens."""
 
 
-def find(path: Path, named: str, tokenizer: Any, settings: Distill) -> Found:
+def inspect_teacher(path: Path, named: str, tokenizer: Any, settings: DistillSettings) -> TeacherCandidate:
     """Look at a teacher without loading it.
 
     Args:
@@ -98,11 +98,11 @@ def find(path: Path, named: str, tokenizer: Any, settings: Distill) -> Found:
         BaseModelError: there is no model, or one that cannot be read.
         SettingsError: its tokens are not those of the base, or fewer than top_k.
     """
-    base_model.files_of(path)
+    base_model.list_model_files(path)
     plan = model_spec.load(path)
     plan.require_causal()
-    known = vocabulary.size_of(tokenizer)
-    _require_same(tokenizer.get_vocab(), base_model.open_tokenizer(path).get_vocab(), named)
+    known = vocabulary.required_rows(tokenizer)
+    _require_same_vocabulary(tokenizer.get_vocab(), base_model.open_tokenizer(path).get_vocab(), named)
     rows = plan.embedding_rows
     if rows < known:
         raise SettingsError(
@@ -111,10 +111,10 @@ def find(path: Path, named: str, tokenizer: Any, settings: Distill) -> Found:
         )
     if settings.top_k is not None and settings.top_k >= known:
         raise SettingsError(f"train.distill.top_k: {settings.top_k}, but there are {known} tokens; set a smaller one")
-    return Found(path, plan, known, rows)
+    return TeacherCandidate(path, plan, known, rows)
 
 
-def _require_same(base: Mapping[str, int], teacher: Mapping[str, int], named: str) -> None:
+def _require_same_vocabulary(base: Mapping[str, int], teacher: Mapping[str, int], named: str) -> None:
     """Raises SettingsError unless both tokenizers give the same ids to the same tokens."""
     if base == teacher:
         return
@@ -135,7 +135,7 @@ def _require_same(base: Mapping[str, int], teacher: Mapping[str, int], named: st
     )
 
 
-def padding(teacher_rows: int, base_rows: int, tokens: int) -> str | None:
+def describe_embedding_padding(teacher_rows: int, base_rows: int, tokens: int) -> str | None:
     """What is to be said of two embeddings for the same tokens; None where both have as many rows."""
     if teacher_rows == base_rows:
         return None
@@ -145,12 +145,12 @@ def padding(teacher_rows: int, base_rows: int, tokens: int) -> str | None:
     )
 
 
-def manner(settings: Train) -> Train:
+def derive_teacher_settings(settings: Train) -> Train:
     """How a teacher is held, in the words for a base: its own quantisation, the training's type."""
     return Train(quantization=settings.distill.quantization, compute_dtype=settings.compute_dtype)
 
 
-def most_probable(numbers: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+def take_top_k(numbers: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
     """The k most probable tokens [positions, k], and logarithms [positions, k + 1] of theirs and of the rest's sum.
 
     Args:
@@ -162,14 +162,14 @@ def most_probable(numbers: Tensor, temperature: float, k: int) -> tuple[Tensor, 
     return best.indices, torch.cat([best.values, rest], dim=1).clamp_(min=LEAST)
 
 
-def first_not_finite(known: Tensor) -> int | None:
+def first_nonfinite_position(known: Tensor) -> int | None:
     """The first position [positions, ...] with a number that is none; None when all are."""
     if math.isfinite(float(known.sum())):
         return None
     return int((~torch.isfinite(known)).any(dim=1).nonzero()[0])
 
 
-def not_finite(row: int, path: Path) -> DataError:
+def nonfinite_answer_error(row: int, path: Path) -> DataError:
     """A teacher that answers a training row with NaN, as an error."""
     return DataError(
         f"{KEY}: {path} answers training row {row} with numbers that are not finite; set train.compute_dtype: float32, "
@@ -177,10 +177,10 @@ def not_finite(row: int, path: Path) -> DataError:
     )
 
 
-class Teacher:
+class TeacherModel:
     """A teacher in memory."""
 
-    def __init__(self, found: Found, settings: Train, device: torch.device) -> None:
+    def __init__(self, found: TeacherCandidate, settings: Train, device: torch.device) -> None:
         """Load it.
 
         Raises:
@@ -190,41 +190,43 @@ class Teacher:
         self.found, self.settings, self.device = found, settings.distill, device
         self.dtype = loading.pick_dtype(settings.compute_dtype, device)
         try:
-            self.model: Model = loading.load(found.path, None, manner(settings), device)
+            self.model: Model = loading.load(found.path, None, derive_teacher_settings(settings), device)
         except SettingsError as error:
             text = str(error).replace("train.quantization", "train.distill.quantization").replace(" (plain LoRA)", "")
             raise SettingsError(f"{KEY}: {text}") from None
 
-    def say(self, rows: Rows, wanted: Sequence[int]) -> Said:
+    def say(self, rows: TokenRows, wanted: Sequence[int]) -> TeacherPredictions:
         """What it says about these rows, computed at once.
 
         Raises:
             DataError: it answers with NaN.
         """
-        batch = Sequences.of(rows, [[row] for row in wanted], self.device)
+        batch = SequenceBatch.of(rows, [[row] for row in wanted], self.device)
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
         places = (targets != MASKED).nonzero().squeeze(1)
         targets = targets[places]
         k = self.settings.top_k or 0  # on disk there is always one
         tokens, values = [torch.empty((0, k), dtype=torch.int32)], [torch.empty((0, k + 1), dtype=torch.float16)]
         if not len(places):
-            return Said(tokens[0], values[0], 0.0, 0.0)
+            return TeacherPredictions(tokens[0], values[0], 0.0, 0.0)
         loss = left_out = 0.0
         with torch.no_grad():
             for some, numbers in self._logits(batch, places):
                 chosen = targets[some].unsqueeze(1)
                 loss += float((numbers.logsumexp(dim=1) - numbers.gather(1, chosen)[:, 0]).sum(dtype=torch.float64))
-                best, known = most_probable(numbers, self.settings.temperature, k)
-                if (bad := first_not_finite(known)) is not None:
-                    raise not_finite(wanted[int(places[some][bad]) // batch.input_ids.shape[1]], self.found.path)
+                best, known = take_top_k(numbers, self.settings.temperature, k)
+                if (bad := first_nonfinite_position(known)) is not None:
+                    raise nonfinite_answer_error(
+                        wanted[int(places[some][bad]) // batch.input_ids.shape[1]], self.found.path
+                    )
                 left_out += float(known[:, -1].exp().sum(dtype=torch.float64))
                 tokens.append(best.to(torch.int32).cpu())
                 values.append(known.to(torch.float16).cpu())
-        return Said(torch.cat(tokens), torch.cat(values), loss, left_out)
+        return TeacherPredictions(torch.cat(tokens), torch.cat(values), loss, left_out)
 
-    def _logits(self, batch: Sequences, places: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _logits(self, batch: SequenceBatch, places: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Which of the places, and their logits [places, tokens] in float32, without the padding."""
-        seen = Picked(self.model, batch.input_ids, places, {}, cache=None, keep=False)
+        seen = SelectedPositionsPass(self.model, batch.input_ids, places, {}, cache=None, keep=False)
         for start, logits in seen.pieces():
             yield slice(start, start + logits.shape[1]), logits[0, :, : self.found.tokens].float()
 
@@ -240,30 +242,30 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OnlineTeacher:
     """A teacher that is asked about each micro-batch."""
 
     model: Model
     tokens: int
     """Ids that it shares with the student; what its embedding has beyond them is padding."""
-    settings: Distill
+    settings: DistillSettings
     path: Path
     """Where it lies, for messages."""
 
-    def lesson(self, batch: Sequences, row_of: Callable[[int], int]) -> "Spoken":
+    def lesson(self, batch: SequenceBatch, row_of: Callable[[int], int]) -> "OnlineTeacherTargets":
         """Let it read a micro-batch.
 
         Args:
             batch: as the student gets it.
             row_of: the training row of a learned position, by its number in the micro-batch.
         """
-        return Spoken(self, batch, row_of)
+        return OnlineTeacherTargets(self, batch, row_of)
 
 
-class Spoken:
-    """What it says at the learned positions of one micro-batch; see `Lecture`."""
+class OnlineTeacherTargets:
+    """What it says at the learned positions of one micro-batch; see `TeacherTargets`."""
 
-    def __init__(self, teacher: Beside, batch: Sequences, row_of: Callable[[int], int]) -> None:
+    def __init__(self, teacher: OnlineTeacher, batch: SequenceBatch, row_of: Callable[[int], int]) -> None:
         self._teacher, self._row_of = teacher, row_of
         places = (functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten() != MASKED).nonzero().squeeze(1)
         given = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
@@ -271,14 +273,14 @@ class Spoken:
         self._seen = None
         if len(places):
             with torch.no_grad():
-                self._seen = Deferred(teacher.model, batch.input_ids, places, given, cache=None, keep=False)
+                self._seen = DeferredHeadPass(teacher.model, batch.input_ids, places, given, cache=None, keep=False)
 
     @property
     def distributions(self) -> int:
-        """See `Lecture`."""
+        """See `TeacherTargets`."""
         return ALL if self._teacher.settings.top_k is None else SOME
 
-    def some(self, positions: slice) -> Lesson:
+    def some(self, positions: slice) -> StoredTeacherTargets:
         """Of a piece of the positions, computed now.
 
         Raises:
@@ -293,7 +295,7 @@ class Spoken:
             if told.top_k is None:
                 known = functional.log_softmax(numbers / told.temperature, dim=1).clamp_(min=LEAST)
             else:
-                tokens, known = most_probable(numbers, told.temperature, told.top_k)
-            if (bad := first_not_finite(known)) is not None:
-                raise not_finite(self._row_of(first + bad), self._teacher.path)
-        return Lesson(tokens, known, told.weight, told.temperature, told.direction)
+                tokens, known = take_top_k(numbers, told.temperature, told.top_k)
+            if (bad := first_nonfinite_position(known)) is not None:
+                raise nonfinite_answer_error(self._row_of(first + bad), self._teacher.path)
+        return StoredTeacherTargets(tokens, known, told.weight, told.temperature, told.direction)

@@ -7,8 +7,8 @@ from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.data import AGAIN, CARD, Teaching
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import AGAIN, CARD, DistillationCard
 
 KEY = "train.distill.teacher"
 
@@ -16,7 +16,7 @@ Stamp = tuple[str, int, int, int]
 """Name, bytes, time of the last change (ns) and inode of a file."""
 
 
-def place_of(layout: Layout, train: Train) -> Path:
+def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
     """Directory of the teacher that is named.
 
     Raises:
@@ -31,21 +31,21 @@ def place_of(layout: Layout, train: Train) -> Path:
     return path
 
 
-def files_of(path: Path) -> dict[str, str]:
+def digest_files(path: Path) -> dict[str, str]:
     """SHA-256 of every file that makes up the teacher: weights, configuration, tokenizer.
 
     Raises:
         BaseModelError: config, weights or tokenizer are missing.
     """
-    stats = [(name, (path / name).stat()) for name in base_model.files_of(path)]
+    stats = [(name, (path / name).stat()) for name in base_model.list_model_files(path)]
     stamps = tuple((name, one.st_size, one.st_mtime_ns, one.st_ino) for name, one in stats)
-    return dict(_digests(path, stamps))
+    return dict(_digest_unchanged_files(path, stamps))
 
 
 @lru_cache(maxsize=4)
-def _digests(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tuple[str, str], ...]:
+def _digest_unchanged_files(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tuple[str, str], ...]:
     """Read once by a process, as long as the files look the same: a sweep asks for every trial."""
-    return tuple((name, digests.of_file(path / name)) for name, *_ in stamps)
+    return tuple((name, digests.hash_file(path / name)) for name, *_ in stamps)
 
 
 def require_files(path: Path, expected: dict[str, str]) -> None:
@@ -54,7 +54,7 @@ def require_files(path: Path, expected: dict[str, str]) -> None:
     Raises:
         BaseModelError: a file differs, is gone, or is new.
     """
-    found = files_of(path)
+    found = digest_files(path)
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             state = "missing" if name not in found else "new" if name not in expected else "changed"
@@ -64,7 +64,7 @@ def require_files(path: Path, expected: dict[str, str]) -> None:
             )
 
 
-def taught(train: Train, layout: Layout, data_digest: str) -> tuple[Train, str | None]:
+def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tuple[Train, str | None]:
     """The settings as a run's spec holds them, and the digest of what decides about the teacher's part in it: of what
     it has said, or, if it is asked during training, of its files. None without a teacher.
 
@@ -84,20 +84,20 @@ def taught(train: Train, layout: Layout, data_digest: str) -> tuple[Train, str |
     if settings.teacher is None:
         return train.model_copy(update={"distill": type(settings)()}), None
     if settings.stays:
-        teaching = teacher = digests.of_files(files_of(place_of(layout, train)))
+        teaching = teacher = digests.hash_files(digest_files(teacher_directory(layout, train)))
     else:
-        card = _card(train, layout.distill, data_digest)
+        card = _read_matching_teaching(train, layout.distill, data_digest)
         teaching, teacher = card.digest, card.teacher_digest
     distill = settings.model_copy(update={"teacher": teacher[: digests.SHORT]})
     return train.model_copy(update={"distill": distill}), teaching
 
 
-def _card(train: Train, directory: Path, data_digest: str) -> Teaching:
+def _read_matching_teaching(train: Train, directory: Path, data_digest: str) -> DistillationCard:
     """Of what the teacher has said, if it is what the settings ask for."""
     settings = train.distill
     if not (directory / CARD).is_file():
         raise DataError(f"{KEY}: {settings.teacher}, but it was not asked yet ({directory}): {AGAIN}")
-    card = Teaching.load(directory / CARD)
+    card = DistillationCard.load(directory / CARD)
     if card.data_digest != data_digest:
         raise DataError(f"{directory}: the teacher was asked about other data than is prepared now; {AGAIN}")
     wanted = {name: getattr(settings, name) for name in ("teacher", "quantization", "temperature", "top_k")}

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ratchet.config.schema import Tiny
+from ratchet.config.schema import TinyModelSettings
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(texts: Sequence[str], out: Path, settings: Tiny, progress: Callable[[str], None]) -> None:
+def build(texts: Sequence[str], out: Path, settings: TinyModelSettings, progress: Callable[[str], None]) -> None:
     """Train tokenizer and model on `texts` and save both in `out`, as plain transformers would.
 
     Args:
@@ -55,7 +55,7 @@ def build(texts: Sequence[str], out: Path, settings: Tiny, progress: Callable[[s
         raise ValueError("no text to pre-train on: give lines or paragraphs of text")
     tokenizer = train_tokenizer(texts, settings.vocabulary)
     progress(f"tokenizer: {len(tokenizer)} entries from {len(texts)} texts")
-    documents = Documents(texts, tokenizer, settings)
+    documents = PretrainingDocuments(texts, tokenizer, settings)
     progress(f"pre-training: {documents.describe()}")
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays what it was
         torch.manual_seed(settings.seed)
@@ -121,15 +121,15 @@ def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> li
     return topics
 
 
-class Documents:
+class PretrainingDocuments:
     """The token ids that pre-training draws from: plain texts and conversations about their topics."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, settings: Tiny) -> None:
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings) -> None:
         self._rng = random.Random(settings.seed)
         self._length = settings.sequence_tokens
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        self.plain = [[*piece, end] for ids in encoded for piece in _pieces(ids, self._length)]
+        self.plain = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
         # Neighbours cost texts squared: 2 s at 7,500.
         sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
@@ -159,12 +159,17 @@ class Documents:
         return row[: self._length + 1]
 
 
-def _pieces(ids: list[int], length: int) -> Iterator[list[int]]:
+def _split_into_pieces(ids: list[int], length: int) -> Iterator[list[int]]:
     for start in range(0, len(ids), length):
         yield ids[start : start + length]
 
 
-def pretrain(model: LlamaForCausalLM, documents: Documents, settings: Tiny, progress: Callable[[str], None]) -> None:
+def pretrain(
+    model: LlamaForCausalLM,
+    documents: PretrainingDocuments,
+    settings: TinyModelSettings,
+    progress: Callable[[str], None],
+) -> None:
     """Next-token loss on every position; Muon for the matrices of the blocks, AdamW for embeddings and norms.
 
     Muon is what makes two minutes enough: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
@@ -172,7 +177,7 @@ def pretrain(model: LlamaForCausalLM, documents: Documents, settings: Tiny, prog
     """
     blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
-    muon, adamw = Muon(blocks), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    muon, adamw = MuonOptimizer(blocks), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     model.train()
     for step in range(settings.steps):
         ids_bt = documents.batch(settings.batch_sequences)
@@ -180,7 +185,7 @@ def pretrain(model: LlamaForCausalLM, documents: Documents, settings: Tiny, prog
         loss = functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = settings.learning_rate * _schedule(step, settings.steps)
+        rate = settings.learning_rate * _learning_rate_factor(step, settings.steps)
         muon.step(rate)
         adamw.param_groups[0]["lr"] = 0.4 * rate
         adamw.step()
@@ -190,7 +195,7 @@ def pretrain(model: LlamaForCausalLM, documents: Documents, settings: Tiny, prog
     model.eval()
 
 
-class Muon:
+class MuonOptimizer:
     """Momentum whose step is made orthogonal, so that it moves all directions of a matrix alike (Jordan et al. 2024).
 
     The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalises in bfloat16,
@@ -205,11 +210,11 @@ class Muon:
         with torch.no_grad():
             for matrix, momentum in self._momenta:
                 momentum.lerp_(matrix.grad, 0.05)
-                change = _orthogonal(matrix.grad.lerp(momentum, 0.95))
+                change = _orthogonalize(matrix.grad.lerp(momentum, 0.95))
                 matrix.mul_(1 - 0.1 * rate).add_(change, alpha=-0.2 * rate * max(matrix.shape) ** 0.5)
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
+def _orthogonalize(matrix: Tensor) -> Tensor:
     """Push all singular values towards 1, by five Newton-Schulz iterations with Jordan's quintic."""
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / (x.norm() + 1e-7)
@@ -219,7 +224,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def _schedule(step: int, steps: int) -> float:
+def _learning_rate_factor(step: int, steps: int) -> float:
     """Linear warm-up over a twentieth of the steps, then cosine to a twentieth of the peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
@@ -227,7 +232,7 @@ def _schedule(step: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _model_config(tokenizer: PreTrainedTokenizerFast, settings: Tiny) -> LlamaConfig:
+def _model_config(tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,

@@ -22,7 +22,7 @@ Pieces = Mapping[int, Sequence[int]]
 _GROWN = "grown_rows"
 
 
-def add(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
     """Teach a tokenizer tokens; those that it knows already stay what they are.
 
     They are matched as they are written, whatever the tokenizer does to other text, and are no special tokens: an
@@ -38,13 +38,15 @@ def add(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
     return dict(zip(tokenizer.convert_tokens_to_ids(new), pieces, strict=True))
 
 
-def size_of(tokenizer: Any) -> int:
+def required_rows(tokenizer: Any) -> int:
     """Rows that a model needs for a tokenizer: its greatest id and one more (ids may have gaps, `len` does not see)."""
     return 1 + max(int(id_) for id_ in tokenizer.get_vocab().values())
 
 
-def new_tokens(tokenizer: Any, card: BaseCard, model: Model | None = None) -> list[int]:
-    """Ids whose rows must learn, ascending: those of the base's added tokens, and rows that `grow` gave to `model`.
+def list_new_token_ids(tokenizer: Any, card: BaseCard, model: Model | None = None) -> list[int]:
+    """Ids whose rows must learn, ascending.
+
+    They are those of the base's added tokens, and the rows that `grow_embeddings` gave to `model`.
 
     Raises:
         BaseModelError: the tokenizer does not know a token that the base card names.
@@ -58,7 +60,7 @@ def new_tokens(tokenizer: Any, card: BaseCard, model: Model | None = None) -> li
     return sorted({known[token] for token in card.added_tokens} | grown)
 
 
-def grow(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> list[int]:
+def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> list[int]:
     """Give the model a row for every id below `tokenizer_size`, in its input and output embeddings.
 
     A new row is the mean of the rows of the pieces of its token's text, or of all rows where no pieces are known: so
@@ -68,8 +70,9 @@ def grow(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> lis
 
     Args:
         model: without adapters, on any device; its linear layers may be in 4 bits.
-        tokenizer_size: as `size_of` finds it.
-        pieces: as `add` returns them. Rows that are named here begin anew even if the model had them: as padding.
+        tokenizer_size: as `required_rows` finds it.
+        pieces: as `add_tokens` returns them. Rows that are named here begin anew even if the model had them:
+            as padding.
 
     Returns:
         Ids of the rows that were added, ascending; empty when the model had enough.
@@ -77,22 +80,22 @@ def grow(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> lis
     Raises:
         BaseModelError: the output embeddings are in 4 bits, which cannot grow.
     """
-    if not _can_change(model, tokenizer_size, pieces or {}):
+    if not _can_resize(model, tokenizer_size, pieces or {}):
         return []
-    before = [len(tensor) for tensor in _tensors(model)]
+    before = [len(tensor) for tensor in _list_token_tensors(model)]
     if tokenizer_size > min(before):
         gpus = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus):  # transformers draws values for the new rows; none of them stays
             model.resize_token_embeddings(max(tokenizer_size, *before), mean_resizing=False)
     with torch.no_grad():
-        for tensor, old in zip(_tensors(model), before, strict=True):
-            begin(tensor, dict.fromkeys(range(old, len(tensor)), ()) | dict(pieces or {}), old)
+        for tensor, old in zip(_list_token_tensors(model), before, strict=True):
+            initialize_rows(tensor, dict.fromkeys(range(old, len(tensor)), ()) | dict(pieces or {}), old)
     added = list(range(min(before), tokenizer_size))
     setattr(model, _GROWN, added)
     return added
 
 
-def _can_change(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
+def _can_resize(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
     """Whether rows can be added and set. Raises BaseModelError when they would have to be, and cannot."""
     head = model.get_output_embeddings()
     if not isinstance(head, Linear4bit):
@@ -105,7 +108,7 @@ def _can_change(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
     return False
 
 
-def _tensors(model: Model) -> list[torch.Tensor]:
+def _list_token_tensors(model: Model) -> list[torch.Tensor]:
     """Every tensor with a row for each token, once: embedding, head if it is not tied to it, the head's bias."""
     found: dict[int, torch.Tensor] = {}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -115,7 +118,7 @@ def _tensors(model: Model) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def begin(tensor: torch.Tensor, starts: Pieces, old: int) -> None:
+def initialize_rows(tensor: torch.Tensor, starts: Pieces, old: int) -> None:
     """Set the rows that `starts` names to the mean of their pieces' rows, else to that of the first `old` rows."""
     mean = tensor[:old].mean(dim=0, dtype=torch.float32) if starts else None
     values = {}

@@ -23,14 +23,14 @@ from transformers.utils import logging
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model
 from ratchet.models.device import Model
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.model_spec import ModelSpec
 from ratchet.storage.records.base import StoredQuantization
 
 TRIM_EVERY_BYTES = 64 * 2**20
 """Read between two times that freed memory is given back."""
 
 
-def check(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> tuple[str, ...]:
+def check_stored_tensors(path: Path, plan: ModelSpec, stored: StoredQuantization | None) -> tuple[str, ...]:
     """Compare names and shapes of all stored tensors with what the model has, from headers alone.
 
     transformers itself does it, with tensors on the meta device: so the names of old and foreign checkpoints mean what
@@ -58,12 +58,13 @@ def check(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> tup
     if report["mismatched_keys"]:
         name, found, wanted = min(report["mismatched_keys"])
         raise BaseModelError(
-            f"{path}: {name} is {_by(found)}, and config.json asks for {_by(wanted)}"
-            f"{_and_more(len(report['mismatched_keys']))}; bring the config and the weights of one model"
+            f"{path}: {name} is {_format_shape(found)}, and config.json asks for {_format_shape(wanted)}"
+            f"{_count_suffix(len(report['mismatched_keys']))}; bring the config and the weights of one model"
         )
     if report["missing_keys"]:
         raise BaseModelError(
-            f"{path}: {min(report['missing_keys'])} is in none of the files{_and_more(len(report['missing_keys']))}; "
+            f"{path}: {min(report['missing_keys'])} is in none of the files"
+            f"{_count_suffix(len(report['missing_keys']))}; "
             "transformers would begin it at random: bring all files of the model"
         )
     return tuple(sorted(report["unexpected_keys"]))
@@ -76,10 +77,10 @@ def loading_report(skeleton: Model, shapes: Mapping[str, tuple[int, ...]]) -> di
         skeleton: its class and its config are meant.
         shapes: of what would be in the files, by name.
     """
-    with _quiet():
+    with _suppress_loading_report():
         _, report = type(skeleton).from_pretrained(
             None,
-            config=_plain(skeleton.config),
+            config=_without_quantization_config(skeleton.config),
             state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
             dtype=torch.float32,
             device_map={"": "meta"},
@@ -90,25 +91,25 @@ def loading_report(skeleton: Model, shapes: Mapping[str, tuple[int, ...]]) -> di
     return found
 
 
-def tied_names(plan: Blueprint) -> frozenset[str]:
+def tied_names(plan: ModelSpec) -> frozenset[str]:
     """Weights that the model takes from others, and does not need to be stored: mostly the output head."""
     return frozenset(plan.model(torch.float32).all_tied_weights_keys)
 
 
-def _plain(config: Any) -> Any:
+def _without_quantization_config(config: Any) -> Any:
     """Without the note that the weights are quantised: shapes are compared as they were before."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
-def plain_shapes(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
+def plain_shapes(path: Path, plan: ModelSpec, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
     """Shapes of all stored tensors; of those in 4 bits as they were before, without what belongs to them.
 
     Raises:
         BaseModelError: a file is damaged.
     """
-    shapes = base_model.shapes(path)
+    shapes = base_model.read_tensor_shapes(path)
     if stored is None:
         return shapes
     turned = tuple(layer.name for layer in plan.layers if layer.kind == "conv1d")  # stored as an ordinary linear layer
@@ -125,7 +126,7 @@ def unpacked_shapes(path: Path, stored: StoredQuantization) -> dict[str, tuple[i
     keeps that in a small tensor beside it."""
     note = f".quant_state.bitsandbytes__{stored.kind}"
     found = {}
-    for name in base_model.weight_files(path):
+    for name in base_model.list_weight_files(path):
         with safe_open(str(path / name), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
                 if key.endswith(note):
@@ -133,16 +134,16 @@ def unpacked_shapes(path: Path, stored: StoredQuantization) -> dict[str, tuple[i
     return found
 
 
-def _by(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     return " x ".join(map(str, shape)) or "a single number"
 
 
-def _and_more(count: int) -> str:
+def _count_suffix(count: int) -> str:
     return f" (and {count - 1} more)" if count > 1 else ""
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_loading_report() -> Iterator[None]:
     """Without transformers' own table of what does not fit: the message says it."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -158,13 +159,13 @@ def require_finite(path: Path) -> None:
     Raises:
         BaseModelError: one is NaN or infinite.
     """
-    for name, stored in Reader(path).tensors().items():
+    for name, stored in WeightReader(path).tensors().items():
         tensor = stored[...]
         if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
             raise BaseModelError(f"{path}: {name} holds NaN or infinite numbers; bring the original weights")
 
 
-class Reader:
+class WeightReader:
     """Reads the tensors of a model's files one by one, when they are asked for, into memory of their own.
 
     transformers maps the files into memory instead: all that was read then counts as the process's own until loading
@@ -176,26 +177,26 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self._files: list[Any] = [
             safe_open(str(path / name), framework="pt", device="cpu", backend="pread")
-            for name in base_model.weight_files(path)
+            for name in base_model.list_weight_files(path)
         ]
         self._read_bytes = 0
 
-    def tensors(self) -> dict[str, "Lazy"]:
+    def tensors(self) -> dict[str, "LazyTensor"]:
         """All tensors by name, none of them read."""
-        return {name: Lazy(file.get_slice(name), self) for file in self._files for name in file.keys()}  # noqa: SIM118
+        return {name: LazyTensor(file.get_slice(name), self) for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def has_read(self, tensor: torch.Tensor) -> None:
         """Count; threads may lose some of the count, which costs nothing."""
         self._read_bytes += tensor.nbytes
         if self._read_bytes >= TRIM_EVERY_BYTES:
             self._read_bytes = 0
-            give_back()
+            trim_heap()
 
 
-class Lazy:
+class LazyTensor:
     """A stored tensor that transformers may ask for its shape and type, and reads with `[...]`."""
 
-    def __init__(self, stored: Any, reader: Reader) -> None:
+    def __init__(self, stored: Any, reader: WeightReader) -> None:
         self._stored = stored
         self._reader = reader
 
@@ -212,7 +213,7 @@ class Lazy:
         return str(self._stored.get_dtype())
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system, where the C library has a word for it (glibc's malloc_trim)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -230,7 +231,7 @@ _INDEX_BEFORE = base_model.PICKLE_INDEX
 _ONE_FILE = "pytorch_model.bin"
 
 
-def convert(directory: Path, target: Path, tied: Collection[str] = (), code: bool = False) -> None:
+def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), code: bool = False) -> None:
     """Make a model directory with safetensors of one with pickles; the same weights give the same bytes.
 
     Args:
@@ -243,16 +244,16 @@ def convert(directory: Path, target: Path, tied: Collection[str] = (), code: boo
     Raises:
         BaseModelError: there are no such files, a shard is missing or damaged, or holds more than tensors.
     """
-    before = _files(directory)
+    before = _list_pickles(directory)
     target.mkdir()
-    for name in base_model.names_beside_weights(directory, code):
+    for name in base_model.list_companion_files(directory, code):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
     places: dict[str, str] = {}
     size_bytes = 0
     for number, name in enumerate(before, start=1):
         after = base_model.WEIGHTS if len(before) == 1 else f"model-{number:05d}-of-{len(before):05d}.safetensors"
-        tensors = _apart(_read(directory / name), tied)
+        tensors = _separate_shared_tensors(_read_pickle(directory / name), tied)
         save_file(tensors, target / after, metadata={"format": "pt"})  # what transformers writes, and asks for
         places |= dict.fromkeys(tensors, after)
         size_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -262,10 +263,10 @@ def convert(directory: Path, target: Path, tied: Collection[str] = (), code: boo
         (target / base_model.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _files(directory: Path) -> list[str]:
+def _list_pickles(directory: Path) -> list[str]:
     """Pickles that hold the model, in order."""
     if (directory / _INDEX_BEFORE).exists():
-        return base_model.shards(directory / _INDEX_BEFORE)
+        return base_model.list_shards(directory / _INDEX_BEFORE)
     if (directory / _ONE_FILE).exists():
         return [_ONE_FILE]
     raise BaseModelError(
@@ -273,7 +274,7 @@ def _files(directory: Path) -> list[str]:
     )
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it may not know newer protocols: then it raises as well
@@ -297,7 +298,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     return {str(key): value for key, value in held.items()}
 
 
-def _apart(tensors: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
+def _separate_shared_tensors(tensors: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
     """Tensors that share no memory, for the format knows no sharing."""
     seen: dict[int, str] = {}
     views: set[tuple[Any, ...]] = set()

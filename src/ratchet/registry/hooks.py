@@ -25,16 +25,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ratchet import http_client
-from ratchet.config.gate import Hook
+from ratchet.config.gate import HookSettings
 from ratchet.errors import SettingsError
-from ratchet.http_client import Answer
+from ratchet.http_client import PostResult
 from ratchet.storage import digests
 
 Wait = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HookResult:
     """How it went."""
 
     told: bool
@@ -42,7 +42,7 @@ class Outcome:
     tries: int
 
 
-def check(hooks: Sequence[Hook], tell: bool = True) -> None:
+def check_hooks(hooks: Sequence[HookSettings], tell: bool = True) -> None:
     """Raise SettingsError for a hook that could never be told, before anything is promoted.
 
     Args:
@@ -50,7 +50,7 @@ def check(hooks: Sequence[Hook], tell: bool = True) -> None:
         tell: they are to be told now; where a key is asked for by name, it must be there.
     """
     for number, hook in enumerate(hooks):
-        if hook.webhook is not None and (problem := http_client.problem(hook.webhook)):
+        if hook.webhook is not None and (problem := http_client.find_address_problem(hook.webhook)):
             raise SettingsError(f"promote.hooks[{number}].webhook: {problem}")
         if tell and hook.webhook and "key_variable" in hook.model_fields_set and not os.environ.get(hook.key_variable):
             raise SettingsError(
@@ -59,12 +59,12 @@ def check(hooks: Sequence[Hook], tell: bool = True) -> None:
             )
 
 
-def key(hook: Hook) -> str:
+def hook_key(hook: HookSettings) -> str:
     """Names a hook: its address or command. How long it is waited for may change without making it another."""
-    return digests.of_json([hook.webhook, list(hook.command)])[: digests.SHORT]
+    return digests.hash_json([hook.webhook, list(hook.command)])[: digests.SHORT]
 
 
-def label(hook: Hook) -> str:
+def hook_label(hook: HookSettings) -> str:
     """A hook for people; path and query of an address are left out, for some services keep a secret there."""
     if hook.webhook is None:
         return f"command {Path(hook.command[0]).name}"
@@ -72,7 +72,7 @@ def label(hook: Hook) -> str:
     return f"webhook {parts.scheme}://{parts.netloc}"
 
 
-def tell(hook: Hook, event: Path, root: Path, wait: Wait = time.sleep) -> Outcome:
+def send_event(hook: HookSettings, event: Path, root: Path, wait: Wait = time.sleep) -> HookResult:
     """Tell a hook until it answers, or it is given up. Does not raise for what the other side does.
 
     Args:
@@ -80,17 +80,17 @@ def tell(hook: Hook, event: Path, root: Path, wait: Wait = time.sleep) -> Outcom
         root: the project; where a command runs.
         wait: called with seconds between two tries.
     """
-    answer = Answer(False, "not tried")
+    answer = PostResult(False, "not tried")
     for number in range(hook.retries + 1):
         if number:
-            wait(http_client.pause_s(number, answer))
-        answer = _post(hook, event) if hook.webhook is not None else _run(hook, event, root)
+            wait(http_client.compute_pause_s(number, answer))
+        answer = _post_event(hook, event) if hook.webhook is not None else _run_command(hook, event, root)
         if answer.told or not answer.again:
-            return Outcome(answer.told, answer.detail, number + 1)
-    return Outcome(False, answer.detail, hook.retries + 1)
+            return HookResult(answer.told, answer.detail, number + 1)
+    return HookResult(False, answer.detail, hook.retries + 1)
 
 
-def signature(secret: str, timestamp: str, body: bytes) -> str:
+def compute_signature(secret: str, timestamp: str, body: bytes) -> str:
     """What a receiver computes and compares (in constant time, and only for a recent timestamp)."""
     return "sha256=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
 
@@ -98,7 +98,7 @@ def signature(secret: str, timestamp: str, body: bytes) -> str:
 # --- webhooks ---------------------------------------------------------------------------------------------------------
 
 
-def _post(hook: Hook, event: Path) -> Answer:
+def _post_event(hook: HookSettings, event: Path) -> PostResult:
     """One try; what was told without a signature is said to be."""
     body, timestamp = event.read_bytes(), str(int(time.time()))
     content = json.loads(body)
@@ -108,31 +108,31 @@ def _post(hook: Hook, event: Path) -> Answer:
         "X-Ratchet-Timestamp": timestamp,
     }
     if secret := os.environ.get(hook.key_variable):
-        headers["X-Ratchet-Signature"] = signature(secret, timestamp, body)
+        headers["X-Ratchet-Signature"] = compute_signature(secret, timestamp, body)
     answer = http_client.post(str(hook.webhook), body, headers, hook.timeout_s)
     if answer.told and not secret:
-        return Answer(True, f"{answer.detail}, unsigned: {hook.key_variable} is not set")
+        return PostResult(True, f"{answer.detail}, unsigned: {hook.key_variable} is not set")
     return answer
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def _run(hook: Hook, event: Path, root: Path) -> Answer:
+def _run_command(hook: HookSettings, event: Path, root: Path) -> PostResult:
     """One try: the event on standard input, its id in RATCHET_EVENT_ID, what it says into a log beside the event."""
     environment = os.environ | {"RATCHET_EVENT_ID": str(json.loads(event.read_bytes())["id"])}
-    log = event.parent / f"{key(hook)}.log"
+    log = event.parent / f"{hook_key(hook)}.log"
     with event.open("rb") as stdin, log.open("ab") as out:
         try:
             process = subprocess.Popen(
                 hook.command, cwd=root, env=environment, stdin=stdin, stdout=out, stderr=out, start_new_session=True
             )
         except OSError as error:
-            return Answer(False, f"does not start ({error.strerror})", again=False)
+            return PostResult(False, f"does not start ({error.strerror})", again=False)
         try:
             code = process.wait(hook.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its own group: nothing that it started goes on
             process.wait()
-            return Answer(False, f"not done within {hook.timeout_s:g} s; killed")
-    return Answer(code == 0, f"exit code {code}" + (f" (see {log})" if code else ""))
+            return PostResult(False, f"not done within {hook.timeout_s:g} s; killed")
+    return PostResult(code == 0, f"exit code {code}" + (f" (see {log})" if code else ""))

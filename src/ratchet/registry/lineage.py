@@ -23,10 +23,10 @@ from packaging.utils import canonicalize_name
 from ratchet.config.schema import Settings
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import DISTRIBUTION, code_version
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.export import Lineage, Scan
+from ratchet.storage.records.export import BaseScan, ModelLineage
 
 SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
 """What says what is learned or made. `machine` says how, `promote` whom to tell, and its hooks hold addresses."""
@@ -49,27 +49,27 @@ _TOKENS = re.compile(
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """What the stages before say."""
 
     base: BaseCard
     trained: TrainReport
     data: DatasetCard
-    scan: Scan
+    scan: BaseScan
     recipe: str
     """Digest of all that identifies the run: RunSpec, as canonical JSON."""
 
 
-def lineage(layout: Layout, settings: Settings, origin: Origin, sbom_digest: str) -> Lineage:
+def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
     """The record. Whatever in the settings looks like a secret is masked, and where on this machine something lies:
     params.yaml is no place for the one, but a bundle travels further than it."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
-    return Lineage(
-        base=origin.base.model_copy(update={"source": masked(origin.base.source)}),
+    return ModelLineage(
+        base=origin.base.model_copy(update={"source": mask_secrets(origin.base.source)}),
         data_digest=origin.data.digest,
         data_rows=origin.data.splits,
         data_licence=settings.export.data_licence,
-        settings={name: _masked(value) for name, value in sections.items()},
+        settings={name: _mask_value(value) for name, value in sections.items()},
         run_id=origin.trained.run_id,
         kept_step=origin.trained.kept_step,
         code=code_version(),
@@ -79,7 +79,7 @@ def lineage(layout: Layout, settings: Settings, origin: Origin, sbom_digest: str
     )
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """A text without what looks like a secret in it; of a path on this machine, only the last name."""
     if text.startswith(("/", "~")) and "/" in text[1:]:
         return f"{MASK}/{text.rstrip('/').rpartition('/')[2]}"
@@ -88,13 +88,13 @@ def masked(text: str) -> str:
     return _TOKENS.sub(MASK, text)
 
 
-def _masked(value: Any) -> Any:
+def _mask_value(value: Any) -> Any:
     if isinstance(value, str):
-        return masked(value)
+        return mask_secrets(value)
     if isinstance(value, dict):
-        return {key: _masked(one) for key, one in value.items()}
+        return {key: _mask_value(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_masked(one) for one in value]
+        return [_mask_value(one) for one in value]
     return value
 
 
@@ -109,7 +109,7 @@ LONGEST_LICENCE = 100
 
 
 @dataclass(frozen=True)
-class Contents:
+class SbomContents:
     """What the bill names beside libraries."""
 
     name: str
@@ -123,7 +123,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Library:
+class InstalledLibrary:
     """What an installed library says of itself, read once."""
 
     name: str
@@ -148,11 +148,11 @@ class Library:
         return self.declared.get_all(name) or []
 
 
-def write(contents: Contents, target: Path) -> str:
+def write_sbom(contents: SbomContents, target: Path) -> str:
     """Write the bill; returns the SHA-256 of its bytes."""
-    libraries = installed()
-    parts = {name: _library(found) for name, found in libraries.items()}
-    base, data, python = _base(contents.base), _data(contents), _python()
+    libraries = installed_libraries()
+    parts = {name: _library_component(found) for name, found in libraries.items()}
+    base, data, python = _base_component(contents.base), _data_component(contents), _python_component()
     subject = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL, name=contents.name, version=contents.model_digest[: digests.SHORT],
         bom_ref="model", properties=[Property(name="ratchet:digest", value=contents.model_digest)],
@@ -165,21 +165,21 @@ def write(contents: Contents, target: Path) -> str:
         bom.register_dependency(part, [parts[other] for other in needed])
     value = json.loads(JsonV1Dot6(bom).output_as_string())
     del value["metadata"]["timestamp"], value["serialNumber"]
-    value["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.of_json(value)).urn
+    value["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.hash_json(value)).urn
     written = files.json_bytes(value)
     files.write_atomic(target, written)
-    return digests.of_bytes(written)
+    return digests.hash_bytes(written)
 
 
-def installed() -> dict[str, Library]:
+def installed_libraries() -> dict[str, InstalledLibrary]:
     """Every installed library that Ratchet needs, by name; itself included."""
-    found: dict[str, Library] = {}
+    found: dict[str, InstalledLibrary] = {}
     left: list[tuple[str, frozenset[str]]] = [(DISTRIBUTION, frozenset())]
     seen = set(left)
     while left:
         name, extras = left.pop()
         try:
-            one = found[name] if name in found else _read(name)
+            one = found[name] if name in found else _read_library(name)
         except PackageNotFoundError:
             continue  # a library works without what it calls required more often than one would think
         found[name] = one
@@ -189,20 +189,20 @@ def installed() -> dict[str, Library]:
     return dict(sorted(found.items()))
 
 
-def _read(name: str) -> Library:
+def _read_library(name: str) -> InstalledLibrary:
     declared = distribution(name).metadata
     needs = tuple(map(Requirement, declared.get_all("Requires-Dist") or []))
-    return Library(name, declared["Version"], declared, needs)
+    return InstalledLibrary(name, declared["Version"], declared, needs)
 
 
-def _library(one: Library) -> Component:
+def _library_component(one: InstalledLibrary) -> Component:
     return Component(
         type=ComponentType.LIBRARY, name=one.name, version=one.version, bom_ref=one.ref,
         purl=PackageURL.from_string(one.ref), licenses=_licences(one),
     )  # fmt: skip
 
 
-def _licences(one: Library) -> list[Any]:
+def _licences(one: InstalledLibrary) -> list[Any]:
     """As declared: an SPDX expression (PEP 639), else classifiers, else what stands in the field `License`."""
     make = LicenseFactory()
     if expressions := one.field("License-Expression"):
@@ -216,18 +216,18 @@ def _licences(one: Library) -> list[Any]:
     return []
 
 
-def _declared(licence: str | None) -> list[Any]:
+def _parse_licence(licence: str | None) -> list[Any]:
     return [LicenseFactory().make_from_string(licence)] if licence else []
 
 
-def _python() -> Component:
+def _python_component() -> Component:
     version = platform.python_version()
     return Component(
         type=ComponentType.PLATFORM, name=platform.python_implementation(), version=version, bom_ref=f"python@{version}"
     )
 
 
-def _base(card: BaseCard) -> Component:
+def _base_component(card: BaseCard) -> Component:
     """The base model. One of the hub has a package URL (purl-spec, type huggingface)."""
     purl, version = None, card.revision or card.digest[: digests.SHORT]
     if card.revision is not None:
@@ -235,7 +235,7 @@ def _base(card: BaseCard) -> Component:
         purl = PackageURL(type="huggingface", namespace=owner, name=name, version=card.revision.lower())
     return Component(
         type=ComponentType.MACHINE_LEARNING_MODEL, name=card.source, version=version, bom_ref="base",
-        purl=purl, licenses=_declared(card.licence),
+        purl=purl, licenses=_parse_licence(card.licence),
         properties=[
             Property(name="ratchet:architecture", value=card.architecture),
             Property(name="ratchet:digest", value=card.digest),
@@ -244,11 +244,11 @@ def _base(card: BaseCard) -> Component:
     )  # fmt: skip
 
 
-def _data(contents: Contents) -> Component:
+def _data_component(contents: SbomContents) -> Component:
     """The rows: how many, and their fingerprint; nothing of what they say."""
     rows = [Property(name=f"ratchet:rows:{split}", value=str(rows)) for split, rows in contents.data_rows.items()]
     return Component(
         type=ComponentType.DATA, name="training data", version=contents.data_digest[: digests.SHORT], bom_ref="data",
-        licenses=_declared(contents.data_licence),
+        licenses=_parse_licence(contents.data_licence),
         properties=[Property(name="ratchet:digest", value=contents.data_digest), *rows],
     )  # fmt: skip

@@ -3,7 +3,7 @@
     hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
 
 A folder is named by the model's digest, so nobody refers to it before a promotion does, and it may be made early. No
-row of the data is in it; the gate's page, which shows some, is kept beside the models (`Layout.evidence`).
+row of the data is in it; the gate's page, which shows some, is kept beside the models (`ProjectLayout.evidence`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ratchet.errors import ChampionError, DamagedError, DataError
-from ratchet.registry.promotion_record import name
+from ratchet.errors import ChampionError, DamagedFileError, DataError
+from ratchet.registry.promotion_record import version_label
 from ratchet.storage import digests, disk, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle
-from ratchet.storage.records.gate import Champion, Forced
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import Champion, ForcedPromotion
 
 KIND = "model"
 FORCED = "forced.json"
@@ -29,7 +29,7 @@ Content = Path | bytes
 """What a file of the folder holds: that of another file, or these bytes."""
 
 
-class Signing(Protocol):
+class FolderSigner(Protocol):
     """Who vouches for the folder."""
 
     @property
@@ -46,13 +46,13 @@ class Signing(Protocol):
         ...
 
 
-def sources(layout: Layout, bundle: Bundle, exported: files.Manifest) -> dict[str, Content]:
+def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.Manifest) -> dict[str, Content]:
     """What each file of the folder holds, by its name in the folder; all but what depends on how it is promoted.
 
     Raises DataError when the adapter is another one by now, or the gate's page is missing.
     """
     adapter = sorted(p.name for p in layout.adapter.iterdir()) if layout.adapter.is_dir() else []
-    if not adapter or digests.of_tree(layout.adapter, adapter) != bundle.adapter_digest:
+    if not adapter or digests.hash_tree(layout.adapter, adapter) != bundle.adapter_digest:
         raise DataError(
             f"{layout.adapter}: not adapter {bundle.adapter_digest[:12]}, which the exported model was merged from; "
             "run `dvc repro`"
@@ -61,15 +61,19 @@ def sources(layout: Layout, bundle: Bundle, exported: files.Manifest) -> dict[st
         raise DataError(f"{layout.gate_page}: not there; run the stage that makes it (`dvc repro -f gate`)")
     evaluation, verdict = layout.eval_report.read_bytes(), layout.verdict.read_bytes()
     whole = bundle.model_copy(
-        update={"evaluation": digests.of_bytes(evaluation), "verdict": digests.of_bytes(verdict)}
+        update={"evaluation": digests.hash_bytes(evaluation), "verdict": digests.hash_bytes(verdict)}
     ).model_dump(mode="json")
     found: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
     found |= {f"adapter/{file}": layout.adapter / file for file in adapter}
     return found | {BUNDLE: files.json_bytes(whole), "verdict.json": verdict, "eval.json": evaluation}
 
 
-def keep(
-    layout: Layout, bundle: Bundle, exported: files.Manifest, extra: Mapping[str, bytes], signing: Signing
+def store_model(
+    layout: ProjectLayout,
+    bundle: ModelBundle,
+    exported: files.Manifest,
+    extra: Mapping[str, bytes],
+    signing: FolderSigner,
 ) -> None:
     """Seal the folder of this model; one that is whole, says the same and is signed is left as it is.
 
@@ -77,7 +81,7 @@ def keep(
 
     Args:
         exported: of the export, as it was verified.
-        extra: further files: what MLflow wants to find, forced.json (`marked`).
+        extra: further files: what MLflow wants to find, forced.json (`forced_marker`).
         signing: signs it, before it is sealed.
 
     Raises:
@@ -85,71 +89,73 @@ def keep(
         OSError: the disk has no room for a copy.
     """
     folder = layout.promoted_model(bundle.model_digest)
-    wanted = {**sources(layout, bundle, exported), **extra}
+    wanted = {**collect_sources(layout, bundle, exported), **extra}
     files.remove_partials(layout.models)
-    _keep_page(layout, bundle)
+    _store_gate_page(layout, bundle)
     if folder.exists():
-        with suppress(DamagedError):  # then it is made again
-            whole = dict(files.verify(folder, KIND).files)
+        with suppress(DamagedFileError):  # then it is made again
+            whole = dict(files.verify_sealed(folder, KIND).files)
             whole.pop(signing.name, None)
-            same = whole.keys() == wanted.keys() and all(whole[n][0] == _digest(c) for n, c in wanted.items())
+            same = whole.keys() == wanted.keys() and all(whole[n][0] == _content_digest(c) for n, c in wanted.items())
             if same and signing.holds(folder):
                 return
-    disk.require_space(layout.mlruns, sum(_size(content) for content in wanted.values()))
+    disk.require_space(layout.mlruns, sum(_content_size(content) for content in wanted.values()))
     with files.sealed_directory(folder, KIND) as scratch:
         for file, content in wanted.items():
             files.make_directory((scratch / file).parent)
             if isinstance(content, Path):
-                files.write_blocks(scratch / file, _blocks(content))
+                files.write_blocks(scratch / file, _read_blocks(content))
             else:
                 files.write_atomic(scratch / file, content)
         signing.sign(scratch)
     kept = files.read_manifest(folder).files
     changed = [file for file in exported.files if file != BUNDLE and kept[file] != exported.files[file]]
     if changed:
-        raise DamagedError(f"{layout.export / changed[0]}: changed while it was promoted; run `dvc repro` and repeat")
+        raise DamagedFileError(
+            f"{layout.export / changed[0]}: changed while it was promoted; run `dvc repro` and repeat"
+        )
 
 
-def marked(forced: Forced | None) -> dict[str, bytes]:
+def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
     """The file by which a folder says that its promotion was forced; nothing when it was not."""
     return {FORCED: files.json_bytes(forced.model_dump(mode="json"))} if forced else {}
 
 
-def page(layout: Layout, model_digest: str) -> Path:
+def gate_page_path(layout: ProjectLayout, model_digest: str) -> Path:
     """Where the gate's page of a promoted model is kept."""
     return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
 
 
-def _keep_page(layout: Layout, bundle: Bundle) -> None:
-    target, content = page(layout, bundle.model_digest), layout.gate_page.read_bytes()
+def _store_gate_page(layout: ProjectLayout, bundle: ModelBundle) -> None:
+    target, content = gate_page_path(layout, bundle.model_digest), layout.gate_page.read_bytes()
     if not target.exists() or target.read_bytes() != content:
         files.make_directory(target.parent)
         files.write_atomic(target, content)
 
 
-def _blocks(path: Path) -> Iterator[list[bytes]]:
+def _read_blocks(path: Path) -> Iterator[list[bytes]]:
     """A file's content. A copy and no link: whoever writes into a stage's output must not write into the champion."""
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             yield [block]
 
 
-def _size(content: Content) -> int:
+def _content_size(content: Content) -> int:
     return content.stat().st_size if isinstance(content, Path) else len(content)
 
 
-def _digest(content: Content) -> str:
-    return digests.of_file(content) if isinstance(content, Path) else digests.of_bytes(content)
+def _content_digest(content: Content) -> str:
+    return digests.hash_file(content) if isinstance(content, Path) else digests.hash_bytes(content)
 
 
-def verified(layout: Layout, champion: Champion) -> Path:
+def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
     """The Hugging Face folder of a promoted version, every byte checked. Raises ChampionError if it is not whole."""
     folder = layout.promoted_model(champion.model_digest)
     try:
-        files.verify(folder, KIND)
-    except DamagedError as error:
+        files.verify_sealed(folder, KIND)
+    except DamagedFileError as error:
         raise ChampionError(
-            f"{name(champion)} cannot be champion: {error}. Bring the folder back from a backup, "
+            f"{version_label(champion)} cannot be champion: {error}. Bring the folder back from a backup, "
             "or choose another version: `ratchet rollback VERSION`"
         ) from error
     return folder / "hf"

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.gate import Hook
-from ratchet.errors import DamagedError
+from ratchet.config.gate import HookSettings
+from ratchet.errors import DamagedFileError
 from ratchet.registry import hooks
 from ratchet.registry import hooks as calls
 from ratchet.storage import files
-from ratchet.storage.locks import Lock
+from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Promotion
 
@@ -29,7 +29,7 @@ LOCK_WAIT_S = 3600.0
 """Longest wait for a delivery that is at work: it has deadlines of its own."""
 
 
-class Told(Record):
+class HookDelivery(Record):
     """How it went with one hook."""
 
     hook: str
@@ -40,29 +40,29 @@ class Told(Record):
     tries: int
 
 
-class Addressees(Record):
+class EventRecipients(Record):
     """hooks.json: who is to be told of an event."""
 
-    hooks: tuple[Hook, ...]
+    hooks: tuple[HookSettings, ...]
 
 
 @dataclass(frozen=True)
-class Delivery:
+class EventDelivery:
     """An event and how far it is."""
 
     folder: Path
     id: str
-    told: tuple[Told, ...]
-    waiting: tuple[Hook, ...]
+    told: tuple[HookDelivery, ...]
+    waiting: tuple[HookSettings, ...]
     """Hooks that were neither told nor given up."""
 
     @property
-    def failed(self) -> tuple[Told, ...]:
+    def failed(self) -> tuple[HookDelivery, ...]:
         """Hooks that were given up."""
         return tuple(t for t in self.told if not t.told)
 
 
-def event(entry: Promotion, line: int, project: str, model_name: str, source: str) -> dict[str, Any]:
+def build_event(entry: Promotion, line: int, project: str, model_name: str, source: str) -> dict[str, Any]:
     """What is sent.
 
     Args:
@@ -78,74 +78,76 @@ def event(entry: Promotion, line: int, project: str, model_name: str, source: st
     }  # fmt: skip
 
 
-def put(outbox: Path, content: dict[str, Any], told: Sequence[Hook]) -> str:
+def add_event(outbox: Path, content: dict[str, Any], told: Sequence[HookSettings]) -> str:
     """Store an event for the hooks that want to be told of it; returns its name. Doing it again changes nothing."""
     name = f"{content['line']:06d}-{content['id']}"
-    wanted = _wanting(told, content["action"])
+    wanted = _subscribed_hooks(told, content["action"])
     if wanted and not (outbox / name / "event.json").exists():
         files.remove_partials(outbox / name)  # of a process that died here
-        Addressees(hooks=wanted).save(outbox / name / "hooks.json")
+        EventRecipients(hooks=wanted).save(outbox / name / "hooks.json")
         files.write_json(outbox / name / "event.json", content)
     return name
 
 
-def deliveries(outbox: Path) -> list[Delivery]:
+def read_deliveries(outbox: Path) -> list[EventDelivery]:
     """All events, oldest first. Raises DamagedError for a folder that cannot be read."""
-    return [_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
+    return [_read_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
 
 
-def ask_again(outbox: Path, told: Sequence[Hook]) -> int:
+def retry_failed(outbox: Path, told: Sequence[HookSettings]) -> int:
     """Let hooks that were given up wait again, as the settings name them now; returns of how many events.
 
     An address that was mended in the settings takes the place of the one that was wrong.
     """
     asked = 0
-    with lock(outbox):
-        for delivery in deliveries(outbox):
+    with acquire_lock(outbox):
+        for delivery in read_deliveries(outbox):
             if not delivery.failed:
                 continue
             action = json.loads((delivery.folder / "event.json").read_bytes())["action"]
-            Addressees(hooks=_wanting(told, action)).save(delivery.folder / "hooks.json")
-            for path in _marks(delivery.folder):
-                if not Told.load(path).told:
+            EventRecipients(hooks=_subscribed_hooks(told, action)).save(delivery.folder / "hooks.json")
+            for path in _result_files(delivery.folder):
+                if not HookDelivery.load(path).told:
                     files.before("unlink", path)
                     path.unlink()
             asked += 1
     return asked
 
 
-def lock(outbox: Path) -> Lock:
+def acquire_lock(outbox: Path) -> FileLock:
     """Waits for, and takes, the lock of whoever tells hooks: one at a time, so that they hear in order."""
-    return Lock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
+    return FileLock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
 
 
-def mark(delivery: Delivery, hook: Hook, outcome: calls.Outcome) -> Told:
+def record_result(delivery: EventDelivery, hook: HookSettings, outcome: calls.HookResult) -> HookDelivery:
     """Note durably how it went."""
-    told = Told(hook=calls.label(hook), told=outcome.told, detail=outcome.detail, tries=outcome.tries)
-    told.save(delivery.folder / f"{calls.key(hook)}.json")
+    told = HookDelivery(hook=calls.hook_label(hook), told=outcome.told, detail=outcome.detail, tries=outcome.tries)
+    told.save(delivery.folder / f"{calls.hook_key(hook)}.json")
     return told
 
 
-def _wanting(hooks: Sequence[Hook], action: str) -> tuple[Hook, ...]:
+def _subscribed_hooks(hooks: Sequence[HookSettings], action: str) -> tuple[HookSettings, ...]:
     """Hooks that want to be told of this, each once."""
-    return tuple({calls.key(hook): hook for hook in hooks if action in hook.events}.values())
+    return tuple({calls.hook_key(hook): hook for hook in hooks if action in hook.events}.values())
 
 
-def _marks(folder: Path) -> list[Path]:
+def _result_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*.json") if p.name not in ("event.json", "hooks.json"))
 
 
-def _delivery(folder: Path) -> Delivery:
+def _read_delivery(folder: Path) -> EventDelivery:
     try:
         content = json.loads((folder / "event.json").read_bytes())
         identity = str(content["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{folder / 'event.json'}: no event ({error}); remove the folder, and tell the hooks yourself"
         ) from None
-    marks = {path.stem: Told.load(path) for path in _marks(folder)}
-    hooks = Addressees.load(folder / "hooks.json").hooks
-    return Delivery(folder, identity, tuple(marks.values()), tuple(h for h in hooks if calls.key(h) not in marks))
+    marks = {path.stem: HookDelivery.load(path) for path in _result_files(folder)}
+    hooks = EventRecipients.load(folder / "hooks.json").hooks
+    return EventDelivery(
+        folder, identity, tuple(marks.values()), tuple(h for h in hooks if calls.hook_key(h) not in marks)
+    )
 
 
 # `python -m ratchet.registry.outbox OUTBOX PROJECT`: sends the events in the outbox to hooks, oldest first.
@@ -162,14 +164,14 @@ WAIT_S = 60.0
 def main(arguments: Sequence[str]) -> int:
     """Deliver until nothing waits."""
     box, root = map(Path, arguments)
-    with lock(box):
-        for delivery in deliveries(box):
+    with acquire_lock(box):
+        for delivery in read_deliveries(box):
             for hook in delivery.waiting:
-                mark(delivery, hook, hooks.tell(hook, delivery.folder / "event.json", root))
+                record_result(delivery, hook, hooks.send_event(hook, delivery.folder / "event.json", root))
     return 0
 
 
-def deliver(box: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
+def deliver_pending(box: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
     """Start a delivery if anything waits, and wait for it a while. Returns what is wrong, or None.
 
     Args:
@@ -177,7 +179,7 @@ def deliver(box: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
         root: the project.
         wait_s: longest wait.
     """
-    if not any(delivery.waiting for delivery in deliveries(box)):
+    if not any(delivery.waiting for delivery in read_deliveries(box)):
         return None
     log = box / "delivery.log"
     command = [sys.executable, "-m", "ratchet.registry.outbox", str(box), str(root)]
@@ -193,10 +195,10 @@ def deliver(box: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
     return f"telling hooks broke off with exit code {code} (see {log}); `ratchet promotions` goes on" if code else None
 
 
-def describe(box: Path, event: str) -> list[str]:
+def describe_deliveries(box: Path, event: str) -> list[str]:
     """A line for each hook of an event: told, or a warning with the way to try again."""
     lines = []
-    for delivery in deliveries(box):
+    for delivery in read_deliveries(box):
         if delivery.folder.name != event:
             continue
         for told in delivery.told:

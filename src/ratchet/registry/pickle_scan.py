@@ -25,7 +25,7 @@ from picklescan.torch import InvalidMagicError
 
 from ratchet.errors import BaseModelError
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.export import Scan
+from ratchet.storage.records.export import BaseScan
 
 RECORD = "scan.json"
 """Beside base.json: what was found when the base came in."""
@@ -56,7 +56,7 @@ _UNREADABLE = (
 
 
 @dataclass
-class _Found:
+class _FileScan:
     """What was seen of one file so far."""
 
     name: str
@@ -75,7 +75,7 @@ class _Found:
                 self.suspicious.add(f"{where}: {text}")
 
 
-def scan(directory: Path, card: BaseCard | None = None) -> Scan:
+def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
     """Look through every file of a directory.
 
     Args:
@@ -86,7 +86,7 @@ def scan(directory: Path, card: BaseCard | None = None) -> Scan:
         BaseModelError: a file holds a pickle that would import something dangerous.
     """
     logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it prints what is said here, file by file
-    found = [_of_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
+    found = [_scan_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
     bad = [text for one in found for text in sorted(one.dangerous)]
     if bad:
         more = f", and {len(bad) - 1} more of the kind" if len(bad) > 1 else ""
@@ -94,7 +94,7 @@ def scan(directory: Path, card: BaseCard | None = None) -> Scan:
             f"{card.source if card else directory}: {bad[0]}: opening this file as a pickle would run that{more}; "
             "nothing was opened. Take the model from where it is published as safetensors, or remove the file"
         )
-    return Scan(
+    return BaseScan(
         files=len(found),
         pickles=tuple(one.name for one in found if one.pickles),
         suspicious=tuple(text for one in found for text in sorted(one.suspicious)),
@@ -102,20 +102,20 @@ def scan(directory: Path, card: BaseCard | None = None) -> Scan:
     )
 
 
-def recorded(layout_base: Path) -> Scan | None:
+def load_scan(layout_base: Path) -> BaseScan | None:
     """What stage base found, by its output directory; None where nothing came in, or an earlier version wrote it."""
     path = layout_base / RECORD
-    return Scan.load(path) if path.exists() else None
+    return BaseScan.load(path) if path.exists() else None
 
 
-def _of_file(path: Path, directory: Path) -> _Found:
-    found = _Found(path.relative_to(directory).as_posix())
+def _scan_file(path: Path, directory: Path) -> _FileScan:
+    found = _FileScan(path.relative_to(directory).as_posix())
     with path.open("rb") as stream:
-        _look(found, found.name, stream, 0)
+        _scan_stream(found, found.name, stream, 0)
     return found
 
 
-def _look(found: _Found, where: str, stream: IO[bytes], depth: int) -> None:
+def _scan_stream(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
     """Look at one stream, by its content and its name."""
     head = stream.read(_HEAD_BYTES)
     stream.seek(0)
@@ -124,24 +124,24 @@ def _look(found: _Found, where: str, stream: IO[bytes], depth: int) -> None:
         if head[8:9] == b"{" and suffix == ".safetensors":
             return
         if head.startswith(_ZIP) or (suffix in _BY_NAME | {".zip", ".npz"} and zipfile.is_zipfile(stream)):
-            _look_into_zip(found, where, stream, depth)
+            _scan_zip(found, where, stream, depth)
         elif head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
-            _look_into_tar(found, where, stream, depth)
+            _scan_tar(found, where, stream, depth)
         elif head.startswith(_NUMPY):
-            _look_at_array(found, where, stream)
+            _scan_array(found, where, stream)
         elif head.startswith(_OTHER_PACKERS):
             found.suspicious.add(f"{where}: compressed, and not looked into")
-        elif head[:2] in _WINDOW_BITS and (content := _unpacked(head[:2], stream)) is not None:
-            _look_at_part(found, f"{where}!unpacked", content, depth)
+        elif head[:2] in _WINDOW_BITS and (content := _decompress_head(head[:2], stream)) is not None:
+            _scan_part(found, f"{where}!unpacked", content, depth)
         elif head.startswith(_PICKLE) or suffix in _BY_NAME:
-            _look_at_pickle(found, where, stream, suffix)
+            _scan_pickle(found, where, stream, suffix)
         else:
-            _try(found, where, stream)
+            _scan_unmarked(found, where, stream)
     except _UNREADABLE as error:
         found.suspicious.add(f"{where}: cannot be read as what it begins like ({type(error).__name__})")
 
 
-def _look_at_pickle(found: _Found, where: str, stream: IO[bytes], suffix: str) -> None:
+def _scan_pickle(found: _FileScan, where: str, stream: IO[bytes], suffix: str) -> None:
     stream.seek(0)
     result = scanner.scan_bytes(stream, where, suffix if suffix in _TORCH else None)
     stream.seek(0)
@@ -149,7 +149,7 @@ def _look_at_pickle(found: _Found, where: str, stream: IO[bytes], suffix: str) -
     found.take(where, result)
 
 
-def _look_at_array(found: _Found, where: str, stream: IO[bytes]) -> None:
+def _scan_array(found: _FileScan, where: str, stream: IO[bytes]) -> None:
     stream.seek(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers that Python 2 wrote
@@ -158,7 +158,7 @@ def _look_at_array(found: _Found, where: str, stream: IO[bytes]) -> None:
     found.take(where, result)
 
 
-def _look_into_zip(found: _Found, where: str, stream: IO[bytes], depth: int) -> None:
+def _scan_zip(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
     """Every file of an archive, torch's own format included; also of archives that only torch's reader would open."""
     stream.seek(0)
     with RelaxedZipFile(stream, "r") as archive:
@@ -172,7 +172,7 @@ def _look_into_zip(found: _Found, where: str, stream: IO[bytes], depth: int) -> 
             except _UNREADABLE as error:
                 found.suspicious.add(f"{where}!{name}: cannot be read ({type(error).__name__})")
                 continue
-            _look_at_part(found, f"{where}!{name}", content, depth)
+            _scan_part(found, f"{where}!{name}", content, depth)
 
 
 def _is_plain(head: bytes, name: str) -> bool:
@@ -181,16 +181,16 @@ def _is_plain(head: bytes, name: str) -> bool:
     return not head.startswith(signs) and PurePosixPath(name).suffix.lower() not in _BY_NAME
 
 
-def _look_into_tar(found: _Found, where: str, stream: IO[bytes], depth: int) -> None:
+def _scan_tar(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
     stream.seek(0)
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                _look_at_part(found, f"{where}!{member.name}", content.read(_UNPACKED_BYTES), depth)
+                _scan_part(found, f"{where}!{member.name}", content.read(_UNPACKED_BYTES), depth)
 
 
-def _unpacked(sign: bytes, stream: IO[bytes]) -> bytes | None:
+def _decompress_head(sign: bytes, stream: IO[bytes]) -> bytes | None:
     """The beginning of a compressed stream; None when it only begins like one."""
     stream.seek(0)
     try:
@@ -200,17 +200,17 @@ def _unpacked(sign: bytes, stream: IO[bytes]) -> bytes | None:
         return None
 
 
-def _look_at_part(found: _Found, where: str, content: bytes, depth: int) -> None:
+def _scan_part(found: _FileScan, where: str, content: bytes, depth: int) -> None:
     """Look at what was inside something else."""
     if len(content) >= _UNPACKED_BYTES:
         found.suspicious.add(f"{where}: longer than the {_UNPACKED_BYTES:,} bytes that were looked at")
     if depth == _DEEPEST:
         found.suspicious.add(f"{where}: archives in archives, and not looked into")
         return
-    _look(found, where, io.BytesIO(content), depth + 1)
+    _scan_stream(found, where, io.BytesIO(content), depth + 1)
 
 
-def _try(found: _Found, where: str, stream: IO[bytes]) -> None:
+def _scan_unmarked(found: _FileScan, where: str, stream: IO[bytes]) -> None:
     """A file without any sign: early protocols have none. Only what is surely dangerous counts; most files fail at once
     as pickles, and a text may begin like one."""
     stream.seek(0)

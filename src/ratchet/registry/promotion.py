@@ -12,21 +12,21 @@ from typing import Protocol
 from ratchet.errors import ChampionError, TrackingError
 from ratchet.registry import ledger, outbox, promotion_record
 from ratchet.registry import promotion_record as intents
-from ratchet.registry.promotion_record import UNREGISTERED, Intent
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.registry.promotion_record import UNREGISTERED, PromotionIntent
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 from ratchet.storage.records.gate import Promotion, read_champion
 
 LOCK_WAIT_S = 60.0
 """How long somebody else's promotion is waited for; most take seconds."""
 
 
-def lock(layout: Layout) -> Lock:
+def acquire_lock(layout: ProjectLayout) -> FileLock:
     """The lock of whoever promotes, rolls back, or finishes what was left. Raises BusyError after a while."""
-    return Lock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
+    return FileLock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
 
 
-class Versions(Protocol):
+class ModelVersionRegistry(Protocol):
     """The registered model: services.registry.Registry. Everything may raise TrackingError."""
 
     def champion(self) -> int | None:
@@ -42,15 +42,15 @@ class Versions(Protocol):
         """Write tags and words to a version, and the tags to the MLflow run of this run id."""
 
 
-Registries = Callable[[str], Versions]
+Registries = Callable[[str], ModelVersionRegistry]
 """The registered model of a name."""
 
 
 @dataclass(frozen=True)
-class Left:
+class InterruptedPromotion:
     """What a command that died has left."""
 
-    intent: Intent
+    intent: PromotionIntent
     version: int | None
     """Of the model that it was about; None: not even registered."""
     forward: bool
@@ -67,7 +67,9 @@ class Left:
         return f"{about}, was interrupted before the alias moved: dropped, nothing of it happened"
 
 
-def carry_out(layout: Layout, registry: Versions, intent: Intent, register: Callable[[], int]) -> tuple[Promotion, str]:
+def execute_promotion(
+    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, register: Callable[[], int]
+) -> tuple[Promotion, str]:
     """Do it. Returns the ledger's entry and the name of the event.
 
     Args:
@@ -83,58 +85,60 @@ def carry_out(layout: Layout, registry: Versions, intent: Intent, register: Call
         if version == UNREGISTERED:
             version = register()
     except TrackingError:
-        intents.drop(layout.intent)
+        intents.remove_intent(layout.intent)
         raise
     try:
         registry.set_champion(version, intent.alias)
     except ChampionError:
-        intents.drop(layout.intent)
+        intents.remove_intent(layout.intent)
         raise
-    return finish(layout, registry, intent, version)
+    return finish_promotion(layout, registry, intent, version)
 
 
-def finish(layout: Layout, registry: Versions, intent: Intent, version: int) -> tuple[Promotion, str]:
+def finish_promotion(
+    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
+) -> tuple[Promotion, str]:
     """What follows the alias. May be repeated from any point; returns the ledger's entry and the name of the event."""
     champion = intent.champion.model_copy(update={"version": version})
-    entry = ledger.append(layout.promotions, intent.entry(version))
+    entry = ledger.append_entry(layout.promotions, intent.entry(version))
     before = read_champion(layout.champion)
     if before.ledger != entry.digest:
         after = promotion_record.champion_after(before, intent.action, champion, intent.anchored, entry.digest)
         after.save(layout.champion)
     folder = layout.promoted_model(champion.model_digest)
-    registry.tell(version, champion.run_id, promotion_record.of_promotion(intent), intent.description)
-    line = 1 + next(n for n, e in enumerate(ledger.read(layout.promotions)) if e.id == entry.id)
-    event = outbox.event(entry, line, intent.project, intent.model_name, folder.as_uri())
-    name = outbox.put(layout.outbox, event, intent.hooks)
-    intents.drop(layout.intent)
+    registry.tell(version, champion.run_id, promotion_record.promotion_tags(intent), intent.description)
+    line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
+    event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
+    name = outbox.add_event(layout.outbox, event, intent.hooks)
+    intents.remove_intent(layout.intent)
     return entry, name
 
 
-def left(layout: Layout, registries: Registries) -> Left | None:
+def find_interrupted(layout: ProjectLayout, registries: Registries) -> InterruptedPromotion | None:
     """What a command that died has left, and what is to become of it; None: nothing. Changes nothing."""
-    intent = intents.read(layout.intent)
+    intent = intents.read_intent(layout.intent)
     if intent is None:
         return None
     registry = registries(intent.model_name)
     version = intent.champion.version or registry.number_of(intent.champion.model_digest)
     if version is None:
-        return Left(intent, None, forward=False)
+        return InterruptedPromotion(intent, None, forward=False)
     # The ledger is asked too: the alias may have been moved by hand since.
-    told = any(entry.id == intent.id for entry in ledger.read(layout.promotions))
-    return Left(intent, version, forward=told or registry.champion() == version)
+    told = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
+    return InterruptedPromotion(intent, version, forward=told or registry.champion() == version)
 
 
-def recover(layout: Layout, registries: Registries) -> str | None:
+def recover_interrupted(layout: ProjectLayout, registries: Registries) -> str | None:
     """Finish or drop what a command that died has left; returns what to tell. The caller holds the promotion lock."""
-    found = left(layout, registries)
+    found = find_interrupted(layout, registries)
     if found is None:
         return None
     if found.forward and found.version is not None:
-        finish(layout, registries(found.intent.model_name), found.intent, found.version)
+        finish_promotion(layout, registries(found.intent.model_name), found.intent, found.version)
     else:
-        intents.drop(layout.intent)
+        intents.remove_intent(layout.intent)
     return found.describe()
 
 
-def _noun(intent: Intent) -> str:
+def _noun(intent: PromotionIntent) -> str:
     return "promotion" if intent.action == "promote" else "rollback"

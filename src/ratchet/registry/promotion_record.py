@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ratchet.config.gate import Hook
-from ratchet.errors import DamagedError
+from ratchet.config.gate import HookSettings
+from ratchet.errors import DamagedFileError
 from ratchet.registry import hooks
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
-from ratchet.storage.records.evaluation import EvalReport, Metric
-from ratchet.storage.records.export import Bundle
-from ratchet.storage.records.gate import Action, Champion, ChampionFile, Decision, Forced, Promotion, Verdict
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import Action, Champion, ChampionFile, Decision, ForcedPromotion, Promotion, Verdict
 
 UNREGISTERED = 0
 """Version of a model that is not registered yet; MLflow counts from 1."""
 
 
-class Intent(Record):
+class PromotionIntent(Record):
     """Everything that is needed to finish, so that nothing is read again that may have changed meanwhile."""
 
     id: str
@@ -48,7 +48,7 @@ class Intent(Record):
     """It becomes the anchor, too."""
     description: str | None = None
     """New words for the registered version; None leaves them."""
-    hooks: tuple[Hook, ...] = ()
+    hooks: tuple[HookSettings, ...] = ()
 
     def entry(self, version: int) -> Promotion:
         """The line for the ledger, not yet chained."""
@@ -61,30 +61,30 @@ class Intent(Record):
         )  # fmt: skip
 
 
-def new_id() -> str:
+def new_event_id() -> str:
     """An event's id: 128 random bits."""
     return secrets.token_hex(16)
 
 
-def now() -> str:
+def utc_now() -> str:
     """UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def read(path: Path) -> Intent | None:
+def read_intent(path: Path) -> PromotionIntent | None:
     """What a command that died has left, or None. Raises DamagedError when that cannot be read."""
     if not path.exists():
         return None
     try:
-        return Intent.load(path)
-    except DamagedError:
-        raise DamagedError(
+        return PromotionIntent.load(path)
+    except DamagedFileError:
+        raise DamagedFileError(
             f"{path}: unreadable; it says which promotion was interrupted. If no promotion is at work, remove it, "
             "then compare with `ratchet promotions`"
         ) from None
 
 
-def drop(path: Path) -> None:
+def remove_intent(path: Path) -> None:
     """There is nothing left to do. A machine that dies now may bring it back; finishing twice changes nothing."""
     files.before("unlink", path)
     path.unlink(missing_ok=True)
@@ -117,13 +117,13 @@ def champion_after(before: ChampionFile, action: Action, champion: Champion, anc
     )
 
 
-def known(file: ChampionFile, version: int) -> Champion | None:
+def find_version(file: ChampionFile, version: int) -> Champion | None:
     """What the champion file says of a version, if it names it."""
     named = (file.champion, *file.previous, file.anchor)
     return next((c for c in named if c is not None and c.version == version), None)
 
 
-def name(champion: Champion) -> str:
+def version_label(champion: Champion) -> str:
     """A version for people; one that was forced says so."""
     forced = ", FORCED" if champion.forced else ""
     return f"version {champion.version} (model {champion.model_digest[:12]}, run {champion.run_id}{forced})"
@@ -140,7 +140,7 @@ FORCED, FORCED_BY, FORCED_REASON, DECISION = (
 ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
 
 
-def of_model(bundle: Bundle, verdict: Verdict, report: EvalReport, page: str) -> dict[str, str]:
+def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, page: str) -> dict[str, str]:
     """Tags of a version when it is registered: what the model is made of, how it scored, what the gate said."""
     tags = {
         ADAPTER: bundle.adapter_digest,
@@ -153,7 +153,7 @@ def of_model(bundle: Bundle, verdict: Verdict, report: EvalReport, page: str) ->
     return tags | {_key(name): repr(metric.value) for name, metric in _metrics(report).items()}
 
 
-def of_promotion(intent: Intent) -> dict[str, str]:
+def promotion_tags(intent: PromotionIntent) -> dict[str, str]:
     """Tags that a promotion or a rollback sets, on the version and on the MLflow run."""
     tags = {"ratchet.event": intent.id}
     if intent.action == "rollback":
@@ -169,14 +169,18 @@ def of_promotion(intent: Intent) -> dict[str, str]:
     }
 
 
-def forced_of(tags: dict[str, str]) -> Forced | None:
-    """What `of_promotion` said of force, read back from a version's tags."""
+def parse_forced(tags: dict[str, str]) -> ForcedPromotion | None:
+    """What `promotion_tags` said of force, read back from a version's tags."""
     if tags.get(FORCED) != "true":
         return None
-    return Forced.model_validate({"by": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]})
+    return ForcedPromotion.model_validate(
+        {"by": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]}
+    )
 
 
-def description(champion: Champion, by: str, time: str, bundle: Bundle, verdict: Verdict, report: EvalReport) -> str:
+def describe_version(
+    champion: Champion, by: str, time: str, bundle: ModelBundle, verdict: Verdict, report: EvaluationReport
+) -> str:
     """A version in words, as Markdown: MLflow shows it on the version's page."""
     forced = champion.forced
     first = f"Promoted on {time} by {by}; the gate said {verdict.decision}."
@@ -190,7 +194,7 @@ def description(champion: Champion, by: str, time: str, bundle: Bundle, verdict:
     return "\n\n".join((first, made_of, f"Evaluation: {figures}." if figures else "No figures."))
 
 
-def _metrics(report: EvalReport) -> dict[str, Metric]:
+def _metrics(report: EvaluationReport) -> dict[str, MetricValue]:
     """Figures of the model as it is served: as exported, where that was scored."""
     scores = report.scores.get("merged") or report.scores.get("candidate")
     return scores.metrics if scores else {}
@@ -204,7 +208,7 @@ def _key(metric: str) -> str:
     ].rstrip("/")
 
 
-def plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str:
+def describe_plan(layout: ProjectLayout, about: PromotionIntent, version: int | None, *first: str) -> str:
     """What `road.carry_out` would do, step by step."""
     to = f"version {version}" if version is not None else "a new version"
     steps = [*first, f"note the intent in {layout.intent}"]
@@ -215,10 +219,10 @@ def plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str
     steps.append(f"name {to} in {layout.champion}{', as the anchor too' if about.anchored else ''}")
     if forced := about.champion.forced:
         steps.append(f"mark folder, version and MLflow run as FORCED against {forced.decision}")
-    steps += [f"tell {hooks.label(hook)}" for hook in about.hooks if about.action in hook.events]
+    steps += [f"tell {hooks.hook_label(hook)}" for hook in about.hooks if about.action in hook.events]
     return "\n".join(["dry run, nothing was changed; this would be done:", *(f"  {step}" for step in steps)])
 
 
-def since(entries: Sequence[Promotion]) -> str:
+def describe_last_promotion(entries: Sequence[Promotion]) -> str:
     """Who promoted last, and when."""
     return f" (last changed by {entries[-1].by} on {entries[-1].time})" if entries else ""

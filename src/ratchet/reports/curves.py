@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ratchet.reports.comparison import Side
-from ratchet.reports.forest_plot import digits
-from ratchet.reports.run_history import Line
+from ratchet.reports.comparison import ComparisonSide
+from ratchet.reports.forest_plot import format_significant
+from ratchet.reports.run_history import HistoryCurve
 from ratchet.reports.sweep_canvas import round_ticks
-from ratchet.storage.html import NONE, Html, quiet, table, tag
+from ratchet.storage.html import NONE, Html, explanation, table, tag
 
 WIDE, HIGH = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
@@ -37,7 +37,7 @@ SIGN_WIDTH, HIGHEST_SIGN = 13, 3
 
 
 @dataclass(frozen=True)
-class Kind:
+class CurveKind:
     """What a picture shows."""
 
     name: str
@@ -56,16 +56,18 @@ def _speed(values: Mapping[str, Any]) -> Any:
 
 
 KINDS = (
-    Kind("loss", "Training loss", "nats per answer token", False, lambda values: values["loss"]),
-    Kind("validation", "Validation loss", "nats per answer token", True, lambda values: values["loss"], smooth=False),
-    Kind("gradient", "Gradient norm", "before clipping", False, lambda values: values["grad_norm"]),
-    Kind("rate", "Learning rate", "", False, lambda values: values["learning_rate"], band=False, smooth=False),
-    Kind("speed", "Speed", "input tokens in a second of a step", False, _speed, band=False),
+    CurveKind("loss", "Training loss", "nats per answer token", False, lambda values: values["loss"]),
+    CurveKind(
+        "validation", "Validation loss", "nats per answer token", True, lambda values: values["loss"], smooth=False
+    ),
+    CurveKind("gradient", "Gradient norm", "before clipping", False, lambda values: values["grad_norm"]),
+    CurveKind("rate", "Learning rate", "", False, lambda values: values["learning_rate"], band=False, smooth=False),
+    CurveKind("speed", "Speed", "input tokens in a second of a step", False, _speed, band=False),
 )
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CurveSeries:
     """One curve in one picture."""
 
     side: int
@@ -75,61 +77,63 @@ class Drawn:
     mean: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
-    members: Sequence["Drawn"] = ()
+    members: Sequence["CurveSeries"] = ()
     """Of a group: each training by itself."""
 
 
 @dataclass(frozen=True)
-class Picture:
+class CurvePlot:
     """All curves of one kind, and the frame that they are drawn in."""
 
-    kind: Kind
-    curves: Sequence[Drawn]
+    kind: CurveKind
+    curves: Sequence[CurveSeries]
     low: float
     high: float
-    beyond: Sequence[tuple[Drawn, float, float]]
+    beyond: Sequence[tuple[CurveSeries, float, float]]
     """Curve, step and value of what lies outside of the frame, the farthest first."""
 
 
-def look(number: int) -> str:
+def side_classes(number: int) -> str:
     """Classes of a side: its colour and its dashes."""
     return f"c{number % COLOURS} d{number % DASHES}"
 
 
-def swatch(number: int) -> Html:
+def render_swatch(number: int) -> Html:
     """A short line as the side has it."""
-    line = tag("line", x1="0", x2="26", y1="5", y2="5", class_=f"curve {look(number)}")
+    line = tag("line", x1="0", x2="26", y1="5", y2="5", class_=f"curve {side_classes(number)}")
     return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="swatch")
 
 
-def pictures(sides: Sequence[Side]) -> list[Picture]:
+def build_plots(sides: Sequence[ComparisonSide]) -> list[CurvePlot]:
     """The pictures that there is something for."""
     found = []
     for kind in KINDS:
-        curves = [_drawn(number, side, kind) for number, side in enumerate(sides)]
+        curves = [_build_series(number, side, kind) for number, side in enumerate(sides)]
         there = [one for one in curves if one.step]
         if there:
-            found.append(_framed(kind, there))
+            found.append(_build_plot(kind, there))
     return found
 
 
-def _drawn(number: int, side: Side, kind: Kind) -> Drawn:
-    line: Line = side.validations if kind.validated else side.steps
+def _build_series(number: int, side: ComparisonSide, kind: CurveKind) -> CurveSeries:
+    line: HistoryCurve = side.validations if kind.validated else side.steps
     if not len(line):
-        return Drawn(number, 1, (), (), (), ())
+        return CurveSeries(number, 1, (), (), (), ())
     mean = kind.of(line.mean).tolist()
     if not kind.band or (line.width == 1 and not side.is_group):
-        return Drawn(number, line.width, line.step.tolist(), mean, (), ())
-    members = [_of(number, one, kind) for one in side.members] if side.is_group and not kind.validated else []
-    return replace(_of(number, line, kind), members=members)
+        return CurveSeries(number, line.width, line.step.tolist(), mean, (), ())
+    members = (
+        [_series_from_curve(number, one, kind) for one in side.members] if side.is_group and not kind.validated else []
+    )
+    return replace(_series_from_curve(number, line, kind), members=members)
 
 
-def _of(number: int, line: Line, kind: Kind) -> Drawn:
+def _series_from_curve(number: int, line: HistoryCurve, kind: CurveKind) -> CurveSeries:
     low, high = kind.of(line.low).tolist(), kind.of(line.high).tolist()
-    return Drawn(number, line.width, line.step.tolist(), kind.of(line.mean).tolist(), low, high)
+    return CurveSeries(number, line.width, line.step.tolist(), kind.of(line.mean).tolist(), low, high)
 
 
-def _framed(kind: Kind, curves: Sequence[Drawn]) -> Picture:
+def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
     means = [value for one in curves for value in one.mean if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(means), max(means)
     span = high - low or abs(high) or 1.0
@@ -148,53 +152,58 @@ def _framed(kind: Kind, curves: Sequence[Drawn]) -> Picture:
     beyond = list({(one.side, step): (one, step, value) for one, step, value in reversed(beyond)}.values())[::-1]
     room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
     low = 0.0 if low >= 0 and low < 0.25 * high else low - room
-    return Picture(kind, curves, low, high + room, beyond[:BEYOND])
+    return CurvePlot(kind, curves, low, high + room, beyond[:BEYOND])
 
 
-def figure(picture: Picture, sides: Sequence[Side]) -> Html:
+def render_figure(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
     """A picture with its caption and its numbers."""
     kind = picture.kind
     names = [sides[one.side].name for one in picture.curves]
     said = f"{kind.title} by optimizer step of {', '.join(names)}; the table below has numbers."
     caption = tag("figcaption", kind.title, tag("span", f" {kind.note}"))
-    parts = [caption, tag("div", _svg(picture, sides, said), class_="plot", data_chart=kind.name), _readout()]
+    parts = [
+        caption,
+        tag("div", _render_svg(picture, sides, said), class_="plot", data_chart=kind.name),
+        _render_readout(),
+    ]
     if picture.beyond:
         told = "; ".join(
-            f"{sides[one.side].name}: {digits(value)} {_steps(one, step)}" for one, step, value in picture.beyond
+            f"{sides[one.side].name}: {format_significant(value)} {_format_step_range(one, step)}"
+            for one, step, value in picture.beyond
         )
-        parts.append(quiet(f"Beyond the frame: {told}."))
-    return tag("figure", *parts, _numbers(picture, sides), class_="curves")
+        parts.append(explanation(f"Beyond the frame: {told}."))
+    return tag("figure", *parts, _render_numbers(picture, sides), class_="curves")
 
 
-def _steps(one: Drawn, last: float) -> str:
+def _format_step_range(one: CurveSeries, last: float) -> str:
     """Where a point lies, which is known by its last step."""
     first = last // one.width * one.width
     return f"at step {last:,.0f}" if first == last else f"in steps {max(1.0, first):,.0f} to {last:,.0f}"
 
 
-def _readout() -> Html:
+def _render_readout() -> Html:
     return tag("p", class_="readout quiet", role="status", hidden="")
 
 
-def _numbers(picture: Picture, sides: Sequence[Side]) -> Html:
+def _render_numbers(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
     first = min(one.step[0] for one in picture.curves)
     last = max(one.step[-1] for one in picture.curves)
     asked = sorted({round(first + (last - first) * place / NUMBERS) for place in range(NUMBERS + 1)})
-    rows = [(f"{step:,}", *(_at(one, step) for one in picture.curves)) for step in asked]
+    rows = [(f"{step:,}", *(_value_at_step(one, step) for one in picture.curves)) for step in asked]
     heads = ("step", *(sides[one.side].name for one in picture.curves))
     numbers = table(f"{picture.kind.title} in numbers", "t" + "n" * len(picture.curves), heads, rows)
     return tag("details", tag("summary", "Numbers"), numbers)
 
 
-def _at(curve: Drawn, step: float) -> str:
+def _value_at_step(curve: CurveSeries, step: float) -> str:
     """The value of the bucket that a step is in."""
     place = bisect_left(curve.step, step)
     if place == len(curve.step) or step < curve.step[0]:
         return NONE
-    return digits(curve.mean[place])
+    return format_significant(curve.mean[place])
 
 
-def _svg(picture: Picture, sides: Sequence[Side], said: str) -> Html:
+def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], said: str) -> Html:
     last = max(one.step[-1] for one in picture.curves) or 1.0
     low, high = picture.low, picture.high
 
@@ -215,24 +224,26 @@ def _svg(picture: Picture, sides: Sequence[Side], said: str) -> Html:
         parts.append(tag("text", text, x=f"{x(place):.1f}", y=f"{HIGH - BOTTOM + 24}", text_anchor="middle"))
     for one in picture.curves:
         if one.low:
-            parts.append(tag("polygon", points=_outline(one, x, y), class_=f"band c{one.side % COLOURS}"))
+            parts.append(tag("polygon", points=_polygon_points(one, x, y), class_=f"band c{one.side % COLOURS}"))
     for one in picture.curves:
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(one.step, one.mean, strict=True) if math.isfinite(b))
-        parts.append(tag("polyline", points=points, class_=f"curve {look(one.side)}"))
+        parts.append(tag("polyline", points=points, class_=f"curve {side_classes(one.side)}"))
         if picture.kind.validated and len(one.step) <= SIGNS_SHOWN:
             parts += [
                 tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r="3", class_=f"dot c{one.side % COLOURS}")
                 for a, b in zip(one.step, one.mean, strict=True)
             ]
-    parts += _signs(picture, sides, x)
+    parts += _render_event_marks(picture, sides, x)
     return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=said)
 
 
-def _signs(picture: Picture, sides: Sequence[Side], x: Callable[[float], float]) -> Iterator[Html]:
+def _render_event_marks(
+    picture: CurvePlot, sides: Sequence[ComparisonSide], x: Callable[[float], float]
+) -> Iterator[Html]:
     """What happened, on the axis; above each other where they would hide each other: a death and what follows it."""
     places: list[float] = []
     for one in picture.curves:
-        for mark in marks(sides[one.side]):
+        for mark in event_marks(sides[one.side]):
             place = x(mark[0])
             level = min(HIGHEST_SIGN, sum(abs(place - other) < SIGN_WIDTH for other in places))
             places.append(place)
@@ -247,26 +258,26 @@ def _signs(picture: Picture, sides: Sequence[Side], x: Callable[[float], float])
             )
 
 
-def _outline(one: Drawn, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+def _polygon_points(one: CurveSeries, x: Callable[[float], float], y: Callable[[float], float]) -> str:
     there = list(zip(one.step, one.low, one.high, strict=True))
     along = [f"{x(a):.1f},{y(high):.1f}" for a, _, high in there if math.isfinite(high)]
     back = [f"{x(a):.1f},{y(low):.1f}" for a, low, _ in reversed(there) if math.isfinite(low)]
     return " ".join((*along, *back))
 
 
-def marks(side: Side) -> list[tuple[float, float, float, str, str]]:
+def event_marks(side: ComparisonSide) -> list[tuple[float, float, float, str, str]]:
     """What happened to a side: step, tokens, seconds, words and sign of each."""
     found = []
     for account in side.accounts:
         for mark in account.course.marks:
             if mark.kind in SIGNS:
-                tokens, seconds = (_along(side.steps, axis, mark.step) for axis in ("tokens", "seconds"))
+                tokens, seconds = (_axis_position(side.steps, axis, mark.step) for axis in ("tokens", "seconds"))
                 words = f"step {mark.step:,}: {mark.kind}, {mark.text}"
                 found.append((float(mark.step), tokens, seconds, words, SIGNS[mark.kind]))
     return found[:SIGNS_SHOWN]
 
 
-def _along(line: Line, axis: str, step: float) -> float:
+def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
     if not len(line):
         return 0.0
     place = min(bisect_left(line.step.tolist(), step), len(line) - 1)
@@ -276,15 +287,15 @@ def _along(line: Line, axis: str, step: float) -> float:
 # Curves of trainings as services/curves.js draws them, and what it lets a reader choose; legend and explanation.
 
 
-def data(found: Sequence[Picture], sides: Sequence[Side]) -> Html:
+def render_script_data(found: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:
     """What the script draws from; nothing in it can end the element."""
     document = {
         "sides": [
             {
                 "name": side.name,
-                "x": _axes(side.steps),
-                "vx": _axes(side.validations),
-                "marks": [list(one) for one in marks(side)],
+                "x": _curve_axes(side.steps),
+                "vx": _curve_axes(side.validations),
+                "marks": [list(one) for one in event_marks(side)],
             }
             for side in sides
         ],
@@ -296,7 +307,12 @@ def data(found: Sequence[Picture], sides: Sequence[Side]) -> Html:
                 "low": one.low,
                 "high": one.high,
                 "series": [
-                    {"side": curve.side, "y": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
+                    {
+                        "side": curve.side,
+                        "y": _round_values(curve.mean),
+                        "low": _round_values(curve.low),
+                        "high": _round_values(curve.high),
+                    }
                     for curve in one.curves
                 ],
             }
@@ -309,15 +325,15 @@ def data(found: Sequence[Picture], sides: Sequence[Side]) -> Html:
     return tag("script", Html(text), type="application/json", id="curves-data")
 
 
-def _axes(line: Line) -> dict[str, list[float | None]]:
-    return {axis: _short(getattr(line, axis).tolist()) for axis in ("step", "tokens", "seconds")}
+def _curve_axes(line: HistoryCurve) -> dict[str, list[float | None]]:
+    return {axis: _round_values(getattr(line, axis).tolist()) for axis in ("step", "tokens", "seconds")}
 
 
-def _short(values: Sequence[float]) -> list[float | None]:
+def _round_values(values: Sequence[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def controls(sides: Sequence[Side]) -> Html:
+def render_controls(sides: Sequence[ComparisonSide]) -> Html:
     """What the script lets a reader choose."""
     axes = [
         tag("option", text, value=value)
@@ -327,7 +343,14 @@ def controls(sides: Sequence[Side]) -> Html:
     slider = Html('<input type="range" min="0" max="95" step="5" value="0" data-by="smooth" />')
     smooth = tag("label", tag("span", "smoothing"), slider)
     buttons = [
-        tag("button", swatch(number), tag("bdi", side.name), type="button", data_side=str(number), aria_pressed="true")
+        tag(
+            "button",
+            render_swatch(number),
+            tag("bdi", side.name),
+            type="button",
+            data_side=str(number),
+            aria_pressed="true",
+        )
         for number, side in enumerate(sides)
     ]
     parts = [tag("div", along, smooth, class_="selects")]
@@ -336,16 +359,16 @@ def controls(sides: Sequence[Side]) -> Html:
     return tag("div", *parts, class_="controls", hidden="")
 
 
-def legend(sides: Sequence[Side]) -> Html:
+def render_legend(sides: Sequence[ComparisonSide]) -> Html:
     """Which line is whose."""
     return tag(
         "p",
-        *(tag("span", swatch(number), tag("bdi", side.name)) for number, side in enumerate(sides)),
+        *(tag("span", render_swatch(number), tag("bdi", side.name)) for number, side in enumerate(sides)),
         class_="key legend",
     )
 
 
-def summarised(sides: Sequence[Side]) -> str:
+def describe_legend(sides: Sequence[ComparisonSide]) -> str:
     """What stands for what in the pictures, in words."""
     width = max((side.steps.width for side in sides), default=1)
     parts = []

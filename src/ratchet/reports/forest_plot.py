@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ratchet.storage import html
-from ratchet.storage.html import NONE, Html, quiet, tag
-from ratchet.storage.records.evaluation import EvalReport, Metric, Who
-from ratchet.storage.records.gate import Comparison, Reason, Verdict
+from ratchet.storage.html import NONE, Html, explanation, tag
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, Who
+from ratchet.storage.records.gate import ModelComparison, RuleResult, Verdict
 
 WHO: tuple[Who, ...] = ("base", "candidate", "merged", "champion", "anchor")
 
@@ -30,7 +30,7 @@ SAID = {"pass": "holds", "fail": "fails", "undecided": "undecided", "invalid": "
 
 
 @dataclass(frozen=True)
-class Scale:
+class MetricScale:
     """How differences of one kind of metric are written; only those of one scale share an axis."""
 
     unit: str
@@ -49,56 +49,56 @@ class Scale:
         amount = abs(amount) * self.factor
         if math.isinf(amount):
             return "\u221e"
-        return digits(amount) if self.places is None else f"{amount:,.{self.places}f}"
+        return format_significant(amount) if self.places is None else f"{amount:,.{self.places}f}"
 
 
-POINTS, PERCENT = Scale("percentage points", 100.0, 2), Scale("per cent of the perplexity", 100.0, 2)
+POINTS, PERCENT = MetricScale("percentage points", 100.0, 2), MetricScale("per cent of the perplexity", 100.0, 2)
 
 
-def scale(metric: Metric | None) -> Scale:
+def metric_scale(metric: MetricValue | None) -> MetricScale:
     """Of a metric's paired differences; one that nobody measured has no unit."""
     if metric is None:
-        return Scale("no unit known", 1.0, None)
+        return MetricScale("no unit known", 1.0, None)
     if metric.kind == "perplexity":
         return PERCENT
-    return POINTS if metric.unit == "proportion" else Scale(metric.unit, 1.0, None)
+    return POINTS if metric.unit == "proportion" else MetricScale(metric.unit, 1.0, None)
 
 
-def measured(report: EvalReport, name: str) -> Metric | None:
+def find_metric(report: EvaluationReport, name: str) -> MetricValue | None:
     """A metric as one of the models shows it: unit and direction are those of all."""
     found = (scores.metrics[name] for scores in report.scores.values() if name in scores.metrics)
     return next(found, None)
 
 
-def digits(amount: float) -> str:
+def format_significant(amount: float) -> str:
     """Four digits, or all before the point: `0.01234`, `12.35`, `12,346`."""
     if not math.isfinite(amount):
         return NONE if math.isnan(amount) else f"{MINUS if amount < 0 else ''}\u221e"
     return f"{amount:,.0f}" if abs(amount) >= 1000 else f"{amount:.4g}"
 
 
-def amount(metric: Metric, value: float) -> str:
+def format_metric(metric: MetricValue, value: float) -> str:
     """A value of a metric."""
-    return f"{value:.1%}".replace("%", "\u00a0%") if metric.unit == "proportion" else digits(value)
+    return f"{value:.1%}".replace("%", "\u00a0%") if metric.unit == "proportion" else format_significant(value)
 
 
-def interval(metric: Metric | None) -> Html:
+def render_interval(metric: MetricValue | None) -> Html:
     """Value, and below it the 95 % interval; a dash for what was not measured."""
     if metric is None:
         return Html(NONE)
     return tag(
         "span",
-        amount(metric, metric.value),
-        tag("small", f"{amount(metric, metric.low)} to {amount(metric, metric.high)}"),
+        format_metric(metric, metric.value),
+        tag("small", f"{format_metric(metric, metric.low)} to {format_metric(metric, metric.high)}"),
     )
 
 
-def probability(p: float | None) -> str:
+def format_p_value(p: float | None) -> str:
     """A p-value."""
     return NONE if p is None or math.isnan(p) else "<\u00a00.001" if p < 0.001 else f"{p:.3f}"
 
 
-def sign(outcome: str, word: str) -> Html:
+def render_outcome(outcome: str, word: str) -> Html:
     """An outcome as coloured shape and word."""
     outline, inner = SHAPES[outcome]
     drawn = tag("svg", tag("path", d=outline), tag("path", d=inner, class_="sign"), viewBox="-8 -8 16 16", width="16",
@@ -106,7 +106,7 @@ def sign(outcome: str, word: str) -> Html:
     return tag("span", drawn, word, class_=f"outcome {outcome}")
 
 
-def short(fingerprint: str | None) -> Html:
+def render_digest(fingerprint: str | None) -> Html:
     """The beginning of a digest, the whole of it on demand."""
     return tag("code", fingerprint[:12], title=fingerprint) if fingerprint else Html(NONE)
 
@@ -134,16 +134,16 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Line:
+class ForestPlotRow:
     """One comparison of one rule."""
 
-    reason: Reason
-    found: Comparison
-    scale: Scale
+    reason: RuleResult
+    found: ModelComparison
+    scale: MetricScale
 
 
 @dataclass(frozen=True)
-class Axis:
+class ForestPlotAxis:
     """What a picture shows from left to right, in units of the metric."""
 
     low: float
@@ -158,31 +158,31 @@ class Axis:
         return f"{100 * self.share(value):.3f}%"
 
 
-def comparisons(verdict: Verdict, report: EvalReport) -> Sequence[Html] | str:
+def render_comparisons(verdict: Verdict, report: EvaluationReport) -> Sequence[Html] | str:
     """The section: pictures by unit, then the table."""
     lines = [
-        Line(reason, found, scale(measured(report, found.metric)))
+        ForestPlotRow(reason, found, metric_scale(find_metric(report, found.metric)))
         for reason in verdict.reasons
         for found in reason.comparisons
     ]
     if not lines:
         return "No rule compares two models."
-    shown = [quiet(EXPLAINED)]
+    shown = [explanation(EXPLAINED)]
     for unit in dict.fromkeys(line.scale for line in lines):
-        shown.append(_plot(unit, [line for line in lines if line.scale == unit]))
+        shown.append(_render_plot(unit, [line for line in lines if line.scale == unit]))
     heads = ("comparison", "difference", "held against", "n", "p", "detectable", "samples needed", "method")
-    table = html.table("Comparisons", "tnnnnnnt", heads, [_numbers(line) for line in lines])
+    table = html.table("Comparisons", "tnnnnnnt", heads, [_format_numbers(line) for line in lines])
     return [*shown, tag("h3", "The same in numbers"), table]
 
 
-def _plot(unit: Scale, lines: Sequence[Line]) -> Html:
-    axis = _axis([line.found for line in lines])
-    rows = [part for line in lines for part in _row(line, axis)]
-    drawn = tag("div", *rows, tag("span", class_="tick"), _axis_line(unit, axis), class_="forest")
+def _render_plot(unit: MetricScale, lines: Sequence[ForestPlotRow]) -> Html:
+    axis = _build_axis([line.found for line in lines])
+    rows = [part for line in lines for part in _render_row(line, axis)]
+    drawn = tag("div", *rows, tag("span", class_="tick"), _render_axis_line(unit, axis), class_="forest")
     return tag("figure", tag("figcaption", f"Difference in {unit.unit}"), drawn)
 
 
-def _axis(found: Sequence[Comparison]) -> Axis:
+def _build_axis(found: Sequence[ModelComparison]) -> ForestPlotAxis:
     values = [0.0]
     for one in found:
         values += [value for value in (one.difference, one.low, one.high, one.bound) if math.isfinite(value)]
@@ -193,23 +193,23 @@ def _axis(found: Sequence[Comparison]) -> Axis:
         if seen := [one.detectable for one in found if 0 < one.detectable < math.inf]:
             low, high = -2 * max(seen), 2 * max(seen)
     room = PADDING * (high - low)
-    return Axis(low - room, high + room)
+    return ForestPlotAxis(low - room, high + room)
 
 
-def _row(line: Line, axis: Axis) -> Iterator[Html]:
+def _render_row(line: ForestPlotRow, axis: ForestPlotAxis) -> Iterator[Html]:
     """Name, picture and the main numbers of one comparison."""
     found, unit = line.found, line.scale
-    yield tag("div", tag("strong", tag("bdi", found.metric)), tag("small", _about(line)), class_="name")
-    yield _strip(line, axis)
+    yield tag("div", tag("strong", tag("bdi", found.metric)), tag("small", _describe_comparison(line)), class_="name")
+    yield _render_strip(line, axis)
     counts = f"n {found.n:,}"
     if found.better is not None and found.worse is not None:
         counts += f", {found.better:,} better, {found.worse:,} worse"
     counts += f"; detects {unit.plain(found.detectable)}"
-    outcome = sign(line.reason.outcome, SAID[line.reason.outcome])
+    outcome = render_outcome(line.reason.outcome, SAID[line.reason.outcome])
     yield tag("div", tag("strong", unit.signed(found.difference)), outcome, tag("small", counts), class_="found")
 
 
-def _strip(line: Line, axis: Axis) -> Html:
+def _render_strip(line: ForestPlotRow, axis: ForestPlotAxis) -> Html:
     """The picture of one comparison; as high as its row, so that the lines at zero join."""
     found, unit = line.found, line.scale
     parts = []
@@ -223,7 +223,7 @@ def _strip(line: Line, axis: Axis) -> Html:
         bound = axis.place(found.bound)
         parts.append(tag("line", x1=bound, x2=bound, y1="0", y2="100%", class_="dashed"))
     if not math.isnan(found.difference):
-        parts += _interval(line, axis, f"{STRIP_PX / 2:g}")
+        parts += _draw_interval(line, axis, f"{STRIP_PX / 2:g}")
     said = (
         f"{found.metric} against {found.against}: {unit.signed(found.difference)} {unit.unit}, "
         f"bounds {unit.signed(found.low)} and {unit.signed(found.high)}, held against {unit.signed(found.bound)}; "
@@ -232,7 +232,7 @@ def _strip(line: Line, axis: Axis) -> Html:
     return tag("svg", *parts, width="100%", height=str(STRIP_PX), role="img", aria_label=said, class_="strip")
 
 
-def _interval(line: Line, axis: Axis, y: str) -> Iterator[Html]:
+def _draw_interval(line: ForestPlotRow, axis: ForestPlotAxis, y: str) -> Iterator[Html]:
     """Both bounds, and the difference between them in the shape of the outcome."""
     found, outcome = line.found, line.reason.outcome
     low, high = axis.place(found.low), axis.place(found.high)
@@ -240,20 +240,20 @@ def _interval(line: Line, axis: Axis, y: str) -> Iterator[Html]:
     for value, place in ((found.low, low), (found.high, high)):
         # Where there is no bound the line ends in an arrow.
         end = f"M0-{END_PX}V{END_PX}" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
-        yield _at(place, y, tag("path", d=end, class_="end"))
+        yield _place_content(place, y, tag("path", d=end, class_="end"))
     outline, inner = SHAPES[outcome]
     shape = (tag("path", d=outline), tag("path", d=inner, class_="sign"))
-    yield _at(axis.place(found.difference), y, *shape, kind=f"outcome {outcome}")
+    yield _place_content(axis.place(found.difference), y, *shape, kind=f"outcome {outcome}")
 
 
-def _at(x: str, y: str, *content: Html, kind: str = "") -> Html:
+def _place_content(x: str, y: str, *content: Html, kind: str = "") -> Html:
     """Content around a place that is given in per cent."""
     return tag("svg", tag("g", *content, class_=kind), x=x, y=y, width="1", height="1")
 
 
-def _axis_line(unit: Scale, axis: Axis) -> Html:
+def _render_axis_line(unit: MetricScale, axis: ForestPlotAxis) -> Html:
     parts = [tag("line", x1="0", x2="100%", y1="0", y2="0", class_="zero")]
-    for tick in _ticks(axis):
+    for tick in _axis_ticks(axis):
         x, share = axis.place(tick), axis.share(tick)
         parts.append(tag("line", x1=x, x2=x, y1="0", y2="4", class_="zero"))
         turned = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
@@ -262,7 +262,7 @@ def _axis_line(unit: Scale, axis: Axis) -> Html:
     return tag("svg", *parts, width="100%", height=str(AXIS_PX), aria_hidden="true", class_="ticks")
 
 
-def _ticks(axis: Axis) -> list[float]:
+def _axis_ticks(axis: ForestPlotAxis) -> list[float]:
     """Round numbers of 1, 2 or 5 times a power of ten; zero is among them."""
     rough = (axis.high - axis.low) / TICKS
     ten = 10.0 ** math.floor(math.log10(rough))
@@ -271,27 +271,27 @@ def _ticks(axis: Axis) -> list[float]:
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
-def _numbers(line: Line) -> list[str]:
+def _format_numbers(line: ForestPlotRow) -> list[str]:
     found, unit = line.found, line.scale
-    name = f"{_about(line)}; {unit.unit}"
+    name = f"{_describe_comparison(line)}; {unit.unit}"
     bounds = f"{unit.signed(found.low)} to {unit.signed(found.high)}"
     counts = [f"in {found.groups:,} groups"] if found.groups is not None else []
     if found.better is not None and found.worse is not None:
         counts.append(f"{found.better:,} better, {found.worse:,} worse")
-    adjusted = "" if found.p_adjusted is None else f"Holm {probability(found.p_adjusted)}"
+    adjusted = "" if found.p_adjusted is None else f"Holm {format_p_value(found.p_adjusted)}"
     return [
         tag("span", tag("bdi", found.metric), tag("small", name)),
-        _two(unit.signed(found.difference), bounds),
+        _render_pair(unit.signed(found.difference), bounds),
         unit.signed(found.bound),
-        _two(f"{found.n:,}", ", ".join(counts)),
-        _two(probability(found.p), adjusted),
+        _render_pair(f"{found.n:,}", ", ".join(counts)),
+        _render_pair(format_p_value(found.p), adjusted),
         unit.plain(found.detectable),
-        _needed(line),
-        _two(found.method, f"bounds at {found.confidence:.3g} each"),
+        _format_threshold(line),
+        _render_pair(found.method, f"bounds at {found.confidence:.3g} each"),
     ]
 
 
-def _needed(line: Line) -> str:
+def _format_threshold(line: ForestPlotRow) -> str:
     """What is held against zero has no margin from which a number of samples would follow."""
     needed = line.found.needed
     if line.reason.outcome == "pass" or needed is None:
@@ -299,10 +299,10 @@ def _needed(line: Line) -> str:
     return f"{needed:,}"
 
 
-def _two(first: str, second: str) -> Html:
+def _render_pair(first: str, second: str) -> Html:
     """A number and, small, what belongs to it."""
     return tag("span", first, tag("small", second))
 
 
-def _about(line: Line) -> str:
+def _describe_comparison(line: ForestPlotRow) -> str:
     return f"against {line.found.against}, {line.found.form}, {line.reason.rule.replace('_', ' ')}"

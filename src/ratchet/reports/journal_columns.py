@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
-from ratchet.runs.journal import Event, read_line
+from ratchet.runs.journal import JournalEvent, parse_line
 
 BLOCK_BYTES = 1 << 23
 """Read at once, by each of the readers; what is held at any time is a small multiple of it."""
@@ -45,12 +45,12 @@ _STEP, _OTHER = b'"event":"step"', re.compile(rb'"event":(?!"step")')
 
 
 @dataclass(frozen=True)
-class Block:
+class JournalBlock:
     """Some lines of a journal."""
 
     columns: Mapping[str, Columns]
     """By kind of event, in their order; NaN where an event lacks a value."""
-    others: Sequence[tuple[Event, int]]
+    others: Sequence[tuple[JournalEvent, int]]
     """All other events, each with the number of steps of the block that stand before it."""
     lines: int
     damaged: int
@@ -59,23 +59,23 @@ class Block:
     """Lines that were read one by one, which takes five times as long."""
 
 
-def blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBlock]:
     """The whole lines of a journal, in order; a journal that is not there has none."""
     try:
         stream = path.open("rb")
     except FileNotFoundError:
         return
-    waiting: deque[Future[Block]] = deque()
+    waiting: deque[Future[JournalBlock]] = deque()
     with stream, ThreadPoolExecutor(READERS) as readers:
-        for text in _texts(stream, size_bytes):
-            waiting.append(readers.submit(_block, text))
+        for text in _read_complete_lines(stream, size_bytes):
+            waiting.append(readers.submit(_parse_block, text))
             if len(waiting) > READERS:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
-def _texts(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+def _read_complete_lines(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
     """Whole lines; one that is not finished yet is left out."""
     rest = b""
     while data := stream.read(size_bytes):
@@ -87,11 +87,11 @@ def _texts(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
             rest += data
 
 
-def _block(text: bytes) -> Block:
+def _parse_block(text: bytes) -> JournalBlock:
     ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
-    alike = _alike(text, len(ends))
+    alike = _parse_uniform_steps(text, len(ends))
     if alike is None:
-        return _made(_Lines().read(text.split(b"\n")[:-1]))
+        return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
     steps, rows, keys = alike
 
     def line(row: int) -> bytes:
@@ -99,17 +99,17 @@ def _block(text: bytes) -> Block:
 
     others = np.delete(np.arange(len(ends)), rows)
     before = np.searchsorted(rows, others).tolist()
-    found = _Lines()
+    found = _JournalLineParser()
     for row, count in zip(others.tolist(), before, strict=True):
         found.add(line(row), count)
     # Lines are laid out alike as long as one program writes them, and another one says that it begins.
     begins = {count for event, count in found.others if event.kind in ("attempt", "ready") and count < len(rows)}
-    if found.columns["step"]["step"] or any(_keys(line(int(rows[count]))) != keys for count in begins):
-        return _made(_Lines().read(text.split(b"\n")[:-1]))
-    return _made(found, steps)
+    if found.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in begins):
+        return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
+    return _build_block(found, steps)
 
 
-def _alike(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
+def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
     """Steps that are laid out as the first one, as CSV: their columns, the numbers of their lines, and their keys.
 
     None where the first one is not laid out so, or the block holds what cannot be read so. Arrow reads CSV twice as
@@ -119,13 +119,13 @@ def _alike(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequenc
         return None
     place = text.find(_STEP)
     first = text[text.rfind(b"\n", 0, place) + 1 : text.find(b"\n", place) + 1] if place >= 0 else b""
-    keys = _keys(first)
+    keys = _line_keys(first)
     if keys is None or first.translate(_MARKS).count(b":") != 2 * len(keys) + 1:
         return None
     if not {"event", *KINDS["step"]} <= set(keys):
         return None
     columns = {name: f"{2 * keys.index(name) + 2}" for name in ("event", *KINDS["step"])}
-    found = _table(text, columns, len(keys)) or _table(_OTHER.sub(b'"event"::', text), columns, len(keys))
+    found = _parse_table(text, columns, len(keys)) or _parse_table(_OTHER.sub(b'"event"::', text), columns, len(keys))
     if found is None:
         return None
     table, odd = found
@@ -140,7 +140,7 @@ def _alike(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequenc
     )
 
 
-def _table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa.Table, list[int]] | None:
+def _parse_table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa.Table, list[int]] | None:
     """Lines that have so many keys, as a table, and the numbers of the others; None where a value is no number.
 
     Args:
@@ -181,7 +181,7 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _keys(line: bytes) -> Sequence[str] | None:
+def _line_keys(line: bytes) -> Sequence[str] | None:
     """Keys of a line that is a flat object, in their order."""
     try:
         found = json.loads(line)
@@ -190,17 +190,17 @@ def _keys(line: bytes) -> Sequence[str] | None:
     return tuple(found) if isinstance(found, dict) else None
 
 
-class _Lines:
+class _JournalLineParser:
     """Lines that are read one by one."""
 
     def __init__(self) -> None:
         self.columns: dict[str, dict[str, list[float]]] = {
             kind: {name: [] for name in names} for kind, names in KINDS.items()
         }
-        self.others: list[tuple[Event, int]] = []
+        self.others: list[tuple[JournalEvent, int]] = []
         self.lines = self.damaged = 0
 
-    def read(self, lines: Sequence[bytes]) -> "_Lines":
+    def read(self, lines: Sequence[bytes]) -> "_JournalLineParser":
         """All lines of a block."""
         for line in lines:
             self.add(line + b"\n", len(self.columns["step"]["step"]))
@@ -209,7 +209,7 @@ class _Lines:
     def add(self, line: bytes, steps_before: int) -> None:
         """One line."""
         self.lines += 1
-        event, is_damaged = read_line(line)
+        event, is_damaged = parse_line(line)
         self.damaged += is_damaged
         if event is None:
             return
@@ -217,14 +217,14 @@ class _Lines:
             self.others.append((event, steps_before))
             return
         for name, values in self.columns[event.kind].items():
-            values.append(_number(event.data.get(name)))
+            values.append(_parse_number(event.data.get(name)))
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _made(found: _Lines, steps: Columns | None = None) -> Block:
+def _build_block(found: _JournalLineParser, steps: Columns | None = None) -> JournalBlock:
     """The block, without events that lack what they are about."""
     columns: dict[str, Columns] = {
         kind: {name: np.asarray(values, dtype=np.float64) for name, values in by_name.items()}
@@ -244,4 +244,4 @@ def _made(found: _Lines, steps: Columns | None = None) -> Block:
             kept = np.cumsum(sound)
             others = [(event, int(kept[count - 1]) if count else 0) for event, count in others]
         whole[kind] = {name: values[sound] for name, values in by_name.items()}
-    return Block(whole, others, lines, damaged, found.lines)
+    return JournalBlock(whole, others, lines, damaged, found.lines)

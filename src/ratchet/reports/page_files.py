@@ -10,7 +10,7 @@ OPENING = html.document("", "").partition("style-src")[0].encode()
 """How every page begins, whatever its kind and whichever version wrote it."""
 
 
-def require_place(target: Path) -> None:
+def require_writable_target(target: Path) -> None:
     """See that a page may be written there, before time is spent on it.
 
     Raises:
@@ -29,9 +29,9 @@ def write(target: Path, text: str) -> None:
     """Write a page, complete or not at all, making the folder that it lies in.
 
     Raises:
-        SettingsError: it cannot lie there, see `require_place`.
+        SettingsError: it cannot lie there, see `require_writable_target`.
     """
-    require_place(target)
+    require_writable_target(target)
     try:
         files.make_directory(target.parent)
         files.write_atomic(target, text)

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from ratchet.models.module_names import place
-from ratchet.reports.verdict_page import Bar
-from ratchet.runs.journal import Reader, Replay
-from ratchet.storage.records.training import Analysis, ModuleAnalysis, QuantizationCost, QuantizationReport
+from ratchet.models.module_names import parse_module_name
+from ratchet.reports.verdict_page import ReliabilityDiagramBin
+from ratchet.runs.journal import JournalReader, ReplayFilter
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, QuantizationCost, QuantizationReport
 
 DPI = 120
 CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points
@@ -33,7 +33,7 @@ LABELS = 12
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """One training in a timeline; times in seconds since it began."""
 
     name: str
@@ -47,13 +47,13 @@ class Lane:
     """Ended as it should."""
 
 
-def loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
+def draw_loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
     """Draw training and validation loss (nats per answer token) by optimizer step."""
     from matplotlib.figure import Figure
 
     curves: dict[str, list[tuple[int, float]]] = {"step": [], "validation": []}
-    replay = Replay()
-    for event in Reader(journal).read():
+    replay = ReplayFilter()
+    for event in JournalReader(journal).read():
         if event.kind in curves and replay.new(event):
             curves[event.kind].append((event.data["step"], event.data["loss"]))
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -67,7 +67,7 @@ def loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
     figure.savefig(target, format="png", dpi=DPI)
 
 
-def confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], target: Path) -> None:
+def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], target: Path) -> None:
     """Draw counts of answers.
 
     Args:
@@ -99,7 +99,7 @@ def confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], tar
     figure.savefig(target, format="png", dpi=DPI)
 
 
-def timeline(lanes: Sequence[Lane], target: Path) -> None:
+def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
     """Draw what happened to several trainings, one above the other.
 
     Bars are workers, the line in a bar is the step (it falls back where steps are done again), ticks below are
@@ -134,7 +134,7 @@ def timeline(lanes: Sequence[Lane], target: Path) -> None:
     figure.savefig(target, format="png", dpi=DPI)
 
 
-def gradient_map(analysis: Analysis) -> bytes:
+def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
     """How large the gradient of every module was over time, as PNG.
 
     A panel for each kind of module, a line in it for each layer: a model of 32 layers with seven kinds is seven
@@ -142,12 +142,12 @@ def gradient_map(analysis: Analysis) -> bytes:
     """
     from matplotlib.colors import LogNorm
 
-    kinds = _by_kind(analysis)
+    kinds = _group_modules_by_kind(analysis)
     norms = sorted(norm for one in analysis.modules.values() for norm in one.gradient_norms if norm > 0) or [1.0]
     # Without the outermost: a few modules without a gradient would leave one colour to all others.
     least, most = (norms[int(share * (len(norms) - 1))] for share in SHOWN)
     scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
-    figure, panels = _panels(len(kinds))
+    figure, panels = _create_panels(len(kinds))
     image = None
     for axes, (kind, members) in zip(panels, kinds.items(), strict=True):
         axes.set_title(kind, fontsize=8)
@@ -155,7 +155,7 @@ def gradient_map(analysis: Analysis) -> bytes:
         axes.tick_params(axis="x", labelsize=7)
         rows = [[norm if norm > 0 else math.nan for norm in one.gradient_norms] for _, one in members]
         if analysis.steps and all(len(row) == len(analysis.steps) for row in rows):
-            image = axes.pcolormesh(_edges(analysis.steps), range(len(rows) + 1), rows, norm=scale, cmap="cividis")
+            image = axes.pcolormesh(_step_edges(analysis.steps), range(len(rows) + 1), rows, norm=scale, cmap="cividis")
         every = math.ceil(len(members) / LABELS)
         layers = [".".join(map(str, numbers)) or "-" for numbers, _ in members[::every]]
         axes.set_yticks([line + 0.5 for line in range(0, len(members), every)], layers, fontsize=7)
@@ -164,16 +164,16 @@ def gradient_map(analysis: Analysis) -> bytes:
         figure.colorbar(image, ax=panels, label="gradient norm before clipping", pad=0.01, aspect=30, extend="both")
     figure.supxlabel("optimizer step", fontsize=9)
     figure.supylabel("layer", fontsize=9)
-    return _png(figure)
+    return _encode_png(figure)
 
 
-def updates(analysis: Analysis) -> bytes:
+def draw_updates(analysis: AdapterAnalysis) -> bytes:
     """How far every module moved and how many directions it used, by depth, and each kind's spectrum, as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     ratio, rank, spectrum = figure.subplots(1, 3)
-    for number, (kind, members) in enumerate(_by_kind(analysis).items()):
+    for number, (kind, members) in enumerate(_group_modules_by_kind(analysis).items()):
         style: dict[str, Any] = {
             "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4,
             "linewidth": 0.8, "label": kind,
@@ -183,7 +183,7 @@ def updates(analysis: Analysis) -> bytes:
         rank.plot(depths, [one.effective_rank for _, one in members], **style)
         if values := _typical_spectrum([one.singular_values for _, one in members]):
             spectrum.plot(range(1, len(values) + 1), values, **style)
-    quiet = [(place(name).layer, analysis.modules[name].update_ratio) for name in analysis.still]
+    quiet = [(parse_module_name(name).layer, analysis.modules[name].update_ratio) for name in analysis.still]
     rings = [(max(0, layer), value) for layer, value in quiet if value > 0]
     if rings:
         ratio.plot(
@@ -204,19 +204,19 @@ def updates(analysis: Analysis) -> bytes:
         axes.xaxis.get_major_locator().set_params(integer=True)
     if analysis.modules:
         figure.legend(*ratio.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    return _png(figure)
+    return _encode_png(figure)
 
 
-def _by_kind(analysis: Analysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
+def _group_modules_by_kind(analysis: AdapterAnalysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
     """Modules of each kind by their numbers (layer first), in the order in which kinds come in the model."""
     found: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
     for name, one in analysis.modules.items():
-        kind, numbers = place(name)
+        kind, numbers = parse_module_name(name)
         found.setdefault(kind, []).append((numbers, one))
     return {kind: sorted(members, key=lambda member: member[0]) for kind, members in found.items()}
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
+def _create_panels(count: int) -> tuple[Any, list[Any]]:
     """A figure and so many axes in it, on rows of PANELS."""
     from matplotlib.figure import Figure
 
@@ -232,7 +232,7 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
     return figure, every[:count]
 
 
-def _edges(steps: Sequence[int]) -> list[float]:
+def _step_edges(steps: Sequence[int]) -> list[float]:
     """Borders of the columns that stand for steps: half-way to their neighbours."""
     between = [(a + b) / 2 for a, b in pairwise(steps)]
     return [steps[0] - 0.5, *between, steps[-1] + 0.5]
@@ -245,7 +245,7 @@ def _typical_spectrum(found: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(values[k] / values[0] for values in moved if k < len(values)) for k in range(longest)]
 
 
-def _png(figure: Any) -> bytes:
+def _encode_png(figure: Any) -> bytes:
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=DPI)
     return written.getvalue()
@@ -262,20 +262,20 @@ DOT_SHARE = 0.18
 """Of the place of one kind, for one variant."""
 
 
-def draw(report: QuantizationReport, target: Path) -> None:
+def draw_quantization_report(report: QuantizationReport, target: Path) -> None:
     """Draw the report as a PNG."""
     from matplotlib.figure import Figure
 
     full, variants = report.costs[0], report.costs[1:]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-    _sizes(left, full, variants)
-    _layers(right, variants)
+    _draw_sizes(left, full, variants)
+    _draw_layers(right, variants)
     figure.suptitle(f"{report.rows} validation rows, {report.tokens} answer tokens, {report.dtype}", fontsize=9)
     figure.savefig(target, format="png", dpi=COST_DPI)
 
 
-def _sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, ...]) -> None:
+def _draw_sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, ...]) -> None:
     for colour, cost in zip(COST_COLOURS, variants, strict=False):
         share = 100 * cost.weight_bytes / full.weight_bytes
         axes.plot(share, cost.kl, "o", color=colour, markersize=9, label=cost.name)
@@ -287,15 +287,15 @@ def _sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, 
     axes.legend(fontsize=8)
 
 
-def _layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
-    kinds = list(dict.fromkeys(place(name).kind for cost in variants for name in cost.layers))
+def _draw_layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
+    kinds = list(dict.fromkeys(parse_module_name(name).kind for cost in variants for name in cost.layers))
     shown = kinds[:KINDS_AT_MOST]
     for number, (colour, cost) in enumerate(zip(COST_COLOURS, variants, strict=False)):
         shift = DOT_SHARE * (number - (len(variants) - 1) / 2)
         dots = [
             (shown.index(kind) + shift, layer.output_error)
             for name, layer in cost.layers.items()
-            if (kind := place(name).kind) in shown
+            if (kind := parse_module_name(name).kind) in shown
         ]
         axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, alpha=0.6, label=cost.name)
     axes.set_xticks(range(len(shown)), shown, rotation=45, ha="right", fontsize=7)
@@ -320,7 +320,7 @@ LONGEST = 28
 """Characters of a label in the legend."""
 
 
-def precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
+def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
     """Draw the curves of the worst labels, and the mean over all labels in black.
 
     Args:
@@ -338,11 +338,11 @@ def precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[
         curve = known[label]
         axes.step(
             curve["recall"], curve["precision"], where="post", color=colour, linestyle=style, linewidth=1.2,
-            label=f"{_short(label)}  {curve['average_precision']:.3f}",
+            label=f"{_shorten_label(label)}  {curve['average_precision']:.3f}",
         )  # fmt: skip
     if known:
         recall = [i / GRID for i in range(GRID + 1)]
-        mean = [fmean(_at(curve, r) for curve in known.values()) for r in recall]
+        mean = [fmean(_precision_at_recall(curve, r) for curve in known.values()) for r in recall]
         value = fmean(curve["average_precision"] for curve in known.values())
         axes.plot(recall, mean, color="black", linewidth=2.2, label=f"mean of {len(known)} labels  {value:.3f}")
         title = "average precision" + (f" (lowest {len(worst)})" if len(worst) < len(known) else "")
@@ -353,7 +353,7 @@ def precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[
     figure.savefig(target, format="png", dpi=CURVE_DPI)
 
 
-def reliability(bars: Sequence[Bar], error: float, target: Path | IO[bytes]) -> None:
+def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target: Path | IO[bytes]) -> None:
     """Draw how often the likeliest label is right by its probability, and below it how many prompts there are.
 
     Args:
@@ -380,12 +380,12 @@ def reliability(bars: Sequence[Bar], error: float, target: Path | IO[bytes]) -> 
     figure.savefig(target, format="png", dpi=CURVE_DPI)
 
 
-def _short(label: str) -> str:
+def _shorten_label(label: str) -> str:
     """For a legend; a dollar sign would begin a formula."""
     text = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
     return text.replace("$", r"\$").removeprefix("_")  # matplotlib leaves names with _ out of legends
 
 
-def _at(curve: Mapping[str, Any], recall: float) -> float:
+def _precision_at_recall(curve: Mapping[str, Any], recall: float) -> float:
     """Highest precision at this recall or a higher one, which is what can be had by choosing a threshold."""
     return max((p for p, r in zip(curve["precision"], curve["recall"], strict=True) if r >= recall), default=0.0)

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ratchet.reports.journal_columns import Block, Columns, Numbers, blocks
-from ratchet.runs.directory import Launch, RunPaths, RunSpec
-from ratchet.runs.journal import Event
-from ratchet.runs.status import Progress
+from ratchet.reports.journal_columns import Columns, JournalBlock, Numbers, read_blocks
+from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.status import RunProgress
 from ratchet.storage import digests
 from ratchet.storage.records.base import Record, TrainReport
-from ratchet.storage.records.training import Analysis, MemoryForecast
+from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast
 
 MOST = 1024
 """Buckets; when more are needed, each becomes twice as wide."""
 
 
 @dataclass(frozen=True)
-class Line:
+class HistoryCurve:
     """A curve. Of each bucket: the last step, and where it stands on the other axes; and its values."""
 
     width: int
@@ -41,7 +41,7 @@ class Line:
         return len(self.step)
 
 
-class Series:
+class BucketedSeries:
     """Buckets of steps, all of one width; `add` puts further steps in. Steps must rise from one call to the next."""
 
     def __init__(self, names: Sequence[str], most: int = MOST) -> None:
@@ -93,20 +93,20 @@ class Series:
         for found in (*self._low.values(), *self._high.values()):
             found[half:] = np.nan
 
-    def line(self, most: int | None = None) -> Line:
+    def line(self, most: int | None = None) -> HistoryCurve:
         """The curve as it is, or of so many buckets at most (two at least)."""
         while most is not None and (self._count > 0).sum() > max(2, most):
             self._widen()
         there = self._count > 0
         mean = {name: found[there] / self._count[there] for name, found in self._sums.items()}
-        return Line(
+        return HistoryCurve(
             self.width, self._ends["step"][there], self._ends["tokens"][there], self._ends["seconds"][there], mean,
             {name: found[there] for name, found in self._low.items()},
             {name: found[there] for name, found in self._high.items()},
         )  # fmt: skip
 
 
-def together(lines: Sequence[Line], points: int) -> Line:
+def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
     """Several runs as one: at each of so many steps their mean, and one standard deviation on either side of it.
 
     It reaches as far as all of them do. Between its points a line is straight.
@@ -118,7 +118,7 @@ def together(lines: Sequence[Line], points: int) -> Line:
     first, last = max(line.step[0] for line in lines), min(line.step[-1] for line in lines)
     grid = np.unique(np.linspace(first, max(first, last), points).round())
 
-    def at(line: Line, values: Numbers) -> Numbers:
+    def at(line: HistoryCurve, values: Numbers) -> Numbers:
         found: Numbers = np.interp(grid, line.step, values)
         return found
 
@@ -128,14 +128,14 @@ def together(lines: Sequence[Line], points: int) -> Line:
         stacked = np.stack([at(line, line.mean[name]) for line in lines])
         mean[name], spread = stacked.mean(axis=0), stacked.std(axis=0, ddof=1)
         low[name], high[name] = mean[name] - spread, mean[name] + spread
-    return Line(max(line.width for line in lines), grid, axes["tokens"], axes["seconds"], mean, low, high)
+    return HistoryCurve(max(line.width for line in lines), grid, axes["tokens"], axes["seconds"], mean, low, high)
 
 
-def empty(names: Sequence[str]) -> Line:
+def empty_curve(names: Sequence[str]) -> HistoryCurve:
     """A curve without a point."""
     nothing = np.zeros(0)
     values: Mapping[str, Numbers] = dict.fromkeys(names, nothing)
-    return Line(1, nothing, nothing, nothing, values, values, values)
+    return HistoryCurve(1, nothing, nothing, nothing, values, values, values)
 
 
 # How a training went: its curves, what happened to it and what it came to, from one pass over its journal.
@@ -151,7 +151,7 @@ TEXT_SHOWN = 300
 
 
 @dataclass(frozen=True)
-class Mark:
+class HistoryEvent:
     """Something that happened to a training."""
 
     step: int
@@ -162,16 +162,16 @@ class Mark:
 
 
 @dataclass
-class Course:
+class RunHistory:
     """What a journal tells; `see` folds one more block in."""
 
-    steps: Series = field(default_factory=lambda: Series(STEP_VALUES))
-    validations: Series = field(default_factory=lambda: Series(VALIDATION_VALUES))
-    progress: Progress = field(default_factory=Progress)
+    steps: BucketedSeries = field(default_factory=lambda: BucketedSeries(STEP_VALUES))
+    validations: BucketedSeries = field(default_factory=lambda: BucketedSeries(VALIDATION_VALUES))
+    progress: RunProgress = field(default_factory=RunProgress)
     """Of everything but steps, validations and checkpoints."""
     ready: Mapping[str, Any] = field(default_factory=dict)
     """What the last worker said of itself."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[HistoryEvent] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Marks by kind, those included that were not kept."""
     lines: int = 0
@@ -196,7 +196,7 @@ class Course:
     blocked_s: float = 0.0
     """For which training stood still while checkpoints were made."""
 
-    def see(self, block: Block) -> None:
+    def see(self, block: JournalBlock) -> None:
         """Fold some lines in."""
         self.lines += block.lines
         self.damaged += block.damaged
@@ -212,11 +212,11 @@ class Course:
         self.blocked_s += float(waits.sum())
 
     def _steps(self, raw: Columns, raw_validations: Columns) -> None:
-        new = _new(raw["step"], self.step)
+        new = _find_new_steps(raw["step"], self.step)
         steps = {name: values[new] for name, values in raw.items()}
         self.again += int((~new).sum())
         last = self.validation[0] if self.validation else -1
-        checked = _new(raw_validations["step"], last)
+        checked = _find_new_steps(raw_validations["step"], last)
         validations = {name: values[checked] for name, values in raw_validations.items()}
         trained, inputs, taken = (np.nan_to_num(steps[name]) for name in ("trained_tokens", "input_tokens", "step_s"))
         # A validation's time stands before the step that follows it.
@@ -250,7 +250,7 @@ class Course:
         if self.best is None or losses[lowest] < self.best[1]:
             self.best = int(steps[lowest]), float(losses[lowest])
 
-    def _happened(self, event: Event, step: int) -> None:
+    def _happened(self, event: JournalEvent, step: int) -> None:
         """An event that is no column; `step` is the last one before it."""
         self.progress.see(event)
         data = event.data
@@ -261,41 +261,41 @@ class Course:
                 self._mark(start, "resumed", f"attempt {event.attempt} went on after step {start:,}")
         elif event.kind == "skipped":
             kind = "rolled back" if data.get("action") == "roll_back" else "skipped"
-            self._mark(_step_of(data, step), kind, str(data.get("reason", "")))
+            self._mark(_event_step(data, step), kind, str(data.get("reason", "")))
         elif event.kind == "budget":
             kind = "grown" if data.get("action") == "grow" else "shrunk"
-            self._mark(_step_of(data, step), kind, f"micro-batches of phase {data.get('phase', '?')}")
+            self._mark(_event_step(data, step), kind, f"micro-batches of phase {data.get('phase', '?')}")
         elif event.kind in ("repeated", "spike"):
-            self._mark(_step_of(data, step), event.kind, str(data.get("reason", "")))
+            self._mark(_event_step(data, step), event.kind, str(data.get("reason", "")))
         elif event.kind == "died":
             kind = str(data.get("class", "")).replace("_", " ")
             self._mark(step, "died", f"attempt {event.attempt}: {kind}, {data.get('text', '')}")
         elif event.kind in ("stopped", "ended_early", "alert"):
             kind = "alert" if event.kind == "alert" else "stopped"
-            self._mark(_step_of(data, step), kind, str(data.get("text", "on request")))
+            self._mark(_event_step(data, step), kind, str(data.get("text", "on request")))
 
     def _mark(self, step: int, kind: str, text: str) -> None:
         self.counts[kind] += 1
         if self.counts[kind] <= MOST_MARKS:
-            self.marks.append(Mark(step, kind, text[:TEXT_SHOWN]))
+            self.marks.append(HistoryEvent(step, kind, text[:TEXT_SHOWN]))
 
 
-def _step_of(data: Mapping[str, Any], otherwise: int) -> int:
+def _event_step(data: Mapping[str, Any], otherwise: int) -> int:
     step = data.get("step")
     return step if isinstance(step, int) else otherwise
 
 
-def _new(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def _find_new_steps(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Which of these were not told before: a resumed run does some again, with equal numbers."""
     reached = np.maximum.accumulate(np.r_[float(last), steps])
     found: np.ndarray[Any, np.dtype[np.bool_]] = steps > reached[:-1]
     return found
 
 
-def read(journal: Path) -> Course:
+def read_history(journal: Path) -> RunHistory:
     """The course of a training; a journal that is not there tells of one that has not begun."""
-    course = Course()
-    for block in blocks(journal):
+    course = RunHistory()
+    for block in read_blocks(journal):
         course.see(block)
     return course
 
@@ -306,17 +306,17 @@ T = TypeVar("T", bound=Record)
 
 
 @dataclass(frozen=True)
-class Account:
+class RunSummary:
     """One training. What its directory lacks is None."""
 
     paths: RunPaths
     spec: RunSpec | None
-    launch: Launch | None
+    launch: TrainingLaunchSpec | None
     """Of the last attempt."""
     report: TrainReport | None
-    analysis: Analysis | None
+    analysis: AdapterAnalysis | None
     forecast: MemoryForecast | None
-    course: Course
+    course: RunHistory
     running: bool
 
     @property
@@ -348,7 +348,9 @@ class Account:
         """What decides what is learned, by dotted key."""
         if self.spec is None:
             return {}
-        found = {f"train.{key}": value for key, value in _flat(self.spec.train.model_dump(mode="json")).items()}
+        found = {
+            f"train.{key}": value for key, value in _flatten_settings(self.spec.train.model_dump(mode="json")).items()
+        }
         found |= {"data": self.spec.data_digest[: digests.SHORT], "base": self.spec.base_digest[: digests.SHORT]}
         return found | {"recipe version": self.spec.recipe_version}
 
@@ -404,31 +406,31 @@ _READY = {
 """What a worker says of itself, and what it is called."""
 
 
-def read_account(paths: RunPaths) -> Account:
+def read_run_summary(paths: RunPaths) -> RunSummary:
     """The account of a run, also of one that is not finished, or not there.
 
     Raises:
         DamagedError: a file is not as it was written, or of a newer version; it names the file.
     """
     paths.require_known_format()
-    return Account(
+    return RunSummary(
         paths=paths,
-        spec=_load(RunSpec, paths.spec),
-        launch=_load(Launch, paths.launch),
-        report=_load(TrainReport, paths.result / "train.json"),
-        analysis=_load(Analysis, paths.result / "analysis.json"),
-        forecast=_load(MemoryForecast, paths.forecast),
-        course=read(paths.journal),
+        spec=_load_record(RunSpec, paths.spec),
+        launch=_load_record(TrainingLaunchSpec, paths.launch),
+        report=_load_record(TrainReport, paths.result / "train.json"),
+        analysis=_load_record(AdapterAnalysis, paths.result / "analysis.json"),
+        forecast=_load_record(MemoryForecast, paths.forecast),
+        course=read_history(paths.journal),
         running=paths.root.is_dir() and paths.lock().held_elsewhere(),
     )
 
 
-def _load(kind: type[T], path: Path) -> T | None:
+def _load_record(kind: type[T], path: Path) -> T | None:
     return kind.load(path) if path.exists() else None
 
 
-def _flat(node: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten_settings(node: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in node.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+        flat |= _flatten_settings(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
     return flat

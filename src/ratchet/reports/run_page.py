@@ -5,20 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.units import written
+from ratchet.config.units import format_bytes
 from ratchet.gate.evidence import Samples
 from ratchet.reports import comparison_page, curves, verdict_page
 from ratchet.reports import page_files as placed
-from ratchet.reports.comparison import Finding, Side
-from ratchet.reports.curves import look, swatch
-from ratchet.reports.forest_plot import digits, short
+from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult
+from ratchet.reports.curves import render_swatch, side_classes
+from ratchet.reports.forest_plot import format_significant, render_digest
 from ratchet.reports.training_page import STYLE as PART_STYLE
-from ratchet.reports.training_page import memory
-from ratchet.reports.verdict_page import judged
+from ratchet.reports.training_page import render_memory
+from ratchet.reports.verdict_page import render_judge_results
 from ratchet.storage import html
-from ratchet.storage.html import NONE, Html, counted, percentage, quiet, tag
-from ratchet.storage.records.evaluation import EvalReport, EvaluatedRow, Who
-from ratchet.tuning.trial_summary import duration
+from ratchet.storage.html import NONE, Html, explanation, format_count, format_percentage, tag
+from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, Who
+from ratchet.tuning.trial_summary import format_duration
 
 LABELS_NAMED, LABELS_DRAWN, PAIRS_DRAWN = 40, 150, 3000
 """Labels whose names stand beside a confusion matrix; labels that a picture can tell apart; pairs in one."""
@@ -35,13 +35,13 @@ SIDE, COUNTED_PX = 420, 22
 
 
 @dataclass(frozen=True)
-class Examination:
+class RunEvaluation:
     """What the evaluation has of the training's own model, row by row."""
 
-    report: EvalReport
+    report: EvaluationReport
     who: Who
     """Under which it was scored."""
-    findings: Sequence[Finding] = ()
+    findings: Sequence[PairwiseTestResult] = ()
     """Its scores beside those of base, champion and anchor, row by row."""
     rows: Sequence[EvaluatedRow] = ()
     answers: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -54,41 +54,45 @@ class Examination:
     """Precision and recall by label."""
 
 
-def evaluation(found: Examination | None) -> verdict_page.Body:
+def render_evaluation(found: RunEvaluation | None) -> verdict_page.Body:
     """Figures, error rates, confusions, curves, and the samples that went worst."""
     if found is None:
         return (
             "It was not evaluated, or its evaluation was not kept: stage evaluate scores what params.yaml means, and "
             "champions."
         )
-    shown = [*_body(verdict_page.metrics(found.report)), tag("h3", "Row by row")]
+    shown = [*_wrap_body(verdict_page.render_metrics(found.report)), tag("h3", "Row by row")]
     shown += (
-        [comparison_page.tested(found.findings)] if found.findings else [quiet("Scores of single rows were not kept.")]
+        [comparison_page.render_test_results(found.findings)]
+        if found.findings
+        else [explanation("Scores of single rows were not kept.")]
     )
     shown.append(tag("h3", "By label"))
-    shown += _body(verdict_page.labels(found.report, [found.who], found.rows, {found.who: found.answers}))
+    shown += _wrap_body(verdict_page.render_labels(found.report, [found.who], found.rows, {found.who: found.answers}))
     if found.confusion is not None:
-        shown.append(confusion(found.confusion))
+        shown.append(render_confusion_matrix(found.confusion))
     if found.curves:
-        shown.append(precision_recall(found.curves))
-    shown += [tag("h3", "Forgetting"), *_body(verdict_page.forgetting(found.report))]
+        shown.append(render_precision_recall(found.curves))
+    shown += [tag("h3", "Forgetting"), *_wrap_body(verdict_page.render_forgetting(found.report))]
     if found.report.judged is not None:
-        shown += [tag("h3", "Judge"), *_body(judged(found.report))]
+        shown += [tag("h3", "Judge"), *_wrap_body(render_judge_results(found.report))]
     shown.append(tag("h3", "Worst samples"))
-    return [*shown, *_worst(found)]
+    return [*shown, *_render_worst_samples(found)]
 
 
-def _body(body: verdict_page.Body) -> Sequence[Html]:
-    return [quiet(body)] if isinstance(body, str) else body
+def _wrap_body(body: verdict_page.Body) -> Sequence[Html]:
+    return [explanation(body)] if isinstance(body, str) else body
 
 
-def confusion(found: Mapping[str, Any]) -> Html:
+def render_confusion_matrix(found: Mapping[str, Any]) -> Html:
     """What was answered for each label: a square for each pair, the darker the larger its share of the label's rows."""
     labels: list[str] = list(found["labels"])
     matrix: list[list[int]] = found["matrix"]
     columns = len(matrix[0]) if matrix else 0
     if not columns or columns > LABELS_DRAWN:
-        return quiet(f"{counted(columns, 'label')}: the table of those taken for each other says more than a picture.")
+        return explanation(
+            f"{format_count(columns, 'label')}: the table of those taken for each other says more than a picture."
+        )
     room = 7 * min(24, max(map(len, labels))) + 10 if len(labels) <= LABELS_NAMED else 14
     cell = max(3.0, min(44.0, SIDE / columns))
     parts = [
@@ -120,9 +124,12 @@ def confusion(found: Mapping[str, Any]) -> Html:
                     place = {"x": f"{x + cell / 2:.1f}", "y": f"{y + cell / 2 + 4:.1f}"}
                     parts.append(tag("text", f"{count:,}", **place, text_anchor="middle", class_="count"))
     if len(labels) <= LABELS_NAMED:
-        parts += _names(labels, columns, room, cell)
+        parts += _render_label_names(labels, columns, room, cell)
     wide, high = room + cell * columns + 6, room + cell * len(labels) + 6
-    said = f"Confusion matrix of {counted(len(labels), 'label')}; the table of labels taken for each other has numbers."
+    said = (
+        f"Confusion matrix of {format_count(len(labels), 'label')}; "
+        "the table of labels taken for each other has numbers."
+    )
     style = f"width:{wide:.0f}px;min-width:{min(wide, 420):.0f}px"
     drawn = tag(
         "svg", *parts, viewBox=f"0 0 {wide:.0f} {high:.0f}", role="img", aria_label=said, style=style, class_="matrix"
@@ -135,7 +142,7 @@ def confusion(found: Mapping[str, Any]) -> Html:
     return tag("figure", caption, framed)
 
 
-def _names(labels: Sequence[str], columns: int, room: float, cell: float) -> Iterator[Html]:
+def _render_label_names(labels: Sequence[str], columns: int, room: float, cell: float) -> Iterator[Html]:
     names = [*labels, *["other"] * (columns - len(labels))]
     for place, name in enumerate(names):
         cut = name if len(name) <= 24 else f"{name[:23]}\u2026"
@@ -146,7 +153,7 @@ def _names(labels: Sequence[str], columns: int, room: float, cell: float) -> Ite
         yield tag("text", cut, x=f"{at + 4:.1f}", y=f"{room - 5:.1f}", transform=turned)
 
 
-def precision_recall(curves: Mapping[str, Any]) -> Html:
+def render_precision_recall(curves: Mapping[str, Any]) -> Html:
     """Curves of the labels with the lowest average precision."""
     known = {label: one for label, one in curves.items() if one["precision"]}
     worst = sorted(known, key=lambda label: (known[label]["average_precision"], label))[:CURVES]
@@ -163,12 +170,12 @@ def precision_recall(curves: Mapping[str, Any]) -> Html:
     for number, label in enumerate(worst):
         pairs = zip(known[label]["recall"], known[label]["precision"], strict=True)
         points = " ".join(f"{LEFT + SQUARE * a:.1f},{TOP + SQUARE * (1 - b):.1f}" for a, b in pairs)
-        parts.append(tag("polyline", points=points, class_=f"curve {look(number)}"))
+        parts.append(tag("polyline", points=points, class_=f"curve {side_classes(number)}"))
     said = f"Precision and recall of {', '.join(worst)}; the table of labels has the average precision of each."
     size = f"0 0 {LEFT + SQUARE + 12} {TOP + SQUARE + 44}"
     drawn = tag("svg", *parts, viewBox=size, role="img", aria_label=said, class_="square")
     keys = [
-        tag("span", swatch(number), tag("bdi", label), f" {known[label]['average_precision']:.3f}")
+        tag("span", render_swatch(number), tag("bdi", label), f" {known[label]['average_precision']:.3f}")
         for number, label in enumerate(worst)
     ]
     note = f" The {len(worst)} lowest of {len(known)} labels." if len(known) > len(worst) else ""
@@ -176,11 +183,11 @@ def precision_recall(curves: Mapping[str, Any]) -> Html:
     return tag("figure", caption, drawn, tag("p", *keys, class_="key legend"))
 
 
-def _worst(found: Examination) -> list[Html]:
+def _render_worst_samples(found: RunEvaluation) -> list[Html]:
     metric = next((name for name in BY if found.samples.get(name)), None)
     measured = found.report.scores[found.who].metrics.get(metric) if metric else None
     if metric is None or measured is None or not found.rows:
-        return [quiet("Scores of single rows were not kept.")]
+        return [explanation("Scores of single rows were not kept.")]
     sign = -1.0 if measured.better == "lower" else 1.0
     scores = found.samples[metric]
     order = sorted(
@@ -189,23 +196,23 @@ def _worst(found: Examination) -> list[Html]:
     articles = [
         tag(
             "article",
-            tag("p", f"{metric} {digits(scores[row.id].value)}", class_="chips"),
-            tag("div", tag("small", "prompt"), tag("p", tag("bdi", _cut(row.prompt)))),
-            tag("div", tag("small", "expected"), tag("p", tag("bdi", _cut(row.expected)))),
-            tag("div", tag("small", "answered"), tag("p", *_answer(found.answers.get(row.id)))),
+            tag("p", f"{metric} {format_significant(scores[row.id].value)}", class_="chips"),
+            tag("div", tag("small", "prompt"), tag("p", tag("bdi", _truncate(row.prompt)))),
+            tag("div", tag("small", "expected"), tag("p", tag("bdi", _truncate(row.expected)))),
+            tag("div", tag("small", "answered"), tag("p", *_render_answer(found.answers.get(row.id)))),
         )
         for row in order[:WORST]
     ]
-    said = f"The {len(articles)} of {counted(len(order), 'test row')} with the worst {metric}."
+    said = f"The {len(articles)} of {format_count(len(order), 'test row')} with the worst {metric}."
     listed = tag("div", *articles, class_="list worst", tabindex="0", role="region", aria_label="Worst samples")
-    return [quiet(said), listed]
+    return [explanation(said), listed]
 
 
-def _answer(given: Sequence[str] | None) -> Iterator[Html]:
-    yield tag("i", "not answered") if not given else tag("bdi", _cut("\n".join(given)))
+def _render_answer(given: Sequence[str] | None) -> Iterator[Html]:
+    yield tag("i", "not answered") if not given else tag("bdi", _truncate("\n".join(given)))
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     if len(text) <= TEXT_SHOWN:
         return text
     half = TEXT_SHOWN // 2
@@ -213,7 +220,7 @@ def _cut(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunProvenance:
     """Where a training comes from, beside what its own directory says."""
 
     checkout: Mapping[str, str]
@@ -226,7 +233,7 @@ class Origin:
     """Link to the gate's evidence, if it is about this training."""
 
 
-def lineage(side: Side, origin: Origin) -> verdict_page.Body:
+def render_lineage(side: ComparisonSide, origin: RunProvenance) -> verdict_page.Body:
     """Base, data, code, git, DVC."""
     account = side.accounts[0]
     listed: dict[str, str] = {"Run": tag("code", account.run_id)}
@@ -236,14 +243,14 @@ def lineage(side: Side, origin: Origin) -> verdict_page.Body:
         listed["Licence"] = base.licence or NONE
         listed["Parameters of it"] = f"{base.parameters:,}"
     if account.spec is not None:
-        listed["Base digest"] = short(account.spec.base_digest)
-        data = short(account.spec.data_digest)
+        listed["Base digest"] = render_digest(account.spec.base_digest)
+        data = render_digest(account.spec.data_digest)
         link = (
             tag("a", "data card", href=origin.card) if origin.card else "the data of now are others; its card is gone"
         )
         listed["Data"] = tag("span", data, " ", link)
     if account.report is not None:
-        listed["Adapter"] = short(account.report.adapter_digest)
+        listed["Adapter"] = render_digest(account.report.adapter_digest)
     if version := account.course.progress.code_version:
         listed["Code"] = tag("code", version)
     for name, value in origin.checkout.items():
@@ -257,10 +264,10 @@ def lineage(side: Side, origin: Origin) -> verdict_page.Body:
     ]
     if links:
         listed["Further pages"] = tag("span", *(part for link in links for part in (link, " ")))
-    return [comparison_page.facts(listed)]
+    return [comparison_page.render_facts(listed)]
 
 
-def registry(side: Side) -> verdict_page.Body:
+def render_registry(side: ComparisonSide) -> verdict_page.Body:
     """What became of the training."""
     if not side.standing:
         return "It was neither judged by the gate nor promoted."
@@ -272,7 +279,7 @@ def registry(side: Side) -> verdict_page.Body:
 HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
 
-def write(side: Side, examination: Examination | None, origin: Origin, target: Path) -> None:
+def write(side: ComparisonSide, examination: RunEvaluation | None, origin: RunProvenance, target: Path) -> None:
     """Write the page. Equal arguments give equal bytes.
 
     Args:
@@ -281,41 +288,43 @@ def write(side: Side, examination: Examination | None, origin: Origin, target: P
         origin: where it comes from.
         target: the HTML file.
     """
-    placed.write(target, page(side, examination, origin))
+    placed.write(target, render(side, examination, origin))
 
 
-def page(side: Side, examination: Examination | None, origin: Origin) -> str:
+def render(side: ComparisonSide, examination: RunEvaluation | None, origin: RunProvenance) -> str:
     """The page's text. See `write`."""
     account = side.accounts[0]
-    pictures = curves.pictures([side])
+    pictures = curves.build_plots([side])
     measured = account.course.progress.memory.peaks
     sections: dict[str, Sequence[Html] | str] = {
         "Figures": [
-            comparison_page.facts({name: value for name, [value] in comparison_page.summary([side]) if value != NONE})
+            comparison_page.render_facts(
+                {name: value for name, [value] in comparison_page.summarize_sides([side]) if value != NONE}
+            )
         ],
-        "Curves": _curves(pictures, side) if pictures else "It has not done a step.",
-        "Events": comparison_page.events([side]),
-        "Evaluation": evaluation(examination),
-        "Memory": memory(account.forecast, measured),
-        "Settings": comparison_page.settings(side),
-        "Registry": registry(side),
-        "Lineage": lineage(side, origin),
+        "Curves": _render_curves(pictures, side) if pictures else "It has not done a step.",
+        "Events": comparison_page.render_events([side]),
+        "Evaluation": render_evaluation(examination),
+        "Memory": render_memory(account.forecast, measured),
+        "Settings": comparison_page.render_settings(side),
+        "Registry": render_registry(side),
+        "Lineage": render_lineage(side, origin),
     }
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
     style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
-    data = curves.data(pictures, [side])
+    data = curves.render_script_data(pictures, [side])
     title = f"Run {account.run_id}"
-    return html.document(title, style + more + PART_STYLE, _header(side), contents, main, data, script=script)
+    return html.document(title, style + more + PART_STYLE, _render_header(side), contents, main, data, script=script)
 
 
-def _curves(pictures: Sequence[curves.Picture], side: Side) -> list[Html]:
-    shown = [quiet(curves.summarised([side])), curves.controls([side])]
-    return [*shown, *(curves.figure(one, [side]) for one in pictures)]
+def _render_curves(pictures: Sequence[curves.CurvePlot], side: ComparisonSide) -> list[Html]:
+    shown = [explanation(curves.describe_legend([side])), curves.render_controls([side])]
+    return [*shown, *(curves.render_figure(one, [side]) for one in pictures)]
 
 
-def _header(side: Side) -> Html:
+def _render_header(side: ComparisonSide) -> Html:
     account = side.accounts[0]
     course = account.course
 
@@ -324,12 +333,12 @@ def _header(side: Side) -> Html:
         yield "Validation loss", f"{best[1]:.4f}" if best else NONE, f"lowest, step {best[0]:,}" if best else "not yet"
         yield "Steps", f"{course.step:,}", f"of {planned:,} planned" if planned else "none planned yet"
         speed = f"{account.tokens_per_s:,.0f} input tokens/s" if account.tokens_per_s else ""
-        yield "Time in training", duration(course.seconds) if course.seconds else NONE, speed
-        forecast = f"forecast {written(account.forecast_bytes)}" if account.forecast_bytes else ""
-        yield "Peak memory", written(account.peak_bytes) if account.peak_bytes else NONE, forecast
+        yield "Time in training", format_duration(course.seconds) if course.seconds else NONE, speed
+        forecast = f"forecast {format_bytes(account.forecast_bytes)}" if account.forecast_bytes else ""
+        yield "Peak memory", format_bytes(account.peak_bytes) if account.peak_bytes else NONE, forecast
         if account.report is not None:
             whole = account.report.total_parameters
-            share = percentage(account.report.trainable_parameters, whole)
+            share = format_percentage(account.report.trainable_parameters, whole)
             yield "Trained", share, f"{account.report.trainable_parameters:,} of {whole:,} parameters"
 
     shown = [
@@ -337,7 +346,7 @@ def _header(side: Side) -> Html:
         for name, value, note in figures()
     ]
     events = sum(course.counts.values())
-    said = f"{account.state}; {counted(course.progress.attempts, 'attempt')}, {counted(events, 'event')}"
+    said = f"{account.state}; {format_count(course.progress.attempts, 'attempt')}, {format_count(events, 'event')}"
     known = "; ".join(dict.fromkeys((*(m.about for m in side.subject.members if m.about), *side.standing)))
     title = tag("h1", f"Run {account.run_id}", tag("span", f"{said}; {known}" if known else said))
     return tag("header", tag("p", "Training", class_="quiet"), title, tag("dl", *shown))

@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ratchet.gate.evidence import Evidence
+from ratchet.gate.evidence import GateEvidence
 from ratchet.gate.paired_test import MOST_NATS
-from ratchet.reports.forest_plot import REFERENCES, digits, measured
+from ratchet.reports.forest_plot import REFERENCES, find_metric, format_significant
 from ratchet.storage import html
-from ratchet.storage.html import Html, counted, differences, lone, quiet, tag
-from ratchet.storage.records.evaluation import EvaluatedRow, Metric, Sample, Who
+from ratchet.storage.html import Html, explanation, format_count, mark_both_differences, tag, void_tag
+from ratchet.storage.records.evaluation import EvaluatedRow, MetricValue, SampleScore, Who
 from ratchet.storage.records.gate import Verdict
 
 Kind = Literal["lost", "won", "wrong", "right"]
@@ -27,7 +27,7 @@ Documents = Mapping[Who, Mapping[str, Sequence[Mapping[str, Any]]]]
 
 
 @dataclass(frozen=True)
-class Shown:
+class SampleView:
     """A sample as people read it."""
 
     id: str
@@ -40,7 +40,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class PairedSampleScores:
     """Two models' scores of one metric."""
 
     metric: str
@@ -60,10 +60,10 @@ class Pairing:
 
 
 def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[Who, Mapping[str, Sequence[str]]],
-                   documents: Documents) -> dict[tuple[str, str], Shown]:  # fmt: skip
+                   documents: Documents) -> dict[tuple[str, str], SampleView]:  # fmt: skip
     """Every sample that has a text, by task ("" for test rows) and id."""
     found = {
-        ("", row.id): Shown(
+        ("", row.id): SampleView(
             id=row.id,
             prompt=row.prompt,
             expected=row.expected,
@@ -79,14 +79,18 @@ def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[Who, Mapping[s
                 by_place.setdefault((task, str(document["id"])), {})[who] = document
     for (task, sample), models in by_place.items():
         first = next(iter(models.values()))
-        given = {who: _texts(document.get("answers")) for who, document in models.items()}
-        found[task, sample] = Shown(
-            id=sample, prompt=_text(first.get("prompt")), expected=_text(first.get("target")), task=task, answers=given
+        given = {who: _answer_texts(document.get("answers")) for who, document in models.items()}
+        found[task, sample] = SampleView(
+            id=sample,
+            prompt=_format_text(first.get("prompt")),
+            expected=_format_text(first.get("target")),
+            task=task,
+            answers=given,
         )
     return found
 
 
-def pairings(verdict: Verdict, evidence: Evidence) -> list[Pairing]:
+def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleScores]:
     """Every metric that candidate and a reference both have sample by sample; those of the rules first."""
     forms: dict[tuple[str, Who], str] = {
         (found.metric, found.against): found.form for reason in verdict.reasons for found in reason.comparisons
@@ -94,15 +98,15 @@ def pairings(verdict: Verdict, evidence: Evidence) -> list[Pairing]:
     made = []
     for against in REFERENCES:
         for metric in sorted(evidence.samples.get(against, {})):
-            shown = measured(evidence.report, metric)
-            candidate = _form(forms.get((metric, against), ""), metric, evidence)
+            shown = find_metric(evidence.report, metric)
+            candidate = _compared_form(forms.get((metric, against), ""), metric, evidence)
             if shown is None or candidate is None or shown.better == "unknown":
                 continue
-            made.append(_pairing(metric, shown, against, candidate, evidence))
+            made.append(_pair_metric(metric, shown, against, candidate, evidence))
     return sorted(made, key=lambda one: (one.graded, (one.metric, one.against) not in forms))
 
 
-def _form(compared: str, metric: str, evidence: Evidence) -> Who | None:
+def _compared_form(compared: str, metric: str, evidence: GateEvidence) -> Who | None:
     """The form of the candidate that the gate compared, else the first that was scored."""
     scored = evidence.scored_forms
     if compared:
@@ -110,21 +114,27 @@ def _form(compared: str, metric: str, evidence: Evidence) -> Who | None:
     return next((who for who in scored if metric in evidence.samples.get(who, {})), None)
 
 
-def _pairing(metric: str, shown: Metric, against: Who, candidate: Who, evidence: Evidence) -> Pairing:
+def _pair_metric(
+    metric: str, shown: MetricValue, against: Who, candidate: Who, evidence: GateEvidence
+) -> PairedSampleScores:
     new, old = evidence.samples[candidate][metric], evidence.samples[against][metric]
-    scores = {sample: (_each(old[sample], shown), _each(new[sample], shown)) for sample in new if sample in old}
+    scores = {
+        sample: (_sample_score(old[sample], shown), _sample_score(new[sample], shown))
+        for sample in new
+        if sample in old
+    }
     scores = {sample: pair for sample, pair in sorted(scores.items()) if all(map(math.isfinite, pair))}
     graded = shown.better == "lower" or any(value not in (0.0, 1.0) for pair in scores.values() for value in pair)
     turned = -1.0 if shown.better == "lower" else 1.0
     kinds: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for sample, (before, after) in scores.items():
-        kinds[_kind(turned * (after - before), bool(after) or graded)].append(sample)
+        kinds[_change_kind(turned * (after - before), bool(after) or graded)].append(sample)
     for ids in kinds.values():
         ids.sort(key=lambda sample: (-abs(scores[sample][1] - scores[sample][0]), sample))
-    return Pairing(metric, against, candidate, graded, scores, kinds)
+    return PairedSampleScores(metric, against, candidate, graded, scores, kinds)
 
 
-def _each(sample: Sample, metric: Metric) -> float:
+def _sample_score(sample: SampleScore, metric: MetricValue) -> float:
     """A sample's score; of perplexities its own perplexity, so that long samples are not worse than short ones."""
     if metric.kind != "perplexity" or not sample.weight:
         return sample.value
@@ -132,19 +142,19 @@ def _each(sample: Sample, metric: Metric) -> float:
     return math.exp(nats) if nats < MOST_NATS else nats + math.inf  # which leaves NaN what it is
 
 
-def _kind(gain: float, right: bool) -> Kind:
+def _change_kind(gain: float, right: bool) -> Kind:
     if gain:
         return "won" if gain > 0 else "lost"
     return "right" if right else "wrong"
 
 
-def task_of(metric: str, tasks: Sequence[str]) -> str:
+def metric_task(metric: str, tasks: Sequence[str]) -> str:
     """The harness task that a metric belongs to; none for those of test rows."""
     fitting = [task for task in tasks if metric.startswith(f"harness/{task}/")]
     return max(fitting, key=len, default="")
 
 
-def wanted(made: Sequence[Pairing]) -> Iterator[tuple[Pairing, str]]:
+def order_samples(made: Sequence[PairedSampleScores]) -> Iterator[tuple[PairedSampleScores, str]]:
     """Samples in the order in which a page takes them: flips of all metrics in turn, then the others."""
     for kinds in (("lost", "won"), ("wrong",), ("right",)):
         for place in range(max(MOST[kind] for kind in kinds)):
@@ -154,11 +164,11 @@ def wanted(made: Sequence[Pairing]) -> Iterator[tuple[Pairing, str]]:
                         yield one, one.kinds[kind][place]
 
 
-def _texts(given: Any) -> list[str]:
-    return [_text(one) for one in given] if isinstance(given, (list, tuple)) else [_text(given)]
+def _answer_texts(given: Any) -> list[str]:
+    return [_format_text(one) for one in given] if isinstance(given, (list, tuple)) else [_format_text(given)]
 
 
-def _text(given: Any) -> str:
+def _format_text(given: Any) -> str:
     return given if isinstance(given, str) else "" if given is None else str(given)
 
 
@@ -190,33 +200,33 @@ SIGNS: dict[Kind, str] = {"lost": "\u25bc", "won": "\u25b2", "wrong": "\u2715", 
 
 Key = tuple[str, str]
 """Task (none for test rows) and id."""
-Beside = tuple[int, Pairing, Mapping[str, tuple[Kind, int]]]
+Beside = tuple[int, PairedSampleScores, Mapping[str, tuple[Kind, int]]]
 """A metric's number, its scores, and the place of every sample."""
-Scored = tuple[int, Pairing, Kind, int]
+Scored = tuple[int, PairedSampleScores, Kind, int]
 """The same for one sample: its kind, and its place among that kind."""
 
 
-def samples(made: Sequence[Pairing], texts: Mapping[Key, Shown]) -> Sequence[Html] | str:
+def render_samples(made: Sequence[PairedSampleScores], texts: Mapping[Key, SampleView]) -> Sequence[Html] | str:
     """The section: how many samples flipped, filters, and the samples that there is room for."""
     tasks = sorted({task for task, _ in texts})
-    known = [one for one in made if any((task_of(one.metric, tasks), sample) in texts for sample in one.scores)]
+    known = [one for one in made if any((metric_task(one.metric, tasks), sample) in texts for sample in one.scores)]
     if not known:
         return "There is no reference whose samples could be read beside the candidate's."
-    chosen = _chosen(known, texts, tasks)
-    said = f"{counted(len(chosen), 'sample')} can be read here"
-    if left_out := _left_out(known, texts, tasks, chosen):
+    chosen = _select_samples(known, texts, tasks)
+    said = f"{format_count(len(chosen), 'sample')} can be read here"
+    if left_out := _count_omitted(known, texts, tasks, chosen):
         said += f"; {left_out:,} that changed between right and wrong are left out for want of room"
     listed = tag("div", *chosen.values(), class_="list", tabindex="0", role="region", aria_label="Samples")
     return [
-        _counts(known),
-        quiet(
+        _render_counts(known),
+        explanation(
             f"{said}. The evaluation's files have all. Words are marked that the other answer has not in that place."
         ),
-        tag("div", _controls(known, _names(texts)), listed, _paging(), id="browser"),
+        tag("div", _render_controls(known, _filter_fields(texts)), listed, _render_paging(), id="browser"),
     ]
 
 
-def _counts(made: Sequence[Pairing]) -> Html:
+def _render_counts(made: Sequence[PairedSampleScores]) -> Html:
     """Samples by kind, all of them."""
     rows = []
     for one in made:
@@ -229,23 +239,25 @@ def _counts(made: Sequence[Pairing]) -> Html:
     return html.table("Flipped samples by metric", "tnnnnn", heads, rows)
 
 
-def _chosen(made: Sequence[Pairing], texts: Mapping[Key, Shown], tasks: Sequence[str]) -> dict[tuple[Who, Key], Html]:
+def _select_samples(
+    made: Sequence[PairedSampleScores], texts: Mapping[Key, SampleView], tasks: Sequence[str]
+) -> dict[tuple[Who, Key], Html]:
     """Samples by reference, as many as there is room for; for each reference the lost ones first."""
     beside: dict[tuple[Who, str], list[Beside]] = {}
     for number, one in enumerate(made):
-        beside.setdefault((one.against, task_of(one.metric, tasks)), []).append((number, one, one.places()))
-    fields, references = _names(texts), list(dict.fromkeys(one.against for one in made))
+        beside.setdefault((one.against, metric_task(one.metric, tasks)), []).append((number, one, one.places()))
+    fields, references = _filter_fields(texts), list(dict.fromkeys(one.against for one in made))
     found: dict[tuple[Who, Key], Html] = {}
     order: dict[tuple[Who, Key], tuple[int, ...]] = {}
     used = 0
-    for one, sample in wanted(made):
-        key = (task_of(one.metric, tasks), sample)
+    for one, sample in order_samples(made):
+        key = (metric_task(one.metric, tasks), sample)
         place = (one.against, key)
         if place in found or key not in texts:
             continue
         scored = [(number, other, *kinds[sample]) for number, other, kinds in beside[one.against, key[0]]
                   if sample in kinds]  # fmt: skip
-        article = _article(texts[key], one, scored, references.index(one.against), fields)
+        article = _render_sample(texts[key], one, scored, references.index(one.against), fields)
         used += len(article.encode())
         if used > ROOM_BYTES:
             break
@@ -254,12 +266,15 @@ def _chosen(made: Sequence[Pairing], texts: Mapping[Key, Shown], tasks: Sequence
     return {place: found[place] for place in sorted(found, key=order.__getitem__)}
 
 
-def _left_out(
-    made: Sequence[Pairing], texts: Mapping[Key, Shown], tasks: Sequence[str], chosen: Collection[tuple[Who, Key]]
+def _count_omitted(
+    made: Sequence[PairedSampleScores],
+    texts: Mapping[Key, SampleView],
+    tasks: Sequence[str],
+    chosen: Collection[tuple[Who, Key]],
 ) -> int:
     """Samples that changed between right and wrong and that have no room here."""
     flipped = {
-        (one.against, (task_of(one.metric, tasks), sample))
+        (one.against, (metric_task(one.metric, tasks), sample))
         for one in made
         if not one.graded
         for kind in FLIPS
@@ -268,7 +283,9 @@ def _left_out(
     return sum(place[1] in texts for place in flipped - set(chosen))
 
 
-def _article(shown: Shown, about: Pairing, scored: Sequence[Scored], reference: int, fields: Sequence[str]) -> Html:
+def _render_sample(
+    shown: SampleView, about: PairedSampleScores, scored: Sequence[Scored], reference: int, fields: Sequence[str]
+) -> Html:
     """One sample: how both models scored, prompt, expected answer, and both answers with what differs."""
     data = {"data_r": str(reference), "data_k": " ".join(f"{n}{kind[:2]}{place}" for n, _, kind, place in scored)}
     data |= {
@@ -280,43 +297,48 @@ def _article(shown: Shown, about: Pairing, scored: Sequence[Scored], reference: 
     told += [shown.id[:12], *(f"{name} = {value[:FIELD_SHOWN]}" for name, value in sorted(shown.fields.items()))]
     return tag(
         "article",
-        tag("p", *(_chip(*one) for one in scored), class_="chips"),
-        tag("div", tag("small", "prompt"), tag("p", tag("bdi", _cut(shown.prompt, PROMPT_SHOWN))), class_="prompt"),
-        tag("div", *_answers(shown, about), class_="answers"),
+        tag("p", *(_render_chip(*one) for one in scored), class_="chips"),
+        tag(
+            "div",
+            tag("small", "prompt"),
+            tag("p", tag("bdi", _truncate_middle(shown.prompt, PROMPT_SHOWN))),
+            class_="prompt",
+        ),
+        tag("div", *_render_answers(shown, about), class_="answers"),
         tag("small", tag("bdi", " \u00b7 ".join(told))),
         **data,
     )
 
 
-def _chip(_: int, one: Pairing, kind: Kind, place: int) -> Html:
+def _render_chip(_: int, one: PairedSampleScores, kind: Kind, place: int) -> Html:
     """What a metric says of a sample."""
     before, after = one.scores[one.kinds[kind][place]]
     said = SAID[one.graded][kind]
-    text = f" {one.metric} {digits(before)} \u2192 {digits(after)}"
+    text = f" {one.metric} {format_significant(before)} \u2192 {format_significant(after)}"
     return tag("span", tag("b", SIGNS[kind], aria_label=said, title=said, role="img"), text, class_=kind)
 
 
-def _answers(shown: Shown, about: Pairing) -> Iterator[Html]:
+def _render_answers(shown: SampleView, about: PairedSampleScores) -> Iterator[Html]:
     """What was expected, and what both models said, if they were asked to say something."""
-    yield tag("div", tag("small", "expected"), tag("p", tag("bdi", _cut(shown.expected, ANSWER_SHOWN))))
-    old, new = (_answer(shown.answers.get(who)) for who in (about.against, about.candidate))
+    yield tag("div", tag("small", "expected"), tag("p", tag("bdi", _truncate_middle(shown.expected, ANSWER_SHOWN))))
+    old, new = (_format_answer(shown.answers.get(who)) for who in (about.against, about.candidate))
     if old is None and new is None:
         return
-    texts = differences(old or "", new or "")
+    texts = mark_both_differences(old or "", new or "")
     for who, one, marked in zip((about.against, about.candidate), (old, new), texts, strict=True):
         yield tag("div", tag("small", who), tag("p", tag("i", "not answered") if one is None else marked))
 
 
-def _answer(given: Sequence[str] | None) -> str | None:
+def _format_answer(given: Sequence[str] | None) -> str | None:
     """All answers of a model to one sample; several are numbered."""
     if given is None:
         return None
     if len(given) == 1:
-        return _cut(given[0], ANSWER_SHOWN)
-    return _cut("\n".join(f"{number}. {one}" for number, one in enumerate(given, start=1)), ANSWER_SHOWN)
+        return _truncate_middle(given[0], ANSWER_SHOWN)
+    return _truncate_middle("\n".join(f"{number}. {one}" for number, one in enumerate(given, start=1)), ANSWER_SHOWN)
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate_middle(text: str, most: int) -> str:
     """A text whose middle is left out if it is long: the question often stands at its end."""
     if len(text) <= most:
         return text
@@ -324,12 +346,12 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 
-def _names(texts: Mapping[Key, Shown]) -> list[str]:
+def _filter_fields(texts: Mapping[Key, SampleView]) -> list[str]:
     """Fields by which samples may be filtered."""
     return sorted({name for shown in texts.values() for name in shown.fields})[:FIELDS_SHOWN]
 
 
-def _controls(made: Sequence[Pairing], fields: Sequence[str]) -> Html:
+def _render_controls(made: Sequence[PairedSampleScores], fields: Sequence[str]) -> Html:
     """Filters; the script fills in counts and values, and shows them."""
     references = list(dict.fromkeys(one.against for one in made))
     metrics = [
@@ -344,11 +366,13 @@ def _controls(made: Sequence[Pairing], fields: Sequence[str]) -> Html:
         for kind in KINDS
     ]  # fmt: skip
     selects = [
-        _select("reference", "reference", *(tag("option", one, value=str(n)) for n, one in enumerate(references))),
-        _select("metric", "metric", *metrics),
-        *(_select(name, f"f{number}", tag("option", "all", value="")) for number, name in enumerate(fields)),
+        _render_select(
+            "reference", "reference", *(tag("option", one, value=str(n)) for n, one in enumerate(references))
+        ),
+        _render_select("metric", "metric", *metrics),
+        *(_render_select(name, f"f{number}", tag("option", "all", value="")) for number, name in enumerate(fields)),
     ]
-    search = tag("label", tag("span", "search"), lone("input", type="search", data_by="search", autocomplete="off"))
+    search = tag("label", tag("span", "search"), void_tag("input", type="search", data_by="search", autocomplete="off"))
     return tag(
         "div",
         tag("div", *selects, search, class_="selects"),
@@ -357,10 +381,10 @@ def _controls(made: Sequence[Pairing], fields: Sequence[str]) -> Html:
     )  # fmt: skip
 
 
-def _select(name: str, by: str, *options: Html) -> Html:
+def _render_select(name: str, by: str, *options: Html) -> Html:
     return tag("label", tag("span", name), tag("select", *options, data_by=by))
 
 
-def _paging() -> Html:
+def _render_paging() -> Html:
     buttons = [tag("button", text, type="button", data_turn=turn) for text, turn in (("Previous", "-1"), ("Next", "1"))]
     return tag("div", buttons[0], tag("span", role="status"), buttons[1], class_="paging", hidden="")

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from ratchet.storage.html import Html, lone, tag, visible
-from ratchet.storage.records.sweep import Axis, Measure, SweepReport, Trial, TrialState
-from ratchet.tuning.trial_summary import number, same, shown, unit
+from ratchet.storage.html import Html, escape_invisible, tag, void_tag
+from ratchet.storage.records.sweep import ParameterAxis, SweepObjective, SweepReport, Trial, TrialState
+from ratchet.tuning.trial_summary import format_knob_value, format_number, is_same_value, objective_unit
 
 CENTRE = 0.5
 """Where everything lies on an axis without extent."""
@@ -28,7 +28,7 @@ DOUBLINGS = 8
 
 
 @dataclass(frozen=True)
-class Scale:
+class ParameterScale:
     """One axis."""
 
     low: float
@@ -39,19 +39,21 @@ class Scale:
     choices: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, axis: Axis, values: Iterable[Any]) -> "Scale":
+    def of(cls, axis: ParameterAxis, values: Iterable[Any]) -> "ParameterScale":
         """The scale of a knob: its range in the search space, and what lies outside of it (a forked study's trials)."""
         found = list(values)
         if axis.kind == "choice":
-            extra = [item for item in found if not any(same(item, one) for one in axis.choices)]
-            unique = [item for place, item in enumerate(extra) if not any(same(item, one) for one in extra[:place])]
+            extra = [item for item in found if not any(is_same_value(item, one) for one in axis.choices)]
+            unique = [
+                item for place, item in enumerate(extra) if not any(is_same_value(item, one) for one in extra[:place])
+            ]
             return cls(0.0, 1.0, choices=(*axis.choices, *unique))
         numbers = [float(one) for one in found if _is_number(one)]
         ends = [float(one) for one in (axis.low, axis.high) if one is not None] + numbers
         return cls.around(ends, log=axis.log, whole=axis.kind == "int")
 
     @classmethod
-    def around(cls, numbers: Sequence[float], log: bool = False, whole: bool = False) -> "Scale":
+    def around(cls, numbers: Sequence[float], log: bool = False, whole: bool = False) -> "ParameterScale":
         """From the least to the greatest of these numbers."""
         known = [one for one in numbers if math.isfinite(one) and (one > 0 or not log)]
         return cls(min(known, default=1.0), max(known, default=1.0), log, whole)
@@ -59,7 +61,7 @@ class Scale:
     def place(self, item: Any) -> float | None:
         """Where a value lies; None where it lies nowhere."""
         if self.choices is not None:
-            rank = next((k for k, one in enumerate(self.choices) if same(one, item)), None)
+            rank = next((k for k, one in enumerate(self.choices) if is_same_value(one, item)), None)
             return None if rank is None else self._share(rank, 0, len(self.choices) - 1)
         if not _is_number(item) or not math.isfinite(item) or (self.log and item <= 0):
             return None
@@ -75,14 +77,14 @@ class Scale:
         if self.choices is not None:
             return self._choice_ticks(most)
         if self.low >= self.high:
-            return [(CENTRE, number(self.low))]
+            return [(CENTRE, format_number(self.low))]
         found = self._log_ticks(most) if self.log else self._linear_ticks(most)
-        return [(self.place(one) or 0.0, number(one)) for one in found]
+        return [(self.place(one) or 0.0, format_number(one)) for one in found]
 
     def _choice_ticks(self, most: int) -> list[tuple[float, str]]:
         choices = self.choices or ()
         every = max(1, math.ceil(len(choices) / most))
-        return [(self.place(one) or 0.0, shown(one)) for one in choices[::every]]
+        return [(self.place(one) or 0.0, format_knob_value(one)) for one in choices[::every]]
 
     def _linear_ticks(self, most: int) -> list[float]:
         span = self.high - self.low
@@ -119,27 +121,29 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, int | float) and not isinstance(item, bool)
 
 
-def searched(report: SweepReport) -> list[Axis]:
+def searched_axes(report: SweepReport) -> list[ParameterAxis]:
     """Axes of knobs that were drawn; a tie only repeats another one."""
     return [axis for axis in report.axes if axis.kind != "tie"]
 
 
-def knob_scales(report: SweepReport) -> dict[str, Scale]:
+def parameter_scales(report: SweepReport) -> dict[str, ParameterScale]:
     """The scale of each searched knob, over all that was tried."""
     return {
-        axis.knob: Scale.of(axis, (trial.values[axis.knob] for trial in report.trials if axis.knob in trial.values))
-        for axis in searched(report)
+        axis.knob: ParameterScale.of(
+            axis, (trial.values[axis.knob] for trial in report.trials if axis.knob in trial.values)
+        )
+        for axis in searched_axes(report)
     }
 
 
 def round_ticks(low: float, high: float, most: int, size: float = 1.0) -> list[tuple[float, str]]:
     """Round numbers between two ends and their texts, written in units of `size`."""
-    scale = Scale(low / size, high / size)
+    scale = ParameterScale(low / size, high / size)
     span = high - low
     return [(low + share * span, text) for share, text in scale.ticks(most)]
 
 
-def frame(decisive: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float]:
+def axis_limits(decisive: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float]:
     """From where to where an axis goes so that what decides can be told apart.
 
     Values far from the rest (above the third quartile, or below the first, by more than REACH times what lies between
@@ -151,7 +155,7 @@ def frame(decisive: Sequence[float], others: Sequence[float] = ()) -> tuple[floa
         known, more = more, []
     if not known:
         return 0.0, 1.0
-    low, high = _bulk(known)
+    low, high = _bulk_range(known)
     if more:
         middle = [one for one in more if low <= one <= high] or more
         span, half = high - low or math.inf, more[len(more) // 2]
@@ -160,7 +164,7 @@ def frame(decisive: Sequence[float], others: Sequence[float] = ()) -> tuple[floa
     return low - room, high + room
 
 
-def _bulk(ordered: Sequence[float]) -> tuple[float, float]:
+def _bulk_range(ordered: Sequence[float]) -> tuple[float, float]:
     low, high = ordered[0], ordered[-1]
     if len(ordered) < FEW:
         return low, high
@@ -216,17 +220,17 @@ POINTS = 80
 _SAVING = threading.Lock()
 
 
-def figure(high: float, wide: float = WIDE) -> Any:
+def create_figure(high: float, wide: float = WIDE) -> Any:
     """An empty figure; inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(wide, high), layout="constrained", facecolor=PAPER)
 
 
-def dress(axes: Any, across: str = "", up: str = "", grid: Literal["x", "y", "both", ""] = "both") -> None:
+def style_axes(axes: Any, across: str = "", up: str = "", grid: Literal["x", "y", "both", ""] = "both") -> None:
     """Names of the axes, a quiet frame, a grid."""
-    axes.set_xlabel(plain(across), fontsize=USUAL, color=INK)
-    axes.set_ylabel(plain(up), fontsize=USUAL, color=INK)
+    axes.set_xlabel(sanitize_label(across), fontsize=USUAL, color=INK)
+    axes.set_ylabel(sanitize_label(up), fontsize=USUAL, color=INK)
     axes.set_facecolor("none")
     axes.tick_params(labelsize=SMALL, labelcolor=INK, color=QUIET)
     for side, spine in axes.spines.items():
@@ -238,21 +242,23 @@ def dress(axes: Any, across: str = "", up: str = "", grid: Literal["x", "y", "bo
         axes.grid(axis=grid, color=RULE, linewidth=0.6)
 
 
-def say(axes: Any, text: str) -> None:
+def write_message(axes: Any, text: str) -> None:
     """What there is instead of a drawing."""
-    axes.text(0.5, 0.5, plain(text), transform=axes.transAxes, ha="center", va="center", fontsize=USUAL, color=QUIET)
+    axes.text(
+        0.5, 0.5, sanitize_label(text), transform=axes.transAxes, ha="center", va="center", fontsize=USUAL, color=QUIET
+    )
 
 
-def nothing(text: str, target: Target, name: str, form: Form) -> None:
+def save_empty_plot(text: str, target: Target, name: str, form: Form) -> None:
     """A picture that only says why it is empty."""
-    made = figure(1.2)
+    made = create_figure(1.2)
     axes = made.add_subplot()
     axes.set_axis_off()
-    say(axes, text)
-    save(made, target, name, form)
+    write_message(axes, text)
+    save_figure(made, target, name, form)
 
 
-def dots(axes: Any, places: Sequence[tuple[float, float]], state: TrialState, **more: Any) -> None:
+def draw_points(axes: Any, places: Sequence[tuple[float, float]], state: TrialState, **more: Any) -> None:
     """A mark for each place, as those of this state look; what is drawn is `more`'s to change (a label, a size)."""
     if not places:
         return
@@ -267,39 +273,41 @@ def dots(axes: Any, places: Sequence[tuple[float, float]], state: TrialState, **
     axes.plot(*zip(*places, strict=True), **{**look, **more})
 
 
-def star(axes: Any, place: tuple[float, float], label: str) -> None:
+def draw_star(axes: Any, place: tuple[float, float], label: str) -> None:
     """The trial that the sweep recommends."""
     axes.plot(
         *place, linestyle="", marker="*", markersize=13, color=TOP, markeredgecolor=INK, markeredgewidth=0.7,
-        label=plain(label), zorder=6, clip_on=False,
+        label=sanitize_label(label), zorder=6, clip_on=False,
     )  # fmt: skip
 
 
-def star_title(report: SweepReport, trial: Trial) -> str:
+def star_label(report: SweepReport, trial: Trial) -> str:
     """`winner: trial 7`; `best` where no finalists were compared."""
     return f"{'best' if report.winner is None else 'winner'}: trial {trial.number}"
 
 
-def strokes(axes: Any, lines: Sequence[Sequence[tuple[float, float]]], **look: Any) -> None:
+def draw_lines(axes: Any, lines: Sequence[Sequence[tuple[float, float]]], **look: Any) -> None:
     """Many lines of one look; each is thinned to the points that can be seen."""
     from matplotlib.collections import LineCollection
 
     if lines:
-        drawn = [thinned(line, POINTS) for line in lines]
+        drawn = [thin_out(line, POINTS) for line in lines]
         label = look.pop("label", None)
         axes.add_collection(LineCollection(drawn, rasterized=len(lines) > MANY_LINES, **look), autolim=True)
         if label:
-            axes.plot([], [], color=look.get("colors"), linestyle=look.get("linestyles", "-"), label=plain(label))
+            axes.plot(
+                [], [], color=look.get("colors"), linestyle=look.get("linestyles", "-"), label=sanitize_label(label)
+            )
 
 
-def thinned(line: Sequence[T], most: int) -> Sequence[T]:
+def thin_out(line: Sequence[T], most: int) -> Sequence[T]:
     """So many members at most, evenly spread, the first and the last among them."""
     if len(line) <= most:
         return line
     return [line[round(k * (len(line) - 1) / (most - 1))] for k in range(most)]
 
 
-def boxes(axes: Any, found: Iterable[Box], **look: Any) -> None:
+def draw_boxes(axes: Any, found: Iterable[Box], **look: Any) -> None:
     """Rectangles of one look as one path."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
@@ -313,7 +321,7 @@ def boxes(axes: Any, found: Iterable[Box], **look: Any) -> None:
         axes.add_patch(PathPatch(Outline(corners, codes), **{"linewidth": 0, **look}))
 
 
-def wholes(axis: Any, most: int = 12) -> None:
+def set_integer_ticks(axis: Any, most: int = 12) -> None:
     """Ticks of an axis at whole numbers only."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -321,23 +329,23 @@ def wholes(axis: Any, most: int = 12) -> None:
     axis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:,.0f}" if float(at).is_integer() else ""))
 
 
-def figures(axis: Any, written: Callable[[float], str], most: int = 6) -> None:
+def set_number_ticks(axis: Any, written: Callable[[float], str], most: int = 6) -> None:
     """Ticks of an axis, written in our way."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=most, min_n_ticks=2))
-    axis.set_major_formatter(FuncFormatter(lambda at, _: plain(written(at))))
+    axis.set_major_formatter(FuncFormatter(lambda at, _: sanitize_label(written(at))))
 
 
-def amounts(axis: Any, measure: Measure, limits: tuple[float, float], most: int = 6) -> None:
+def set_objective_ticks(axis: Any, measure: SweepObjective, limits: tuple[float, float], most: int = 6) -> None:
     """Ticks of an axis between two values of an objective, in its unit."""
     low, high = limits
-    size, _ = unit(measure.metric, high)
+    size, _ = objective_unit(measure.metric, high)
     found = round_ticks(low, high, most, size)
     axis.set_ticks([place for place, _ in found], labels=[text for _, text in found])
 
 
-def legend(made: Any, *panels: Any, columns: int = 6) -> None:
+def add_legend(made: Any, *panels: Any, columns: int = 6) -> None:
     """What the marks of these panels mean, once each, below the picture."""
     found: dict[str, Any] = {}
     for axes in panels:
@@ -348,7 +356,7 @@ def legend(made: Any, *panels: Any, columns: int = 6) -> None:
                     frameon=False, labelcolor=INK, handletextpad=0.5, columnspacing=1.6)  # fmt: skip
 
 
-def save(made: Any, target: Target, name: str, form: Form) -> None:
+def save_figure(made: Any, target: Target, name: str, form: Form) -> None:
     """Write a figure; equal figures give equal bytes.
 
     Args:
@@ -371,20 +379,22 @@ def save(made: Any, target: Target, name: str, form: Form) -> None:
             made.savefig(target, format=kind, dpi=DPI)
 
 
-def plain(text: str) -> str:
+def sanitize_label(text: str) -> str:
     """A text of others as it may stand in a picture: no formula, and only letters that the font has."""
-    known = _letters()
-    return "".join(one if ord(one) in known or one == "\n" else "□" for one in visible(text)).replace("$", r"\$")
+    known = _font_characters()
+    return "".join(one if ord(one) in known or one == "\n" else "□" for one in escape_invisible(text)).replace(
+        "$", r"\$"
+    )
 
 
 @cache
-def _letters() -> frozenset[int]:
+def _font_characters() -> frozenset[int]:
     from matplotlib.font_manager import findfont, get_font
 
     return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
 
 
-def by_state(trials: Iterable[Trial]) -> dict[TrialState, list[Trial]]:
+def group_by_state(trials: Iterable[Trial]) -> dict[TrialState, list[Trial]]:
     """Trials of each state, in the order of STATES; states that nobody has are left out."""
     found: dict[TrialState, list[Trial]] = {}
     for trial in trials:
@@ -424,7 +434,7 @@ _FILL = re.compile(r' fill="([^"]*)"')
 _STILL = re.compile(r' transform="rotate\(-0 [^)]*\)"')
 
 
-def picture(drawing: bytes, title: str, note: str, said: str) -> Html:
+def render_figure(drawing: bytes, title: str, note: str, said: str) -> Html:
     """A figure with its caption.
 
     Args:
@@ -435,15 +445,15 @@ def picture(drawing: bytes, title: str, note: str, said: str) -> Html:
     """
     if drawing.startswith(PNG):
         source = f"data:image/png;base64,{base64.b64encode(drawing).decode('ascii')}"
-        shown = lone("img", src=source, alt=said)
+        shown = void_tag("img", src=source, alt=said)
     else:
-        shown = _within(drawing.decode("utf-8"), said)
+        shown = _embed_svg(drawing.decode("utf-8"), said)
     caption = tag("figcaption", title, tag("span", f" {note}"))
     frame = tag("div", shown, class_="scroll", role="region", aria_label=title, tabindex="0")
     return tag("figure", caption, frame, class_="picture")
 
 
-def _within(text: str, said: str) -> Html:
+def _embed_svg(text: str, said: str) -> Html:
     """An SVG file's content as an element of a page."""
     for pattern in _LEFT_OUT:
         text = pattern.sub("", text)
@@ -455,13 +465,13 @@ def _within(text: str, said: str) -> Html:
     inner = _LINES.sub(" ", _GROUP.sub("<g", inner)).replace("> <", "><")
     inner = _STILL.sub("", inner.replace("xlink:href=", "href="))
     # Of the ground of hatches; a colour that is no style gives way to the page's own for rectangles.
-    inner = _STYLE.sub(_styled, _FILL.sub(r' style="fill: \1; stroke: none"', inner))
+    inner = _STYLE.sub(_style_with_page_colours, _FILL.sub(r' style="fill: \1; stroke: none"', inner))
     widest = float(found[1].split()[2]) * PX_A_POINT
     size = f"min-width:{widest * LEAST:.0f}px;max-width:{widest:.0f}px"
     return tag("svg", Html(inner), viewBox=found[1], style=size, role="img", aria_label=said)
 
 
-def _styled(found: re.Match[str]) -> str:
+def _style_with_page_colours(found: re.Match[str]) -> str:
     """A style in the page's colours; letters are the page's, too."""
     style = _FAMILY.sub("", found[1])
     style = _COLOUR.sub(lambda one: f"var(--{VARIABLES[one[0]]})" if one[0] in VARIABLES else one[0], style)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.config.units import unit_for, written
-from ratchet.models.module_names import place
+from ratchet.config.units import choose_unit, format_bytes
+from ratchet.models.module_names import parse_module_name
 from ratchet.storage import html
-from ratchet.storage.html import NONE, Html, bar, counted, percentage, quiet, tag
+from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, tag
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.training import Analysis, MemoryForecast, ModuleAnalysis, Part, Profile
+from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast, ModuleAnalysis, StepPart, TrainingProfile
 
 MEANT = {
     "data": "batch plan, padding, copies to the device",
@@ -29,12 +29,12 @@ LONGEST_NAME = 60
 """Characters of an operator's name."""
 
 
-def page(profile: Profile) -> str:
+def format_profile(profile: TrainingProfile) -> str:
     """The whole page."""
-    return "\n".join(_lines(profile)) + "\n"
+    return "\n".join(_profile_lines(profile)) + "\n"
 
 
-def _lines(profile: Profile) -> Iterator[str]:
+def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
     floors = profile.floors
     yield f"# Where the time goes: run {profile.run_id}"
     yield ""
@@ -45,11 +45,14 @@ def _lines(profile: Profile) -> Iterator[str]:
     )
     yield ""
     first, third = profile.quartiles_s
-    yield f"- a step: {_time(profile.step_s)} (median; quartiles {_time(first)} to {_time(third)})"
+    yield (
+        f"- a step: {_format_duration(profile.step_s)} "
+        f"(median; quartiles {_format_duration(first)} to {_format_duration(third)})"
+    )
     if third - first > UNEVEN * profile.step_s:
         yield "- **steps differ much: rows of very different lengths, or a busy machine: measure again when it is not**"
     if profile.synchronised_step_s is not None:
-        yield f"- waiting for the GPU between the parts, as below: {_time(profile.synchronised_step_s)}"
+        yield f"- waiting for the GPU between the parts, as below: {_format_duration(profile.synchronised_step_s)}"
     yield (
         f"- {profile.input_tokens / profile.step_s:,.0f} input tokens/s, "
         f"{profile.trained_tokens / profile.step_s:,.0f} trained tokens/s"
@@ -59,63 +62,71 @@ def _lines(profile: Profile) -> Iterator[str]:
         f"{profile.trained_tokens:,.0f} of them learned from; {profile.padding:.1%} of what is computed is padding"
     )
     yield (
-        f"- memory: {written(profile.peak_bytes)} at most; {written(profile.saved_activation_bytes)} of it kept for "
-        "the backward pass"
+        f"- memory: {format_bytes(profile.peak_bytes)} at most; "
+        f"{format_bytes(profile.saved_activation_bytes)} of it kept for the backward pass"
     )
     yield ""
-    yield from _table(
-        ("part", "one takes", "one in", "a step", "share", "what it is"), "lrrrrl", map(_part, profile.parts)
+    yield from _format_table(
+        ("part", "one takes", "one in", "a step", "share", "what it is"), "lrrrrl", map(_profile_row, profile.parts)
     )
     yield ""
-    yield f"A snapshot is sealed as a checkpoint in {_time(profile.save_s)}, in a thread beside training."
+    yield f"A snapshot is sealed as a checkpoint in {_format_duration(profile.save_s)}, in a thread beside training."
     yield ""
     yield "## Floors"
     yield ""
     rows = [
         (
-            "operations", f"{floors.flops / 1e9:,.3g} GFLOP", _rate(floors.shapes_flops_s),
-            _time(floors.flops_s), f"{floors.flops_s / profile.step_s:.0%}",
+            "operations", f"{floors.flops / 1e9:,.3g} GFLOP", _format_flops(floors.shapes_flops_s),
+            _format_duration(floors.flops_s), f"{floors.flops_s / profile.step_s:.0%}",
         ),
         (
-            "bytes moved", written(sum(floors.moved_bytes.values())), f"{written(floors.bandwidth_bytes_s)}/s",
-            _time(floors.bytes_s), f"{floors.bytes_s / profile.step_s:.0%}",
+            "bytes moved", format_bytes(sum(floors.moved_bytes.values())),
+            f"{format_bytes(floors.bandwidth_bytes_s)}/s", _format_duration(floors.bytes_s),
+            f"{floors.bytes_s / profile.step_s:.0%}",
         ),
     ]  # fmt: skip
-    yield from _table(("of a step", "how many", "measured rate", "takes", "of the step"), "lrrrr", rows)
+    yield from _format_table(("of a step", "how many", "measured rate", "takes", "of the step"), "lrrrr", rows)
     yield ""
     yield (
         f"The step takes {profile.step_s / floors.floor_s:.2f} times the greater floor. The rate is that of torch.mm "
-        f"on the model's own shapes; on large square matrices it is {_rate(floors.square_flops_s)}."
+        f"on the model's own shapes; on large square matrices it is {_format_flops(floors.square_flops_s)}."
     )
     if (of_sheet := profile.of_sheet) is not None and floors.sheet_flops_s is not None:
-        yield f"Model FLOP utilisation: {of_sheet:.1%} of the {_rate(floors.sheet_flops_s)} of the data sheet."
-    yield from (f"- {name}: {written(amount)}" for name, amount in floors.moved_bytes.items())
+        yield f"Model FLOP utilisation: {of_sheet:.1%} of the {_format_flops(floors.sheet_flops_s)} of the data sheet."
+    yield from (f"- {name}: {format_bytes(amount)}" for name, amount in floors.moved_bytes.items())
     yield ""
     yield "## Operators"
     yield ""
     operators = (
-        (one.name[:LONGEST_NAME], f"{one.calls:,.0f}", _time(one.self_s), f"{one.share:.1%}")
+        (one.name[:LONGEST_NAME], f"{one.calls:,.0f}", _format_duration(one.self_s), f"{one.share:.1%}")
         for one in profile.operators
     )
-    yield from _table(("by time in itself", "calls a step", "a step", "share"), "lrrr", operators)
+    yield from _format_table(("by time in itself", "calls a step", "a step", "share"), "lrrr", operators)
     yield ""
     yield from profile.notes
 
 
-def _part(part: Part) -> Sequence[str]:
+def _profile_row(part: StepPart) -> Sequence[str]:
     often = "" if part.every_steps == 1 else f"{part.every_steps:,.0f}"
-    return part.name, _time(part.each_s), often, _time(part.step_s), f"{part.share:.1%}", MEANT[part.name]
+    return (
+        part.name,
+        _format_duration(part.each_s),
+        often,
+        _format_duration(part.step_s),
+        f"{part.share:.1%}",
+        MEANT[part.name],
+    )
 
 
-def _time(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.2f} ms"
 
 
-def _rate(flops_s: float) -> str:
+def _format_flops(flops_s: float) -> str:
     return f"{flops_s / 1e12:,.1f} TFLOP/s" if flops_s >= 1e12 else f"{flops_s / 1e9:,.1f} GFLOP/s"
 
 
-def _table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Columns of equal width; `sides`: l or r for each."""
     all_rows = [heads, *rows]
     widths = [max(3, *(len(row[place]) for row in all_rows)) for place in range(len(heads))]
@@ -145,38 +156,38 @@ STYLE = "".join(
 )
 
 
-def memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
+def render_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
     """A bar for each phase, all on one scale; a table of phases and parts; what was measured beside it."""
     if forecast is None:
         if not measured:
             return "Nothing was forecast or measured."
-        alone = [(phase.replace("_", " "), written(count)) for phase, count in measured.items()]
+        alone = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
         return [html.table("Measured memory", "tn", ("phase", "measured"), alone)]
     parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
     classes = {part: f"part{number % (2 * len(COLOURS))}" for number, part in enumerate(parts)}
     most = max([forecast.peak.total_bytes, *measured.values(), 1])
-    size, unit = unit_for(most)
+    size, unit = choose_unit(most)
     bars = []
     for one in forecast.phases:
         found = measured.get(one.phase)
         shares = [(classes[part], one.parts.get(part, 0) / most) for part in parts]
         drawn = bar(*shares, mark=None if found is None else found / most)
-        known = (written(found), f"{one.total_bytes / found - 1:+.1%}") if found else (NONE, NONE)
-        bars.append((one.phase.replace("_", " "), drawn, written(one.total_bytes), *(known if measured else ())))
+        known = (format_bytes(found), f"{one.total_bytes / found - 1:+.1%}") if found else (NONE, NONE)
+        bars.append((one.phase.replace("_", " "), drawn, format_bytes(one.total_bytes), *(known if measured else ())))
     heads = ("phase", "", "forecast", *(("measured", "forecast is off by") if measured else ()))
-    rows = [(part, *(_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
-    rows.append(("in all", *(_amount(one.total_bytes, size) for one in forecast.phases)))
+    rows = [(part, *(_format_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
+    rows.append(("in all", *(_format_amount(one.total_bytes, size) for one in forecast.phases)))
     names = [one.phase.replace("_", " ") for one in forecast.phases]
     line = ", and a line where it was measured" if measured else ""
     return [
-        quiet(f"Held at the moment when the sum is greatest in each phase{line}."),
-        html.key(*((classes[part], part) for part in parts)),
+        explanation(f"Held at the moment when the sum is greatest in each phase{line}."),
+        html.legend(*((classes[part], part) for part in parts)),
         html.table("Phases", "tbnnn"[: len(heads)], heads, bars),
         html.table("Parts by phase", "t" + "n" * len(names), (unit, *names), rows),
     ]
 
 
-def _amount(count: int, size: int) -> str:
+def _format_amount(count: int, size: int) -> str:
     return f"{count / size:,.2f}" if count else NONE
 
 
@@ -202,7 +213,7 @@ OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; backg
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryHeadroom:
     """Memory at hand, and the largest that fits into it, each for itself, by what it is called in params.yaml."""
 
     available_bytes: int
@@ -211,9 +222,9 @@ class Room:
     """Ranks that live in the same memory, of which `available_bytes` is the part of one."""
 
 
-def train_page(
+def write_train_page(
     report: TrainReport,
-    analysis: Analysis,
+    analysis: AdapterAnalysis,
     forecast: MemoryForecast | None,
     measured: Mapping[str, int],
     pictures: Mapping[str, bytes],
@@ -228,14 +239,14 @@ def train_page(
         pictures: PNG, by the names of PICTURES; those that are missing are left out.
     """
     sections = {
-        "Loss": [*_picture("loss", pictures), _losses(report)],
-        "Advice for the next run": [_list(analysis.advice)] if analysis.advice else "Nothing stands out.",
-        "Gradients": _picture("gradients", pictures) or "There is no picture.",
-        "Updates": [*_picture("updates", pictures), quiet(UPDATES)],
-        "Modules": _modules(analysis),
-        "Memory": memory(forecast, measured),
+        "Loss": [*_render_picture("loss", pictures), _render_losses(report)],
+        "Advice for the next run": [_render_list(analysis.advice)] if analysis.advice else "Nothing stands out.",
+        "Gradients": _render_picture("gradients", pictures) or "There is no picture.",
+        "Updates": [*_render_picture("updates", pictures), explanation(UPDATES)],
+        "Modules": _render_modules(analysis),
+        "Memory": render_memory(forecast, measured),
     }
-    return _page(f"Training {report.run_id}", _train_header(report, analysis), sections)
+    return _render_page(f"Training {report.run_id}", _render_train_header(report, analysis), sections)
 
 
 UPDATES = (
@@ -245,23 +256,23 @@ UPDATES = (
 )
 
 
-def forecast_page(forecast: MemoryForecast, room: Room | None, about: Sequence[str]) -> str:
+def write_forecast_page(forecast: MemoryForecast, room: MemoryHeadroom | None, about: Sequence[str]) -> str:
     """The page of a forecast: the table, a stacked bar for each phase, what fits, and remarks."""
     sections = {
-        "Memory": memory(forecast, {}),
-        "What fits": _fits(room),
-        "Notes": [_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
+        "Memory": render_memory(forecast, {}),
+        "What fits": _render_headroom(room),
+        "Notes": [_render_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
     }
-    return _page("Memory forecast", _forecast_header(forecast, room), sections)
+    return _render_page("Memory forecast", _render_forecast_header(forecast, room), sections)
 
 
-def _page(title: str, header: Html, sections: Mapping[str, Sequence[Html] | str]) -> str:
+def _render_page(title: str, header: Html, sections: Mapping[str, Sequence[Html] | str]) -> str:
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
     style = PAGE_STYLE.read_text(encoding="utf-8") + OWN_STYLE
     return html.document(title, style, header, main, images=True)
 
 
-def _header(what: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
+def _render_header(what: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
     shown = [
         tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", more)))
         for name, value, more in figures
@@ -269,46 +280,45 @@ def _header(what: str, title: str, note: str, figures: Iterator[tuple[str, str, 
     return tag("header", tag("p", what, class_="quiet"), tag("h1", title, tag("span", note)), tag("dl", *shown))
 
 
-def _train_header(report: TrainReport, analysis: Analysis) -> Html:
+def _render_train_header(report: TrainReport, analysis: AdapterAnalysis) -> Html:
     def figures() -> Iterator[tuple[str, str, str]]:
         best = report.validation_loss.get(report.best_step)
         early = report.steps < report.planned_steps
         yield "Validation loss", NONE if best is None else f"{best:.4f}", f"nats per token, step {report.best_step:,}"
         yield "Steps", f"{report.steps:,}", f"of {report.planned_steps:,} planned" if early else "as planned"
-        share = percentage(report.trainable_parameters, report.total_parameters)
+        share = format_percentage(report.trainable_parameters, report.total_parameters)
         yield "Trained", share, f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters"
-        yield "Barely moved", f"{len(analysis.still):,}", f"of {counted(len(analysis.modules), 'module')}"
+        yield "Barely moved", f"{len(analysis.still):,}", f"of {format_count(len(analysis.modules), 'module')}"
 
-    title = f"{counted(report.trained_tokens, 'answer token')} learned from"
+    title = f"{format_count(report.trained_tokens, 'answer token')} learned from"
     note = f"adapter {report.adapter_digest[:12]}, of step {report.kept_step:,}"
-    return _header(f"Training {report.run_id}", title, note, figures())
+    return _render_header(f"Training {report.run_id}", title, note, figures())
 
 
-def _forecast_header(forecast: MemoryForecast, room: Room | None) -> Html:
+def _render_forecast_header(forecast: MemoryForecast, room: MemoryHeadroom | None) -> Html:
     def figures() -> Iterator[tuple[str, str, str]]:
-        yield "Peak", written(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
+        yield "Peak", format_bytes(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
         if room:
             fits = forecast.needed_bytes(room.sharing) <= room.available_bytes
-            yield "At hand", written(room.available_bytes), "it fits" if fits else "it does not fit"
-        yield "Host", written(forecast.host_bytes), "memory of the machine, at any time"
-        share = percentage(forecast.trainable_parameters, forecast.total_parameters)
+            yield "At hand", format_bytes(room.available_bytes), "it fits" if fits else "it does not fit"
+        yield "Host", format_bytes(forecast.host_bytes), "memory of the machine, at any time"
+        share = format_percentage(forecast.trainable_parameters, forecast.total_parameters)
         yield "Trained", share, f"{forecast.trainable_parameters:,} of {forecast.total_parameters:,} parameters"
 
-    return _header("Memory forecast", *described(forecast), figures())
+    return _render_header("Memory forecast", *describe_forecast(forecast), figures())
 
 
-def described(forecast: MemoryForecast) -> tuple[str, str]:
+def describe_forecast(forecast: MemoryForecast) -> tuple[str, str]:
     """For what a forecast was made, in a title and a line."""
-    title = (
-        f"{counted(forecast.rows, 'row')} of {counted(forecast.row_tokens, 'token')} on a {DEVICES[forecast.device]}"
-    )
+    size = f"{format_count(forecast.rows, 'row')} of {format_count(forecast.row_tokens, 'token')}"
+    title = f"{size} on a {DEVICES[forecast.device]}"
     how = "with" if forecast.activation_checkpointing else "without"
     ranks = f", on each of {forecast.ranks} ranks" if forecast.ranks > 1 else ""
     shared = ", with a share of the base" if forecast.shard_base else ""
     return title, f"{forecast.learned_tokens:,} of them learned from, {how} activation checkpointing{ranks}{shared}"
 
 
-def _picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
+def _render_picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
     if name not in pictures:
         return []
     source = f"data:image/png;base64,{base64.b64encode(pictures[name]).decode('ascii')}"
@@ -316,62 +326,73 @@ def _picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
     return [tag("figure", Html(image.replace("></img>", " />")))]
 
 
-def _losses(report: TrainReport) -> Html:
+def _render_losses(report: TrainReport) -> Html:
     most = max(report.validation_loss.values(), default=1.0) or 1.0
     rows = [
         (f"{step:,}", bar(("train", loss / most)), f"{loss:.4f}", "kept" if step == report.kept_step else "")
         for step, loss in sorted(report.validation_loss.items())
     ]
     table = html.table("Validation loss by step", "tbnt", ("step", "", "validation loss", ""), rows)
-    return table if len(rows) <= ROWS_OPEN else tag("details", tag("summary", counted(len(rows), "validation")), table)
+    return (
+        table
+        if len(rows) <= ROWS_OPEN
+        else tag("details", tag("summary", format_count(len(rows), "validation")), table)
+    )
 
 
-def _list(sentences: Sequence[str]) -> Html:
+def _render_list(sentences: Sequence[str]) -> Html:
     return tag("ul", *(tag("li", tag("bdi", one)) for one in sentences))
 
 
-def _modules(analysis: Analysis) -> Sequence[Html] | str:
+def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
     if not analysis.modules:
         return "No module was adapted."
     kinds: dict[str, list[str]] = {}
     for name in analysis.modules:
-        kinds.setdefault(place(name).kind, []).append(name)
+        kinds.setdefault(parse_module_name(name).kind, []).append(name)
     still = set(analysis.still)
-    rows = [_kind_row(kind, [analysis.modules[name] for name in names], still & set(names))
+    rows = [_module_kind_row(kind, [analysis.modules[name] for name in names], still & set(names))
             for kind, names in kinds.items()]  # fmt: skip
     heads = ("kind of module", "modules", "rank", "effective rank", "update over weight", "barely moved")
     each = [_module_row(name, one, name in still) for name, one in analysis.modules.items()]
     of_each = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
     every = html.table("All modules", "tnnnnnt", of_each, each)
     return [
-        quiet("Medians of each kind; below, module by module."),
+        explanation("Medians of each kind; below, module by module."),
         html.table("Kinds of modules", "tnnnnn", heads, rows),
-        tag("details", tag("summary", counted(len(each), "module")), every),
+        tag("details", tag("summary", format_count(len(each), "module")), every),
     ]
 
 
-def _kind_row(kind: str, members: Sequence[ModuleAnalysis], still: set[str]) -> tuple[str, ...]:
+def _module_kind_row(kind: str, members: Sequence[ModuleAnalysis], still: set[str]) -> tuple[str, ...]:
     ranks = sorted({one.rank for one in members})
     span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     used = statistics.median(one.effective_rank for one in members)
     ratio = statistics.median(one.update_ratio for one in members)
-    return kind, f"{len(members):,}", span, f"{used:.1f}", percentage(ratio, 1), f"{len(still):,}" if still else NONE
+    return (
+        kind,
+        f"{len(members):,}",
+        span,
+        f"{used:.1f}",
+        format_percentage(ratio, 1),
+        f"{len(still):,}" if still else NONE,
+    )
 
 
 def _module_row(name: str, one: ModuleAnalysis, still: bool) -> tuple[str, ...]:
     return (
         tag("bdi", name), f"{one.rank:,}", f"{one.effective_rank:.1f}", f"{one.update_norm:.3g}",
-        f"{one.weight_norm:.3g}", percentage(one.update_ratio, 1), "barely moved" if still else "",
+        f"{one.weight_norm:.3g}", format_percentage(one.update_ratio, 1), "barely moved" if still else "",
     )  # fmt: skip
 
 
-def _fits(room: Room | None) -> Sequence[Html] | str:
+def _render_headroom(room: MemoryHeadroom | None) -> Sequence[Html] | str:
     if room is None:
         return "The memory of the device is not known here; name it with --memory."
     rows = [
         (tag("code", name), "not even one" if count is None else f"{count:,}") for name, count in room.largest.items()
     ]
     return [
-        quiet(f"Into {written(room.available_bytes)}, each for itself, the others as they are set."),
+        explanation(f"Into {format_bytes(room.available_bytes)}, each for itself, the others as they are set."),
         html.table("What fits", "tn", ("setting", "largest"), rows),
     ]

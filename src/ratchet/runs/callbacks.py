@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.runs.log import say
+from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.runs.log import print_message
 
 POLL_S = 0.05  # a sweep ends a trial by what an observer finds: soon after the validation that tells it
 PATIENT_POLL_S = 2.0
@@ -23,7 +23,7 @@ STARTING = {"attempt", "forecast", "memory", "notice", "alert", "budget", "ready
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
-class Observer(Protocol):
+class RunCallback(Protocol):
     """Somebody who is told what the journal says. Called in a thread of its own.
 
     One that has an attribute `patient` which is true is told nothing before the first step, or the end: what it loads
@@ -35,14 +35,14 @@ class Observer(Protocol):
 
     name: str
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Take the next events. May raise: it is then given the same events again later, with newer ones after them."""
 
     def finish(self, status: Status) -> None:
         """The run has ended for now; no more events come."""
 
 
-class Arbiter(Protocol):
+class RunPruner(Protocol):
     """Somebody who may end a run before its end, as a sweep does with a trial that is not worth going on with."""
 
     def verdict(self) -> str | None:
@@ -52,17 +52,17 @@ class Arbiter(Protocol):
         """A signal has asked this process to stop: the run ends, and nothing is to come after it. Never waits."""
 
 
-class _Follower(threading.Thread):
+class _CallbackThread(threading.Thread):
     """Feeds one observer from the journal until told to stop and the journal is drained."""
 
-    def __init__(self, observer: Observer, journal: Path, notices: Journal) -> None:
+    def __init__(self, observer: RunCallback, journal: Path, notices: Journal) -> None:
         super().__init__(name=f"observer-{observer.name}", daemon=True)
         self._observer = observer
-        self._reader = Reader(journal, getattr(observer, "offset", 0))
+        self._reader = JournalReader(journal, getattr(observer, "offset", 0))
         self._notices = notices
         self._status: Status | None = None
         self._ended = threading.Event()
-        self._pending: list[Event] = []
+        self._pending: list[JournalEvent] = []
         self._complained = False
         self._waits = bool(getattr(observer, "patient", False))
         self._poll_s = PATIENT_POLL_S if self._waits else POLL_S
@@ -99,11 +99,11 @@ class _Follower(threading.Thread):
             self._notices.append("notice", text=f"{what}; tried again, training goes on")
 
 
-class Audience:
+class CallbackList:
     """All observers of a run."""
 
-    def __init__(self, observers: Sequence[Observer], journal: Journal) -> None:
-        self._followers = [_Follower(observer, journal.path, journal) for observer in observers]
+    def __init__(self, observers: Sequence[RunCallback], journal: Journal) -> None:
+        self._followers = [_CallbackThread(observer, journal.path, journal) for observer in observers]
 
     def start(self) -> None:
         """Tell them the journal from its beginning, and go on."""
@@ -119,4 +119,4 @@ class Audience:
             follower.join(max(0.0, deadline_s - time.monotonic()))
             if follower.is_alive():
                 lacks = "what it lacks is in the journal"
-                say(f"{follower.name} is not done after {grace_s:g} s; {lacks}")
+                print_message(f"{follower.name} is not done after {grace_s:g} s; {lacks}")

@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 from ratchet.config import train as config_train
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.errors import DamagedError, DataError, StorageError
-from ratchet.runs.journal import Journal, last_event
+from ratchet.errors import DamagedFileError, DataError, StorageError
+from ratchet.runs.journal import Journal, read_last_event
 from ratchet.storage import digests, files
 from ratchet.storage.layout import RUNS_VARIABLE
-from ratchet.storage.locks import Lock
-from ratchet.storage.records.base import BaseCard, Record, TrainReport, differing, flat
+from ratchet.storage.locks import FileLock
+from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_differing_keys, flatten
 
 
-class Spec(Record):
+class BaseRunSpec(Record):
     """Everything that decides what comes of a run."""
 
     folders: ClassVar[tuple[str, ...]] = ("checkpoints",)
@@ -36,25 +36,25 @@ class Spec(Record):
     @property
     def run_id(self) -> str:
         """Identity by content: same inputs, same run, whoever starts it."""
-        return id_of(self.model_dump(mode="json"))
+        return compute_run_id(self.model_dump(mode="json"))
 
 
-def counted(spec: Mapping[str, Any]) -> dict[str, Any]:
+def spec_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What of a spec, as JSON, decides: of a training without a teacher nothing that is said of teachers."""
     found, train = dict(spec), spec.get("train")
     if isinstance(train, dict):
-        found["train"] = config_train.counted(train)
+        found["train"] = config_train.train_identity(train)
     if found.get("teaching") is None:
         found.pop("teaching", None)
     return found
 
 
-def id_of(spec: Mapping[str, Any]) -> str:
+def compute_run_id(spec: Mapping[str, Any]) -> str:
     """The id of the run of a spec, given as JSON, also of one that a newer version may have written."""
-    return digests.of_json(counted(spec))[: digests.SHORT]
+    return digests.hash_json(spec_identity(spec))[: digests.SHORT]
 
 
-class Start(Record):
+class LaunchSpec(Record):
     """How and where this attempt runs; rewritten at every start, so that a project may move between attempts."""
 
     worker: ClassVar[str | None] = None
@@ -99,7 +99,7 @@ CHECKPOINT = "checkpoint"
 RESULT = "result"
 
 
-class RunSpec(Spec):
+class RunSpec(BaseRunSpec):
     """Everything that decides what a run learns; its digest is the RunId."""
 
     recipe_version: int = RECIPE_VERSION
@@ -119,7 +119,7 @@ class RunSpec(Spec):
             )
 
 
-class Launch(Start):
+class TrainingLaunchSpec(LaunchSpec):
     """How and where an attempt of a training runs."""
 
     base_path: str
@@ -202,16 +202,16 @@ class RunPaths:
         """What the threads of a worker were doing when it was found without a sign of life."""
         return self.root / "stacks.txt"
 
-    def lock(self) -> Lock:
+    def lock(self) -> FileLock:
         """The lock that a writer of this run holds."""
-        return Lock(self.root / "lock", f"run {self.root.name}")
+        return FileLock(self.root / "lock", f"run {self.root.name}")
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint after `step` optimizer steps lies."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint directory, ascending; whether it is valid is for `files.verify` to say."""
+        """Steps that have a checkpoint directory, ascending; `files.verify_sealed` says whether one is valid."""
         if not self.checkpoints.is_dir():
             return []
         numbers = (re.fullmatch(r"step-([0-9]{8,})", p.name) for p in self.checkpoints.iterdir())
@@ -224,12 +224,12 @@ class RunPaths:
         except FileNotFoundError:
             return  # format 1
         except (ValueError, KeyError, TypeError):
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{self.format}: unreadable; if this version wrote the run, remove the file and repeat, "
                 f"else `ratchet reset {self.root.name}`"
             ) from None
         if not isinstance(found, int) or found > FORMAT:
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{self.root}: written by a newer version of ratchet (format {found}, this one knows {FORMAT}): "
                 f"use that version, or `ratchet reset {self.root.name}`"
             )
@@ -237,8 +237,8 @@ class RunPaths:
     def is_finished(self) -> bool:
         """Whether a sealed, undamaged result is there."""
         try:
-            files.verify(self.result, RESULT)
-        except DamagedError:
+            files.verify_sealed(self.result, RESULT)
+        except DamagedFileError:
             return False
         return True
 
@@ -246,14 +246,14 @@ class RunPaths:
 class Run:
     """A run that this process may write to: it holds the lock."""
 
-    def __init__(self, paths: RunPaths, spec: Spec, lock: Lock, journal: Journal) -> None:
+    def __init__(self, paths: RunPaths, spec: BaseRunSpec, lock: FileLock, journal: Journal) -> None:
         self.paths = paths
         self.spec = spec
         self.lock = lock
         self.journal = journal
 
     @classmethod
-    def open(cls, runs: Path, spec: Spec) -> "Run":
+    def open(cls, runs: Path, spec: BaseRunSpec) -> "Run":
         """Take the run of this spec, making its directory at the first time.
 
         Raises:
@@ -262,12 +262,12 @@ class Run:
             StorageError: it cannot be written; a directory that was not there is not there.
         """
         paths = RunPaths(runs / spec.run_id)
-        with storage(paths.root):
+        with storage_errors(paths.root):
             paths.require_known_format()
-            lock = _take(paths)
+            lock = _acquire_lock(paths)
             is_new = not paths.spec.exists() and not paths.journal.exists()
             try:
-                return cls(paths, spec, lock, _make(paths, spec))
+                return cls(paths, spec, lock, _prepare_directory(paths, spec))
             except BaseException as error:
                 if is_new and isinstance(error, OSError):
                     # While it is locked: who waits for the lock finds the directory gone, and starts anew.
@@ -280,7 +280,7 @@ class Run:
         self.lock.release()
 
 
-def _take(paths: RunPaths) -> Lock:
+def _acquire_lock(paths: RunPaths) -> FileLock:
     """The lock of a directory that is still in its place: while we waited, it may have been removed."""
     while True:
         try:
@@ -289,12 +289,12 @@ def _take(paths: RunPaths) -> Lock:
             with suppress(OSError):
                 paths.root.rmdir()  # if it was made for the lock, it is empty
             raise
-        if holds(lock):
+        if is_lock_current(lock):
             return lock
         lock.release()
 
 
-def holds(lock: Lock) -> bool:
+def is_lock_current(lock: FileLock) -> bool:
     """Whether the lock that was taken is of the file that now bears its name."""
     try:
         return os.path.samestat(lock.path.stat(), os.fstat(lock.fd))
@@ -302,7 +302,7 @@ def holds(lock: Lock) -> bool:
         return False
 
 
-def _make(paths: RunPaths, spec: Spec) -> Journal:
+def _prepare_directory(paths: RunPaths, spec: BaseRunSpec) -> Journal:
     """Make or complete a run directory that we hold the lock of."""
     for folder in (paths.root, *(paths.root / name for name in spec.folders)):
         files.make_directory(folder)
@@ -319,30 +319,30 @@ def _make(paths: RunPaths, spec: Spec) -> Journal:
     return journal
 
 
-def _require_same(path: Path, spec: Spec) -> None:
+def _require_same(path: Path, spec: BaseRunSpec) -> None:
     """Raise DamagedError unless the file holds this spec."""
     try:
         found = type(spec).load(path)
-    except DamagedError as error:
+    except DamagedFileError as error:
         reset = f"`ratchet reset {path.parent.name}`"
         if unknown := _unknown_keys(path, spec):
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{path}: settings that this version does not know: {', '.join(unknown)}; most likely a newer version "
                 f"of ratchet wrote the run: use that version, or {reset}"
             ) from None
         text = str(error).removesuffix("; make it again")
-        raise DamagedError(f"{text}; remove this file and repeat (it is written anew), or {reset}") from None
+        raise DamagedFileError(f"{text}; remove this file and repeat (it is written anew), or {reset}") from None
     if found.run_id != spec.run_id:  # settings that nobody reads may differ
-        names = differing(found.model_dump(mode="json"), spec.model_dump(mode="json"))
-        raise DamagedError(f"{path}: differs in {', '.join(names)}; move the directory away")
+        names = find_differing_keys(found.model_dump(mode="json"), spec.model_dump(mode="json"))
+        raise DamagedFileError(f"{path}: differs in {', '.join(names)}; move the directory away")
 
 
-def _unknown_keys(path: Path, spec: Spec) -> list[str]:
+def _unknown_keys(path: Path, spec: BaseRunSpec) -> list[str]:
     try:
         raw = json.loads(path.read_bytes())
     except ValueError:
         return []
-    return sorted(flat(raw).keys() - flat(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
+    return sorted(flatten(raw).keys() - flatten(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
 
 
 _ADVICE = {
@@ -354,7 +354,7 @@ _ADVICE = {
 
 
 @contextmanager
-def storage(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """Turn an OSError into a StorageError that names the place (`path` if the error does not) and says what to do."""
     try:
         yield
@@ -366,35 +366,35 @@ def storage(path: Path) -> Iterator[None]:
         ) from error
 
 
-def all_runs(*places: Path) -> list[RunPaths]:
+def list_runs(*places: Path) -> list[RunPaths]:
     """Every run directory in these folders, by name; those that are being removed are none."""
     folders = (p for runs in places for p in sorted(runs.iterdir() if runs.is_dir() else ()))
     whole = (RunPaths(p) for p in folders if not p.name.startswith(files.PARTIAL))
     return [run for run in whole if run.journal.is_file() or run.spec.is_file()]
 
 
-def newest(*places: Path) -> RunPaths | None:
+def find_newest_run(*places: Path) -> RunPaths | None:
     """The run that somebody trains, else the one whose journal was written last, by its own last line: for people.
 
     Times of files say nothing: copying a project changes them.
     """
 
     def rank(run: RunPaths) -> tuple[bool, float, str]:
-        last = last_event(run.journal)
+        last = read_last_event(run.journal)
         return run.lock().held_elsewhere(), last.t if last else -math.inf, run.root.name
 
-    return max(all_runs(*places), key=rank, default=None)
+    return max(list_runs(*places), key=rank, default=None)
 
 
-def named(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
-    """The one run, in this folder or these, whose id begins with `prefix`. Raises as `one_of` does."""
+def find_run(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
+    """The one run, in this folder or these, whose id begins with `prefix`. Raises as `match_prefix` does."""
     places = [runs] if isinstance(runs, Path) else list(runs)
-    found = all_runs(*places)
+    found = list_runs(*places)
     names = [run.root.name for run in found]
-    return found[names.index(one_of(names, prefix, " and ".join(map(str, places))))]
+    return found[names.index(match_prefix(names, prefix, " and ".join(map(str, places))))]
 
 
-def one_of(names: Sequence[str], prefix: str, where: str) -> str:
+def match_prefix(names: Sequence[str], prefix: str, where: str) -> str:
     """The one run's id that begins with `prefix`. Raises DataError, with a few ids, when there is none, or more than
     one."""
     matching = [name for name in names if name.startswith(prefix)]

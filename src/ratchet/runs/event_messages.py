@@ -1,9 +1,9 @@
 """Events of a journal as lines for people."""
 
 from ratchet.config import units
-from ratchet.runs.journal import Event
-from ratchet.runs.restart_policy import cause
-from ratchet.runs.status import among
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.restart_policy import describe_cause
+from ratchet.runs.status import describe_ranks
 
 DOUBTS = ("skipped", "repeated", "spike", "budget", "scale")
 """Events about a step that was not as it should be."""
@@ -13,33 +13,34 @@ ELSEWHERE = {"server": "a server", "llama.cpp": "llama.cpp", "none": ""}
 """Devices of models that others compute, in numbers of their own."""
 
 
-def beginning(event: Event, unit: str = "step") -> str:
+def describe_beginning(event: JournalEvent, unit: str = "step") -> str:
     """Of `ready`: where an attempt begins, and on what; `unit`: what its steps are called."""
     start, planned = event.data["start_step"], event.data["planned_steps"]
     resumed = f"going on from {unit} {start}" if start else "starting"
-    where = computing(str(event.data["device"]), str(event.data["compute_dtype"]))
-    return f"{resumed}, {planned} {unit}s{where and ' on '}{where}{among(event.data)}"
+    where = describe_device(str(event.data["device"]), str(event.data["compute_dtype"]))
+    return f"{resumed}, {planned} {unit}s{where and ' on '}{where}{describe_ranks(event.data)}"
 
 
-def computing(device: str, numbers: str) -> str:
+def describe_device(device: str, numbers: str) -> str:
     """Where and in which numbers a model computes: `cuda in bfloat16`, `a server`; empty: nothing is computed."""
     return ELSEWHERE.get(device, f"{device} in {numbers}")
 
 
-def foreseen(event: Event) -> str:
+def describe_forecast(event: JournalEvent) -> str:
     """Of `forecast`: what the run will need."""
     forecast = event.data["forecast"]
     peak = max((phase["parts"] for phase in forecast["phases"]), key=lambda parts: sum(parts.values()))
     most = ", ".join(
-        f"{name} {units.written(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3]
+        f"{name} {units.format_bytes(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3]
     )
     return (
         f"memory forecast for micro-batches of {forecast['rows']} x {forecast['row_tokens']} tokens: "
-        f"{units.written(sum(peak.values()))} of {units.written(event.data['available_bytes'])} at hand ({most})"
+        f"{units.format_bytes(sum(peak.values()))} of "
+        f"{units.format_bytes(event.data['available_bytes'])} at hand ({most})"
     )
 
 
-def doubt(event: Event) -> str:
+def describe_anomaly(event: JournalEvent) -> str:
     """Of one of DOUBTS: what was wrong with a step, or had to be done about it."""
     data = event.data
     if event.kind == "skipped":
@@ -61,7 +62,7 @@ def doubt(event: Event) -> str:
     return f"{what} {limit}: {cause}"
 
 
-def news(event: Event) -> str | None:
+def describe_notable_event(event: JournalEvent) -> str | None:
     """One line of what is out of the ordinary, not of a run's usual way.
 
     Raises:
@@ -72,9 +73,9 @@ def news(event: Event) -> str | None:
         return f"{event.kind}: {data['text']}"
     if event.kind in DOUBTS:
         unit = "answer" if data.get("phase") == ANSWERS else "step"
-        return f"{unit} {data['step']}: {doubt(event)}"
+        return f"{unit} {data['step']}: {describe_anomaly(event)}"
     if event.kind == "died":
-        return f"attempt {event.attempt} died: {cause(data['class'], data['text'])}"
+        return f"attempt {event.attempt} died: {describe_cause(data['class'], data['text'])}"
     if event.kind in ("refused", "ended_early"):
         return f"{event.kind.replace('_', ' ')}: {data['text']}"
     return None

@@ -32,7 +32,7 @@ _READS = 1000
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatReading:
     """The last sign of life."""
 
     number: int
@@ -129,10 +129,10 @@ class Heartbeat:
             return self._stall_first_s
         return max(self._stall_s, SLOWER * longest_s)
 
-    def read(self) -> Beat:
+    def read(self) -> HeartbeatReading:
         """The last beat, whole, whatever the writer is doing now."""
         number, beat_s, deadline_s, phase = self._newest()
-        return Beat(number, PHASES[phase], max(0.0, time.monotonic() - beat_s), deadline_s)
+        return HeartbeatReading(number, PHASES[phase], max(0.0, time.monotonic() - beat_s), deadline_s)
 
     def _newest(self) -> tuple[int, float, float, int]:
         for _ in range(_READS):
@@ -173,7 +173,7 @@ _STATES = {
 }
 
 
-class Watch:
+class HangDetector:
     """Judges one worker's heartbeat.
 
     Args:
@@ -216,7 +216,7 @@ class Watch:
         return ""
 
 
-def put_down(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
+def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
     """Let the worker write what its threads are doing (training/start.py: faulthandler on SIGUSR1), then kill it.
 
     faulthandler needs no interpreter lock, so a thread that holds it for ever is shown too. A stopped process takes
@@ -230,21 +230,21 @@ def put_down(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = N
     Returns:
         What was found, such as `it was stopped by a signal; stacks in PATH`.
     """
-    pid = worker.pid if rank is None else _child(worker.pid, rank)
-    state = state_of(pid) if pid else ""
-    size = _size(stacks)
+    pid = worker.pid if rank is None else _find_child(worker.pid, rank)
+    state = read_process_state(pid) if pid else ""
+    size = _file_size(stacks)
     if state and state != "Z":
         os.kill(pid, signal.SIGUSR1)
         if state == "T":
             os.kill(pid, signal.SIGCONT)
-    told = _grows(worker, stacks, size)
+    told = _wait_for_growth(worker, stacks, size)
     worker.kill()
     found = [_STATES[state]] if state in _STATES else []
     found.append(f"stacks in {stacks}" if told else "it wrote no stacks")
     return "; ".join(found)
 
 
-def state_of(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """The letter for a process's state in /proc/PID/stat (proc_pid_stat(5)); nothing when it is gone."""
     try:
         # The name in brackets may hold anything, also brackets: the state follows the last one.
@@ -253,7 +253,7 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def _child(parent: int, rank: int) -> int:
+def _find_child(parent: int, rank: int) -> int:
     """The child with this LOCAL_RANK in its environment; 0 when there is none."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         for pid in map(int, children.read_text(encoding="ascii").split()):
@@ -263,21 +263,21 @@ def _child(parent: int, rank: int) -> int:
     return 0
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _grows(worker: subprocess.Popen[bytes], path: Path, size: int) -> bool:
+def _wait_for_growth(worker: subprocess.Popen[bytes], path: Path, size: int) -> bool:
     """Whether the file grows within DUMP_WAIT_S; waits until it has stopped growing."""
     deadline_s = time.monotonic() + DUMP_WAIT_S
     seen = size
     while time.monotonic() < deadline_s and worker.poll() is None:
         time.sleep(DUMP_POLL_S)
-        now = _size(path)
+        now = _file_size(path)
         if now > size and now == seen:
             break
         seen = now
-    return _size(path) > size
+    return _file_size(path) > size

@@ -18,7 +18,7 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     spike       step, grad_norm, median, deviations, rows: reported only, the `step` event follows
     budget      step, phase (train | validation), action (shrink | grow), failed_tokens,
                 budget {tokens, failed_tokens, good_steps, wait_steps, grown}: holds from this step on (validation: from
-                the validation after this step on), and a resumed worker takes it again (`decisions`)
+                the validation after this step on), and a resumed worker takes it again (`read_decisions`)
     scale       step, loss_scale: its gradient overflowed in float16 and is computed again with a smaller loss scale
     forecast    forecast (MemoryForecast), available_bytes: what the training will need, before anything is loaded
     memory      phase, peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (of all there
@@ -46,7 +46,7 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     ended_early text: why a sweep has asked it to                     supervisor
 
 `step` counts optimizer steps, those that were left out included, from 1. After a crash, steps beyond the checkpoint are
-done and written again with equal numbers; readers keep the first (`Replay`).
+done and written again with equal numbers; readers keep the first (`ReplayFilter`).
 """
 
 import json
@@ -63,8 +63,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from ratchet.redaction import redacted
-from ratchet.runs.log import say
+from ratchet.redaction import redact
+from ratchet.runs.log import print_message
 from ratchet.storage import digests
 
 TAIL_BYTES = 1 << 16
@@ -73,7 +73,7 @@ TEXTS = {"text", "reason"}
 """What of an event may repeat the words of an exception: secrets are taken out."""
 
 
-class Event(NamedTuple):
+class JournalEvent(NamedTuple):
     """One line of the journal. A tuple, for it is made in a third of the time that a frozen dataclass takes."""
 
     kind: str
@@ -109,15 +109,15 @@ class Journal:
         size = os.fstat(fd).st_size
         return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
 
-    def append(self, kind: str, **data: Any) -> Event:
+    def append(self, kind: str, **data: Any) -> JournalEvent:
         """Tell one event; once written it survives the death of the process (not of the machine: `sync` does that).
 
         Raises ValueError for values that JSON cannot hold, and nothing else.
         """
         for name in TEXTS & data.keys():
             if isinstance(data[name], str):
-                data[name] = redacted(data[name])
-        event = Event(kind, round(time.time(), 3), self.attempt, data)
+                data[name] = redact(data[name])
+        event = JournalEvent(kind, round(time.time(), 3), self.attempt, data)
         line = event.line()
         with self._mutex:
             self._waiting.append(line)
@@ -141,7 +141,7 @@ class Journal:
         """Try once more to write what waits, and say so if that is lost."""
         with self._mutex:
             if error := self._write():
-                say(f"{len(self._waiting)} lines of {self.path} are lost: {error}")
+                print_message(f"{len(self._waiting)} lines of {self.path} are lost: {error}")
             os.close(self._fd)
             self._fd = -1
 
@@ -163,7 +163,7 @@ class Journal:
         return None
 
 
-class Reader:
+class JournalReader:
     """Follow a journal from a byte offset; a line that is not finished yet is left for the next call."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -171,7 +171,7 @@ class Reader:
         self.offset = offset
         self.damaged_lines = 0
 
-    def read(self) -> Iterator[Event]:
+    def read(self) -> Iterator[JournalEvent]:
         """Events that have become complete since the last call, in order. Damaged lines are counted and skipped."""
         try:
             if self.path.stat().st_size == self.offset:  # asked many times a second: mostly there is nothing
@@ -185,13 +185,13 @@ class Reader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                event, is_damaged = read_line(line)
+                event, is_damaged = parse_line(line)
                 self.damaged_lines += is_damaged
                 if event is not None:
                     yield event
 
 
-def last_event(path: Path) -> Event | None:
+def read_last_event(path: Path) -> JournalEvent | None:
     """The last whole event of a journal, read from its end; None when there is none."""
     try:
         size = path.stat().st_size
@@ -202,22 +202,22 @@ def last_event(path: Path) -> Event | None:
         while True:
             stream.seek(max(0, size - length))
             for line in reversed(stream.read(length).splitlines()):
-                if event := _parse(line):
+                if event := _parse_event(line):
                     return event
             if length >= size:
                 return None
             length *= 4
 
 
-def read_line(line: bytes) -> tuple[Event | None, bool]:
+def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
     """The event of a whole line, and whether the line is damaged: then it is the whole event at its end, if any."""
-    event = _parse(line)
+    event = _parse_event(line)
     if event is not None or not line.strip():
         return event, False
     return _salvage(line), True
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse_event(line: bytes) -> JournalEvent | None:
     """The event of a line, None when it is none. Read by pydantic's parser, five times as fast as `json`: 100,000
     lines are read while somebody waits."""
     try:
@@ -226,24 +226,24 @@ def _parse(line: bytes) -> Event | None:
         except ValueError:  # it refuses a little more than `json` does: halves of surrogate pairs, 200 brackets deep
             raw = json.loads(line)
         t = float(raw.pop("t"))
-        return Event(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
+        return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
-def _salvage(line: bytes) -> Event | None:
+def _salvage(line: bytes) -> JournalEvent | None:
     """The whole event at the end of a damaged line: another writer's, glued to one that was cut off."""
     start = 0
     for _ in range(_SALVAGE_TRIES):
         start = line.find(b'{"', start + 1)
         if start < 0:
             return None
-        if event := _parse(line[start:]):
+        if event := _parse_event(line[start:]):
             return event
     return None
 
 
-class Replay:
+class ReplayFilter:
     """Lets each step and each validation through once: a resumed run does some again, with equal numbers.
 
     A step is told by `step`, or by `skipped` when it was left out.
@@ -252,7 +252,7 @@ class Replay:
     def __init__(self, after_step: int = 0, after_validation: int = 0) -> None:
         self._last = {"step": after_step, "validation": after_validation}
 
-    def new(self, event: Event) -> bool:
+    def new(self, event: JournalEvent) -> bool:
         """Whether the event tells something that was not told before. A step without a number tells nothing."""
         kind = "step" if event.kind == "skipped" else event.kind
         last = self._last.get(kind)
@@ -266,7 +266,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class RunDecisions:
     """What a run has decided on its way, and a resumed worker must decide again, or it would learn something else.
 
     The data of the events that told it.
@@ -278,7 +278,7 @@ class Decisions:
     """By step: the `skipped` event that stands in the place of the step."""
 
 
-def decisions(path: Path, after_step: int) -> Decisions:
+def read_decisions(path: Path, after_step: int) -> RunDecisions:
     """Decisions about everything that follows the checkpoint of `after_step`.
 
     Args:
@@ -286,8 +286,8 @@ def decisions(path: Path, after_step: int) -> Decisions:
         after_step: a budget of training and a skipped step count when they are of a later step; a budget of
             validation also when it is of this very step, for its validation may come after the checkpoint.
     """
-    found = Decisions()
-    for event in Reader(path).read():
+    found = RunDecisions()
+    for event in JournalReader(path).read():
         step = event.data.get("step")
         if not isinstance(step, int):
             continue
@@ -300,5 +300,5 @@ def decisions(path: Path, after_step: int) -> Decisions:
     return found
 
 
-def _is_budget(event: Event) -> bool:
+def _is_budget(event: JournalEvent) -> bool:
     return event.data.get("phase") in ("train", "validation") and isinstance(event.data.get("budget"), dict)

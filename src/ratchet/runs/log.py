@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from ratchet.config.schema import Machine
-from ratchet.redaction import redacted
+from ratchet.redaction import redact
 from ratchet.storage import files
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -44,7 +44,7 @@ MOST_ITEMS = 32
 """Of a list in a record."""
 
 
-class Log:
+class JsonLog:
     """One log of this process; for any thread, and for signal handlers.
 
     Args:
@@ -100,22 +100,22 @@ class Log:
     def _line(self, level: Level, source: str, text: str, fields: Mapping[str, Any]) -> bytes:
         """At most as long as it may be: the text is cut, and if that does not do, the fields go."""
         now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        about = {name: plain(fields.get(name, value)) for name, value in self._about().items()}
-        head = {"t": now, "level": level, "source": redacted(source)[:200], **about, "pid": os.getpid()}
-        more = {name: plain(value) for name, value in fields.items() if value is not None and name not in head}
-        text = redacted(str(text))  # a damaged journal may tell anything
-        line = _encoded({**head, "text": text, **more})
+        about = {name: make_loggable(fields.get(name, value)) for name, value in self._about().items()}
+        head = {"t": now, "level": level, "source": redact(source)[:200], **about, "pid": os.getpid()}
+        more = {name: make_loggable(value) for name, value in fields.items() if value is not None and name not in head}
+        text = redact(str(text))  # a damaged journal may tell anything
+        line = _encode_record({**head, "text": text, **more})
         limit = min(self._limit_bytes, LONGEST_BYTES)
         if len(line) <= limit:
             return line
-        if len(_encoded({**head, "text": "", "cut_bytes": 0, **more})) > limit // 2:
+        if len(_encode_record({**head, "text": "", "cut_bytes": 0, **more})) > limit // 2:
             more = {"fields_left_out": sorted(more)[:MOST_ITEMS]}
         whole = text.encode(errors="backslashreplace")
-        room = limit - len(_encoded({**head, "text": "", "cut_bytes": len(whole), **more}))
+        room = limit - len(_encode_record({**head, "text": "", "cut_bytes": len(whole), **more}))
         shown = whole[: max(0, room)].decode(errors="ignore")
         while shown and len(json.dumps(shown, ensure_ascii=False).encode(errors="backslashreplace")) - 2 > room:
             shown = shown[: len(shown) * 3 // 4]
-        return _encoded({**head, "text": shown, "cut_bytes": len(whole) - len(shown.encode()), **more})
+        return _encode_record({**head, "text": shown, "cut_bytes": len(whole) - len(shown.encode()), **more})
 
     def _put(self, line: bytes) -> None:
         try:
@@ -184,10 +184,10 @@ class Log:
         self._fd = -1
 
 
-class FromLogging(logging.Handler):
+class LoggingBridge(logging.Handler):
     """Takes to a log what is told to Python's `logging`."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: JsonLog) -> None:
         super().__init__()
         self._log = log
 
@@ -199,38 +199,38 @@ class FromLogging(logging.Handler):
             text = f"{record.msg} ({type(error).__name__}: {error})"
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else None
         about = {name: getattr(record, name, None) for name in ("reason", "event")}
-        self._log.write(level_of(record.levelno), record.name, text, traceback=trace, **about)
+        self._log.write(level_name(record.levelno), record.name, text, traceback=trace, **about)
 
 
-def level_of(number: int) -> Level:
+def level_name(number: int) -> Level:
     """The level, by the number that `logging` gives it."""
     return next((name for name in reversed(LEVELS) if number >= LEVELS[name]), "debug")
 
 
-def plain(value: Any) -> Any:
+def make_loggable(value: Any) -> Any:
     """A value as it may stand in a record: JSON, without secrets, and of bounded length where it is a list."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in list(value.items())[:MOST_ITEMS]}
+        return {str(name): make_loggable(one) for name, one in list(value.items())[:MOST_ITEMS]}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value[:MOST_ITEMS]]
-    return redacted(str(value))
+        return [make_loggable(one) for one in value[:MOST_ITEMS]]
+    return redact(str(value))
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
+def _encode_record(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
-current: Log | None = None
+current: JsonLog | None = None
 """The log of the run that this process supervises now."""
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Tell people, on standard error; and the log. Never raises: the terminal may be what is broken."""
-    text = redacted(text)
+    text = redact(text)
     with contextlib.suppress(OSError, ValueError):
         print(f"ratchet: {text}", file=sys.stderr, flush=True)
     if current is not None:
@@ -243,7 +243,7 @@ ASK_EVERY_S = 0.25
 BLOCK_BYTES = 1 << 20
 
 
-class Trimmer(threading.Thread):
+class LogTrimmer(threading.Thread):
     """Keeps a file below a size while others append to it; a thread of its own, for its disk may hang.
 
     Args:
@@ -258,17 +258,17 @@ class Trimmer(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(ASK_EVERY_S):
-            trim(self._path, self._limit_bytes)
+            trim_file(self._path, self._limit_bytes)
 
     def end(self) -> None:
         """Cut it for the last time."""
         self._over.set()
         self.join(1.0)
         if not self.is_alive():
-            trim(self._path, self._limit_bytes)
+            trim_file(self._path, self._limit_bytes)
 
 
-def trim(path: Path, limit_bytes: int) -> bool:
+def trim_file(path: Path, limit_bytes: int) -> bool:
     """Cut the file if it is larger; returns whether it was. Never raises: a disk that does not let us loses nothing.
 
     Lines that are written between the copy and the cut are lost, and where there is no room for a copy, all are: being
@@ -313,7 +313,7 @@ ROOM = 2
 at once that (run/log_output.py), but asks four times a second only."""
 
 
-class Output:
+class WorkerLogStream:
     """worker.log, as the process has it: as descriptor 1 or 2. A disk that takes nothing is nobody's trouble."""
 
     def __init__(self, fd: int, limit_bytes: int) -> None:
@@ -332,13 +332,13 @@ class Output:
             os.write(self._fd, text[: self._limit_bytes].encode(errors="backslashreplace"))
 
 
-class Printed(io.TextIOBase):
+class LoggedTextStream(io.TextIOBase):
     """In the place of sys.stdout or sys.stderr: what is printed, a record for each piece that ends with its line.
 
     Of a line that is written over (`\\r`, progress bars) the last form counts.
     """
 
-    def __init__(self, output: Output, log: Log, level: Level, original: TextIO) -> None:
+    def __init__(self, output: WorkerLogStream, log: JsonLog, level: Level, original: TextIO) -> None:
         self._output, self._log, self._level, self._original = output, log, level, original
         self._text = ""
         self._mutex = threading.RLock()  # a signal handler may print
@@ -353,7 +353,7 @@ class Printed(io.TextIOBase):
     @property
     def buffer(self) -> io.RawIOBase:
         """For those who write bytes."""
-        return _Bytes(self)
+        return _LoggedByteStream(self)
 
     def writable(self) -> bool:
         return True
@@ -388,14 +388,14 @@ class Printed(io.TextIOBase):
                 self._tell(f"{rest}\n")
 
     def _tell(self, text: str) -> None:
-        text = redacted(text)
+        text = redact(text)
         self._output.write(text)
         if text.strip():
             self._log.write(self._level, "stdout" if self._level == "info" else "stderr", text.rstrip())
 
 
-class _Bytes(io.RawIOBase):
-    def __init__(self, printed: Printed) -> None:
+class _LoggedByteStream(io.RawIOBase):
+    def __init__(self, printed: LoggedTextStream) -> None:
         self._printed = printed
 
     def writable(self) -> bool:
@@ -407,20 +407,22 @@ class _Bytes(io.RawIOBase):
         return len(taken)
 
 
-class _Echo(logging.Handler):
+class _StderrEcho(logging.Handler):
     """Python's own way with warnings and errors that nobody handles: a line on standard error."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: WorkerLogStream) -> None:
         super().__init__(logging.WARNING)
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write it into worker.log, with its traceback."""
         with contextlib.suppress(Exception):  # of arguments that do not fit; the log tells of them
-            self._output.write(redacted(f"{level_of(record.levelno)}: {record.name}: {self.format(record)}\n"))
+            self._output.write(redact(f"{level_name(record.levelno)}: {record.name}: {self.format(record)}\n"))
 
 
-def capture(folder: Path, machine: Machine, attempt: int, rank: int | None, name: str = "worker") -> "Capture":
+def capture_output(
+    folder: Path, machine: Machine, attempt: int, rank: int | None, name: str = "worker"
+) -> "OutputCapture":
     """Take over what this process says, for good.
 
     Args:
@@ -432,22 +434,25 @@ def capture(folder: Path, machine: Machine, attempt: int, rank: int | None, name
     """
     about: dict[str, int] = {"attempt": attempt} if rank is None else {"attempt": attempt, "rank": rank}
     path = folder / (f"{name}.jsonl" if rank is None else f"{name}-{rank}.jsonl")
-    output = Output(2, machine.log_bytes)
-    log = Log(path, machine, lambda: about, lambda text: output.write(f"ratchet: {text}\n"))
-    return Capture(log, output, machine)
+    output = WorkerLogStream(2, machine.log_bytes)
+    log = JsonLog(path, machine, lambda: about, lambda text: output.write(f"ratchet: {text}\n"))
+    return OutputCapture(log, output, machine)
 
 
-class Capture:
+class OutputCapture:
     """The hooks of a process. Installed when it is made."""
 
-    def __init__(self, log: Log, output: Output, machine: Machine) -> None:
+    def __init__(self, log: JsonLog, output: WorkerLogStream, machine: Machine) -> None:
         self._log, self._output = log, output
-        self._printed = (Printed(output, log, "info", sys.stdout), Printed(output, log, "warning", sys.stderr))
+        self._printed = (
+            LoggedTextStream(output, log, "info", sys.stdout),
+            LoggedTextStream(output, log, "warning", sys.stderr),
+        )
         sys.stdout, sys.stderr = self._printed
         root = logging.getLogger()
         root.setLevel(machine.log_level.upper())
-        root.addHandler(FromLogging(log))
-        root.addHandler(_Echo(output))
+        root.addHandler(LoggingBridge(log))
+        root.addHandler(_StderrEcho(output))
         warnings.showwarning = self._warned
         sys.excepthook = self._raised
         threading.excepthook = self._raised_in_thread
@@ -471,14 +476,14 @@ class Capture:
         if file is not None:
             file.write(text)
             return
-        self._output.write(redacted(text))
+        self._output.write(redact(text))
         self._log.write("warning", "warnings", str(message), reason=category.__name__, where=f"{filename}:{lineno}")
 
     def _raised(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str = "uncaught"
     ) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
-        self._output.write(redacted(text))
+        self._output.write(redact(text))
         self._log.write("error", "python", f"{where}: {kind.__name__}: {error}", reason=where, traceback=text)
 
     def _raised_in_thread(self, about: Any) -> None:

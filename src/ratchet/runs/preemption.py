@@ -13,7 +13,7 @@ LINK_LOCAL = "http://169.254.169.254"
 """Where all three clouds have theirs. No name is used: resolvers can take long to say that there is none."""
 
 
-class Answer(NamedTuple):
+class MetadataResponse(NamedTuple):
     """An answer 200."""
 
     text: str
@@ -22,7 +22,9 @@ class Answer(NamedTuple):
     """By name in small letters."""
 
 
-def ask(url: str, headers: Mapping[str, str], timeout_s: float, method: str = "GET") -> Answer | None:
+def query_metadata(
+    url: str, headers: Mapping[str, str], timeout_s: float, method: str = "GET"
+) -> MetadataResponse | None:
     """What is at a URL; None for 404.
 
     Args:
@@ -48,10 +50,10 @@ def ask(url: str, headers: Mapping[str, str], timeout_s: float, method: str = "G
         if error.code == 404:
             return None
         raise
-    return Answer(content.decode(errors="replace").strip(), told)
+    return MetadataResponse(content.decode(errors="replace").strip(), told)
 
 
-def code_of(error: OSError) -> int | None:
+def get_http_status(error: OSError) -> int | None:
     """The number of the answer that an error is about; None when there was no answer."""
     code = getattr(error, "code", None)
     return code if isinstance(code, int) else None
@@ -70,12 +72,12 @@ TIMEOUT_S = 1.0
 FIRST_EVENT_TIMEOUT_S = 10.0
 """For Azure's list of events, which has to be set up when it is asked for the first time."""
 FOUND_WITHIN_S = 2.0
-"""How long `find` waits for a cloud to say that it is there."""
+"""How long `find_provider` waits for a cloud to say that it is there."""
 _TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
 _TOKEN_LIFE_S = 21600
 
 
-class Sighting(NamedTuple):
+class PreemptionPoll(NamedTuple):
     """What one question has found."""
 
     notice: str = ""
@@ -84,17 +86,17 @@ class Sighting(NamedTuple):
     """What else a person should know, such as that it may happen soon."""
 
 
-class Cloud(Protocol):
+class PreemptionProvider(Protocol):
     """The metadata server of one cloud. Both questions raise OSError or ValueError when the answer is none."""
 
     def is_here(self) -> bool:
         """Whether this machine is one of that cloud's."""
 
-    def look(self) -> Sighting:
+    def look(self) -> PreemptionPoll:
         """Ask once."""
 
 
-class Aws:
+class AwsPreemptionProvider:
     """EC2: 404 while there is nothing, then JSON."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
@@ -105,19 +107,19 @@ class Aws:
         self._renew()
         return bool(self._token)
 
-    def look(self) -> Sighting:
+    def look(self) -> PreemptionPoll:
         action = self._ask("spot/instance-action")
         if action is not None:
-            found = _fields(action)
-            return Sighting(
+            found = _parse_object(action)
+            return PreemptionPoll(
                 f"EC2 will {found.get('action', 'take back')} this spot instance at {found.get('time', '?')}"
             )
         if (advice := self._ask("events/recommendations/rebalance")) is not None:
-            since = _fields(advice).get("noticeTime", "?")
-            return Sighting(
+            since = _parse_object(advice).get("noticeTime", "?")
+            return PreemptionPoll(
                 remark=f"EC2 has told at {since} that this spot instance is at a higher risk to be taken back"
             )
-        return Sighting()
+        return PreemptionPoll()
 
     def _ask(self, path: str) -> str | None:
         """The answer below latest/meta-data. A token that has expired is replaced once."""
@@ -125,46 +127,46 @@ class Aws:
             self._renew()
         url = f"{self._address}/latest/meta-data/{path}"
         try:
-            answer = ask(url, {_TOKEN: self._token}, TIMEOUT_S)
+            answer = query_metadata(url, {_TOKEN: self._token}, TIMEOUT_S)
         except OSError as error:
-            if code_of(error) != 401:
+            if get_http_status(error) != 401:
                 raise
             self._renew()
-            answer = ask(url, {_TOKEN: self._token}, TIMEOUT_S)
+            answer = query_metadata(url, {_TOKEN: self._token}, TIMEOUT_S)
         return None if answer is None else answer.text
 
     def _renew(self) -> None:
         lifetime = {f"{_TOKEN}-ttl-seconds": str(_TOKEN_LIFE_S)}
-        answer = ask(f"{self._address}/latest/api/token", lifetime, TIMEOUT_S, "PUT")
+        answer = query_metadata(f"{self._address}/latest/api/token", lifetime, TIMEOUT_S, "PUT")
         self._token = answer.text if answer else ""
 
 
-class Gcp:
+class GcpPreemptionProvider:
     """Google: a word that changes."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._instance = f"{address}/computeMetadata/v1/instance"
 
     def is_here(self) -> bool:
-        answer = ask(f"{self._instance}/id", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
+        answer = query_metadata(f"{self._instance}/id", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
         return answer is not None and answer.headers.get("metadata-flavor") == "Google"
 
-    def look(self) -> Sighting:
+    def look(self) -> PreemptionPoll:
         if self._word("preempted").upper() == "TRUE":
-            return Sighting("Google Compute Engine has preempted this machine: it ends in 30 s")
+            return PreemptionPoll("Google Compute Engine has preempted this machine: it ends in 30 s")
         event = self._word("maintenance-event").upper()
         if event.startswith("TERMINATE"):
-            return Sighting(f"Google Compute Engine is about to stop this machine for maintenance ({event})")
+            return PreemptionPoll(f"Google Compute Engine is about to stop this machine for maintenance ({event})")
         if event not in ("", "NONE"):
-            return Sighting(remark=f"Google Compute Engine has told of maintenance: {event[:100]}")
-        return Sighting()
+            return PreemptionPoll(remark=f"Google Compute Engine has told of maintenance: {event[:100]}")
+        return PreemptionPoll()
 
     def _word(self, name: str) -> str:
-        answer = ask(f"{self._instance}/{name}", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
+        answer = query_metadata(f"{self._instance}/{name}", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
         return answer.text if answer else ""
 
 
-class Azure:
+class AzurePreemptionProvider:
     """Azure: a list of events, each with the machines that it is about."""
 
     ENDS = ("Preempt", "Terminate")
@@ -178,28 +180,30 @@ class Azure:
         self._name = self._own_name()
         return bool(self._name)
 
-    def look(self) -> Sighting:
+    def look(self) -> PreemptionPoll:
         self._name = self._name or self._own_name()
         told = self._ask("scheduledevents?api-version=2020-07-01", FIRST_EVENT_TIMEOUT_S)
-        sighting = Sighting()
+        sighting = PreemptionPoll()
         for event in told.get("Events") or []:
             if not isinstance(event, dict) or self._name not in (event.get("Resources") or []):
                 continue
             kind, when = str(event.get("EventType")), event.get("NotBefore") or "now"
             if kind in self.ENDS:
-                return Sighting(f"Azure will take away this machine: {kind}, not before {when}")
-            sighting = Sighting(remark=f"Azure has told of an event for this machine: {kind[:100]}, not before {when}")
+                return PreemptionPoll(f"Azure will take away this machine: {kind}, not before {when}")
+            sighting = PreemptionPoll(
+                remark=f"Azure has told of an event for this machine: {kind[:100]}, not before {when}"
+            )
         return sighting
 
     def _own_name(self) -> str:
         return str(self._ask("instance/compute?api-version=2021-02-01&format=json", TIMEOUT_S).get("name", ""))
 
     def _ask(self, path: str, timeout_s: float) -> dict[str, Any]:
-        answer = ask(f"{self._metadata}/{path}", {"Metadata": "true"}, timeout_s)
-        return _fields(answer.text) if answer else {}
+        answer = query_metadata(f"{self._metadata}/{path}", {"Metadata": "true"}, timeout_s)
+        return _parse_object(answer.text) if answer else {}
 
 
-def _fields(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     """A JSON object; empty if it is none, for a notice without words is a notice."""
     try:
         found = json.loads(text)
@@ -208,16 +212,22 @@ def _fields(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-CLOUDS: Mapping[str, Callable[[], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+CLOUDS: Mapping[str, Callable[[], PreemptionProvider]] = {
+    "aws": AwsPreemptionProvider,
+    "gcp": GcpPreemptionProvider,
+    "azure": AzurePreemptionProvider,
+}
 """By the name that `machine.preemption_notice` gives them."""
 
 
-def find(clouds: Mapping[str, Callable[[], Cloud]], within_s: float = FOUND_WITHIN_S) -> tuple[str, Cloud] | None:
+def find_provider(
+    clouds: Mapping[str, Callable[[], PreemptionProvider]], within_s: float = FOUND_WITHIN_S
+) -> tuple[str, PreemptionProvider] | None:
     """The cloud that this machine is in: all are asked at once. None when none says so in time."""
-    found: list[tuple[str, Cloud]] = []
+    found: list[tuple[str, PreemptionProvider]] = []
     over = threading.Event()
 
-    def ask_one(name: str, cloud: Cloud) -> None:
+    def ask_one(name: str, cloud: PreemptionProvider) -> None:
         try:
             if cloud.is_here():
                 found.append((name, cloud))
@@ -251,7 +261,7 @@ NOTICE_TIMEOUT_S = 1.0
 _NOTICE_TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
 
 
-class Notice(threading.Thread):
+class PreemptionMonitor(threading.Thread):
     """Asks until there is a notice. Whoever wants to know reads `text` and `news`.
 
     Args:
@@ -260,7 +270,9 @@ class Notice(threading.Thread):
         clouds: those that are known, by name.
     """
 
-    def __init__(self, where: str, poll_s: float = POLL_S, clouds: Mapping[str, Callable[[], Cloud]] = CLOUDS) -> None:
+    def __init__(
+        self, where: str, poll_s: float = POLL_S, clouds: Mapping[str, Callable[[], PreemptionProvider]] = CLOUDS
+    ) -> None:
         super().__init__(name="preemption-notice", daemon=True)
         self.where = where
         self.text = ""
@@ -285,7 +297,7 @@ class Notice(threading.Thread):
                 sighting = look()
             except (OSError, ValueError) as error:  # URLError, time-outs and refusals are OSErrors
                 self.errors += 1
-                self._complain(f"no answer ({_cause(error)}); asked again every 2 s, and training goes on")
+                self._complain(f"no answer ({_describe_error(error)}); asked again every 2 s, and training goes on")
             else:
                 self._remark(sighting.remark)
                 self.text = sighting.notice
@@ -297,10 +309,10 @@ class Notice(threading.Thread):
         """Ask no more."""
         self._over.set()
 
-    def _source(self) -> Callable[[], Sighting] | None:
+    def _source(self) -> Callable[[], PreemptionPoll] | None:
         """What to ask again and again; None when there is nobody to ask."""
         if self.where == AUTO:
-            found = find(self._clouds)
+            found = find_provider(self._clouds)
             if found is None:
                 known = ", ".join(self._clouds)
                 self._complain(
@@ -313,14 +325,14 @@ class Notice(threading.Thread):
             return found[1].look
         if self.where in self._clouds:
             return self._clouds[self.where]().look
-        return _Server(self.where).look if urlsplit(self.where).scheme in ("http", "https") else self._file
+        return _NoticeServer(self.where).look if urlsplit(self.where).scheme in ("http", "https") else self._file
 
-    def _file(self) -> Sighting:
+    def _file(self) -> PreemptionPoll:
         try:
             Path(self.where).stat()
         except (FileNotFoundError, NotADirectoryError):
-            return Sighting()
-        return Sighting(
+            return PreemptionPoll()
+        return PreemptionPoll(
             f"{self.where} is there: this machine is about to be taken away (remove the file if it is an old one)"
         )
 
@@ -335,31 +347,31 @@ class Notice(threading.Thread):
             self._remarks.append(text)
 
 
-class _Server:
+class _NoticeServer:
     """A URL that answers 404 or FALSE, until it answers something else. It may want a session token as EC2's does."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._headers = {"Metadata-Flavor": "Google"}
 
-    def look(self) -> Sighting:
+    def look(self) -> PreemptionPoll:
         answer = self._answer()
         if answer is None or answer.upper() == "FALSE":
-            return Sighting()
-        return Sighting(f"{self._url} answered {answer[:100]!r}: this machine is about to be taken away")
+            return PreemptionPoll()
+        return PreemptionPoll(f"{self._url} answered {answer[:100]!r}: this machine is about to be taken away")
 
     def _answer(self) -> str | None:
         """The body of an answer 200, which may be empty; None for 404. Raises OSError for every other."""
         try:
-            answer = ask(self._url, self._headers, NOTICE_TIMEOUT_S)
+            answer = query_metadata(self._url, self._headers, NOTICE_TIMEOUT_S)
         except OSError as error:
-            if code_of(error) != 401 or _NOTICE_TOKEN in self._headers:
+            if get_http_status(error) != 401 or _NOTICE_TOKEN in self._headers:
                 self._headers.pop(_NOTICE_TOKEN, None)  # it may have expired: the next question asks for a new one
                 raise
         else:
             return None if answer is None else answer.text
         parts = urlsplit(self._url)
-        token = ask(
+        token = query_metadata(
             f"{parts.scheme}://{parts.netloc}/latest/api/token",
             {f"{_NOTICE_TOKEN}-ttl-seconds": "21600"},
             NOTICE_TIMEOUT_S,
@@ -369,5 +381,5 @@ class _Server:
         return None  # asked with the token the next time
 
 
-def _cause(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -11,14 +11,14 @@ from typing import Any
 
 from ratchet.runs import event_messages
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event, Replay
-from ratchet.runs.status import RATE_WINDOW, Progress
+from ratchet.runs.journal import JournalEvent, ReplayFilter
+from ratchet.runs.status import RATE_WINDOW, RunProgress
 
 POINTS = 256
 """At most so many are kept."""
 
 
-class Curve:
+class DownsampledCurve:
     """Values by step, ascending. Each point is the mean of as many values as every other, but the last."""
 
     def __init__(self) -> None:
@@ -32,15 +32,15 @@ class Curve:
         self._part.append((step, value))
         if len(self._part) < self.per:
             return
-        self._whole.append(_mean(self._part))
+        self._whole.append(_average_points(self._part))
         self._part = []
         if len(self._whole) == POINTS:
-            self._whole = [_mean(self._whole[place : place + 2]) for place in range(0, POINTS, 2)]
+            self._whole = [_average_points(self._whole[place : place + 2]) for place in range(0, POINTS, 2)]
             self.per *= 2
 
     def points(self) -> list[tuple[int, float]]:
         """Step and value of each point; the step is that of the last value in it."""
-        return [*self._whole, _mean(self._part)] if self._part else list(self._whole)
+        return [*self._whole, _average_points(self._part)] if self._part else list(self._whole)
 
     def whole(self) -> list[float]:
         """The values of the points that are complete: each stands for `per` values."""
@@ -50,7 +50,7 @@ class Curve:
         return bool(self._whole or self._part)
 
 
-def _mean(points: list[tuple[int, float]]) -> tuple[int, float]:
+def _average_points(points: list[tuple[int, float]]) -> tuple[int, float]:
     return points[-1][0], sum(value for _, value in points) / len(points)
 
 
@@ -84,7 +84,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @dataclass(frozen=True)
-class TimeLeft:
+class RemainingTime:
     """An estimate in seconds, with the range that nine of ten ends are to be in."""
 
     low_s: float
@@ -98,14 +98,14 @@ class TimeLeft:
 
     def describe(self) -> str:
         """`about 12 min (9-17)`; without the range where it is close."""
-        middle, unit = _rounded(self.middle_s)
+        middle, unit = _round_duration(self.middle_s)
         if self.is_close:
             return f"about {middle} {unit}"
-        low, high = (_rounded(seconds, unit)[0] for seconds in (self.low_s, self.high_s))
+        low, high = (_round_duration(seconds, unit)[0] for seconds in (self.low_s, self.high_s))
         return f"about {middle} {unit}" if low == high else f"about {middle} {unit} ({low}-{high})"
 
 
-def _rounded(seconds: float, unit: str = "") -> tuple[str, str]:
+def _round_duration(seconds: float, unit: str = "") -> tuple[str, str]:
     """As much of a duration as an estimate may say, and its unit, which may be given."""
     unit = unit or next((name for name, most_s in _UNITS if seconds < most_s), "d")
     count = seconds / _SECONDS[unit]
@@ -114,11 +114,11 @@ def _rounded(seconds: float, unit: str = "") -> tuple[str, str]:
     return f"{count:.1f}" if count < 9.95 and unit != "min" else f"{count:.0f}", unit
 
 
-class Outlook:
+class EtaEstimator:
     """Running account; `see` folds one more event in. Events that are damaged raise, and are to be passed over."""
 
     def __init__(self) -> None:
-        self._costs = Curve()
+        self._costs = DownsampledCurve()
         self._validation_s: list[float] = []
         self._validations: list[int] = []
         self._conditions: tuple[object, ...] = ()
@@ -132,7 +132,7 @@ class Outlook:
         self._unanswered_s = 0.0
         """Of a generation: work since the last answers."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in."""
         data = event.data
         if event.kind == "step":
@@ -151,9 +151,9 @@ class Outlook:
             self._last_t, self._between_s, self._unanswered_s = None, 0.0, 0.0
             conditions = tuple(data.get(name) for name in ("device", "compute_dtype", "ranks", "threads"))
             if conditions != self._conditions:  # another speed
-                self._conditions, self._costs, self._validation_s = conditions, Curve(), []
+                self._conditions, self._costs, self._validation_s = conditions, DownsampledCurve(), []
 
-    def _cost(self, event: Event) -> None:
+    def _cost(self, event: JournalEvent) -> None:
         """A step's time, and that between it and the last one: waits for data, copies for checkpoints."""
         step_s, self._step = float(event.data["step_s"]), int(event.data["step"])
         if self._last_t is not None:  # an attempt's first step also warms up
@@ -161,7 +161,7 @@ class Outlook:
             self._costs.add(self._step, step_s + min(max(0.0, idle_s), IDLE_S + IDLE_STEPS * step_s))
         self._last_t, self._between_s = event.t, 0.0
 
-    def _answers(self, event: Event) -> None:
+    def _answers(self, event: JournalEvent) -> None:
         """Of a generation, whose steps are answers: several at once, each with its share of the time since the last."""
         before, self._step = self._step, int(event.data["step"])
         self._unanswered_s += float(event.data["seconds"])
@@ -170,7 +170,7 @@ class Outlook:
                 self._costs.add(step, self._unanswered_s / count)
             self._last_t, self._unanswered_s = event.t, 0.0
 
-    def left(self, now: float) -> TimeLeft | None:
+    def left(self, now: float) -> RemainingTime | None:
         """Until the last step and the last validation; None while too little is known. `now` is Unix time.
 
         Not in it: another death, an early stop, sealing the result, and validations before the first one is over.
@@ -179,13 +179,13 @@ class Outlook:
         steps = max(0, self._planned - self._step)
         if len(costs) * per < LEAST_STEPS or not self._planned or self._last_t is None:
             return None
-        each_s = _latest(costs, per)
-        spread = _spread(costs, per, steps, each_s)
+        each_s = _latest_cost(costs, per)
+        spread = _estimate_spread(costs, per, steps, each_s)
         begun_s = min(max(0.0, now - self._last_t - self._between_s), each_s) if steps else 0.0
         stepping_s = max(0.0, steps * each_s - begun_s)
         validating_s = self._validating_s()
         around = math.exp(min(spread, 5.0))
-        return TimeLeft(
+        return RemainingTime(
             stepping_s / around + validating_s, stepping_s + validating_s, stepping_s * around + validating_s
         )
 
@@ -198,13 +198,13 @@ class Outlook:
         return max(0, left) * sum(self._validation_s) / len(self._validation_s)
 
 
-def _latest(costs: list[float], per: int) -> float:
+def _latest_cost(costs: list[float], per: int) -> float:
     """What a step costs by the latest of them."""
     count = max(math.ceil(len(costs) * SHARE), math.ceil(LATEST / per))
     return _mean_rate(costs[-count:])
 
 
-def _spread(costs: list[float], per: int, ahead: int, each_s: float) -> float:
+def _estimate_spread(costs: list[float], per: int, ahead: int, each_s: float) -> float:
     """Half the width of the range, as a logarithm.
 
     Args:
@@ -216,7 +216,7 @@ def _spread(costs: list[float], per: int, ahead: int, each_s: float) -> float:
     errors = []
     for cut in (int(len(costs) * share) for share in CUTS):
         if cut >= 2 and len(costs) > cut:
-            errors.append(math.log(max(1e-9, _mean_rate(costs[cut:])) / max(1e-9, _latest(costs[:cut], per))))
+            errors.append(math.log(max(1e-9, _mean_rate(costs[cut:])) / max(1e-9, _latest_cost(costs[:cut], per))))
     erred = math.sqrt(_mean_rate([error * error for error in errors])) if errors else 0.2
     count = min(BATCHES, len(costs))
     bounds = [round(place * len(costs) / count) for place in range(count + 1)]
@@ -245,14 +245,14 @@ WINDOW_S = 60.0
 
 
 @dataclass
-class Answering:
+class GenerationProgress:
     """Running summary; `see` folds one more event in. Events that are damaged raise, and are to be passed over."""
 
     finishes: Counter[str] = field(default_factory=Counter)
     """Answers by how they ended, as far as the journal tells: what a death came before is not in it."""
     tokens: int = 0
     """Of all answers."""
-    speed: Curve = field(default_factory=Curve)
+    speed: DownsampledCurve = field(default_factory=DownsampledCurve)
     """Tokens a second, by answers."""
     live: dict[str, Any] = field(default_factory=dict)
     """Of the last event `answered`: rows, held_tokens, waiting, budget_tokens, held_bytes, forecast_bytes,
@@ -261,7 +261,7 @@ class Answering:
     _recent: deque[tuple[int, int, float]] = field(default_factory=deque)
     """Answers, tokens and seconds between two tellings."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in."""
         data = event.data
         if event.kind == "ready":
@@ -298,8 +298,8 @@ class Answering:
         return [f"{count:,} {name}" for name, count in self.finishes.most_common()]
 
 
-def number(live: dict[str, Any], name: str) -> int | None:
-    """A figure of `Answering.live`."""
+def get_live_number(live: dict[str, Any], name: str) -> int | None:
+    """A figure of `GenerationProgress.live`."""
     value = live.get(name)
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -323,7 +323,7 @@ DAMAGE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, Ov
 
 
 @dataclass(frozen=True)
-class News:
+class NotableEvent:
     """Something out of the ordinary."""
 
     t: float
@@ -334,7 +334,7 @@ class News:
 
 
 @dataclass(frozen=True)
-class RankPace:
+class RankUtilization:
     """How busy one of several ranks was, lately."""
 
     rank: int
@@ -352,16 +352,16 @@ class RankPace:
 
 
 @dataclass
-class Vitals:
+class ProgressView:
     """Running summary for people who look; `see` folds one more event in, and none makes it fail."""
 
-    progress: Progress = field(default_factory=Progress)
-    outlook: Outlook = field(default_factory=Outlook)
-    answering: Answering | None = None
+    progress: RunProgress = field(default_factory=RunProgress)
+    outlook: EtaEstimator = field(default_factory=EtaEstimator)
+    answering: GenerationProgress | None = None
     """Of a generation; None: it is a training."""
-    train: Curve = field(default_factory=Curve)
+    train: DownsampledCurve = field(default_factory=DownsampledCurve)
     """Losses of steps, each step once."""
-    validation: Curve = field(default_factory=Curve)
+    validation: DownsampledCurve = field(default_factory=DownsampledCurve)
     """Losses of validations."""
     gradient_norm: float | None = None
     state: str = "starting"
@@ -374,43 +374,45 @@ class Vitals:
     """Whether the current attempt has loaded everything."""
     available_bytes: int = 0
     """Memory at hand when it was forecast."""
-    ranks: tuple[RankPace, ...] = ()
+    ranks: tuple[RankUtilization, ...] = ()
     system: dict[str, Any] = field(default_factory=dict)
     """The last event `system`, as it was told."""
     rollbacks: int = 0
     shrinks: int = 0
     """Micro-batches made smaller because memory ran out."""
-    news: deque[News] = field(default_factory=lambda: deque(maxlen=NEWS))
+    news: deque[NotableEvent] = field(default_factory=lambda: deque(maxlen=NEWS))
     _hosts: tuple[str, ...] = ()
     _flops_per_token: float | None = None
     _peak_flops_s: float | None = None
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     """Of the last steps: seconds, tokens computed, tokens learned from."""
-    _replay: Replay = field(default_factory=Replay)
+    _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in; what is damaged is counted by `progress`, and passed over."""
         self.progress.see(event)
         new = self._replay.new(event)
-        answer = self.answering.see if self.answering else _nothing
-        for fold in (self.outlook.see, answer, self._learn if new else _nothing, self._follow, self._tell):
+        answer = self.answering.see if self.answering else _ignore_event
+        for fold in (self.outlook.see, answer, self._learn if new else _ignore_event, self._follow, self._tell):
             try:
                 fold(event)
             except DAMAGE:
                 continue
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "step":
-            self.train.add(int(data["step"]), _finite(data["loss"]))
+            self.train.add(int(data["step"]), _require_finite(data["loss"]))
         elif event.kind == "validation":
-            self.validation.add(int(data["step"]), _finite(data["loss"]))
+            self.validation.add(int(data["step"]), _require_finite(data["loss"]))
 
-    def _follow(self, event: Event) -> None:
+    def _follow(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "step":
-            self.gradient_norm = _finite(data["grad_norm"])
-            self._recent.append((_finite(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"])))
+            self.gradient_norm = _require_finite(data["grad_norm"])
+            self._recent.append(
+                (_require_finite(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"]))
+            )
         elif event.kind == "ready":
             self._begin(data)
         elif event.kind == "ranks":
@@ -426,7 +428,7 @@ class Vitals:
         else:
             self._turn(event)
 
-    def _turn(self, event: Event) -> None:
+    def _turn(self, event: JournalEvent) -> None:
         """Of an attempt that begins or ends."""
         if event.kind == "attempt":
             self.began_t = event.t if self.began_t is None else self.began_t
@@ -456,14 +458,14 @@ class Vitals:
         middle = statistics.median_low(busy)
         hosts = (*self._hosts, *[""] * len(busy))
         self.ranks = tuple(
-            RankPace(rank, host, share, share / middle if middle > 0 else 1.0)
+            RankUtilization(rank, host, share, share / middle if middle > 0 else 1.0)
             for rank, (host, share) in enumerate(zip(hosts, busy, strict=False))
         )
 
-    def _tell(self, event: Event) -> None:
-        text = event_messages.news(event)
+    def _tell(self, event: JournalEvent) -> None:
+        text = event_messages.describe_notable_event(event)
         if text is not None:
-            self.news.append(News(event.t, text, event.kind in ("alert", "died", "refused", "skipped")))
+            self.news.append(NotableEvent(event.t, text, event.kind in ("alert", "died", "refused", "skipped")))
 
     def _rate(self, place: int) -> float | None:
         seconds = sum(one[0] for one in self._recent)
@@ -498,17 +500,17 @@ class Vitals:
         return rate * self._flops_per_token / self._peak_flops_s
 
     @property
-    def stragglers(self) -> list[RankPace]:
+    def stragglers(self) -> list[RankUtilization]:
         """Ranks that the others wait for, the slowest first."""
         return sorted((one for one in self.ranks if one.straggles), key=lambda one: -one.relative)
 
 
-def begun(paths: RunPaths) -> Vitals:
+def create_view(paths: RunPaths) -> ProgressView:
     """Those of a run of which nothing was told yet."""
-    return Vitals(answering=Answering() if is_generation(paths) else None)
+    return ProgressView(answering=GenerationProgress() if is_generation(paths) else None)
 
 
-def _finite(value: Any) -> float:
+def _require_finite(value: Any) -> float:
     """A number that can be drawn. Raises ValueError, TypeError."""
     number = float(value)
     if not math.isfinite(number):
@@ -516,5 +518,5 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _nothing(event: Event) -> None:
+def _ignore_event(event: JournalEvent) -> None:
     """What was told before."""

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ratchet.config.schema import Machine
 from ratchet.runs.callbacks import Status
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.runs.restart_policy import FailureClass
-from ratchet.runs.status import Progress
+from ratchet.runs.status import RunProgress
 
 
-class Metric(NamedTuple):
+class PrometheusMetric(NamedTuple):
     """What a name means."""
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -24,7 +24,7 @@ class Metric(NamedTuple):
     """Beside `run`, which all have."""
 
 
-class Sample(NamedTuple):
+class PrometheusSample(NamedTuple):
     """One figure."""
 
     name: str
@@ -37,64 +37,88 @@ VERDICTS = ("PROMOTE", "HOLD", "REJECT", "INVALID")
 STEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 STEP_SECONDS = "ratchet_step_duration_seconds"
 
-METRICS: dict[str, Metric] = {
-    "ratchet_run_info": Metric(
+METRICS: dict[str, PrometheusMetric] = {
+    "ratchet_run_info": PrometheusMetric(
         "gauge", "1; labels say what is trained where", ("project", "code_version", "device", "compute_dtype")
     ),
-    "ratchet_run_state": Metric("gauge", f"1 for the state that the run is in: {', '.join(STATES)}", ("state",)),
-    "ratchet_run_start_timestamp_seconds": Metric("gauge", "When the first attempt began"),
-    "ratchet_last_event_timestamp_seconds": Metric("gauge", "When something happened last, a step say"),
-    "ratchet_ranks": Metric("gauge", "Processes that train the run together"),
-    "ratchet_planned_steps": Metric("gauge", "Optimizer steps of the whole run"),
-    "ratchet_step": Metric("gauge", "Optimizer step that the run is at; it goes back when an attempt dies"),
-    "ratchet_remaining_seconds": Metric("gauge", "Estimate of the time left, from the speed of the last steps"),
-    "ratchet_steps_total": Metric("counter", "Optimizer steps computed, those that were done again included"),
-    "ratchet_steps_done_again_total": Metric("counter", "Steps since the last checkpoint when an attempt ended"),
-    STEP_SECONDS: Metric("histogram", "Time of an optimizer step"),
-    "ratchet_validation_seconds_total": Metric("counter", "Time spent in validations"),
-    "ratchet_trained_tokens_total": Metric("counter", "Answer tokens learned from, in all steps computed"),
-    "ratchet_input_tokens_total": Metric("counter", "Tokens computed, in all steps computed"),
-    "ratchet_train_loss": Metric("gauge", "Loss of the last step, in nats per answer token"),
-    "ratchet_learning_rate": Metric("gauge", "Learning rate of the last step"),
-    "ratchet_gradient_norm": Metric("gauge", "L2 norm of the last step's gradient, before clipping"),
-    "ratchet_validation_loss": Metric("gauge", "Loss of the last validation, in nats per answer token"),
-    "ratchet_best_validation_loss": Metric("gauge", "The lowest so far"),
-    "ratchet_memory_peak_bytes": Metric("gauge", "Most that a phase of training has held", ("phase",)),
-    "ratchet_memory_forecast_bytes": Metric("gauge", "Most that a phase was forecast to hold", ("phase",)),
-    "ratchet_memory_available_bytes": Metric("gauge", "Memory at hand when the run was forecast"),
-    "ratchet_memory_device_bytes": Metric("gauge", "Memory of the device: of the GPU, or of the machine"),
-    "ratchet_worker_cpus_used": Metric("gauge", "CPUs that the worker kept busy of late, its children counted"),
-    "ratchet_worker_resident_memory_bytes": Metric("gauge", "Memory of the worker and its children"),
-    "ratchet_checkpoints_total": Metric("counter", "Checkpoints sealed"),
-    "ratchet_checkpoint_step": Metric("gauge", "Step of the newest checkpoint"),
-    "ratchet_checkpoint_timestamp_seconds": Metric("gauge", "When the newest checkpoint was sealed"),
-    "ratchet_checkpoint_size_bytes": Metric("gauge", "Size of the newest checkpoint"),
-    "ratchet_checkpoint_written_bytes_total": Metric("counter", "Bytes written for checkpoints (linked ones are not)"),
-    "ratchet_checkpoint_blocked_seconds_total": Metric("counter", "Time that training stood still for checkpoints"),
-    "ratchet_mirror_step": Metric("gauge", "Step of the newest checkpoint that is durable in the mirror"),
-    "ratchet_mirror_oldest_unsent_timestamp_seconds": Metric(
+    "ratchet_run_state": PrometheusMetric(
+        "gauge", f"1 for the state that the run is in: {', '.join(STATES)}", ("state",)
+    ),
+    "ratchet_run_start_timestamp_seconds": PrometheusMetric("gauge", "When the first attempt began"),
+    "ratchet_last_event_timestamp_seconds": PrometheusMetric("gauge", "When something happened last, a step say"),
+    "ratchet_ranks": PrometheusMetric("gauge", "Processes that train the run together"),
+    "ratchet_planned_steps": PrometheusMetric("gauge", "Optimizer steps of the whole run"),
+    "ratchet_step": PrometheusMetric("gauge", "Optimizer step that the run is at; it goes back when an attempt dies"),
+    "ratchet_remaining_seconds": PrometheusMetric(
+        "gauge", "Estimate of the time left, from the speed of the last steps"
+    ),
+    "ratchet_steps_total": PrometheusMetric("counter", "Optimizer steps computed, those that were done again included"),
+    "ratchet_steps_done_again_total": PrometheusMetric(
+        "counter", "Steps since the last checkpoint when an attempt ended"
+    ),
+    STEP_SECONDS: PrometheusMetric("histogram", "Time of an optimizer step"),
+    "ratchet_validation_seconds_total": PrometheusMetric("counter", "Time spent in validations"),
+    "ratchet_trained_tokens_total": PrometheusMetric("counter", "Answer tokens learned from, in all steps computed"),
+    "ratchet_input_tokens_total": PrometheusMetric("counter", "Tokens computed, in all steps computed"),
+    "ratchet_train_loss": PrometheusMetric("gauge", "Loss of the last step, in nats per answer token"),
+    "ratchet_learning_rate": PrometheusMetric("gauge", "Learning rate of the last step"),
+    "ratchet_gradient_norm": PrometheusMetric("gauge", "L2 norm of the last step's gradient, before clipping"),
+    "ratchet_validation_loss": PrometheusMetric("gauge", "Loss of the last validation, in nats per answer token"),
+    "ratchet_best_validation_loss": PrometheusMetric("gauge", "The lowest so far"),
+    "ratchet_memory_peak_bytes": PrometheusMetric("gauge", "Most that a phase of training has held", ("phase",)),
+    "ratchet_memory_forecast_bytes": PrometheusMetric("gauge", "Most that a phase was forecast to hold", ("phase",)),
+    "ratchet_memory_available_bytes": PrometheusMetric("gauge", "Memory at hand when the run was forecast"),
+    "ratchet_memory_device_bytes": PrometheusMetric("gauge", "Memory of the device: of the GPU, or of the machine"),
+    "ratchet_worker_cpus_used": PrometheusMetric(
+        "gauge", "CPUs that the worker kept busy of late, its children counted"
+    ),
+    "ratchet_worker_resident_memory_bytes": PrometheusMetric("gauge", "Memory of the worker and its children"),
+    "ratchet_checkpoints_total": PrometheusMetric("counter", "Checkpoints sealed"),
+    "ratchet_checkpoint_step": PrometheusMetric("gauge", "Step of the newest checkpoint"),
+    "ratchet_checkpoint_timestamp_seconds": PrometheusMetric("gauge", "When the newest checkpoint was sealed"),
+    "ratchet_checkpoint_size_bytes": PrometheusMetric("gauge", "Size of the newest checkpoint"),
+    "ratchet_checkpoint_written_bytes_total": PrometheusMetric(
+        "counter", "Bytes written for checkpoints (linked ones are not)"
+    ),
+    "ratchet_checkpoint_blocked_seconds_total": PrometheusMetric(
+        "counter", "Time that training stood still for checkpoints"
+    ),
+    "ratchet_mirror_step": PrometheusMetric("gauge", "Step of the newest checkpoint that is durable in the mirror"),
+    "ratchet_mirror_oldest_unsent_timestamp_seconds": PrometheusMetric(
         "gauge", "When the oldest checkpoint, or the result, was sealed that the mirror lacks; absent when it has all"
     ),
-    "ratchet_mirror_sent_bytes_total": Metric("counter", "Bytes of checkpoints and the result sent to the mirror"),
-    "ratchet_attempts_total": Metric("counter", "Attempts begun"),
-    "ratchet_deaths_total": Metric("counter", "Attempts that ended without a result, by cause", ("class",)),
-    "ratchet_skipped_steps_total": Metric(
+    "ratchet_mirror_sent_bytes_total": PrometheusMetric(
+        "counter", "Bytes of checkpoints and the result sent to the mirror"
+    ),
+    "ratchet_attempts_total": PrometheusMetric("counter", "Attempts begun"),
+    "ratchet_deaths_total": PrometheusMetric("counter", "Attempts that ended without a result, by cause", ("class",)),
+    "ratchet_skipped_steps_total": PrometheusMetric(
         "counter", "Steps that were left out (skip) or that led back to earlier weights (roll_back)", ("action",)
     ),
-    "ratchet_repeated_steps_total": Metric("counter", "Steps computed a second time because of a loss or gradient"),
-    "ratchet_gradient_spikes_total": Metric("counter", "Steps with an unusually large gradient, learned from"),
-    "ratchet_memory_shrinks_total": Metric("counter", "Micro-batches made smaller because memory ran out", ("phase",)),
-    "ratchet_micro_batch_limit_tokens": Metric(
+    "ratchet_repeated_steps_total": PrometheusMetric(
+        "counter", "Steps computed a second time because of a loss or gradient"
+    ),
+    "ratchet_gradient_spikes_total": PrometheusMetric(
+        "counter", "Steps with an unusually large gradient, learned from"
+    ),
+    "ratchet_memory_shrinks_total": PrometheusMetric(
+        "counter", "Micro-batches made smaller because memory ran out", ("phase",)
+    ),
+    "ratchet_micro_batch_limit_tokens": PrometheusMetric(
         "gauge", "Most tokens computed at once, since memory ran out; absent where there is no limit", ("phase",)
     ),
-    "ratchet_alerts_total": Metric("counter", "Alerts in the journal: storage, memory, stalls, notices of spot nodes"),
-    "ratchet_gate_verdict": Metric("gauge", f"1 for the gate's decision: {', '.join(VERDICTS)}", ("verdict",)),
-    "ratchet_gate_timestamp_seconds": Metric("gauge", "When the gate decided"),
+    "ratchet_alerts_total": PrometheusMetric(
+        "counter", "Alerts in the journal: storage, memory, stalls, notices of spot nodes"
+    ),
+    "ratchet_gate_verdict": PrometheusMetric(
+        "gauge", f"1 for the gate's decision: {', '.join(VERDICTS)}", ("verdict",)
+    ),
+    "ratchet_gate_timestamp_seconds": PrometheusMetric("gauge", "When the gate decided"),
 }
 """Every name. Those of the gate come from a file of its own (services/prometheus.py), for it is another process."""
 
 
-class Series:
+class PrometheusSeries:
     """The fold; `see` takes one event, `samples` says where the run stands. Not for several threads at once.
 
     Args:
@@ -102,7 +126,7 @@ class Series:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._mirrored = machine.mirror is not None
         self._sends = machine.node_range[1] == 1
         """Of several machines one sends: which, its journal says."""
@@ -121,7 +145,7 @@ class Series:
         self._unsent: dict[int, float] = {}
         """When what the mirror lacks was sealed, by step."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Take one event; one that lacks what its kind has is passed over."""
         self.progress.see(event)
         try:
@@ -198,17 +222,17 @@ class Series:
             found.append((bound, float(so_far)))
         return found, self._step_s
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[PrometheusSample]:
         """Every figure that there is now, but the histogram."""
-        yield Sample("ratchet_run_info", self._info, 1.0)
+        yield PrometheusSample("ratchet_run_info", self._info, 1.0)
         for state in STATES:
-            yield Sample("ratchet_run_state", {"state": state}, float(state == self._state))
+            yield PrometheusSample("ratchet_run_state", {"state": state}, float(state == self._state))
         for name, value in self._plain():
             if isinstance(value, int | float):  # a damaged journal may hold anything
-                yield Sample(name, {}, float(value))
+                yield PrometheusSample(name, {}, float(value))
         for name, label, counts in self._labelled():
             for one, count in counts.items():
-                yield Sample(name, {label: one}, float(count))
+                yield PrometheusSample(name, {label: one}, float(count))
 
     def _plain(self) -> Iterator[tuple[str, float | None]]:
         p = self.progress

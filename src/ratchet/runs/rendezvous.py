@@ -14,14 +14,14 @@ from ratchet.errors import SettingsError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def ranks_here(machine: Machine) -> int:
+def count_local_ranks(machine: Machine) -> int:
     """`machine.gpus`; `auto`: one for each GPU that this process may see, one where there is none."""
     if machine.gpus != "auto":
         return machine.gpus
-    return 1 if machine.device == "cpu" else max(1, visible_gpus())
+    return 1 if machine.device == "cpu" else max(1, count_visible_gpus())
 
 
-def visible_gpus(devices: Path = Path("/dev")) -> int:
+def count_visible_gpus(devices: Path = Path("/dev")) -> int:
     """GPUs of NVIDIA that CUDA would show (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES: those before the first
     that is none)."""
     there = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
@@ -35,7 +35,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
 
 def has_agent(machine: Machine) -> bool:
     """Whether ranks are started by an agent: there are several, here or elsewhere."""
-    return ranks_here(machine) > 1 or machine.node_range != (1, 1)
+    return count_local_ranks(machine) > 1 or machine.node_range != (1, 1)
 
 
 # The place where machines meet: a small server on one of them, which outlives attempts. Imports no torch.
@@ -47,7 +47,7 @@ SPEAK_S = 0.5
 """For a service to say something. Where machines meet nobody speaks first, nor answers to what we ask."""
 
 
-class Meeting:
+class RendezvousServer:
     """Serves `machine.rendezvous`, where that is an address of this machine, until it is closed."""
 
     def __init__(self, machine: Machine) -> None:
@@ -56,7 +56,7 @@ class Meeting:
 
     def ensure(self) -> None:
         """Somebody serves it: we do, if it is ours and nobody else does."""
-        if self._address and is_ours(self._address):
+        if self._address and is_local_address(self._address):
             self.close()
             line = [*SERVER, self._address, str(os.getpid())]
             self._server = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -69,7 +69,7 @@ class Meeting:
             self._server = None
 
 
-def is_ours(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether this machine can listen there: it is none of another machine's, and no process has it."""
     host, port = address.rsplit(":", 1)
     with contextlib.closing(socket.socket()) as trial:
@@ -81,7 +81,7 @@ def is_ours(address: str) -> bool:
     return True
 
 
-def unreachable(address: str) -> str:
+def explain_unreachable(address: str) -> str:
     """Why nothing can be reached there, in words; empty: somebody takes connections, and may be a meeting.
 
     Raises SettingsError when it is another service.
@@ -89,7 +89,7 @@ def unreachable(address: str) -> str:
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
-            if _speaks(connection):
+            if _sends_data(connection):
                 raise SettingsError(
                     f"machine.rendezvous {address}: another service has this port; take one that is free"
                 )
@@ -100,7 +100,7 @@ def unreachable(address: str) -> str:
     return ""
 
 
-def _speaks(connection: socket.socket) -> bool:
+def _sends_data(connection: socket.socket) -> bool:
     """Whether there is a service that greets, or answers to HTTP."""
     connection.settimeout(SPEAK_S)
     try:

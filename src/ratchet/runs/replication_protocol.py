@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ratchet.config.schema import Machine
-from ratchet.errors import DamagedError, DataError, HeldError, InterruptedRunError, RatchetError
-from ratchet.runs.directory import Launch, Run, RunPaths
-from ratchet.runs.signals import Stop
-from ratchet.storage.locks import Lock
+from ratchet.errors import DamagedFileError, DataError, InterruptedRunError, LeaseHeldError, RatchetError
+from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
+from ratchet.runs.signals import StopSignal
+from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
 
 LEAST_S = 2.0
@@ -18,7 +18,7 @@ LEAST_S = 2.0
 STEP_S = 0.2
 
 
-class Custody(Protocol):
+class ReplicatorProtocol(Protocol):
     """What the supervisor asks of the keeper of the copy. It works in threads of its own; nothing here waits for long
     but what says so."""
 
@@ -47,7 +47,7 @@ class Custody(Protocol):
         """The run has ended for now: give up the claim, end all threads. May be called twice."""
 
 
-class Care:
+class ReplicationSession:
     """What a supervisor does about the copy of its run, if there is one.
 
     Args:
@@ -56,23 +56,23 @@ class Care:
         machine: for how long is waited.
     """
 
-    def __init__(self, custody: Custody | None, run: Run, machine: Machine) -> None:
+    def __init__(self, custody: ReplicatorProtocol | None, run: Run, machine: Machine) -> None:
         self._custody, self._run, self._machine = custody, run, machine
         self._lost = ""
         self._waited = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The run is ours to write for this long. Raises what `Custody.take` does."""
+        """The run is ours to write for this long. Raises what `ReplicatorProtocol.take` does."""
         if self._custody is None:
             yield
             return
         try:
-            with Stop().installed() as stop:
+            with StopSignal().installed() as stop:
                 self._take(self._custody, stop)
             try:
                 yield
-            except (InterruptedRunError, HeldError):
+            except (InterruptedRunError, LeaseHeldError):
                 raise
             except RatchetError:  # somebody may want to read elsewhere why it has failed
                 self._custody.settle(self._machine.grace_s)
@@ -80,8 +80,8 @@ class Care:
         finally:
             self._custody.release()
 
-    def _take(self, custody: Custody, stop: Stop) -> None:
-        """`Custody.take`; why it refuses is kept for whoever asks later where the run stands."""
+    def _take(self, custody: ReplicatorProtocol, stop: StopSignal) -> None:
+        """`ReplicatorProtocol.take`; why it refuses is kept for whoever asks later where the run stands."""
         try:
             custody.take(lambda: stop.asked)
         except InterruptedRunError:
@@ -90,14 +90,14 @@ class Care:
             self._run.journal.append("refused", text=str(error))
             raise
 
-    def look(self, stop: Stop) -> None:
+    def look(self, stop: StopSignal) -> None:
         """Ask the run to stop when it has become another machine's."""
         if self._custody is not None and not stop.asked and (why := self._custody.lost()):
             self._lost = why
             self._run.journal.append("alert", text=why)
             stop.ask()
 
-    def finish(self, stop: Stop) -> None:
+    def finish(self, stop: StopSignal) -> None:
         """Wait until the result is in the copy. Raises InterruptedRunError when it is not, within `mirror_wait_s`."""
         missing = self._settle(time.monotonic() + self._machine.mirror_wait_s, stop)
         if missing is not None:
@@ -107,10 +107,10 @@ class Care:
                 "Repeat the command: nothing is trained again, what is missing is sent"
             )
 
-    def leave(self, stop: Stop, error: InterruptedRunError) -> RatchetError:
+    def leave(self, stop: StopSignal, error: InterruptedRunError) -> RatchetError:
         """Use what is left of the grace for the copy; returns what to raise."""
         if self._lost:
-            return HeldError(self._lost)
+            return LeaseHeldError(self._lost)
         if self._waited:
             return error
         since_s = time.monotonic() if stop.asked_s is None else stop.asked_s
@@ -118,7 +118,7 @@ class Care:
         missing = self._settle(until_s, None)
         return error if missing is None else InterruptedRunError(f"{error}; its mirror lacks {missing}")
 
-    def _settle(self, until_s: float, stop: Stop | None) -> str | None:
+    def _settle(self, until_s: float, stop: StopSignal | None) -> str | None:
         """What is missing at a time by time.monotonic(), or when the grace after a request to stop is over."""
         if self._custody is None:
             return None
@@ -133,7 +133,7 @@ class Care:
 # What of a run lies in its mirror: written by the supervisor, read by the worker before it removes checkpoints.
 
 
-class Mirrored(Record):
+class ReplicationState(Record):
     """Of one run directory, by its last holder here."""
 
     place: str
@@ -170,21 +170,21 @@ class Mirrored(Record):
         return f"{text}; out of reach for {max(0.0, (now or time.time()) - self.failed_since):.0f} s, tried again"
 
 
-def identity(lock: Lock) -> tuple[int, int]:
+def get_lock_identity(lock: FileLock) -> tuple[int, int]:
     """Device and inode of a lock that is held."""
     found = os.fstat(lock.fd)
     return found.st_dev, found.st_ino
 
 
-def read(paths: RunPaths) -> Mirrored | None:
+def read_replication_state(paths: RunPaths) -> ReplicationState | None:
     """What was noted; None where nothing was, or nothing that can be read."""
     try:
-        return Mirrored.load(paths.mirror)
-    except (DataError, DamagedError):
+        return ReplicationState.load(paths.mirror)
+    except (DataError, DamagedFileError):
         return None
 
 
-def unsent(paths: RunPaths) -> set[int]:
+def find_unsent_steps(paths: RunPaths) -> set[int]:
     """Steps whose checkpoints must stay here: newer than the newest in the mirror, or on their way there.
 
     None of a run that has no mirror, or that nobody mirrors.
@@ -192,16 +192,16 @@ def unsent(paths: RunPaths) -> set[int]:
     if not paths.mirror.exists():
         return set()
     try:
-        if Launch.load(paths.launch).machine.mirror is None:
+        if TrainingLaunchSpec.load(paths.launch).machine.mirror is None:
             return set()
-    except (DataError, DamagedError):  # no supervisor has started this training
+    except (DataError, DamagedFileError):  # no supervisor has started this training
         return set()
-    found = read(paths)
+    found = read_replication_state(paths)
     newest = max(found.durable_steps, default=0) if found else 0
-    return {step for step in paths.checkpoint_steps() if step > newest} | on_its_way(paths)
+    return {step for step in paths.checkpoint_steps() if step > newest} | find_steps_in_flight(paths)
 
 
-def on_its_way(paths: RunPaths) -> set[int]:
+def find_steps_in_flight(paths: RunPaths) -> set[int]:
     """The step whose checkpoint is being copied, if one is."""
-    found = read(paths) if paths.mirror.exists() else None
+    found = read_replication_state(paths) if paths.mirror.exists() else None
     return set() if found is None or found.in_flight is None else {found.in_flight}

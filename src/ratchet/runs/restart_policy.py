@@ -32,7 +32,7 @@ PEERS_TIMES = 50
 
 
 @dataclass(frozen=True)
-class End:
+class WorkerExit:
     """How a worker's process ended: exit code, or the signal that killed it; and what is known about the cause."""
 
     exit_code: int
@@ -45,7 +45,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Death:
+class EarlierFailure:
     """An earlier end of the run."""
 
     failure: FailureClass
@@ -70,13 +70,13 @@ class GiveUp:
     text: str
 
 
-def cause(failure: str, text: str) -> str:
+def describe_cause(failure: str, text: str) -> str:
     """Why an attempt ended: its class, unless what is said of it begins with that."""
     words = failure.replace("_", " ")
     return text if text.startswith(words) else f"{words}, {text}"
 
 
-def classify(end: End) -> FailureClass:
+def classify_exit(end: WorkerExit) -> FailureClass:
     """The cause, from what is known, else from how it ended."""
     if end.failure is not None:
         return end.failure
@@ -92,7 +92,7 @@ def classify(end: End) -> FailureClass:
 
 
 def decide(
-    end: End, before: Sequence[Death], retries: int | None, delay_s: float, stopping: bool = False
+    end: WorkerExit, before: Sequence[EarlierFailure], retries: int | None, delay_s: float, stopping: bool = False
 ) -> Retry | GiveUp:
     """Retry or give up.
 
@@ -106,8 +106,8 @@ def decide(
         delay_s: `machine.retry_delay_s`; doubled for every death without progress, at most 60 s.
         stopping: the run was asked to stop: what would be tried again ends here, as interrupted.
     """
-    failure, text = classify(end), end.text or _cause(end)
-    if final := _final(end, failure, text):
+    failure, text = classify_exit(end), end.text or _describe_exit(end)
+    if final := _decide_final(end, failure, text):
         return final
     if stopping:
         return GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop, and the worker ended: {text}; repeat to go on")
@@ -116,11 +116,11 @@ def decide(
     before = [death for death in before if death.failure != "peers"]
     bugs = [death for death in before if death.failure == "bug"]
     if retries is None or len(before) >= retries or (failure == "bug" and bugs):
-        return GiveUp(failure, EXIT_BUG, text if retries is None else _story(text, before))
+        return GiveUp(failure, EXIT_BUG, text if retries is None else _describe_history(text, before))
     return Retry(failure, min(LONGEST_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
 
 
-def _final(end: End, failure: FailureClass, text: str) -> GiveUp | None:
+def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp | None:
     """What another attempt would not change."""
     if failure in ("preempted", "rendezvous", "endpoint"):
         text = "stopped on request" if failure == "preempted" else text
@@ -133,7 +133,7 @@ def _final(end: End, failure: FailureClass, text: str) -> GiveUp | None:
     return None
 
 
-def left_out_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
+def compute_exclusion_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
     """How long a machine stays away from a training of several: two failures of its own so close together are its own
     fault, and each of them has cost all others a restart.
 
@@ -146,24 +146,24 @@ def left_out_s(failed_s: Sequence[float], now_s: float, window_s: float) -> floa
     return window_s if window_s and len(recent) >= 2 else 0.0
 
 
-def _story(text: str, before: Sequence[Death]) -> str:
+def _describe_history(text: str, before: Sequence[EarlierFailure]) -> str:
     """The last cause, and the others when there were others."""
     if not before:
         return f"{text}; no restart is allowed (machine.retries: 0)"
-    causes = {_like(death.text): death.text for death in before}
-    others = [cause for like, cause in causes.items() if like != _like(text)]
+    causes = {_strip_numbers(death.text): death.text for death in before}
+    others = [cause for like, cause in causes.items() if like != _strip_numbers(text)]
     times = f"{len(before)} restart{'s' if len(before) > 1 else ''} without a new checkpoint"
     if not others:
         return f"{text}; the same again after a restart; gave up after {times}"
     return f"{text}; gave up after {times}; before that: {'; '.join(others)}"
 
 
-def _like(text: str) -> str:
+def _strip_numbers(text: str) -> str:
     """The text without its numbers: times and process ids differ each time."""
     return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
-def _cause(end: End) -> str:
+def _describe_exit(end: WorkerExit) -> str:
     if end.exit_code == 0:
         return "the worker ended with success but sealed no result"
     if end.exit_code > 0:

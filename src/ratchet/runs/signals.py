@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WAIT_STEP_S = 0.2
 
 
-class Stop:
+class StopSignal:
     """The supervisor's signal handler: SIGTERM, SIGINT and SIGHUP are remembered, and passed on to the worker.
 
     Plain attributes on purpose: threading.Event locks, and a second signal while the first is in `set` then waits for
@@ -56,9 +56,9 @@ class Stop:
             look()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator["Stop"]:
+    def installed(self) -> Iterator["StopSignal"]:
         """The signals are ours for this long."""
-        old = {number: signal.signal(number, self) for number in requests()}
+        old = {number: signal.signal(number, self) for number in list_stop_signals()}
         try:
             yield self
         finally:
@@ -66,7 +66,7 @@ class Stop:
                 signal.signal(number, before)
 
 
-def requests() -> tuple[signal.Signals, ...]:
+def list_stop_signals() -> tuple[signal.Signals, ...]:
     """Signals that ask a process to end. SIGHUP, when its terminal is closed, is none where it is ignored (nohup)."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))

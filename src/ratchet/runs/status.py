@@ -14,8 +14,8 @@ from typing import Any
 from ratchet.config import units
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event, Reader, Replay
-from ratchet.runs.restart_policy import cause
+from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
+from ratchet.runs.restart_policy import describe_cause
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Goodput:
     """Spent in steps and validations that had to be done again."""
     _over: bool = False
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in; one that lacks what its kind has says nothing."""
         if event.kind == "attempt" and self.began_t is None:
             self.began_t = event.t
@@ -69,7 +69,7 @@ class Goodput:
 
 
 @dataclass
-class Memory:
+class MemoryStatus:
     """What a run holds, and what was foreseen, in bytes."""
 
     peaks: dict[str, int] = field(default_factory=dict)
@@ -84,13 +84,12 @@ class Memory:
         if not self.peaks:
             return ""
         phase, peak = max(self.peaks.items(), key=lambda one: one[1])
-        text = (
-            f"{units.written(peak)} of {units.written(self.device_bytes)} at most, in phase {phase.replace('_', ' ')}"
-        )
+        size = f"{units.format_bytes(peak)} of {units.format_bytes(self.device_bytes)}"
+        text = f"{size} at most, in phase {phase.replace('_', ' ')}"
         if not self.forecast:
             return text
         foreseen = max(self.forecast.values())
-        return f"{text}; forecast {units.written(foreseen)} ({round(100 * (foreseen / peak - 1)):+d} %)"
+        return f"{text}; forecast {units.format_bytes(foreseen)} ({round(100 * (foreseen / peak - 1)):+d} %)"
 
 
 # Where a run stands: a fold over its journal. Needs neither torch nor any service.
@@ -103,7 +102,7 @@ SHOWN = 5
 
 
 @dataclass
-class Saves:
+class CheckpointCosts:
     """What checkpoints have cost."""
 
     count: int = 0
@@ -118,20 +117,20 @@ class Saves:
         blocked = sum(self.block_s)
         share = 100 * blocked / (blocked + train_s) if blocked + train_s else 0.0
         return (
-            f"{self.count} saved: training blocked p50 {quantile(self.block_s, 0.5) * 1e3:.1f} ms, "
-            f"p99 {quantile(self.block_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
-            f"{size(self.bytes_written)} written, {size(self.bytes_linked)} linked"
+            f"{self.count} saved: training blocked p50 {compute_quantile(self.block_s, 0.5) * 1e3:.1f} ms, "
+            f"p99 {compute_quantile(self.block_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
+            f"{format_size(self.bytes_written)} written, {format_size(self.bytes_linked)} linked"
         )
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Running summary of a journal; `see` folds one more event in."""
 
     step: int = 0
     planned_steps: int = 0
     among: str = ""
-    """See `among`, of the last attempt."""
+    """See `describe_ranks`, of the last attempt."""
     loss: float | None = None
     learning_rate: float | None = None
     validation_loss: float | None = None
@@ -142,7 +141,7 @@ class Progress:
     checkpoint_t: float | None = None
     mirrored_step: int = 0
     """Of the newest checkpoint, or the result, that is in the mirror."""
-    saves: Saves = field(default_factory=Saves)
+    saves: CheckpointCosts = field(default_factory=CheckpointCosts)
     attempts: int = 0
     code_version: str = ""
     last_t: float = 0.0
@@ -165,7 +164,7 @@ class Progress:
     spikes: int = 0
     budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     """By phase: tokens of the largest micro-batch (None: no limit any more), and since which step."""
-    memory: Memory = field(default_factory=Memory)
+    memory: MemoryStatus = field(default_factory=MemoryStatus)
     alerts: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     damaged_events: int = 0
@@ -173,9 +172,9 @@ class Progress:
     _reached_step: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    _replay: Replay = field(default_factory=Replay)
+    _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in; one that lacks what its kind has is counted as damaged."""
         try:
             if event.kind == "step":  # nearly all of them: a long journal is folded while somebody waits
@@ -185,7 +184,7 @@ class Progress:
         except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged_events += 1
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: JournalEvent) -> None:
         data = event.data
         self.last_t = event.t
         new = self._replay.new(event)
@@ -196,7 +195,7 @@ class Progress:
         self.train_s += data["step_s"]
         self._reached_step = data["step"]
 
-    def _fold(self, event: Event) -> None:
+    def _fold(self, event: JournalEvent) -> None:
         if event.kind == "system":  # the machine is alive, which says nothing of the training
             return
         self.last_t = event.t
@@ -205,7 +204,7 @@ class Progress:
         if event.kind in ("skipped", "validation", "repeated", "spike", "budget"):
             self._learn(event)
         elif event.kind == "ready":
-            self.planned_steps, self.among = data["planned_steps"], among(data)
+            self.planned_steps, self.among = data["planned_steps"], describe_ranks(data)
             self.step = data["start_step"]
             if self._reached_step > self.step:
                 self.lost_steps += self._reached_step - self.step
@@ -228,7 +227,7 @@ class Progress:
         else:
             self._begin_or_end(event)
 
-    def _begin_or_end(self, event: Event) -> None:
+    def _begin_or_end(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "refused":
             self.refused = str(data["text"])
@@ -241,16 +240,16 @@ class Progress:
         elif event.kind == "died":
             self._open_attempt = False
             self.killed_for_memory = data["class"] == "out_of_memory"
-            self.ends.append(f"attempt {event.attempt}: {cause(data['class'], data['text'])}")
+            self.ends.append(f"attempt {event.attempt}: {describe_cause(data['class'], data['text'])}")
         elif event.kind == "stopped":
             self.stopped, self._open_attempt = True, False
-            self.ends.append(f"attempt {event.attempt}: {stop(data)}")
+            self.ends.append(f"attempt {event.attempt}: {describe_stop(data)}")
             if "unit" in data:  # of a generation, whose every answer is kept
                 self.step = self.checkpoint_step = data["step"]
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: JournalEvent) -> None:
         data = event.data
         step: int = data["step"]
         if event.kind == "skipped":
@@ -269,7 +268,7 @@ class Progress:
         else:
             self.budgets[data["phase"]] = (data["budget"]["tokens"], step)
 
-    def _save(self, event: Event) -> None:
+    def _save(self, event: JournalEvent) -> None:
         data, saves = event.data, self.saves
         self.checkpoint_step, self.checkpoint_t = data["step"], event.t
         saves.count += 1
@@ -296,61 +295,61 @@ class Progress:
         return max(0, self.planned_steps - self.step) / rate if rate and not self.finished else None
 
 
-def replay(events: Iterable[Event]) -> Progress:
+def replay_events(events: Iterable[JournalEvent]) -> RunProgress:
     """Fold a whole journal."""
-    progress = Progress()
+    progress = RunProgress()
     for event in events:
         progress.see(event)
     return progress
 
 
-def of(paths: RunPaths) -> Progress:
+def read_progress(paths: RunPaths) -> RunProgress:
     """Where the run in this directory stands."""
-    return replay(Reader(paths.journal).read())
+    return replay_events(JournalReader(paths.journal).read())
 
 
-def among(ready: Mapping[str, Any]) -> str:
+def describe_ranks(ready: Mapping[str, Any]) -> str:
     """How many ranks an attempt has, and what they share, by the data of its event `ready`; nothing of one rank."""
     count = ready.get("ranks", 1)
     shares = ", which share the base" if ready.get("shares_base") else ""
     return f", {count} ranks{shares}" if count > 1 else ""
 
 
-def amount(step: int, counted_in: Mapping[str, Any]) -> str:
+def describe_amount(step: int, counted_in: Mapping[str, Any]) -> str:
     """So much of a run's work: `up to step 35`, or `35 answers` where that is its unit (Start.counted_in)."""
     return f"{step:,} {counted_in['unit']}" if "unit" in counted_in else f"up to step {step}"
 
 
-def stop(stopped: Mapping[str, Any]) -> str:
+def describe_stop(stopped: Mapping[str, Any]) -> str:
     """What the data of an event `stopped` say."""
-    place = f"after {amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
+    place = f"after {describe_amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
     return f"stopped on request {place}"
 
 
-def describe(paths: RunPaths) -> str:
+def describe_run(paths: RunPaths) -> str:
     """What `ratchet status` prints: a few lines for people. Raises DamagedError for a run of a newer version."""
     paths.require_known_format()
-    reader = Reader(paths.journal)
-    p = replay(reader.read())
+    reader = JournalReader(paths.journal)
+    p = replay_events(reader.read())
     running = paths.lock().held_elsewhere()
     steps = f"{p.step} of {p.planned_steps or '?'}{p.among}"
-    lines = [f"run {paths.root.name}: {state(p, running)}", f"  step        {steps}"]
-    lines += _learning(p)
+    lines = [f"run {paths.root.name}: {describe_state(p, running)}", f"  step        {steps}"]
+    lines += _describe_learning(p)
     if running and (left := p.remaining_s) is not None:
-        lines.append(f"  time left   about {duration(left)}")
-    lines += _trouble(p)
+        lines.append(f"  time left   about {format_duration(left)}")
+    lines += _describe_trouble(p)
     if memory := p.memory.describe():
         lines.append(f"  memory      {memory}")
     if p.checkpoint_t is not None:
-        age = duration(max(0.0, time.time() - p.checkpoint_t))
+        age = format_duration(max(0.0, time.time() - p.checkpoint_t))
         lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
         lines.append(f"              {p.saves.describe(p.train_s)}")
-    if noted := replication_protocol.read(paths):
+    if noted := replication_protocol.read_replication_state(paths):
         lines.append(f"  mirror      {noted.describe(p.checkpoint_step)}")
-    return "\n".join([*lines, *events(p, reader.damaged_lines)])
+    return "\n".join([*lines, *describe_events(p, reader.damaged_lines)])
 
 
-def events(p: Progress, damaged_lines: int) -> list[str]:
+def describe_events(p: RunProgress, damaged_lines: int) -> list[str]:
     """Attempts, alerts and notices, the last of each."""
     again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
     lines = [f"  attempts    {p.attempts}{again}"]
@@ -362,7 +361,7 @@ def events(p: Progress, damaged_lines: int) -> list[str]:
     return lines
 
 
-def state(p: Progress, running: bool, command: str = "dvc repro") -> str:
+def describe_state(p: RunProgress, running: bool, command: str = "dvc repro") -> str:
     """What a run is doing, in a line; `command`: what starts it."""
     if p.finished:
         return f"finished ({p.finished.replace('_', ' ')})"
@@ -374,7 +373,7 @@ def state(p: Progress, running: bool, command: str = "dvc repro") -> str:
     return f"{found}; repeat the command that started it (`{command}`) and it goes on"
 
 
-def _learning(p: Progress) -> list[str]:
+def _describe_learning(p: RunProgress) -> list[str]:
     lines = []
     if p.loss is not None:
         lines.append(f"  loss        {p.loss:.4f} (learning rate {p.learning_rate:.2e})")
@@ -388,7 +387,7 @@ def _learning(p: Progress) -> list[str]:
     return lines
 
 
-def _trouble(p: Progress) -> list[str]:
+def _describe_trouble(p: RunProgress) -> list[str]:
     """Steps that were not as they should be, and what they led to."""
     lines = []
     if p.skipped:
@@ -402,12 +401,12 @@ def _trouble(p: Progress) -> list[str]:
     return lines
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def compute_quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that so large a share of the values does not exceed (nearest rank); 0 of none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes for people: `512 B`, `3.4 MB` (powers of 1,000)."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while count >= 999.95 and len(units) > 1:
@@ -416,7 +415,7 @@ def size(count: float) -> str:
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds for people: `42 s`, `3 min 05 s`, `2 h 07 min`."""
     whole = round(seconds)
     if whole < 60:

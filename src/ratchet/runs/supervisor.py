@@ -14,28 +14,36 @@ from ratchet.errors import (
     RunFailedError,
     StorageError,
 )
-from ratchet.runs.callbacks import Arbiter, Audience, Observer, Status
-from ratchet.runs.directory import Run, Start, storage
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.log import say
-from ratchet.runs.preemption import Notice
-from ratchet.runs.rendezvous import Meeting
-from ratchet.runs.replication_protocol import Care, Custody
-from ratchet.runs.restart_policy import Death, End, FailureClass, GiveUp, classify, decide, left_out_s
-from ratchet.runs.signals import Stop
-from ratchet.runs.status import Progress, amount
-from ratchet.runs.supervisor_log import logged
-from ratchet.runs.system_metrics import Sampler
-from ratchet.runs.worker_process import attempt
+from ratchet.runs.callbacks import CallbackList, RunCallback, RunPruner, Status
+from ratchet.runs.directory import LaunchSpec, Run, storage_errors
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.log import print_message
+from ratchet.runs.preemption import PreemptionMonitor
+from ratchet.runs.rendezvous import RendezvousServer
+from ratchet.runs.replication_protocol import ReplicationSession, ReplicatorProtocol
+from ratchet.runs.restart_policy import (
+    EarlierFailure,
+    FailureClass,
+    GiveUp,
+    WorkerExit,
+    classify_exit,
+    compute_exclusion_s,
+    decide,
+)
+from ratchet.runs.signals import StopSignal
+from ratchet.runs.status import RunProgress, describe_amount
+from ratchet.runs.supervisor_log import log_supervision
+from ratchet.runs.system_metrics import SystemMetricsSampler
+from ratchet.runs.worker_process import run_attempt
 
 
 def supervise(
     run: Run,
-    launch: Start,
-    observers: Sequence[Observer],
+    launch: LaunchSpec,
+    observers: Sequence[RunCallback],
     code_version: str,
-    arbiter: Arbiter | None = None,
-    custody: Custody | None = None,
+    arbiter: RunPruner | None = None,
+    custody: ReplicatorProtocol | None = None,
 ) -> None:
     """Bring a run to its sealed result.
 
@@ -50,32 +58,37 @@ def supervise(
     Raises:
         InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter), a checkpoint is sealed; or
             the copy lacks something.
-        HeldError, MirrorError, SettingsError: see `Custody.take`.
+        HeldError, MirrorError, SettingsError: see `ReplicatorProtocol.take`.
         InputError: the worker found settings, data or base model unusable.
         RunFailedError: gave up, with the cause.
         StorageError: the run directory cannot be written.
     """
-    with storage(run.paths.root):
+    with storage_errors(run.paths.root):
         launch.save(run.paths.launch)
-    care = Care(custody, run, launch.machine)
-    with logged(run, launch.machine) as logbook, care.held():
+    care = ReplicationSession(custody, run, launch.machine)
+    with log_supervision(run, launch.machine) as logbook, care.held():
         told = [*observers, logbook]
-        audience = Audience(told, run.journal)  # told from the beginning of what may have come from the copy
+        audience = CallbackList(told, run.journal)  # told from the beginning of what may have come from the copy
         audience.start()
-        _before(audience, run, launch, code_version, arbiter, care)
+        _supervise_with_callbacks(audience, run, launch, code_version, arbiter, care)
 
 
-def _before(
-    audience: Audience, run: Run, launch: Start, code_version: str, arbiter: Arbiter | None, care: Care
+def _supervise_with_callbacks(
+    audience: CallbackList,
+    run: Run,
+    launch: LaunchSpec,
+    code_version: str,
+    arbiter: RunPruner | None,
+    care: ReplicationSession,
 ) -> None:
     """Bring a run that we may write to its result, before an audience that is told how it ends."""
     machine = launch.machine
     status: Status = "FAILED"
     try:
-        with Stop(arbiter.signalled if arbiter else None).installed() as stop:
+        with StopSignal(arbiter.signalled if arbiter else None).installed() as stop:
             try:
                 if not run.paths.is_finished():
-                    _Supervision(run, launch, stop, arbiter, care).until_result(code_version)
+                    _Supervisor(run, launch, stop, arbiter, care).until_result(code_version)
                 care.finish(stop)
             except InterruptedRunError as error:
                 status = "KILLED"  # and still deaf to further requests, until all have been told what there is time for
@@ -88,13 +101,13 @@ def _before(
             audience.end(status, machine.tracking_grace_s)
 
 
-class _Record:
+class _JournalState:
     """What the supervisor knows from the journal: read once from the beginning, then only what is new."""
 
     def __init__(self, run: Run) -> None:
-        self._reader = Reader(run.paths.journal)
-        self.progress = Progress()
-        self.words: Event | None = None
+        self._reader = JournalReader(run.paths.journal)
+        self.progress = RunProgress()
+        self.words: JournalEvent | None = None
         """The last `failure` that a worker told."""
         self.samples = 0
         """Of what is used, so many were taken."""
@@ -108,23 +121,25 @@ class _Record:
                 elif event.kind == "failure" and not self._is_echo(event):
                     self.words = event
         except OSError as error:  # a disk that cannot be read now: what is new is read the next time
-            say(f"{self._reader.path} cannot be read: {error}")
+            print_message(f"{self._reader.path} cannot be read: {error}")
 
-    def _is_echo(self, event: Event) -> bool:
+    def _is_echo(self, event: JournalEvent) -> bool:
         """Whether a rank only tells that others are gone, and one of those has told why."""
         before = self.words
         return event.data.get("class") == "peers" and before is not None and before.attempt == event.attempt
 
 
-class _Supervision:
-    def __init__(self, run: Run, launch: Start, stop: Stop, arbiter: Arbiter | None, care: Care) -> None:
+class _Supervisor:
+    def __init__(
+        self, run: Run, launch: LaunchSpec, stop: StopSignal, arbiter: RunPruner | None, care: ReplicationSession
+    ) -> None:
         self._launch = launch
         self._run, self._stop, self._arbiter, self._care = run, stop, arbiter, care
         self._machine, self._retries = launch.machine, launch.retries
-        self._record = _Record(run)
+        self._record = _JournalState(run)
         notice = launch.machine.preemption_notice
-        self._notice = Notice(notice) if notice else None
-        self._meeting = Meeting(launch.machine)
+        self._notice = PreemptionMonitor(notice) if notice else None
+        self._meeting = RendezvousServer(launch.machine)
         self._failed_s: list[float] = []
         """When ranks of this machine failed by themselves."""
 
@@ -134,7 +149,7 @@ class _Supervision:
         record.update()
         self._note_code_change(code_version)
         number, last_step = record.progress.attempts, record.progress.checkpoint_step
-        deaths: list[Death] = []
+        deaths: list[EarlierFailure] = []
         if self._notice:
             self._notice.start()
         sampler = self._sampler()
@@ -145,7 +160,7 @@ class _Supervision:
                 number += 1
                 run.journal.attempt = number
                 run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
-                end = attempt(run, self._machine, self._stop, self._look, self._launch.worker)
+                end = run_attempt(run, self._machine, self._stop, self._look, self._launch.worker)
                 record.update()
                 # One that has told its end, and then dies or hangs while it takes itself apart, has done its work.
                 if (end.exit_code == 0 or record.progress.finished) and run.paths.is_finished():
@@ -162,11 +177,11 @@ class _Supervision:
             if self._notice:
                 self._notice.stop()
 
-    def _sampler(self) -> Sampler | None:
+    def _sampler(self) -> SystemMetricsSampler | None:
         """Notes what is used, from now on, unless nobody wants to know."""
         if not self._machine.system_every_s:
             return None
-        sampler = Sampler(self._run.journal, self._machine, self._worker, self._record.samples)
+        sampler = SystemMetricsSampler(self._run.journal, self._machine, self._worker, self._record.samples)
         sampler.start()
         return sampler
 
@@ -175,11 +190,11 @@ class _Supervision:
         worker = self._stop.worker
         return None if worker is None else worker.pid
 
-    def _after_death(self, end: End, before: list[Death]) -> Death:
+    def _after_death(self, end: WorkerExit, before: list[EarlierFailure]) -> EarlierFailure:
         """Tell the end, and wait for the next attempt. Raises when there is to be none."""
         machine, stop = self._machine, self._stop
         decision = decide(end, before, self._retries, machine.retry_delay_s, stop.asked)
-        cause = classify(end)
+        cause = classify_exit(end)
         if cause == "preempted" and not self._record.progress.stopped:  # while it was loading, and had nothing to seal
             self._tell_stopped()
         if cause != "preempted":
@@ -191,18 +206,18 @@ class _Supervision:
             self._raise(decision)
         delay_s = max(decision.delay_s, self._left_out_s(cause))
         again = f"starting again in {delay_s:g} s"
-        say(f"worker {cause.replace('_', ' ')}: {decision.text}; {again}")
+        print_message(f"worker {cause.replace('_', ' ')}: {decision.text}; {again}")
         stop.wait(delay_s, self._look)
-        return Death(cause, decision.text)
+        return EarlierFailure(cause, decision.text)
 
     def _left_out_s(self, cause: FailureClass) -> float:
         """How long this machine stays away from the others, if there are any."""
         if cause == "peers" or self._machine.node_range[1] == 1:
             return 0.0
         self._failed_s.append(time.monotonic())
-        return left_out_s(self._failed_s, self._failed_s[-1], self._machine.leave_out_s)
+        return compute_exclusion_s(self._failed_s, self._failed_s[-1], self._machine.leave_out_s)
 
-    def _with_words(self, end: End) -> End:
+    def _with_words(self, end: WorkerExit) -> WorkerExit:
         """The end, with what the worker itself said about it."""
         words = self._record.words
         if words is None or words.attempt != self._run.journal.attempt:
@@ -210,7 +225,7 @@ class _Supervision:
         if words.data.get("class") == "peers" and end.exit_code != EXIT_PEERS:
             return end  # the others' words, not those of the rank that died
         failure: FailureClass = words.data.get("class", "bug")
-        return End(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
+        return WorkerExit(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
 
     def _look(self) -> None:
         """Is this run to end early, or this machine about to be taken away?"""
@@ -223,10 +238,10 @@ class _Supervision:
             return
         for text in notice.news():
             self._run.journal.append("notice", text=text)
-            say(text)
+            print_message(text)
         if notice.text and not self._stop.asked:
             self._run.journal.append("alert", text=notice.text)
-            say(notice.text)
+            print_message(notice.text)
             self._stop.ask()
 
     def _end_if_asked(self) -> None:
@@ -250,7 +265,7 @@ class _Supervision:
         if before and before != code_version:
             text = f"code version changed within the run, from {before} to {code_version}"
             self._run.journal.append("notice", text=text)
-            say(text)
+            print_message(text)
 
     def _raise(self, decision: GiveUp) -> NoReturn:
         paths, step = self._run.paths, self._kept_step()
@@ -262,5 +277,5 @@ class _Supervision:
             raise InputError(decision.text)
         raise RunFailedError(
             f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"
-            f"  what is kept: {amount(step, self._launch.counted_in)}; worker output: {paths.worker_log}"
+            f"  what is kept: {describe_amount(step, self._launch.counted_in)}; worker output: {paths.worker_log}"
         )

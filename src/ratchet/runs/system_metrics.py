@@ -34,7 +34,7 @@ _FIELDS = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "p
 GPU_QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 
-def gpus_from(text: str, visible: str | None = None) -> list[Gpu]:
+def parse_nvidia_smi(text: str, visible: str | None = None) -> list[Gpu]:
     """What nvidia-smi says to GPU_QUERY: a GPU a line; other lines, such as those about a lost GPU, are left out.
 
     Args:
@@ -51,15 +51,15 @@ def gpus_from(text: str, visible: str | None = None) -> list[Gpu]:
         index, uuid = row[0].strip(), row[1].strip()
         if wanted is not None and not any(name == index or (name and uuid.startswith(name)) for name in wanted):
             continue
-        utilization, used, total, power, temperature = map(_number, row[2:])
+        utilization, used, total, power, temperature = map(_parse_number, row[2:])
         found.append({
-            "index": int(index), "utilization_percent": utilization, "memory_bytes": _mib(used),
-            "memory_total_bytes": _mib(total), "power_w": power, "temperature_c": temperature,
+            "index": int(index), "utilization_percent": utilization, "memory_bytes": _convert_mib(used),
+            "memory_total_bytes": _convert_mib(total), "power_w": power, "temperature_c": temperature,
         })  # fmt: skip
     return found
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -67,11 +67,11 @@ def _number(text: str) -> float | None:
     return number if abs(number) < float("inf") else None  # NaN is not smaller
 
 
-def _mib(count: float | None) -> int | None:
+def _convert_mib(count: float | None) -> int | None:
     return None if count is None else round(count * MIB)
 
 
-class Gpus:
+class NvidiaSmiSampler:
     """The GPUs of this machine that the training may use, asked through nvidia-smi.
 
     Args:
@@ -106,7 +106,7 @@ class Gpus:
                 asked.stdout.close()
             self._asked = asked
             return self._unknown()
-        found = gpus_from(text, os.environ.get(VISIBLE))
+        found = parse_nvidia_smi(text, os.environ.get(VISIBLE))
         if len(found) >= len(self._known):
             self._known = found
             return found
@@ -120,7 +120,7 @@ class Gpus:
         return [{name: value if name == "index" else None for name, value in gpu.items()} for gpu in self._known]
 
 
-class Usage:
+class UsageSampler:
     """What the machine and a worker use. CPU time is counted from one call to the next.
 
     Args:
@@ -128,7 +128,7 @@ class Usage:
         gpus: asked too; None: no GPU is used.
     """
 
-    def __init__(self, disk: Path, gpus: Gpus | None) -> None:
+    def __init__(self, disk: Path, gpus: NvidiaSmiSampler | None) -> None:
         self._disk, self._gpus = disk, gpus
         self._cpu_s: dict[tuple[int, float], float] = {}
         self._asked_s = time.monotonic()
@@ -183,7 +183,7 @@ class Usage:
         return (round(100 * used_s / passed_s, 1) if passed_s > 0 else None), memory_bytes
 
 
-class Sampler(threading.Thread):
+class SystemMetricsSampler(threading.Thread):
     """Notes samples in the journal while there is a worker.
 
     Args:
@@ -196,7 +196,7 @@ class Sampler(threading.Thread):
     def __init__(self, journal: Journal, machine: Machine, worker: Callable[[], int | None], taken: int) -> None:
         super().__init__(name="system figures", daemon=True)
         self._journal, self._every_s, self._worker, self._taken = journal, machine.system_every_s, worker, taken
-        self._usage = Usage(journal.path.parent, Gpus() if machine.device != "cpu" else None)
+        self._usage = UsageSampler(journal.path.parent, NvidiaSmiSampler() if machine.device != "cpu" else None)
         self._over = threading.Event()
 
     def run(self) -> None:

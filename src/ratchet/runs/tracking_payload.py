@@ -13,20 +13,20 @@ from typing import Any, NamedTuple, Protocol
 
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import Train
-from ratchet.runs.callbacks import Observer, Status
+from ratchet.runs.callbacks import RunCallback, Status
 from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.runs.journal import Event, Reader
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import digests
 
 
-class Shared(Observer, Protocol):
+class SharedCallback(RunCallback, Protocol):
     """Shows a run where others show it too; tells nothing that is there."""
 
     def forget(self) -> None:
         """Look anew, at the next use, what is there."""
 
 
-class Lead:
+class LeaderCallback:
     """An observer that passes on what it is told while its machine leads, and tells what is missing when it takes over.
 
     Args:
@@ -36,7 +36,7 @@ class Lead:
 
     patient = True
 
-    def __init__(self, observer: Shared, journal: Path) -> None:
+    def __init__(self, observer: SharedCallback, journal: Path) -> None:
         self.name = observer.name
         self._observer, self._journal = observer, journal
         self._ours = False
@@ -44,11 +44,11 @@ class Lead:
         self._led = False
         """Whether this machine leads in the attempt that was ready last."""
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Take the next events, or the same ones again with newer ones after them."""
         if self._takes_over(events):
             self._observer.forget()
-            events = _all(self._journal)
+            events = _read_events(self._journal)
         if self._ours and self._led:
             self._observer.see(events)
 
@@ -59,10 +59,10 @@ class Lead:
         if not self._ours:  # nothing was trained: what was missed is sent, if the run is over
             if status != "FINISHED":
                 return
-            self._observer.see(_all(self._journal))
+            self._observer.see(_read_events(self._journal))
         self._observer.finish(status)
 
-    def _takes_over(self, events: Sequence[Event]) -> bool:
+    def _takes_over(self, events: Sequence[JournalEvent]) -> bool:
         """Whether an attempt became ready that this machine leads."""
         taken = False
         for event in events:
@@ -72,41 +72,41 @@ class Lead:
                 self._led = self._led and (self._ours or not ours)
                 self._ours = ours
             elif event.kind == "ready":
-                self._led = _leads(event)
+                self._led = _is_leader(event)
                 taken = self._ours and self._led
         return taken
 
 
-def observed(observer: Shared, journal: Path, machine: Machine) -> Observer:
+def wrap_callback(observer: SharedCallback, journal: Path, machine: Machine) -> RunCallback:
     """The observer, told by one of the machines only where there are several and a server that they share.
 
     The project's own store is each machine's own.
     """
-    return Lead(observer, journal) if _is_shared(machine) else observer
+    return LeaderCallback(observer, journal) if _is_shared(machine) else observer
 
 
-def tells(journal: Path, machine: Machine) -> bool:
+def should_report(journal: Path, machine: Machine) -> bool:
     """Whether this machine is the one to tell of a run that has ended: it led when the run was ready last."""
-    ready = [event for event in _all(journal) if event.kind == "ready"]
-    return not _is_shared(machine) or (bool(ready) and _leads(ready[-1]))
+    ready = [event for event in _read_events(journal) if event.kind == "ready"]
+    return not _is_shared(machine) or (bool(ready) and _is_leader(ready[-1]))
 
 
 def _is_shared(machine: Machine) -> bool:
     return machine.tracking is not None and machine.node_range[1] > 1
 
 
-def _leads(ready: Event) -> bool:
+def _is_leader(ready: JournalEvent) -> bool:
     return bool(ready.data.get("leads", True))  # journals of before had no such word, and one machine
 
 
-def _all(journal: Path) -> list[Event]:
-    return list(Reader(journal).read())
+def _read_events(journal: Path) -> list[JournalEvent]:
+    return list(JournalReader(journal).read())
 
 
 # What of a run is shown elsewhere, in MLflow say: told from its spec and its journal.
 
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
-"""What every run tells of its steps; `Figures` has more where it is known."""
+"""What every run tells of its steps; `MetricPointExtractor` has more where it is known."""
 
 ALWAYS = ("quantization", "adapter", "rank", "alpha", "targets", "learning_rate", "epochs", "batch_rows", "seed")
 """Settings of training that runs are sorted and grouped by: shown of each run. Of the others, what is no default."""
@@ -129,7 +129,7 @@ GPU = {
 }
 
 
-class Point(NamedTuple):
+class MetricPoint(NamedTuple):
     """One figure of one step."""
 
     key: str
@@ -139,19 +139,21 @@ class Point(NamedTuple):
     """Unix time at which it was so, in seconds."""
 
 
-def parameters_of(spec: RunSpec, settings: Settings) -> dict[str, str]:
+def collect_parameters(spec: RunSpec, settings: Settings) -> dict[str, str]:
     """Flat and few: what decides the result, and is not as it always is. All of it never changes within a run.
 
     Whoever compares runs looks for what differs; settings that are the same everywhere hide it (mlflow#3763).
     """
     flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digests.SHORT]}
     flat |= {"data.digest": spec.data_digest[: digests.SHORT], "recipe_version": str(spec.recipe_version)}
-    usual = _flat(Train())
+    usual = _flatten_train(Train())
     told = {f"train.{name}" for name in ALWAYS}
-    return flat | {key: text for key, text in _flat(spec.train).items() if key in told or usual.get(key) != text}
+    return flat | {
+        key: text for key, text in _flatten_train(spec.train).items() if key in told or usual.get(key) != text
+    }
 
 
-def _flat(train: Train) -> dict[str, str]:
+def _flatten_train(train: Train) -> dict[str, str]:
     flat = {}
     for key, value in train.model_dump(mode="json").items():
         for name, leaf in ((f"{key}.{k}", v) for k, v in value.items()) if isinstance(value, dict) else [(key, value)]:
@@ -159,15 +161,15 @@ def _flat(train: Train) -> dict[str, str]:
     return flat
 
 
-class Figures:
+class MetricPointExtractor:
     """The points of a journal's events. Told in their order; those that were told before may be told again."""
 
     def __init__(self) -> None:
         self._share: dict[int, float] = {}
         """By attempt: which share of what the devices can do a token a second takes."""
-        self._network = {name: _Counter() for name in NETWORK}
+        self._network = {name: _RelativeCounter() for name in NETWORK}
 
-    def of(self, event: Event) -> list[Point]:
+    def of(self, event: JournalEvent) -> list[MetricPoint]:
         """The points of one event; a figure that is not known is none."""
         if event.kind == "ready":
             self._ready(event)
@@ -182,14 +184,14 @@ class Figures:
             values = {f"system/{name}": value for name, value in self._of_system(event.data).items()}
         if step is None:
             return []
-        return [Point(key, value, step, event.t) for key, value in values.items() if value is not None]
+        return [MetricPoint(key, value, step, event.t) for key, value in values.items() if value is not None]
 
-    def _ready(self, event: Event) -> None:
+    def _ready(self, event: JournalEvent) -> None:
         needed, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_s")
         if needed and peak:
             self._share[event.attempt] = needed / peak
 
-    def _of_step(self, event: Event) -> dict[str, float | None]:
+    def _of_step(self, event: JournalEvent) -> dict[str, float | None]:
         values: dict[str, float | None] = {
             f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")
         }
@@ -200,19 +202,19 @@ class Figures:
         return values
 
     def _of_system(self, data: dict[str, Any]) -> dict[str, float | None]:
-        found = {name: _scaled(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
+        found = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
         for key, name in NETWORK.items():
             if (count := data.get(key)) is not None:
                 found[name] = self._network[key].since_start(data["sample"], count) / 1e6
         for gpu in data.get("gpus") or ():
             prefix = f"gpu_{gpu['index']}_"
-            found |= {prefix + name: _scaled(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
+            found |= {prefix + name: _scale(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
             if gpu.get("memory_bytes") is not None and gpu.get("memory_total_bytes"):
                 found[f"{prefix}memory_usage_percentage"] = 100 * gpu["memory_bytes"] / gpu["memory_total_bytes"]
         return found
 
 
-class _Counter:
+class _RelativeCounter:
     """A count since the machine was started, told as one since the run's first sample: it never goes back."""
 
     def __init__(self) -> None:
@@ -233,13 +235,15 @@ class _Counter:
         return count - self._offsets[max(0, bisect_right(self._samples, sample) - 1)]
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
+def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def end_of(paths: RunPaths) -> Status:
+def read_final_status(paths: RunPaths) -> Status:
     """How a run that nobody trains ended, by its result and its journal."""
-    ends = [e.data.get("decision") for e in Reader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")]
+    ends = [
+        e.data.get("decision") for e in JournalReader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")
+    ]
     if paths.is_finished():
         return "FINISHED"
     return "FAILED" if ends and ends[-1] == "GiveUp" else "KILLED"

@@ -7,20 +7,20 @@ from pathlib import Path
 
 from ratchet.config.schema import Base, Settings
 from ratchet.data import splits, tokenization
-from ratchet.data.conversation import Conversation, Row, missing_part, text_of
-from ratchet.data.sources import Sources, watched
+from ratchet.data.conversation import Conversation, SourceRow, extract_text, missing_part_reason
+from ratchet.data.sources import SourceReader, require_watched_path
 from ratchet.errors import DataError
 from ratchet.models import base_model, prequantized
 from ratchet.registry import pickle_scan
 from ratchet.storage import digests, files
-from ratchet.storage.layout import OWN_TEMPLATE, Layout
+from ratchet.storage.layout import OWN_TEMPLATE, ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
 """A template that cannot write this is found here, and not after minutes in a later stage."""
 
 
-def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+def base(layout: ProjectLayout, settings: Settings, progress: Callable[[str], None]) -> str:
     """Run the stage.
 
     Args:
@@ -35,21 +35,21 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
     from ratchet.export import inputs  # loads transformers
 
     with files.sealed_directory(layout.base, "base") as scratch:
-        model, revision = _model(layout, settings, scratch, progress)
-        card, unused = _card(model, settings.base, revision, converted=model.parent == scratch)
-        own = _own_template(layout, settings)
+        model, revision = _obtain_model(layout, settings, scratch, progress)
+        card, unused = _build_card(model, settings.base, revision, converted=model.parent == scratch)
+        own = _copy_project_template(layout, settings)
         trial = f"{settings.base.chat_template or model} (trial conversation)"
         tokenizer = base_model.load_tokenizer(model, own, card.added_tokens, card.remote_code)
-        tokenization.encode(tokenizer, TRIAL, trial)
-        inputs.require(model, settings, layout.root)  # after training it would be late to hear of it
+        tokenization.encode_conversation(tokenizer, TRIAL, trial)
+        inputs.require_exportable(model, settings, layout.root)  # after training it would be late to hear of it
         if own:
             shutil.copyfile(own, scratch / OWN_TEMPLATE)
         card.save(scratch / layout.base_card.name)
     return _describe(card, unused)
 
 
-def _model(
-    layout: Layout, settings: Settings, scratch: Path, progress: Callable[[str], None]
+def _obtain_model(
+    layout: ProjectLayout, settings: Settings, scratch: Path, progress: Callable[[str], None]
 ) -> tuple[Path, str | None]:
     """Directory and commit of the model. It lies in `scratch` when it was made here: built, or converted from pickles.
 
@@ -60,45 +60,45 @@ def _model(
         from ratchet.models import loading, tiny_model
 
         loading.use_threads(settings.machine.threads)
-        tiny_model.build(_texts(layout, settings), place, settings.base.tiny, progress)
+        tiny_model.build(_read_tiny_texts(layout, settings), place, settings.base.tiny, progress)
         return place, None
     found, revision = base_model.fetch(layout, settings.base)
-    pickle_scan.scan(found).save(scratch / pickle_scan.RECORD)
-    if not settings.base.convert_pickles or base_model.weight_files(found):
+    pickle_scan.scan_directory(found).save(scratch / pickle_scan.RECORD)
+    if not settings.base.convert_pickles or base_model.list_weight_files(found):
         return found, revision
     from ratchet.models import model_spec, weights
 
     code = settings.base.trust_remote_code is not None
     progress(f"converting the pickles of {settings.base.source} to safetensors")
-    weights.convert(found, place, weights.tied_names(model_spec.load(found, code)), code)
+    weights.convert_pickles(found, place, weights.tied_names(model_spec.load(found, code)), code)
     return place, revision
 
 
-def _card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
+def _build_card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
     """The card, and the names of stored tensors that the model does not use. Everything that could stop a later stage
     is checked first; then the files are hashed."""
     from ratchet.models import model_spec, weights
 
     code = settings.trust_remote_code is not None
-    config = base_model.config_of(model)
-    stored = prequantized.found(config, str(model))
+    config = base_model.read_config(model)
+    stored = prequantized.detect(config, str(model))
     if code:
-        base_model.check_code(model)
+        base_model.require_pinned_code(model)
     plan = model_spec.load(model, code)
     plan.require_causal()
-    base_model.files_of(model, code)
-    unused = weights.check(model, plan, stored)
+    base_model.list_model_files(model, code)
+    unused = weights.check_stored_tensors(model, plan, stored)
     weights.require_finite(model)
     contents = base_model.fingerprint(model, code)
     tiny = settings.source == base_model.TINY
     card = BaseCard(
         source=settings.source,
         revision=revision,
-        digest=_digest(contents, settings.added_tokens),
+        digest=_compute_digest(contents, settings.added_tokens),
         files=contents,
         architecture=str((config.get("architectures") or [plan.class_name])[0]),
         parameters=plan.parameters,
-        licence="Apache-2.0" if tiny else _licence(model / "README.md"),
+        licence="Apache-2.0" if tiny else _declared_licence(model / "README.md"),
         added_tokens=settings.added_tokens,
         remote_code=code,
         converted=converted and not tiny,
@@ -107,10 +107,10 @@ def _card(model: Path, settings: Base, revision: str | None, converted: bool) ->
     return card, unused
 
 
-def _digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
+def _compute_digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
     """Identity of what is trained against; the same files with other tokens are another model."""
-    files_digest = digests.of_files(contents)
-    return digests.of_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
+    files_digest = digests.hash_files(contents)
+    return digests.hash_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
 
 
 def _describe(card: BaseCard, unused: tuple[str, ...]) -> str:
@@ -128,18 +128,18 @@ def _describe(card: BaseCard, unused: tuple[str, ...]) -> str:
     return line
 
 
-def _own_template(layout: Layout, settings: Settings) -> Path | None:
+def _copy_project_template(layout: ProjectLayout, settings: Settings) -> Path | None:
     """The chat template that the project names, or None; a copy of it will lie beside the base card."""
     name = settings.base.chat_template
     if name is None:
         return None
-    path = watched(layout.root, name, ("data/raw", "data/text"), "base.chat_template")
+    path = require_watched_path(layout.root, name, ("data/raw", "data/text"), "base.chat_template")
     if not path.is_file():
         raise DataError(f"base.chat_template: {name}: no such file")
     return path
 
 
-def _licence(model_card: Path) -> str | None:
+def _declared_licence(model_card: Path) -> str | None:
     """`license:` of the model card's front matter, as declared."""
     if not model_card.is_file():
         return None
@@ -148,7 +148,7 @@ def _licence(model_card: Path) -> str | None:
     return found[1] if found else None
 
 
-def _texts(layout: Layout, settings: Settings) -> list[str]:
+def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
     """What the tiny base reads: plain text and the training rows' prompts; never labels, validation or test rows.
 
     Answers of a text task are language too, and are read apart from their prompts.
@@ -159,13 +159,13 @@ def _texts(layout: Layout, settings: Settings) -> list[str]:
             texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
-    sources = Sources(layout.root, settings.prepare)
-    divider = splits.Divider(settings.prepare, [one is not None for one in sources.taught])
+    sources = SourceReader(layout.root, settings.prepare)
+    divider = splits.SplitAssigner(settings.prepare, [one is not None for one in sources.taught])
     rows = []
     for row in sources.rows():
-        if isinstance(row, Row) and missing_part(row) is None and divider.fault(row) is None:
+        if isinstance(row, SourceRow) and missing_part_reason(row) is None and divider.fault(row) is None:
             divider.add(row)
-            answers = [text_of(m) for m in row.conversation.messages if m["role"] == "assistant"]
+            answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
             rows.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
     assigned = divider.assign()
     if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:

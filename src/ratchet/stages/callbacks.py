@@ -7,45 +7,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.config.schema import Settings
-from ratchet.console.callback import Console
+from ratchet.console.callback import ConsoleCallback
 from ratchet.errors import RatchetError
 from ratchet.reports import plots
 from ratchet.runs import tracking_payload
-from ratchet.runs.callbacks import Observer
+from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.log import say
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.run_logger import RunObserver
-from ratchet.tracking.webhook import RunNews, Webhook
+from ratchet.runs.log import print_message
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
+from ratchet.tracking.webhook import Webhook, WebhookCallback
 
 if TYPE_CHECKING:
-    from ratchet.tracking.prometheus import Exposition
-from ratchet.errors import DamagedError
+    from ratchet.tracking.prometheus import PrometheusExporter
+from ratchet.errors import DamagedFileError
 from ratchet.registry import ledger
 from ratchet.storage.records.gate import Promotion, Verdict
 
 
-class Observation:
+class TrainingCallbacks:
     """Those who are told of a training."""
 
-    def __init__(self, layout: Layout, settings: Settings, exposition: "Exposition | None") -> None:
+    def __init__(self, layout: ProjectLayout, settings: Settings, exposition: "PrometheusExporter | None") -> None:
         self._layout, self._settings, self._exposition = layout, settings, exposition
         self._project = layout.root.name
         self._webhook = Webhook.of_environment(settings.machine, self._project)
-        self._shown: dict[str, RunObserver] = {}
-        self._tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
+        self._shown: dict[str, MlflowRunCallback] = {}
+        self._tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
 
-    def observers(self, run: RunPaths) -> Sequence[Observer]:
+    def observers(self, run: RunPaths) -> Sequence[RunCallback]:
         """The observers of this run."""
-        found: list[Observer] = [
-            Console(run),
-            tracking_payload.observed(self._tracked(run), run.journal, self._settings.machine),
+        found: list[RunCallback] = [
+            ConsoleCallback(run),
+            tracking_payload.wrap_callback(self._tracked(run), run.journal, self._settings.machine),
         ]
         if self._exposition is not None:
             found.append(self._exposition.observer(run.root.name, self._project))
         if self._webhook is not None:
-            found.append(RunNews(self._webhook, run.root.name))
+            found.append(WebhookCallback(self._webhook, run.root.name))
         return found
 
     def publish(self, run: RunPaths, page: Path) -> None:
@@ -54,38 +54,40 @@ class Observation:
         MLflow is waited for no longer than at the end of a training; what it has not got is sent by the next one.
         """
         tracked, grace_s = self._tracked(run), self._settings.machine.tracking_grace_s
-        if not tracking_payload.tells(run.journal, self._settings.machine):
+        if not tracking_payload.should_report(run.journal, self._settings.machine):
             return
         if tracked.is_busy:  # it has been waited for
-            say(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
+            print_message(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
         else:
-            self._tracking.publish(tracked, page, partial(_curves, self._layout, run.root.name), grace_s)
+            self._tracking.publish(tracked, page, partial(_draw_curves, self._layout, run.root.name), grace_s)
 
-    def _tracked(self, run: RunPaths) -> RunObserver:
+    def _tracked(self, run: RunPaths) -> MlflowRunCallback:
         if run.root.name not in self._shown:
-            self._shown[run.root.name] = self._tracking.observer(run, self._settings, plots.loss_curve)
+            self._shown[run.root.name] = self._tracking.observer(run, self._settings, plots.draw_loss_curve)
         return self._shown[run.root.name]
 
 
-def _curves(layout: Layout, run_id: str, folder: Path) -> Sequence[Path]:
+def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[Path]:
     """The page of `ratchet report`, as far as a training that has just ended has one. What it lacks is a notice."""
     from ratchet.reports import comparison, run_page
-    from ratchet.reports.comparison import Evaluations, Names
-    from ratchet.reports.run_page import Origin
+    from ratchet.reports.comparison import ComparisonIndex, EvaluationIndex
+    from ratchet.reports.run_page import RunProvenance
 
     target = folder / "curves.html"
     try:
-        names = Names(layout)
-        side = comparison.side(layout, names.subject(run_id), names, Evaluations(layout, names), comparison.MOST_POINTS)
-        run_page.write(side, None, Origin({}, None, None, None), target)
+        names = ComparisonIndex(layout)
+        side = comparison.read_side(
+            layout, names.subject(run_id), names, EvaluationIndex(layout, names), comparison.MOST_POINTS
+        )
+        run_page.write(side, None, RunProvenance({}, None, None, None), target)
     except (RatchetError, OSError) as error:
-        say(f"run {run_id}: its curves are not logged to MLflow: {error}")
+        print_message(f"run {run_id}: its curves are not logged to MLflow: {error}")
         return []
     return [target]
 
 
 @contextmanager
-def observation(layout: Layout, settings: Settings) -> Iterator[Observation]:
+def open_callbacks(layout: ProjectLayout, settings: Settings) -> Iterator[TrainingCallbacks]:
     """Those who are told of a training, for as long as it lasts.
 
     Raises:
@@ -94,13 +96,13 @@ def observation(layout: Layout, settings: Settings) -> Iterator[Observation]:
     """
     machine = settings.machine
     if machine.metrics_port is None and machine.metrics_file is None:
-        yield Observation(layout, settings, None)
+        yield TrainingCallbacks(layout, settings, None)
         return
-    from ratchet.tracking.prometheus import Exposition  # and a library that few need
+    from ratchet.tracking.prometheus import PrometheusExporter  # and a library that few need
 
-    exposition = Exposition(machine)
+    exposition = PrometheusExporter(machine)
     try:
-        yield Observation(layout, settings, exposition)
+        yield TrainingCallbacks(layout, settings, exposition)
     finally:
         exposition.close()
 
@@ -109,7 +111,7 @@ def observation(layout: Layout, settings: Settings) -> Iterator[Observation]:
 
 
 @contextmanager
-def of_verdict(layout: Layout, settings: Settings) -> Iterator[None]:
+def notify_verdict(layout: ProjectLayout, settings: Settings) -> Iterator[None]:
     """While the gate is at work: tell what it has decided, once it has. Raises SettingsError for a bad address."""
     webhook = Webhook.of_environment(settings.machine, layout.root.name)
     yield
@@ -124,7 +126,7 @@ def of_verdict(layout: Layout, settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def of_promotions(layout: Layout, settings: Settings) -> Iterator[None]:
+def notify_promotions(layout: ProjectLayout, settings: Settings) -> Iterator[None]:
     """While promotion, rollback or what finishes them is at work: tell of every change of the champion.
 
     Also of one that a command had begun which died. Raises SettingsError for a bad address, before anything is done.
@@ -133,11 +135,11 @@ def of_promotions(layout: Layout, settings: Settings) -> Iterator[None]:
     if webhook is None:
         yield
         return
-    before = len(_promotions(layout))
+    before = len(_read_promotions(layout))
     try:
         yield
     finally:
-        for entry in _promotions(layout)[before:]:
+        for entry in _read_promotions(layout)[before:]:
             again = "again, by rollback" if entry.action == "rollback" else "now"
             forced = ", against the verdict" if entry.forced else ""
             text = f"version {entry.version} of {settings.promote.model_name} is champion {again}{forced} ({entry.by})"
@@ -147,9 +149,9 @@ def of_promotions(layout: Layout, settings: Settings) -> Iterator[None]:
             )  # fmt: skip
 
 
-def _promotions(layout: Layout) -> Sequence[Promotion]:
+def _read_promotions(layout: ProjectLayout) -> Sequence[Promotion]:
     """The ledger; nothing of one that is damaged, which is for others to say."""
     try:
-        return ledger.read(layout.promotions)
-    except DamagedError:
+        return ledger.read_entries(layout.promotions)
+    except DamagedFileError:
         return ()

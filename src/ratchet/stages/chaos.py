@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.schema import Settings
-from ratchet.config.train import EarlyStopping
+from ratchet.config.train import EarlyStoppingSettings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
-from ratchet.reports.plots import Lane
+from ratchet.reports.plots import TimelineLane
 from ratchet.runs.fault_injection import plan
 from ratchet.stages import fault_campaign
-from ratchet.stages.fault_campaign import Campaign, TrialResult
+from ratchet.stages.fault_campaign import FaultCampaign, FaultTrialResult
 from ratchet.storage import files
 from ratchet.storage.code_version import code_version
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 
@@ -30,11 +30,11 @@ VALIDATIONS = 3
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors")
 
-Draw = Callable[[Sequence[Lane], Path], None]
+Draw = Callable[[Sequence[TimelineLane], Path], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class ChaosOptions:
     """What the command line says."""
 
     kills: int = 5
@@ -52,7 +52,7 @@ class Options:
 
 
 def chaos(
-    layout: Layout, settings: Settings, options: Options, draw: Draw, say: Callable[[str], None]
+    layout: ProjectLayout, settings: Settings, options: ChaosOptions, draw: Draw, say: Callable[[str], None]
 ) -> tuple[bool, str]:
     """Whether all trials were exact and recovered without a hand, and the table that says so.
 
@@ -68,16 +68,18 @@ def chaos(
         DataError, DamagedError: a stage before has not run.
         RunFailedError: the undisturbed training failed.
     """
-    numbers = plan.counts(plan.ROWS if options.faults is None else options.faults, options.kills)
-    plan.draw(options.seed, numbers, plan.Shape(options.steps, options.steps, 1))  # refuses before anything is read
+    numbers = plan.allocate_counts(plan.ROWS if options.faults is None else options.faults, options.kills)
+    plan.draw_plan(
+        options.seed, numbers, plan.TrainingShape(options.steps, options.steps, 1)
+    )  # refuses before anything is read
     for card, path in ((BaseCard, layout.base_card), (DatasetCard, layout.dataset_card)):
         card.load(path)
-    output = _output(layout, options)
-    short = shortened(layout, settings, options.steps)
-    trials = plan.draw(options.seed, numbers, fault_campaign.shape(layout, short, options.steps))
+    output = _choose_output(layout, options)
+    short = shorten_training(layout, settings, options.steps)
+    trials = plan.draw_plan(options.seed, numbers, fault_campaign.plan_shape(layout, short, options.steps))
     say(f"seed {options.seed}: {len(trials)} trials of {options.steps} steps, besides undisturbed ones")
     folder = layout.runs / f".chaos-{os.getpid()}"
-    trying = Campaign(layout, short, folder, say, options.keep)
+    trying = FaultCampaign(layout, short, folder, say, options.keep)
     try:
         results = trying.run(trials)
     except BaseException:
@@ -88,31 +90,31 @@ def chaos(
         raise
     if not options.keep and all(result.folder is None for result in results):
         shutil.rmtree(folder, ignore_errors=True)
-    report = _report(options, trying, results)
+    report = _build_report(options, trying, results)
     files.write_json(output / "chaos.json", report)
-    draw([_lane(result) for result in results], output / "timeline.png")
+    draw([_timeline_lane(result) for result in results], output / "timeline.png")
     well = all(result.exact and result.recovered for result in results)
-    return well, "\n".join([_table(report["rows"]), *_end(options, results, output)])
+    return well, "\n".join([_format_table(report["rows"]), *_format_conclusion(options, results, output)])
 
 
-def shortened(layout: Layout, settings: Settings, steps: int) -> Settings:
+def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> Settings:
     """The project's own settings, with so many optimizer steps and some validations in between.
 
     Raises:
         DataError, DamagedError, SettingsError: the data is not there, or cannot be learned from with these settings.
     """
-    files.verify(layout.data, "data")
-    rows = token_files.rows(layout.data, "train")
+    files.verify_sealed(layout.data, "data")
+    rows = token_files.load_rows(layout.data, "train")
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
         "epochs": steps * settings.train.batch_rows / sequences,
         "validate_every_steps": max(1, steps // VALIDATIONS),
-        "early_stopping": EarlyStopping(),
+        "early_stopping": EarlyStoppingSettings(),
     }
     return settings.model_copy(update={"train": settings.train.model_copy(update=changes)})
 
 
-def _output(layout: Layout, options: Options) -> Path:
+def _choose_output(layout: ProjectLayout, options: ChaosOptions) -> Path:
     output = options.output or layout.experiments / "chaos"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ def _output(layout: Layout, options: Options) -> Path:
     return output
 
 
-def _report(options: Options, trying: Campaign, results: Sequence[TrialResult]) -> dict[str, Any]:
+def _build_report(options: ChaosOptions, trying: FaultCampaign, results: Sequence[FaultTrialResult]) -> dict[str, Any]:
     clock = trying.clock
     return {
         "format": 1,
@@ -132,12 +134,12 @@ def _report(options: Options, trying: Campaign, results: Sequence[TrialResult]) 
         "machine": trying.facts | {"system": platform.platform(), "cpus": os.cpu_count()},
         "versions": {name: version(name) for name in LIBRARIES}
         | {"ratchet": code_version(), "python": platform.python_version()},
-        "rows": rows(results),
-        "trials": [_trial(result) for result in results],
+        "rows": summarize_results(results),
+        "trials": [_trial_entry(result) for result in results],
     }
 
 
-def rows(results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+def summarize_results(results: Sequence[FaultTrialResult]) -> list[dict[str, Any]]:
     """One line for each kind of fault."""
     lines = []
     for name in dict.fromkeys(result.trial.row for result in results):
@@ -159,7 +161,7 @@ def rows(results: Sequence[TrialResult]) -> list[dict[str, Any]]:
     return lines
 
 
-def _trial(result: TrialResult) -> dict[str, Any]:
+def _trial_entry(result: FaultTrialResult) -> dict[str, Any]:
     trial, seen = result.trial, result.seen
     return {
         "name": trial.name,
@@ -185,9 +187,9 @@ def _trial(result: TrialResult) -> dict[str, Any]:
     }
 
 
-def _lane(result: TrialResult) -> Lane:
+def _timeline_lane(result: FaultTrialResult) -> TimelineLane:
     seen = result.seen
-    return Lane(
+    return TimelineLane(
         name=result.trial.name,
         attempts=[(attempt[0], attempt[-1]) for attempt in seen.attempts],
         steps=seen.steps,
@@ -197,7 +199,7 @@ def _lane(result: TrialResult) -> Lane:
     )
 
 
-def _table(lines: Sequence[dict[str, Any]]) -> str:
+def _format_table(lines: Sequence[dict[str, Any]]) -> str:
     """`*` marks rows that are compared with an undisturbed training under the same fault."""
     text = [f"  {'row':<12}{'trials':>7}{'faults':>8}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
     for line in lines:
@@ -211,7 +213,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def _end(options: Options, results: Sequence[TrialResult], output: Path) -> list[str]:
+def _format_conclusion(options: ChaosOptions, results: Sequence[FaultTrialResult], output: Path) -> list[str]:
     """What the table means, and what is to be looked at."""
     bad = [result for result in results if not (result.exact and result.recovered)]
     lines = []

@@ -9,14 +9,14 @@ from types import FrameType
 from typing import TextIO
 
 from ratchet.config.schema import Settings
-from ratchet.console.stream_printer import Heard, Page
+from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
 from ratchet.inference import backend_factory, model_reference
-from ratchet.inference.backend import Ended, Question, Speaker
-from ratchet.inference.chat_session import Talk
-from ratchet.runs.signals import requests
-from ratchet.stages.generate import ENDS, shown_ties
-from ratchet.storage.layout import Layout
+from ratchet.inference.backend import AnswerEnd, GenerationBackend, GenerationRequest
+from ratchet.inference.chat_session import ChatSession
+from ratchet.runs.signals import list_stop_signals
+from ratchet.stages.generate import ENDS, create_notice_callbacks
+from ratchet.storage.layout import ProjectLayout
 
 PROMPT, MORE = "> ", ". "
 FENCE = '"""'
@@ -31,7 +31,7 @@ A line that ends with a backslash goes on in the next one; so does all between t
 //TEXT asks TEXT that begins with a slash. Ctrl-C stops an answer."""
 
 
-def chat(layout: Layout, settings: Settings, model: str, streams: tuple[TextIO, TextIO] | None = None) -> None:
+def chat(layout: ProjectLayout, settings: Settings, model: str, streams: tuple[TextIO, TextIO] | None = None) -> None:
     """Read questions, show answers as they are given, until there are no more questions.
 
     Args:
@@ -47,28 +47,28 @@ def chat(layout: Layout, settings: Settings, model: str, streams: tuple[TextIO, 
     """
     lines, out = streams or (sys.stdin, sys.stdout)
     live = lines.isatty() and out.isatty()
-    meant = model_reference.meant(model, layout, settings)
-    page = Page(out, reasons=live)
-    aside = page if live else Page(sys.stderr)
+    meant = model_reference.resolve_model(model, layout, settings)
+    page = StreamPrinter(out, reasons=live)
+    aside = page if live else StreamPrinter(sys.stderr)
     if live:
         page.note(f"{model}: loading; /help says what can be done here, Ctrl-D ends")
     start = meant.start.model_copy(update={"generate": settings.generate.model_copy(update={"labels": ()})})
-    speaker = backend_factory.opened(meant.model.kind, start, shown_ties(aside))
+    speaker = backend_factory.open_backend(meant.model.kind, start, create_notice_callbacks(aside))
     try:
-        with _interruptible(live):
-            _Session(speaker, Talk(settings), page, live=live).run(Reader(lines, live=live))
+        with _allow_interrupts(live):
+            _ChatLoop(speaker, ChatSession(settings), page, live=live).run(ChatInput(lines, live=live))
     finally:
         speaker.close()
 
 
 @contextmanager
-def _interruptible(live: bool) -> Iterator[None]:
+def _allow_interrupts(live: bool) -> Iterator[None]:
     """Ctrl-C may come again and again: the command line's way is to be deaf after the first. Other requests end it."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(EXIT_INTERRUPTED)
 
-    before = {number: signal.getsignal(number) for number in requests()}
+    before = {number: signal.getsignal(number) for number in list_stop_signals()}
     if live:
         for number in before:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
@@ -79,7 +79,7 @@ def _interruptible(live: bool) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-class Reader:
+class ChatInput:
     """Questions and commands, from whoever types them. What was typed is remembered (arrow keys) for as long as the
     process lives, and written nowhere."""
 
@@ -123,17 +123,17 @@ class Reader:
         return line.rstrip("\r\n") if line else None
 
 
-class _Session:
+class _ChatLoop:
     """One conversation after another, with one model."""
 
-    def __init__(self, speaker: Speaker, talk: Talk, page: Page, *, live: bool) -> None:
+    def __init__(self, speaker: GenerationBackend, talk: ChatSession, page: StreamPrinter, *, live: bool) -> None:
         self._speaker, self._talk, self._page, self._live = speaker, talk, page, live
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset, "/system": self._system, "/retry": self._retry, "/save": self._save,
             "/help": lambda rest: self._say(HELP),
         }  # fmt: skip
 
-    def run(self, reader: Reader) -> None:
+    def run(self, reader: ChatInput) -> None:
         """Until /quit, or until there is nothing more to read."""
         while True:
             try:
@@ -163,8 +163,8 @@ class _Session:
         elif text.strip():
             self._ask(self._talk.ask(text))
 
-    def _ask(self, question: Question) -> None:
-        heard = Heard()
+    def _ask(self, question: GenerationRequest) -> None:
+        heard = PartialAnswer()
         try:
             self._page.answer(self._speaker.spoken(question, True), heard)
         except KeyboardInterrupt:
@@ -180,12 +180,12 @@ class _Session:
         else:
             self._ended(heard)
 
-    def _keep(self, heard: Heard) -> None:
+    def _keep(self, heard: PartialAnswer) -> None:
         """A question without any answer is no part of the conversation."""
         if heard.answer:
             self._talk.answered(heard.answer)
 
-    def _ended(self, heard: Heard) -> None:
+    def _ended(self, heard: PartialAnswer) -> None:
         ended = heard.ended
         if ended is None:
             self._keep(heard)
@@ -202,7 +202,7 @@ class _Session:
             return
         self._talk.answered(heard.answer)
         if self._live:
-            self._page.note(_figures(ended, heard.seconds))
+            self._page.note(_format_figures(ended, heard.seconds))
             self._page.gap()
 
     def _reset(self, rest: str) -> None:
@@ -246,7 +246,7 @@ class _Session:
         self._page.note(f"! {error}")
 
 
-def _figures(ended: Ended, seconds: float) -> str:
+def _format_figures(ended: AnswerEnd, seconds: float) -> str:
     """Of an answer that has ended, in a line; `seconds` are those after its first piece."""
     said = []
     if ended.tokens is not None:

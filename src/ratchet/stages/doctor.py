@@ -8,16 +8,22 @@ from pathlib import Path
 
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.config.units import written
+from ratchet.config.units import format_bytes
 from ratchet.errors import InputError, SettingsError
 from ratchet.models import base_model, device, model_spec, recommendations, targets, teacher_reference
 from ratchet.models.device import TorchDevice
 from ratchet.models.memory import capacity, forecast, parameters
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
-from ratchet.models.recommendations import Change, Facts, Fit, Proposal, Room
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
+from ratchet.models.recommendations import (
+    MemoryConstraint,
+    MemoryFit,
+    RecommendationInputs,
+    RecommendedChange,
+    SettingProposal,
+)
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.training import microbatch_budget
@@ -29,21 +35,21 @@ STATES = 3
 
 
 @dataclass
-class _Examination:
+class _DoctorReport:
     """What was found, and what is said of it."""
 
-    layout: Layout | None
+    layout: ProjectLayout | None
     settings: Settings
     write: bool
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[RecommendedChange] = field(default_factory=list)
 
     def say(self, name: str, text: str) -> None:
         self.lines.append(f"  {name:<10} {text}")
 
 
-def doctor(layout: Layout | None, settings: Settings | None, base: Path | None, write: bool) -> tuple[bool, str]:
+def doctor(layout: ProjectLayout | None, settings: Settings | None, base: Path | None, write: bool) -> tuple[bool, str]:
     """The verb.
 
     Args:
@@ -59,27 +65,32 @@ def doctor(layout: Layout | None, settings: Settings | None, base: Path | None, 
         SettingsError: params.yaml was changed by somebody else meanwhile, or `write` means nothing here.
         BaseModelError: `base` is no model.
     """
-    text = _text(layout, settings, base, write)
-    seen = _Examination(layout, settings or Settings(), write)
-    torch_device = _machine(seen)
-    facts = Facts(seen.settings, "cuda" if torch_device.type == "cuda" else "cpu", _base(seen, base), _data(seen))
-    _four_bits(seen, facts, torch_device)
+    text = _read_params(layout, settings, base, write)
+    seen = _DoctorReport(layout, settings or Settings(), write)
+    torch_device = _report_machine(seen)
+    facts = RecommendationInputs(
+        seen.settings,
+        "cuda" if torch_device.type == "cuda" else "cpu",
+        _load_base_spec(seen, base),
+        _load_data_card(seen),
+    )
+    _check_quantization(seen, facts, torch_device)
     if seen.changes:
-        facts = replace(facts, settings=params_file.changed(facts.settings, seen.changes[0].values))
-    facts, changes = recommendations.advise(facts, recommendations.RULES)
+        facts = replace(facts, settings=params_file.apply_changes(facts.settings, seen.changes[0].values))
+    facts, changes = recommendations.apply_rules(facts, recommendations.RULES)
     seen.changes += changes
     if (found := facts.blueprint) is not None:
-        facts = _memory(seen, facts, found, torch_device)
-        _agreement(seen, facts, found)
-    proposals = recommendations.proposals(seen.settings, seen.changes)
-    report = ["machine, base and data", *seen.lines, *_advice(proposals, base, layout)]
+        facts = _check_memory(seen, facts, found, torch_device)
+        _check_run_settings(seen, facts, found)
+    proposals = recommendations.merge_into_proposals(seen.settings, seen.changes)
+    report = ["machine, base and data", *seen.lines, *_format_advice(proposals, base, layout)]
     if text is not None and layout is not None and proposals and base is None:
-        report += _written(layout, text, proposals, write)
+        report += _apply_changes(layout, text, proposals, write)
     report += [f"problem: {problem}" for problem in seen.problems]
     return not seen.problems, "\n".join(report)
 
 
-def _text(layout: Layout | None, settings: Settings | None, base: Path | None, write: bool) -> str | None:
+def _read_params(layout: ProjectLayout | None, settings: Settings | None, base: Path | None, write: bool) -> str | None:
     """params.yaml as it is, which is what `settings` were read from."""
     if write and layout is None:
         raise SettingsError("--write: no Ratchet project here, so there is no params.yaml to change")
@@ -99,7 +110,7 @@ def _text(layout: Layout | None, settings: Settings | None, base: Path | None, w
 # ------------------------------------------------------------------------------------------------------- what there is
 
 
-def _machine(seen: _Examination) -> TorchDevice:
+def _report_machine(seen: _DoctorReport) -> TorchDevice:
     wanted = seen.settings.machine.device
     try:
         found = device.pick_device(wanted)
@@ -108,24 +119,24 @@ def _machine(seen: _Examination) -> TorchDevice:
         seen.problems.append(str(error))
         found = device.pick_device("auto")
     device.use_threads(seen.settings.machine.threads)
-    seen.say("device", device.described(found))
+    seen.say("device", device.describe_device(found))
     if found.type == "cuda":
-        host = capacity.of_host()
-        seen.say("host", f"{written(host.available_bytes)} of {written(host.total_bytes)} memory at hand")
+        host = capacity.measure_host()
+        seen.say("host", f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} memory at hand")
     where = seen.layout.runs if seen.layout else Path.cwd()
-    seen.say("disk", f"{written(capacity.disk_free_bytes(where))} free")
+    seen.say("disk", f"{format_bytes(capacity.disk_free_bytes(where))} free")
     seen.say("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))
     return found
 
 
-def _base(seen: _Examination, base: Path | None) -> Blueprint | None:
+def _load_base_spec(seen: _DoctorReport, base: Path | None) -> ModelSpec | None:
     """The base without its weights; what is not known is said."""
     if base is not None:
         if not base.exists():
             raise SettingsError(f"--base {base}: no such file; name a model directory or its config.json")
         found = model_spec.load(base)
     else:
-        place = _place(seen)
+        place = _locate_base(seen)
         if place is None:
             return None
         try:
@@ -138,7 +149,7 @@ def _base(seen: _Examination, base: Path | None) -> Blueprint | None:
     return found
 
 
-def _place(seen: _Examination) -> tuple[Path, bool] | None:
+def _locate_base(seen: _DoctorReport) -> tuple[Path, bool] | None:
     """Where the project's base lies, and whether its own code may run; None, and said, where that is not known."""
     layout, wanted = seen.layout, seen.settings.base
     if layout is None:
@@ -153,7 +164,7 @@ def _place(seen: _Examination) -> tuple[Path, bool] | None:
     return None
 
 
-def _data(seen: _Examination) -> DatasetCard | None:
+def _load_data_card(seen: _DoctorReport) -> DatasetCard | None:
     if seen.layout is None or not seen.layout.dataset_card.is_file():
         if seen.layout is not None:
             seen.say("data", "not known before stage prepare has run (`ratchet prepare`)")
@@ -168,17 +179,17 @@ def _data(seen: _Examination) -> DatasetCard | None:
     return card
 
 
-def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> None:
+def _check_quantization(seen: _DoctorReport, facts: RecommendationInputs, torch_device: TorchDevice) -> None:
     """Whether bitsandbytes does here what it should, for this base."""
     train = seen.settings.train
     if train.quantization == "none":
         return
     widths = {512}
     if facts.blueprint is not None:
-        stored = set(parameters.stored_bytes(facts.blueprint, train, compute_bytes=4).quantized)
+        stored = set(parameters.estimate_base_sizes(facts.blueprint, train, compute_bytes=4).quantized)
         widths = {layer.inputs for layer in facts.blueprint.layers if layer.name in stored}
     if widths:
-        fault = device.fault_of_four_bits(torch_device, widths, train.quantization)
+        fault = device.find_four_bit_fault(torch_device, widths, train.quantization)
     else:
         fault = "this base has no layer that transformers stores in 4 bits"
     if fault is None:
@@ -186,45 +197,51 @@ def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> N
         return
     if not seen.write:  # else it is mended below
         seen.problems.append(f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits")
-    seen.changes.append(Change({"train.quantization": "none"}, fault, "tried out on this machine"))
+    seen.changes.append(RecommendedChange({"train.quantization": "none"}, fault, "tried out on this machine"))
 
 
 # ------------------------------------------------------------------------------------------------------- does it fit
 
 
-def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: TorchDevice) -> Facts:
+def _check_memory(
+    seen: _DoctorReport, facts: RecommendationInputs, base: ModelSpec, torch_device: TorchDevice
+) -> RecommendationInputs:
     """Forecast, changes so that it fits, and room on the disk; returns the facts with these changes."""
-    teacher = _teacher(seen)
-    works = microbatch_budget.works(seen.layout.data if seen.layout and facts.data else None, torch_device, teacher)
+    teacher = _load_teacher_spec(seen)
+    works = microbatch_budget.make_work_estimator(
+        seen.layout.data if seen.layout and facts.data else None, torch_device, teacher
+    )
 
     def needed(settings: Settings) -> int:
         expected = forecast.forecast(base, settings.train, settings.machine, works(settings))
         return expected.needed_bytes(work.sharing)
 
     work = works(facts.settings)
-    available = capacity.of(torch_device).available_bytes // work.sharing
+    available = capacity.measure_device(torch_device).available_bytes // work.sharing
     try:
-        found = recommendations.fit(facts.settings, facts.device, Room(available, needed, work.row_tokens, work.ranks))
+        found = recommendations.fit_to_memory(
+            facts.settings, facts.device, MemoryConstraint(available, needed, work.row_tokens, work.ranks)
+        )
     except InputError as error:
         seen.problems.append(str(error))
         return facts
     except Exception as error:  # a model of a kind that nobody has seen; it may train all the same
         seen.say("memory", f"no forecast for this model ({type(error).__name__}: {str(error)[:200]})")
         return facts
-    _say_memory(seen, found, work, available)
+    _report_memory(seen, found, work, available)
     for change in found.changes:
-        facts = replace(facts, settings=params_file.changed(facts.settings, change.values))
+        facts = replace(facts, settings=params_file.apply_changes(facts.settings, change.values))
     seen.changes += found.changes
-    _disk(seen, facts.settings, base)
+    _check_disk(seen, facts.settings, base)
     return facts
 
 
-def _teacher(seen: _Examination) -> Blueprint | None:
+def _load_teacher_spec(seen: _DoctorReport) -> ModelSpec | None:
     """The one that would be in memory, if train.distill has one there."""
     if seen.layout is None or not seen.settings.train.distill.stays:
         return None
     try:
-        found = model_spec.load(teacher_reference.place_of(seen.layout, seen.settings.train))
+        found = model_spec.load(teacher_reference.teacher_directory(seen.layout, seen.settings.train))
     except InputError as error:
         seen.problems.append(str(error))
         return None
@@ -232,40 +249,42 @@ def _teacher(seen: _Examination) -> Blueprint | None:
     return found
 
 
-def _say_memory(seen: _Examination, found: Fit, work: Work, available: int) -> None:
+def _report_memory(seen: _DoctorReport, found: MemoryFit, work: MemoryWorkload, available: int) -> None:
     size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
     each = f" for each of {work.sharing} ranks" if work.sharing > 1 else ""
-    needed = f"{written(found.needed_bytes)} needed by the forecast for {size}, {written(available)} at hand{each}"
+    needed = (
+        f"{format_bytes(found.needed_bytes)} needed by the forecast for {size}, {format_bytes(available)} at hand{each}"
+    )
     if not found.fits:
         seen.say("memory", f"{needed}: no setting makes it fit")
         seen.problems.append(
-            f"even the smallest settings need {written(found.least_bytes)} of memory, and {written(available)} are at "
-            "hand: take a smaller base, a machine with more memory, or more ranks that share the base (`ratchet "
-            "forecast --ranks N` says what each of them would hold)"
+            f"even the smallest settings need {format_bytes(found.least_bytes)} of memory, and "
+            f"{format_bytes(available)} are at hand: take a smaller base, a machine with more memory, or more ranks "
+            "that share the base (`ratchet forecast --ranks N` says what each of them would hold)"
         )
     elif found.changes:
-        seen.say("memory", f"{needed}; {written(found.least_bytes)} with the changes below")
+        seen.say("memory", f"{needed}; {format_bytes(found.least_bytes)} with the changes below")
     else:
         seen.say("memory", f"{needed}: it fits")
 
 
-def _disk(seen: _Examination, settings: Settings, base: Blueprint) -> None:
+def _check_disk(seen: _DoctorReport, settings: Settings, base: ModelSpec) -> None:
     """Room for checkpoints and the exported model."""
     if seen.layout is None:
         return
-    learned = 4 * parameters.trainable_parameters(base, settings.train)
+    learned = 4 * parameters.count_trainable_parameters(base, settings.train)
     checkpoints = STATES * learned * (settings.machine.keep_checkpoints + 2)
     exported = EXPORT_BYTES[settings.export.dtype] * base.parameters
     free = capacity.disk_free_bytes(seen.layout.runs)
     if free < checkpoints + exported:
         seen.problems.append(
-            f"{seen.layout.runs}: {written(free)} are free, and a run needs about {written(checkpoints)} for "
-            f"checkpoints and {written(exported)} for the exported model (export.dtype: {settings.export.dtype}): "
+            f"{seen.layout.runs}: {format_bytes(free)} are free, and a run needs about {format_bytes(checkpoints)} for "
+            f"checkpoints and {format_bytes(exported)} for the exported model (export.dtype: {settings.export.dtype}): "
             "make room, or move runs with RATCHET_RUNS"
         )
 
 
-def _agreement(seen: _Examination, facts: Facts, base: Blueprint) -> None:
+def _check_run_settings(seen: _DoctorReport, facts: RecommendationInputs, base: ModelSpec) -> None:
     """Whether a run would be refused for what its settings ask of this base."""
     try:
         targets.check_adapter(base, facts.settings.train, bool(facts.settings.base.added_tokens))
@@ -277,7 +296,7 @@ def _agreement(seen: _Examination, facts: Facts, base: Blueprint) -> None:
 # ---------------------------------------------------------------------------------------------------------- the advice
 
 
-def _advice(proposals: list[Proposal], base: Path | None, layout: Layout | None) -> Iterator[str]:
+def _format_advice(proposals: list[SettingProposal], base: Path | None, layout: ProjectLayout | None) -> Iterator[str]:
     against = "params.yaml" if layout is not None else "the defaults"
     if not proposals and layout is None and base is None:
         return  # nothing to advise about
@@ -287,20 +306,20 @@ def _advice(proposals: list[Proposal], base: Path | None, layout: Layout | None)
     count = f"{len(proposals)} change{'s' * (len(proposals) > 1)}"
     yield f"advice: {count} to {against}" + (f" for {base}" if base is not None else "")
     for one in proposals:
-        yield f"  {one.key}: {_shown(one.before)} → {_shown(one.value)}"
+        yield f"  {one.key}: {_format_value(one.before)} → {_format_value(one.value)}"
         yield f"      {one.reason}"
         yield f"      source: {one.source}"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
-def _written(layout: Layout, text: str, proposals: list[Proposal], write: bool) -> Iterator[str]:
+def _apply_changes(layout: ProjectLayout, text: str, proposals: list[SettingProposal], write: bool) -> Iterator[str]:
     """The change of params.yaml as a diff, which is made if asked for."""
-    new = params_file.amended(text, {one.key: one.value for one in proposals})
+    new = params_file.amend_text(text, {one.key: one.value for one in proposals})
     name = layout.params.name
     yield ""
     yield from difflib.unified_diff(text.splitlines(), new.splitlines(), name, f"{name} (advised)", n=1, lineterm="")

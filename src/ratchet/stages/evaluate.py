@@ -8,8 +8,8 @@ from typing import Any
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
 from ratchet.evaluation import comparability, harness, judge, metrics, model_loader, rows
-from ratchet.evaluation.evaluator import Examination, Progress, Result
-from ratchet.evaluation.model_loader import BatchSize, Field
+from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
+from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModelLoader
 from ratchet.evaluation.rows import TestRows
 from ratchet.gate import test_set_reuse
 from ratchet.models import base_model, loading, oom, teacher_reference
@@ -17,19 +17,19 @@ from ratchet.registry import bundle_files
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     ROWS,
-    EvalReport,
-    Judgements,
-    Metric,
-    Noise,
-    Objective,
-    Sample,
-    Scores,
+    EvaluationNoise,
+    EvaluationReport,
+    JudgeReport,
+    MetricValue,
+    ModelScores,
+    ObjectiveSet,
+    SampleScore,
     Who,
     answers_file,
     curves_file,
@@ -37,41 +37,41 @@ from ratchet.storage.records.evaluation import (
     judged_file,
     sample_file,
 )
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import read_champion
-from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-def scores(who: Who, result: Result) -> Scores:
+def summarize_scores(who: Who, result: EvaluationResult) -> ModelScores:
     """One model's results without its samples.
 
     A figure that is not finite has no place in JSON; its samples have, and the gate names the first that is none.
     """
-    return Scores(
+    return ModelScores(
         model_digest=result.subject.model_digest,
         form=result.subject.form,
-        contract=digests.of_json(result.contract),
-        metrics=finite(result.metrics),
+        contract=digests.hash_json(result.contract),
+        metrics=select_finite(result.metrics),
         samples={name: sample_file(who, name) for name in result.samples},
         per_class=result.per_class,
-        slices={part: finite(found) for part, found in result.slices.items()},
+        slices={part: select_finite(found) for part, found in result.slices.items()},
     )
 
 
-def finite(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def select_finite(metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
     """Those that are numbers; what is none has no place in JSON."""
     return {name: one for name, one in metrics.items() if is_finite(one)}
 
 
-def is_finite(metric: Metric) -> bool:
+def is_finite(metric: MetricValue) -> bool:
     """Whether value and interval are numbers."""
     return all(map(math.isfinite, (metric.value, metric.low, metric.high)))
 
 
-def write(
+def write_report(
     target: Path,
-    report: EvalReport,
-    results: Mapping[Who, Result],
+    report: EvaluationReport,
+    results: Mapping[Who, EvaluationResult],
     rows: TestRows,
     settings: Settings,
     judged: Mapping[Who, list[dict[str, Any]]],
@@ -81,13 +81,13 @@ def write(
         asked = [row.model_dump(mode="json", exclude={"format"}) for row in rows.records(settings.evaluate.categories)]
         base.write_lines(scratch / ROWS, asked)
         for who, result in results.items():
-            _write_one(scratch, who, result, rows)
+            _write_model(scratch, who, result, rows)
         for who, lines in judged.items():
             base.write_lines(scratch / judged_file(who), lines)
         report.save(scratch / "eval.json")
 
 
-def _write_one(scratch: Path, who: Who, result: Result, rows: TestRows) -> None:
+def _write_model(scratch: Path, who: Who, result: EvaluationResult, rows: TestRows) -> None:
     write_samples(scratch, who, result.samples)
     answers = [{"id": key, "answers": given} for key, given in zip(rows.ids, result.answers, strict=False)]
     base.write_lines(scratch / answers_file(who), answers)
@@ -98,40 +98,40 @@ def _write_one(scratch: Path, who: Who, result: Result, rows: TestRows) -> None:
         files.write_json(scratch / f"confusion/{who}.json", table)
         if who == "candidate" or (who == "merged" and not (scratch / "confusion" / "candidate.png").exists()):
             labels = [*result.confusion.labels, metrics.OTHER]
-            plots.confusion_matrix(labels, result.confusion.matrix, scratch / f"confusion/{who}.png")
+            plots.draw_confusion_matrix(labels, result.confusion.matrix, scratch / f"confusion/{who}.png")
     if result.curves:
         files.write_json(scratch / curves_file(who), result.curves)
         if who in ("candidate", "merged"):
-            plots.precision_recall(result.curves, scratch / curves_file(who).with_suffix(".png"))
+            plots.draw_precision_recall(result.curves, scratch / curves_file(who).with_suffix(".png"))
 
 
-def write_samples(scratch: Path, who: str, found: Mapping[str, Sequence[Sample]]) -> None:
+def write_samples(scratch: Path, who: str, found: Mapping[str, Sequence[SampleScore]]) -> None:
     """Per-sample scores, a file a metric."""
     for name, samples in found.items():
         rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in samples]
         base.write_lines(scratch / sample_file(who, name), rows)
 
 
-def describe(report: EvalReport) -> str:
+def describe(report: EvaluationReport) -> str:
     """A table for the terminal: a row a metric, a column a model, 95 % intervals; then what a reader should know."""
     names = sorted({name for one in report.scores.values() for name in one.metrics})
     rows = [["", *report.scores]]
     for name in names:
         figures = [one.metrics.get(name) for one in report.scores.values()]
         rows.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
-    lines = [table(rows)]
+    lines = [format_table(rows)]
     for who, cost in report.costs.items():
         lines.append(
             f"  {who}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
             f"{cost.tokens_per_s:.0f} tokens/s, {cost.memory_bytes / 2**20:,.0f} MiB, on {cost.device}"
         )
     if report.judged is not None:
-        lines += [f"  {line}" for line in judged_lines(report.judged)]
+        lines += [f"  {line}" for line in format_judge_lines(report.judged)]
     lines += [f"  note: {note}" for note in report.notes]
     return "\n".join(lines)
 
 
-def judged_lines(judged: Judgements) -> list[str]:
+def format_judge_lines(judged: JudgeReport) -> list[str]:
     """The judge's figures, a line an opponent, and what they cost."""
     lines = []
     for who, one in judged.comparisons.items():
@@ -157,7 +157,7 @@ def judged_lines(judged: Judgements) -> list[str]:
     return [*lines, f"judge: {', '.join(counts)}"]
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Columns side by side, two spaces in."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -167,7 +167,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 # Base, candidate, champion and anchor on the test rows, under one contract: what the gate compares.
 
 
-def evaluate(layout: Layout, settings: Settings, progress: Progress) -> str:
+def evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> str:
     """Run the stage.
 
     Raises:
@@ -177,26 +177,26 @@ def evaluate(layout: Layout, settings: Settings, progress: Progress) -> str:
         MemoryExhaustedError: not even one row fits.
         EndpointError: the judge does not answer; all that was scored and said is kept.
     """
-    field, card, test = _inputs(layout, settings)
+    field, card, test = _load_inputs(layout, settings)
     if field.needs_export:
         field.require_export()
     asked = judge.JudgeSession.of(layout, settings)  # who is not there is told now, not after an hour of other work
-    examination = _examination(layout, settings, card, test, progress)
-    results, notes = _examine(field, examination)
+    examination = _build_evaluator(layout, settings, card, test, progress)
+    results, notes = _evaluate_models(field, examination)
     judged, lines = None, judge.Lines()
     if asked is not None:
         judged, lines, more = asked.compare(results, test, progress)
         notes += more
-    found = _report(field, card, test, results, notes).model_copy(update={"judged": judged})
-    write(layout.evaluate, found, results, test, settings, lines)
-    test_set_reuse.note(layout, found.gate_set, found.adapter_digest, found.run_id)
-    seen = test_set_reuse.count(layout, found.gate_set, found.adapter_digest)
-    _track(layout, settings, found)
+    found = _build_report(field, card, test, results, notes).model_copy(update={"judged": judged})
+    write_report(layout.evaluate, found, results, test, settings, lines)
+    test_set_reuse.record_look(layout, found.gate_set, found.adapter_digest, found.run_id)
+    seen = test_set_reuse.count_models(layout, found.gate_set, found.adapter_digest)
+    _log_to_mlflow(layout, settings, found)
     looked = f"  {seen} of {settings.gate.lookups} models looked at with these test rows (gate.lookups)"
     return f"{describe(found)}\n{looked}"
 
 
-def again(layout: Layout, settings: Settings, progress: Progress) -> None:
+def evaluate_again(layout: ProjectLayout, settings: Settings, progress: Progress) -> None:
     """`ratchet gate --aa`: score the candidate a second time, in other batches, with nothing kept from the first.
 
     What differs from the evaluation on file is noise, not a better or worse model.
@@ -204,9 +204,9 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
     Raises:
         DataError: there is no evaluation of this candidate.
     """
-    files.verify(layout.evaluate, "evaluation")
-    first = EvalReport.load(layout.eval_report)
-    field, card, test = _inputs(layout, settings)
+    files.verify_sealed(layout.evaluate, "evaluation")
+    first = EvaluationReport.load(layout.eval_report)
+    field, card, test = _load_inputs(layout, settings)
     if first.adapter_digest != field.trained.adapter_digest:
         raise DataError(f"{layout.eval_report}: is about another adapter; run `dvc repro evaluate`")
     who: Who = "candidate" if "candidate" in first.scores else "merged"
@@ -215,69 +215,80 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
     alone = settings.model_copy(
         update={"evaluate": settings.evaluate.model_copy(update={"forms": (first.scores[who].form,)})}
     )
-    examination = _examination(layout, alone, card, test, progress, kept=False)
-    result = Field(layout, alone, field.base, field.trained, field.model_digest, {}, field.device).again(
-        examination, batch_rows
-    )
+    examination = _build_evaluator(layout, alone, card, test, progress, kept=False)
+    result = EvaluationModelLoader(
+        layout, alone, field.base, field.trained, field.model_digest, {}, field.device
+    ).again(examination, batch_rows)
     with files.sealed_directory(layout.noise, "noise") as scratch:
         write_samples(scratch, who, result.samples)
-        Noise(
+        EvaluationNoise(
             model_digest=result.subject.model_digest,
             form=result.subject.form,
             contract=first.scores[who].contract,
             batch_rows=(was, batch_rows),
-            metrics=finite(result.metrics),
+            metrics=select_finite(result.metrics),
             samples={name: sample_file(who, name) for name in result.samples},
         ).save(scratch / "noise.json")
 
 
-def _inputs(layout: Layout, settings: Settings) -> tuple[Field, DatasetCard, TestRows]:
+def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationModelLoader, DatasetCard, TestRows]:
     """What the stages before have left, checked to belong together."""
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
-    train, teaching = teacher_reference.taught(settings.train, layout, card.digest)
+    train, teaching = teacher_reference.resolve_teacher(settings.train, layout, card.digest)
     RunSpec(train=train, data_digest=card.digest, base_digest=base.digest, teaching=teaching).require(trained)
-    files.verify(layout.train, "train")
-    exported = _exported(layout, trained)
-    opponents = model_loader.opponents(layout, read_champion(layout.champion))
+    files.verify_sealed(layout.train, "train")
+    exported = _exported_digest(layout, trained)
+    opponents = model_loader.verify_references(layout, read_champion(layout.champion))
     test = rows.read(layout, settings)
-    base_model.check(base_model.locate(layout, base), base.files)
+    base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
-    return Field(layout, settings, base, trained, exported, opponents, device), card, test
+    return EvaluationModelLoader(layout, settings, base, trained, exported, opponents, device), card, test
 
 
-def _exported(layout: Layout, trained: TrainReport) -> str | None:
+def _exported_digest(layout: ProjectLayout, trained: TrainReport) -> str | None:
     """Digest of the model that was exported from this adapter, every byte checked; None where there is none."""
-    if not layout.bundle.exists() or (bundle := Bundle.load(layout.bundle)).adapter_digest != trained.adapter_digest:
+    if (
+        not layout.bundle.exists()
+        or (bundle := ModelBundle.load(layout.bundle)).adapter_digest != trained.adapter_digest
+    ):
         return None
-    bundle_files.verified(layout)
+    bundle_files.verify_export(layout)
     return bundle.model_digest
 
 
-def _examination(
-    layout: Layout, settings: Settings, card: DatasetCard, test: TestRows, progress: Progress, *, kept: bool = True
-) -> Examination:
-    text = rows.general_text(layout, settings)
+def _build_evaluator(
+    layout: ProjectLayout,
+    settings: Settings,
+    card: DatasetCard,
+    test: TestRows,
+    progress: Progress,
+    *,
+    kept: bool = True,
+) -> Evaluator:
+    text = rows.read_general_text(layout, settings)
     wanted = settings.evaluate.harness.tasks
-    tasks = harness.fingerprints(wanted, layout.root, layout.tasks)
+    tasks = harness.fingerprint_tasks(wanted, layout.root, layout.tasks)
     if unknown := [name for name in wanted if name not in tasks]:  # told now, not after an hour of other work
-        known = ", ".join(path.stem for path in harness.task_files(layout.tasks)) or "none"
+        known = ", ".join(path.stem for path in harness.find_task_files(layout.tasks)) or "none"
         raise SettingsError(f"evaluate.harness.tasks: no task {unknown[0]!r} in {layout.tasks}; there are: {known}")
-    terms = comparability.terms(settings, card, test, text, tasks)
-    return Examination(layout, settings, card, test, text, terms, progress, kept)
+    terms = comparability.comparison_terms(settings, card, test, text, tasks)
+    return Evaluator(layout, settings, card, test, text, terms, progress, kept)
 
 
-def _examine(field: Field, examination: Examination) -> tuple[dict[Who, Result], list[str]]:
+def _evaluate_models(
+    field: EvaluationModelLoader, examination: Evaluator
+) -> tuple[dict[Who, EvaluationResult], list[str]]:
     """Every model in batches of one size: where one does not fit, all are examined anew in smaller ones."""
     notes: list[str] = []
     longest = max(map(len, examination.rows.input_ids)) + field.settings.evaluate.max_new_tokens
-    size = BatchSize(field.settings.machine.evaluation_rows, longest)
+    size = EvaluationBatchSize(field.settings.machine.evaluation_rows, longest)
     while True:
         try:
             return field.examine(examination, size), notes
         except Exception as error:
-            if not oom.is_exhausted(error):
+            if not oom.is_out_of_memory(error):
                 raise
             was, cause = size.rows, first_line(error)
         if not size.halve():
@@ -287,17 +298,21 @@ def _examine(field: Field, examination: Examination) -> tuple[dict[Who, Result],
             raise MemoryExhaustedError(
                 f"evaluate: memory does not suffice for {what} ({cause}); {cure} take a machine with more memory"
             )
-        oom.release()
+        oom.release_memory()
         notes.append(f"memory did not suffice for {was} rows at once; all models were scored by {size.rows}")
         examination.progress(f"{notes[-1]}: starting over")
 
 
-def _report(
-    field: Field, card: DatasetCard, test: TestRows, results: Mapping[Who, Result], notes: list[str]
-) -> EvalReport:
+def _build_report(
+    field: EvaluationModelLoader,
+    card: DatasetCard,
+    test: TestRows,
+    results: Mapping[Who, EvaluationResult],
+    notes: list[str],
+) -> EvaluationReport:
     some = next(iter(results.values()))
     documents = {task: [str(one["id"]) for one in found] for task, found in some.documents.items()}
-    known = {digests.of_json(result.contract): result.contract for result in results.values()}
+    known = {digests.hash_json(result.contract): result.contract for result in results.values()}
     notes += [note for result in results.values() for note in result.notes]
     notes += [
         f"{who}: {name} is not a finite number, so there is no figure; the gate names the sample"
@@ -309,9 +324,9 @@ def _report(
         notes.append(
             "this adapter was not exported yet; the gate wants the export, and an evaluation after it: `dvc repro`"
         )
-    validation = Objective(name="validation rows", sample_ids=rows.validation_ids(field.layout))
+    validation = ObjectiveSet(name="validation rows", sample_ids=rows.validation_ids(field.layout))
     champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
-    return EvalReport(
+    return EvaluationReport(
         adapter_digest=field.trained.adapter_digest,
         base_digest=field.base.digest,
         data_digest=card.digest,
@@ -319,16 +334,16 @@ def _report(
         model_digest=field.model_digest,
         champion_digest=champion.champion.model_digest if champion else None,
         anchor_digest=anchor.champion.model_digest if anchor else None,
-        gate_set=rows.gate_set(test.ids, documents),
+        gate_set=rows.gate_set_digest(test.ids, documents),
         contracts=known,
-        scores={who: scores(who, result) for who, result in results.items()},
+        scores={who: summarize_scores(who, result) for who, result in results.items()},
         costs={who: result.cost for who, result in results.items() if result.cost},
-        chosen_by=test_set_reuse.shared(field.layout, test.ids, documents, [validation]),
+        chosen_by=test_set_reuse.count_overlaps(field.layout, test.ids, documents, [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _track(layout: Layout, settings: Settings, found: EvalReport) -> None:
+def _log_to_mlflow(layout: ProjectLayout, settings: Settings, found: EvaluationReport) -> None:
     """Add the figures to the run in MLflow."""
     figures = {
         f"test/{who}/{name}": metric.value for who, one in found.scores.items() for name, metric in one.metrics.items()
@@ -339,8 +354,8 @@ def _track(layout: Layout, settings: Settings, found: EvalReport) -> None:
     pictures: list[Path] = [
         path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
     ]
-    tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
-    run = tracking.observer(RunPaths(layout.runs / found.run_id), settings, plots.loss_curve)
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
+    run = tracking.observer(RunPaths(layout.runs / found.run_id), settings, plots.draw_loss_curve)
     tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in found.contracts))}
     tracking.report(
         run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_grace_s

@@ -14,22 +14,29 @@ from ratchet.config.schema import Machine, Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RunFailedError
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection import injectors
-from ratchet.runs.fault_injection.injectors import POLL_S, Command
-from ratchet.runs.fault_injection.outcome import Chronicle, Clock, Moment, Outcome, differences, journal_of
-from ratchet.runs.fault_injection.plan import DOWN, Blow, Shape, Trial
+from ratchet.runs.fault_injection.injectors import POLL_S, TrainCommandProcess
+from ratchet.runs.fault_injection.outcome import (
+    BaselineTiming,
+    FaultTrialTimeline,
+    TrainingFingerprint,
+    TrainingMoment,
+    find_differences,
+    find_journal,
+)
+from ratchet.runs.fault_injection.plan import DOWN, ExternalFault, FaultTrial, TrainingShape
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
-from ratchet.tracking.mlflow.store import Store
+from ratchet.tracking.mlflow.store import MlflowStore
 
 MOVED = " moved elsewhere"
 """What the name of a project gains when it is moved; a space, as in many a home directory."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class FaultTrialLimits:
     """What a trial may take."""
 
     silence_s: float
@@ -39,23 +46,23 @@ class Limits:
 
 
 @dataclass
-class Carried:
+class FaultTrialRun:
     """A trial that has been carried out."""
 
-    seen: Chronicle = field(default_factory=Chronicle)
+    seen: FaultTrialTimeline = field(default_factory=FaultTrialTimeline)
     root: Path = Path()
     """Where its project is now."""
     wall_s: float = 0.0
 
 
-class _Due:
+class _FaultTrigger:
     """Waits for a moment of the worker that is at work."""
 
-    def __init__(self, moment: Moment, started: bool) -> None:
+    def __init__(self, moment: TrainingMoment, started: bool) -> None:
         self._moment, self._started = moment, started
         self._reached_s = time.monotonic() if moment.loading else None
 
-    def come(self, seen: Chronicle) -> bool:
+    def come(self, seen: FaultTrialTimeline) -> bool:
         """Whether the moment is there, or over."""
         moment = self._moment
         at_work = seen.own_steps > 0 or not self._started
@@ -66,13 +73,13 @@ class _Due:
         return self._reached_s is not None and time.monotonic() >= self._reached_s + moment.delay_s
 
 
-class _Conduct:
+class _FaultTrialRunner:
     """The state of one trial that is being carried out."""
 
-    def __init__(self, trial: Trial, root: Path, clock: Clock | None, limits: Limits) -> None:
+    def __init__(self, trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> None:
         self.trial, self.clock, self.limits = trial, clock, limits
-        self.layout = Layout(root)
-        self.seen = Chronicle()
+        self.layout = ProjectLayout(root)
+        self.seen = FaultTrialTimeline()
         self.pending = list(trial.blows)
         self.began = time.monotonic()
         self._journal: Path | None = None
@@ -84,17 +91,17 @@ class _Conduct:
         """Take in the journal, once there is one."""
         if self._journal is None:
             try:
-                self._journal = journal_of(self.layout)
+                self._journal = find_journal(self.layout)
             except DataError:
                 return False
         return self.seen.read(self._journal, self.now())
 
-    def follow(self, command: Command) -> Blow | None:
+    def follow(self, command: TrainCommandProcess) -> ExternalFault | None:
         """Deal blows until the command has ended; the one that ended it, if one did."""
         worker: int | None = None
         struck: int | None = None
-        dealt: Blow | None = None
-        due: _Due | None = None
+        dealt: ExternalFault | None = None
+        due: _FaultTrigger | None = None
         heard = time.monotonic()
         while command.process.poll() is None:
             if self.read():
@@ -122,16 +129,16 @@ class _Conduct:
         self.seen.ended(self.now())
         return dealt
 
-    def _due(self) -> _Due | None:
+    def _due(self) -> _FaultTrigger | None:
         """When the next blow is to be dealt; None as long as what it waits for has not happened."""
         blow, seen = self.pending[0], self.seen
         if self.clock is None or seen.own_steps < blow.own_steps or seen.farthest_step < blow.past_step:
             return None
         started = seen.own_steps == 0
         step = seen.checkpoint_step if started else seen.last_step
-        return _Due(self.clock.moment(step, started, blow.fraction), started)
+        return _FaultTrigger(self.clock.moment(step, started, blow.fraction), started)
 
-    def _deal(self, blow: Blow, command: Command) -> bool:
+    def _deal(self, blow: ExternalFault, command: TrainCommandProcess) -> bool:
         """Whether the blow met something."""
         if blow.what == "kill worker":
             met = command.signal_worker(signal.SIGKILL)
@@ -150,7 +157,7 @@ class _Conduct:
             self.seen.problems.append("the worker outlived its supervisor")
         return met
 
-    def accept(self, blow: Blow | None, exit_code: int) -> bool:
+    def accept(self, blow: ExternalFault | None, exit_code: int) -> bool:
         """Whether the command is to be repeated; notes a problem when that is not what its contract says."""
         if self.seen.problems or exit_code == EXIT_OK:
             return False
@@ -178,15 +185,15 @@ class _Conduct:
             text = f"step {self.seen.last_step} was done, step {self.seen.checkpoint_step} sealed after SIGTERM"
             self.seen.problems.append(text)
 
-    def _while_down(self, blow: Blow) -> None:
+    def _while_down(self, blow: ExternalFault) -> None:
         if blow.what == "move the project":
             goal = self.layout.root.with_name(self.layout.root.name + MOVED)
             self.layout.root.rename(goal)
-            self.layout = Layout(goal)
+            self.layout = ProjectLayout(goal)
         else:
-            paths = RunPaths(journal_of(self.layout).parent)
-            self.seen.notes.append(injectors.damage(blow.what, paths, blow.draw))
-        self._journal = journal_of(self.layout)
+            paths = RunPaths(find_journal(self.layout).parent)
+            self.seen.notes.append(injectors.damage_run(blow.what, paths, blow.draw))
+        self._journal = find_journal(self.layout)
         self.seen.reread(self._journal)
 
     def _last_output(self) -> str:
@@ -194,7 +201,7 @@ class _Conduct:
         return " / ".join(line.strip() for line in lines[-6:] if line.strip())[:500]
 
 
-def carry_out(trial: Trial, root: Path, clock: Clock | None, limits: Limits) -> Carried:
+def run_trial(trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> FaultTrialRun:
     """Train the project in `root` to the end, with all that the trial says.
 
     Args:
@@ -203,15 +210,15 @@ def carry_out(trial: Trial, root: Path, clock: Clock | None, limits: Limits) -> 
         clock: of an undisturbed training; None when there is none yet, and then no blow is dealt.
         limits: what it may take.
     """
-    conduct, faults = _Conduct(trial, root, clock, limits), trial.faults
+    conduct, faults = _FaultTrialRunner(trial, root, clock, limits), trial.faults
     while True:
-        with Command(conduct.layout.root, faults) as command:
+        with TrainCommandProcess(conduct.layout.root, faults) as command:
             blow = conduct.follow(command)
         if not conduct.accept(blow, command.process.returncode):
             break
         faults = () if trial.heals else faults
     conduct.seen.missed = len(conduct.pending)
-    return Carried(conduct.seen, conduct.layout.root, conduct.now())
+    return FaultTrialRun(conduct.seen, conduct.layout.root, conduct.now())
 
 
 # Train a short reference, then the same under every fault of a plan, and compare. One training at a time.
@@ -232,19 +239,19 @@ SILENCE_S = 240.0
 CROWD_ROWS = 4
 """Of a micro-batch, at least, where memory is to run out: one row cannot be made smaller."""
 
-References = dict[tuple[object, ...], Outcome]
+References = dict[tuple[object, ...], TrainingFingerprint]
 
 
 @dataclass(frozen=True)
-class TrialResult:
+class FaultTrialResult:
     """What one trial came to."""
 
-    trial: Trial
+    trial: FaultTrial
     differences: tuple[str, ...]
     """From the undisturbed training; empty: exact."""
     problems: tuple[str, ...]
     """What needed a hand, or was not as promised; empty: recovered."""
-    seen: Chronicle
+    seen: FaultTrialTimeline
     wall_s: float
     folder: Path | None
     """Its project, if it was kept."""
@@ -261,28 +268,28 @@ class TrialResult:
 
 
 @dataclass
-class Campaign:
+class FaultCampaign:
     """Trials of one project's configuration.
 
     Args:
         project: stages base and prepare have run; nothing in it is changed.
-        settings: short ones, see `plan.Shape`; where and how often checkpoints are written is decided here.
+        settings: short ones, see `plan.TrainingShape`; where and how often checkpoints are written is decided here.
         folder: for the projects of the trials, on the disk that is to be tried; made if needed.
         say: told what goes on, a line at a time.
         keep: leave the projects of all trials; otherwise only those of failed ones.
     """
 
-    project: Layout
+    project: ProjectLayout
     settings: Settings
     folder: Path
     say: Callable[[str], None]
     keep: bool = False
-    clock: Clock | None = None
+    clock: BaselineTiming | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the machine, as the reference's worker told them."""
     _references: References = field(default_factory=dict)
 
-    def run(self, plan: Sequence[Trial]) -> list[TrialResult]:
+    def run(self, plan: Sequence[FaultTrial]) -> list[FaultTrialResult]:
         """Carry out a plan.
 
         Raises:
@@ -291,10 +298,10 @@ class Campaign:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder = self.folder.resolve()
-        self._reference(Trial("none", 0))
+        self._reference(FaultTrial("none", 0))
         return [self._trial(trial) for trial in plan]
 
-    def _trial(self, trial: Trial) -> TrialResult:
+    def _trial(self, trial: FaultTrial) -> FaultTrialResult:
         """Repeated while all is well but not all blows met; what was not well at any try is the result."""
         result = self._try(trial)
         for _ in range(TRIES - 1):
@@ -307,68 +314,68 @@ class Campaign:
             result = replace(result, problems=(f"in {TRIES} tries no blow met the training",))
         return result
 
-    def _try(self, trial: Trial) -> TrialResult:
+    def _try(self, trial: FaultTrial) -> FaultTrialResult:
         expected = self._reference(trial)
         carried = self._carry_out(trial, trial.name)
         seen = carried.seen
         if seen.problems:
             different = ["it did not finish"]
         else:
-            found = Outcome.of(Layout(carried.root))
-            different = differences(expected, found)
-        seen.problems += _broken_promises(trial, seen)
+            found = TrainingFingerprint.of(ProjectLayout(carried.root))
+            different = find_differences(expected, found)
+        seen.problems += _find_violations(trial, seen)
         failed = bool(different or seen.problems)
         kept = carried.root if self.keep or failed else None
         if kept is None:
             shutil.rmtree(carried.root)
             # MLflow knows the place of a run's artifacts by its whole path: of a moved project, the old one again.
             shutil.rmtree(self.folder / trial.name, ignore_errors=True)
-        result = TrialResult(trial, tuple(different), tuple(seen.problems), seen, carried.wall_s, kept)
-        self.say(_line(result))
+        result = FaultTrialResult(trial, tuple(different), tuple(seen.problems), seen, carried.wall_s, kept)
+        self.say(_format_result(result))
         return result
 
-    def _reference(self, trial: Trial) -> Outcome:
+    def _reference(self, trial: FaultTrial) -> TrainingFingerprint:
         """What the undisturbed training comes to under the same settings (and faults, if the trial says so)."""
         key = trial.reference
         if key not in self._references:
-            undisturbed = Trial("reference", len(self._references), faults=key[0], guards=key[1])
+            undisturbed = FaultTrial("reference", len(self._references), faults=key[0], guards=key[1])
             carried = self._carry_out(undisturbed, undisturbed.name)
             seen = carried.seen
             if seen.problems or seen.kinds["attempt"] != 1:
                 cause = "; ".join(seen.problems) or f"it took {seen.kinds['attempt']} attempts"
                 raise RunFailedError(f"the undisturbed training failed, see {carried.root}: {cause}")
             if self.clock is None:
-                self.clock, self.facts = Clock.of(seen), seen.facts
-            self._references[key] = Outcome.of(Layout(carried.root))
+                self.clock, self.facts = BaselineTiming.of(seen), seen.facts
+            self._references[key] = TrainingFingerprint.of(ProjectLayout(carried.root))
             under = f" under {key[0][0].kind}" if key[0] else ""
             self.say(f"reference{under}: {seen.farthest_step} steps in {carried.wall_s:.1f} s")
             if not self.keep:
                 shutil.rmtree(carried.root)
         return self._references[key]
 
-    def _carry_out(self, trial: Trial, name: str) -> Carried:
+    def _carry_out(self, trial: FaultTrial, name: str) -> FaultTrialRun:
         settings = self._settings(trial)
         root = self.folder / name
         copy_project(self.project, root, settings, self._database())
         begun_s = self.clock.finished_s if self.clock else 0.0
         silence_s = SILENCE_S + 10 * begun_s + settings.machine.stall_first_s * trial.stalls
-        return carry_out(trial, root, self.clock, Limits(silence_s, settings.machine.grace_s))
+        return run_trial(trial, root, self.clock, FaultTrialLimits(silence_s, settings.machine.grace_s))
 
     def _database(self) -> Path:
         """MLflow's database as it is when new: made once (6 s), copied for each trial."""
-        template = Layout(self.folder / "template")
+        template = ProjectLayout(self.folder / "template")
         if not template.mlflow_database.exists():
             template.mlruns.mkdir(parents=True)
-            with Store(template).connected():
+            with MlflowStore(template).connected():
                 pass
         return template.mlflow_database
 
-    def _settings(self, trial: Trial) -> Settings:
+    def _settings(self, trial: FaultTrial) -> Settings:
         guards = self.settings.train.guards.model_copy(update=dict(trial.guards))
         train = self.settings.train.model_copy(update={"guards": guards})
         return self.settings.model_copy(update={"train": train, "machine": self._machine(trial)})
 
-    def _machine(self, trial: Trial) -> Machine:
+    def _machine(self, trial: FaultTrial) -> Machine:
         machine = self.settings.machine
         changes: dict[str, Any] = {
             "checkpoint_every": CHECKPOINT_EVERY_STEPS,
@@ -393,23 +400,23 @@ class Campaign:
         return min(rows, max(CROWD_ROWS, self.settings.train.batch_rows))
 
 
-def run(
-    project: Layout, settings: Settings, plan: Sequence[Trial], folder: Path, say: Callable[[str], None]
-) -> list[TrialResult]:
+def run_campaign(
+    project: ProjectLayout, settings: Settings, plan: Sequence[FaultTrial], folder: Path, say: Callable[[str], None]
+) -> list[FaultTrialResult]:
     """Carry out a plan; see Campaign."""
-    return Campaign(project, settings, folder, say).run(plan)
+    return FaultCampaign(project, settings, folder, say).run(plan)
 
 
-def shape(project: Layout, settings: Settings, steps: int) -> Shape:
+def plan_shape(project: ProjectLayout, settings: Settings, steps: int) -> TrainingShape:
     """What a plan for this project must know. Raises DataError when stage prepare has not run."""
     card = DatasetCard.load(project.dataset_card)
     longest = max((lengths.greatest for lengths in card.lengths.values()), default=1)
     if settings.train.batching == "packed":
         longest = settings.train.pack_tokens
-    return Shape(steps, settings.train.validate_every_steps, longest)
+    return TrainingShape(steps, settings.train.validate_every_steps, longest)
 
 
-def copy_project(project: Layout, root: Path, settings: Settings, database: Path) -> Layout:
+def copy_project(project: ProjectLayout, root: Path, settings: Settings, database: Path) -> ProjectLayout:
     """A project of its own that trains on the same base and data: linked, for nothing ever writes to them.
 
     Raises:
@@ -419,7 +426,7 @@ def copy_project(project: Layout, root: Path, settings: Settings, database: Path
     DatasetCard.load(project.dataset_card)
     if root.exists():
         raise DataError(f"{root}: there is a trial of that name already; remove it, or take another folder")
-    layout = Layout(root)
+    layout = ProjectLayout(root)
     for folder in ("base", "data"):
         files.link_tree(project.experiments / folder, layout.experiments / folder)
     directory = project.root / Path(base.source).expanduser()
@@ -433,7 +440,7 @@ def copy_project(project: Layout, root: Path, settings: Settings, database: Path
     return layout
 
 
-def _broken_promises(trial: Trial, seen: Chronicle) -> list[str]:
+def _find_violations(trial: FaultTrial, seen: FaultTrialTimeline) -> list[str]:
     """What the journal must show, or must not."""
     texts = []
     if trial.shows and seen.delivered + len(trial.faults) and not any(seen.kinds[kind] for kind in trial.shows):
@@ -443,7 +450,7 @@ def _broken_promises(trial: Trial, seen: Chronicle) -> list[str]:
     return texts
 
 
-def _line(result: TrialResult) -> str:
+def _format_result(result: FaultTrialResult) -> str:
     seen = result.seen
     what = "exact" if result.exact else f"NOT EXACT: {'; '.join(result.differences)}"
     blows = Counter(name for _, name in seen.marks)

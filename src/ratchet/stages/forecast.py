@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.config.schema import Settings
-from ratchet.config.units import unit_for, written
+from ratchet.config.units import choose_unit, format_bytes
 from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference
 from ratchet.models.memory import capacity
 from ratchet.models.memory import forecast as frugal
 from ratchet.models.memory import forecast as largest
 from ratchet.models.memory import forecast as simulation
-from ratchet.models.memory.forecast import Largest, Way, Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.forecast import LargestFittingSizes, MemoryFallback, MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 from ratchet.reports import training_page
-from ratchet.reports.training_page import Room
+from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.training import MemoryForecast, PhaseMemory
 from ratchet.training import microbatch_budget
@@ -36,7 +36,7 @@ ACCURACY = (
 
 
 @dataclass(frozen=True)
-class Options:
+class ForecastOptions:
     """What the command line asks for; None is what the project says."""
 
     base: Path | None = None
@@ -56,14 +56,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ForecastResult:
     """The forecast and what it is held against."""
 
     architecture: str
     forecast: MemoryForecast
     available_bytes: int | None
     """For each rank; None when the device is not here and nobody said how large it is."""
-    largest: Largest | None
+    largest: LargestFittingSizes | None
     packed: bool
     sharing: int
     """Ranks that live in the same memory."""
@@ -91,7 +91,7 @@ class Answer:
         }
 
 
-def forecast(layout: Layout | None, settings: Settings, options: Options) -> str:
+def forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> str:
     """The verb.
 
     Args:
@@ -109,29 +109,29 @@ def forecast(layout: Layout | None, settings: Settings, options: Options) -> str
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise SettingsError(f"{name}: {value}: write a number from 1 on")
-    answer = _answer(layout, settings, options)
+    answer = _compute_forecast(layout, settings, options)
     if options.html is not None:
         room = None
         if answer.available_bytes is not None:
-            room = Room(answer.available_bytes, answer.limits, answer.sharing)
-        files.write_atomic(options.html, training_page.forecast_page(answer.forecast, room, (ACCURACY,)))
-    return _as_json(answer) if options.as_json else _as_text(answer)
+            room = MemoryHeadroom(answer.available_bytes, answer.limits, answer.sharing)
+        files.write_atomic(options.html, training_page.write_forecast_page(answer.forecast, room, (ACCURACY,)))
+    return _format_json(answer) if options.as_json else _format_text(answer)
 
 
-def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answer:
-    plan = model_spec.load(*_base(layout, settings, options))
-    settings, device = _asked(settings, options)
+def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> ForecastResult:
+    plan = model_spec.load(*_locate_base(layout, settings, options))
+    settings, device = _apply_options(settings, options)
     train, machine = settings.train, settings.machine
-    work, notes = _work(layout, settings, options)
+    work, notes = _largest_workload(layout, settings, options)
     work = replace(work, device=device, sharing=work.sharing if device == "cpu" else 1)
-    at_hand = options.memory_bytes or _at_hand(device)
+    at_hand = options.memory_bytes or _available_bytes(device)
     available = None if at_hand is None else at_hand // work.sharing
     try:
-        if available is not None and (way := _frugal_way(plan, settings, work, available)):
+        if available is not None and (way := _choose_fallback(plan, settings, work, available)):
             machine = way.machine
             notes = (f"Not even one row would fit otherwise: {way.cost}.", *notes)
         found = simulation.forecast(plan, train, machine, work)
-        most = None if available is None else largest.find(plan, train, machine, work, available)
+        most = None if available is None else largest.find_largest_sizes(plan, train, machine, work, available)
     except RatchetError:
         raise
     except Exception as error:  # a model of a kind that nobody has seen
@@ -140,13 +140,13 @@ def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answ
             f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
         ) from error
     found = found.model_copy(update={"notes": (*found.notes, *notes)})
-    return Answer(plan.class_name, found, available, most, work.packed, work.sharing)
+    return ForecastResult(plan.class_name, found, available, most, work.packed, work.sharing)
 
 
-def _asked(settings: Settings, options: Options) -> tuple[Settings, Literal["cpu", "cuda"]]:
+def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settings, Literal["cpu", "cuda"]]:
     """The settings with what the command line asks for, and the device."""
     machine = settings.machine
-    device = options.device or (_device_here() if machine.device == "auto" else machine.device)
+    device = options.device or (_local_device() if machine.device == "auto" else machine.device)
     changed: dict[str, Any] = {"device": device}
     if options.rows is not None:
         changed["micro_batch_rows"] = options.rows
@@ -155,20 +155,22 @@ def _asked(settings: Settings, options: Options) -> tuple[Settings, Literal["cpu
     return settings.model_copy(update={"machine": machine.model_copy(update=changed)}), device
 
 
-def _frugal_way(plan: Blueprint, settings: Settings, work: Work, available: int) -> Way | None:
+def _choose_fallback(
+    plan: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
+) -> MemoryFallback | None:
     """What a run would choose where not even one row fits; None where one does, or nothing helps."""
     train, machine = settings.train, settings.machine
     least = simulation.forecast(plan, train, machine, work.single_row())
     if least.needed_bytes(work.sharing) <= available:
         return None
-    return frugal.first_that_fits(plan, train, machine, work, available)
+    return frugal.choose_fallback(plan, train, machine, work, available)
 
 
-def _device_here() -> Literal["cpu", "cuda"]:
+def _local_device() -> Literal["cpu", "cuda"]:
     return "cuda" if loading.pick_device("auto").type == "cuda" else "cpu"
 
 
-def _base(layout: Layout | None, settings: Settings, options: Options) -> tuple[Path, bool]:
+def _locate_base(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> tuple[Path, bool]:
     """Where the base's configuration is, and whether code that came with it may run."""
     if options.base is not None:
         if not options.base.exists():
@@ -188,18 +190,20 @@ def _base(layout: Layout | None, settings: Settings, options: Options) -> tuple[
     )
 
 
-def _at_hand(device: Literal["cpu", "cuda"]) -> int | None:
+def _available_bytes(device: Literal["cpu", "cuda"]) -> int | None:
     """Memory that a training could have on this machine; None when it has no such device."""
     if device == "cpu":
-        return capacity.of_host().available_bytes
-    return capacity.of(loading.pick_device("cuda")).available_bytes if _device_here() == "cuda" else None
+        return capacity.measure_host().available_bytes
+    return capacity.measure_device(loading.pick_device("cuda")).available_bytes if _local_device() == "cuda" else None
 
 
-def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[Work, tuple[str, ...]]:
+def _largest_workload(
+    layout: ProjectLayout | None, settings: Settings, options: ForecastOptions
+) -> tuple[MemoryWorkload, tuple[str, ...]]:
     """The largest micro-batch of a training, and what had to be assumed."""
     data = layout.data if layout is not None and layout.dataset_card.is_file() else None
-    teacher, notes = _teacher(layout, settings)
-    work = microbatch_budget.works(data, loading.pick_device("cpu"), teacher)(settings)
+    teacher, notes = _load_teacher_spec(layout, settings)
+    work = microbatch_budget.make_work_estimator(data, loading.pick_device("cpu"), teacher)(settings)
     if options.rows is not None:
         work = replace(work, rows=options.rows)
     share = work.learned_tokens / work.row_tokens
@@ -222,20 +226,20 @@ def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[
     return work, notes
 
 
-def _teacher(layout: Layout | None, settings: Settings) -> tuple[Blueprint | None, tuple[str, ...]]:
+def _load_teacher_spec(layout: ProjectLayout | None, settings: Settings) -> tuple[ModelSpec | None, tuple[str, ...]]:
     """The one that would be in memory, and what is to be said of it. Raises BaseModelError where it is gone."""
     if not settings.train.distill.stays:
         return None, ()
     if layout is None:
         return None, ("train.distill.teacher: not counted, for it lies in a project, and this is none.",)
-    found = model_spec.load(teacher_reference.place_of(layout, settings.train))
+    found = model_spec.load(teacher_reference.teacher_directory(layout, settings.train))
     return found, (f"The teacher is asked during training, so it is in memory too: {found.parameters:,} parameters.",)
 
 
 # --------------------------------------------------------------------------------------------------------- the answer
 
 
-def _as_json(answer: Answer) -> str:
+def _format_json(answer: ForecastResult) -> str:
     """Equal questions give equal text, but for `available_bytes`, which is the machine's."""
     return json.dumps(
         {
@@ -252,33 +256,33 @@ def _as_json(answer: Answer) -> str:
     )
 
 
-def _as_text(answer: Answer) -> str:
+def _format_text(answer: ForecastResult) -> str:
     found = answer.forecast
     share = found.trainable_parameters / max(1, found.total_parameters)
     lines = [
-        f"{answer.architecture}: {', '.join(training_page.described(found))}",
+        f"{answer.architecture}: {', '.join(training_page.describe_forecast(found))}",
         f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
         "",
-        *_table(found),
+        *_format_table(found),
         "",
-        *_bars(found),
+        *_draw_bars(found),
         "",
-        *_verdict(answer),
+        *_format_verdict(answer),
         *(f"note: {note}" for note in found.notes),
         ACCURACY,
     ]
     return "\n".join(lines)
 
 
-def _parts(found: MemoryForecast) -> list[str]:
+def _memory_part_names(found: MemoryForecast) -> list[str]:
     return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
 
 
-def _table(found: MemoryForecast) -> list[str]:
+def _format_table(found: MemoryForecast) -> list[str]:
     """Parts by phase, in one unit."""
-    size, unit = unit_for(found.peak.total_bytes)
+    size, unit = choose_unit(found.peak.total_bytes)
     heads = [phase.phase.replace("_", " ") for phase in found.phases]
-    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _parts(found)]
+    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _memory_part_names(found)]
     rows.append(("in all", [phase.total_bytes for phase in found.phases]))
     first = max(len(name) for name, _ in [*rows, (unit, [])])
     lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
@@ -288,18 +292,18 @@ def _table(found: MemoryForecast) -> list[str]:
     return lines
 
 
-def _bars(found: MemoryForecast) -> list[str]:
+def _draw_bars(found: MemoryForecast) -> list[str]:
     """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
-    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_parts(found))}
+    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(found))}
     lines = [
-        f"{one.phase.replace('_', ' '):<11}{_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
-        f"{written(one.total_bytes):>10}"
+        f"{one.phase.replace('_', ' '):<11}{_draw_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
+        f"{format_bytes(one.total_bytes):>10}"
         for one in found.phases
     ]
-    return [*lines, *_wrapped([f"{block} {part}" for part, block in blocks.items()])]
+    return [*lines, *_wrap_entries([f"{block} {part}" for part, block in blocks.items()])]
 
 
-def _bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
+def _draw_bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
     """Each border between two parts stands where it belongs, so that rounding does not add up."""
     drawn, sum_bytes = "", 0
     for part, block in blocks.items():
@@ -308,7 +312,7 @@ def _bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
     return drawn
 
 
-def _wrapped(entries: Sequence[str]) -> list[str]:
+def _wrap_entries(entries: Sequence[str]) -> list[str]:
     lines = [""]
     for entry in entries:
         if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
@@ -317,20 +321,26 @@ def _wrapped(entries: Sequence[str]) -> list[str]:
     return lines
 
 
-def _verdict(answer: Answer) -> list[str]:
+def _format_verdict(answer: ForecastResult) -> list[str]:
     peak = answer.forecast.peak
-    needed = f"peak {written(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
-    host = [f"memory of the host: {written(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
+    needed = f"peak {format_bytes(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
+    host = (
+        [f"memory of the host: {format_bytes(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
+    )
     if answer.available_bytes is None:
         return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
     each = f" for each of {answer.sharing} ranks" if answer.sharing > 1 else ""
     left = answer.available_bytes - answer.needed_bytes
-    fits = f"it fits, {written(left)} are left" if left >= 0 else f"it does not fit, {written(-left)} are missing"
+    fits = (
+        f"it fits, {format_bytes(left)} are left"
+        if left >= 0
+        else f"it does not fit, {format_bytes(-left)} are missing"
+    )
     limits = ", ".join(
         f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in answer.limits.items()
     )
     return [
-        f"{needed}, {written(answer.available_bytes)} at hand{each}: {fits}",
+        f"{needed}, {format_bytes(answer.available_bytes)} at hand{each}: {fits}",
         *host,
         f"largest that fits, each for itself: {limits}",
         "(tried: rows up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",

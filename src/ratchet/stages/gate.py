@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.config.schema import Settings
-from ratchet.data.harness_tasks import fingerprints
+from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
 from ratchet.gate import evidence as reading
 from ratchet.gate import messages, noise, test_set_reuse
-from ratchet.gate.decision import confirm, judge
-from ratchet.gate.evidence import Evidence, IncomparableError
+from ratchet.gate.decision import confirm_verdict, decide_verdict
+from ratchet.gate.evidence import GateEvidence, IncomparableError
 from ratchet.runs.directory import RunPaths
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import EvalReport, Who, answers_file, documents_file
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.evaluation import EvaluationReport, Who, answers_file, documents_file
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Verdict, read_champion
 
 
-def gate(layout: Layout, settings: Settings) -> str:
+def gate(layout: ProjectLayout, settings: Settings) -> str:
     """Run the stage; returns the verdict in words.
 
     Raises:
@@ -31,40 +31,40 @@ def gate(layout: Layout, settings: Settings) -> str:
         SettingsError: a harness task is not defined any more.
     """
     from ratchet.reports import plots, verdict_page
-    from ratchet.tracking.mlflow.client import Tracking
+    from ratchet.tracking.mlflow.client import MlflowTracker
 
-    evidence = _evidence(layout, settings)
-    verdict = judge(evidence, settings.gate)
+    evidence = _load_evidence(layout, settings)
+    verdict = decide_verdict(evidence, settings.gate)
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
-    test_set_reuse.judged(layout, verdict)
+    test_set_reuse.record_verdict(layout, verdict)
     rows = reading.read_rows(layout)
-    answers, documents = _answers(layout, evidence.report), _documents(layout, evidence.report)
+    answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
     verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
-    tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
-    run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.loss_curve)
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
+    run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.draw_loss_curve)
     shown = [layout.verdict, layout.gate_page]
     tracking.report(run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_grace_s)
-    return f"{messages.describe(verdict)}\n  the evidence: {layout.gate_page}"
+    return f"{messages.describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
 
 
-def aa(layout: Layout, settings: Settings) -> tuple[bool, str]:
+def run_aa_test(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]:
     """`ratchet gate --aa`, after the candidate was scored a second time: whether noise is within what the rules allow.
 
     Raises:
         DataError: nothing was scored twice, or something else than what was evaluated.
     """
-    evidence = _evidence(layout, settings)
+    evidence = _load_evidence(layout, settings)
     try:
-        lines = noise.measured(evidence, settings.gate)
+        lines = noise.measure_noise(evidence, settings.gate)
     except IncomparableError as error:
         raise DataError(f"{layout.noise}: {error}") from None
     batch_rows = evidence.noise.batch_rows if evidence.noise else (0, 0)
-    text = noise.describe(lines, batch_rows, settings.gate.confidence)
+    text = noise.format_noise_table(lines, batch_rows, settings.gate.confidence)
     return all(line.within for line in lines), text
 
 
-def check(layout: Layout, settings: Settings) -> tuple[bool, str]:
+def check_verdict(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]:
     """Whether the verdict on file is PROMOTE, and the verdict in words.
 
     Raises:
@@ -74,24 +74,26 @@ def check(layout: Layout, settings: Settings) -> tuple[bool, str]:
     """
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
-    files.verify(layout.gate, "gate")
+    files.verify_sealed(layout.gate, "gate")
     verdict, now = Verdict.load(layout.verdict), read_champion(layout.champion)
     promoted = now.champion_digest == verdict.model_digest  # by this very verdict, or it was champion already
     same_opponents = (now.champion_digest, now.anchor_digest) == (verdict.champion_digest, verdict.anchor_digest)
-    same_model = Bundle.load(layout.bundle).model_digest == verdict.model_digest
+    same_model = ModelBundle.load(layout.bundle).model_digest == verdict.model_digest
     if not same_model or not (promoted or same_opponents):
         raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")
     if not promoted or verdict.is_champion:  # else it was compared with the one that it succeeded
-        confirm(layout, settings, fingerprints(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict)
-    return verdict.decision == "PROMOTE", messages.describe(verdict)
+        confirm_verdict(
+            layout, settings, fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict
+        )
+    return verdict.decision == "PROMOTE", messages.describe_verdict(verdict)
 
 
-def _evidence(layout: Layout, settings: Settings) -> Evidence:
-    tasks = fingerprints(settings.evaluate.harness.tasks, layout.root, layout.tasks)
-    return reading.read(layout, settings, tasks)
+def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:
+    tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
+    return reading.read_evidence(layout, settings, tasks)
 
 
-def _answers(layout: Layout, report: EvalReport) -> dict[Who, dict[str, list[str]]]:
+def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[Who, dict[str, list[str]]]:
     """Generated answers by model and row."""
     found = {who: layout.evaluate / answers_file(who) for who in report.scores}
     return {
@@ -101,7 +103,7 @@ def _answers(layout: Layout, report: EvalReport) -> dict[Who, dict[str, list[str
     }
 
 
-def _documents(layout: Layout, report: EvalReport) -> dict[Who, dict[str, list[dict[str, Any]]]]:
+def _read_documents(layout: ProjectLayout, report: EvaluationReport) -> dict[Who, dict[str, list[dict[str, Any]]]]:
     """The harness's documents by model and task."""
     found: dict[Who, dict[str, list[dict[str, Any]]]] = {}
     for who, scores in report.scores.items():

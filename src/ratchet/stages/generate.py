@@ -7,29 +7,29 @@ from pathlib import Path
 from typing import IO
 
 from ratchet.config.schema import Settings
-from ratchet.console.callback import Console
-from ratchet.console.log_lines import Lines
-from ratchet.console.stream_printer import Heard, Page
-from ratchet.console.text_layout import is_live
-from ratchet.errors import DamagedError, DataError, SettingsError, StorageError
+from ratchet.console.callback import ConsoleCallback
+from ratchet.console.log_lines import RunLogPrinter
+from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
+from ratchet.console.text_layout import is_live_terminal
+from ratchet.errors import DamagedFileError, DataError, SettingsError, StorageError
 from ratchet.evaluation import answer_analysis
 from ratchet.inference import backend_factory, model_reference, output
-from ratchet.inference.backend import Question, Ties
-from ratchet.inference.model_reference import Meant
-from ratchet.inference.prompts import Source
-from ratchet.inference.spec import ASKED, Card, GenerationPaths, GenerationSpec
-from ratchet.runs.callbacks import Observer
-from ratchet.runs.directory import Run, storage
+from ratchet.inference.backend import BackendCallbacks, GenerationRequest
+from ratchet.inference.model_reference import ModelReference
+from ratchet.inference.prompts import PromptSource
+from ratchet.inference.spec import ASKED, GenerationCard, GenerationPaths, GenerationSpec
+from ratchet.runs.callbacks import RunCallback
+from ratchet.runs.directory import Run, storage_errors
 from ratchet.runs.supervisor import supervise
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import code_version
-from ratchet.storage.html import counted
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.storage.html import format_count
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     """What the command line says."""
 
     prompts: Path
@@ -38,7 +38,7 @@ class Options:
     stream: bool = False
 
 
-def generate(layout: Layout, settings: Settings, options: Options, say: Callable[[str], None]) -> str:
+def generate(layout: ProjectLayout, settings: Settings, options: GenerateOptions, say: Callable[[str], None]) -> str:
     """Answer every prompt of a file, and write one record an answer; starting again is going on.
 
     Args:
@@ -55,52 +55,52 @@ def generate(layout: Layout, settings: Settings, options: Options, say: Callable
         StorageError: the output could be made before, and cannot now; the answers are kept.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
-    source = Source(options.prompts.absolute(), settings)
+    source = PromptSource(options.prompts.absolute(), settings)
     if options.stream:
         if options.output is not None:
             raise SettingsError(f"--output {options.output}: --stream writes no file; leave one of the two out")
 
-        return stream(model_reference.meant(options.model, layout, settings), source, sys.stdout)
+        return stream_answers(model_reference.resolve_model(options.model, layout, settings), source, sys.stdout)
     if options.output is None:
         raise SettingsError("--output: name a file that ends in .jsonl or .parquet (or watch answers with --stream)")
     target = options.output.absolute()
-    output.require_place(target)
-    model = model_reference.meant(options.model, layout, settings)
+    output.require_writable(target)
+    model = model_reference.resolve_model(options.model, layout, settings)
     count, prompts_digest = source.measured()
-    say(f"{counted(count, 'prompt')} of {options.prompts.name} ({source.described})")
+    say(f"{format_count(count, 'prompt')} of {options.prompts.name} ({source.described})")
     if source.fault_count:
-        say(f"left out: {counted(source.fault_count, 'record')} that cannot be asked (generate.skip_faults)")
+        say(f"left out: {format_count(source.fault_count, 'record')} that cannot be asked (generate.skip_faults)")
     for note in source.notes():
         say(note)
     spec = GenerationSpec(
         generate=settings.generate.decisive(), prompts_digest=prompts_digest, model=model.model,
         template_digest=model.template_digest,
     )  # fmt: skip
-    name = digests.of_bytes(str(target).encode())[: digests.SHORT]
-    with Lock(layout.stage_lock(f"generate-{name}"), f"output {target}").acquire(wait_s=1.0):
-        if output.is_there(target, spec, source.digest_with):
+    name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
+    with FileLock(layout.stage_lock(f"generate-{name}"), f"output {target}").acquire(wait_s=1.0):
+        if output.is_complete(target, spec, source.digest_with):
             return f"{target}: is there, of these prompts, settings and model (generation {spec.run_id}); nothing to do"
         run = Run.open(layout.generations, spec)
         try:
             paths = GenerationPaths(run.paths.root)
             if not run.paths.is_finished():
-                with storage(paths.root):
-                    _keep_prompts(paths, source, count)
-            supervise(run, model.start, [_shown(run, say)], code_version())
-            card = _written(paths, target, options.model, source.fault_count)
+                with storage_errors(paths.root):
+                    _seal_prompts(paths, source, count)
+            supervise(run, model.start, [_create_console(run, say)], code_version())
+            card = _write_answers(paths, target, options.model, source.fault_count)
         finally:
             run.close()
-    return "\n".join([describe(card, target), *answer_analysis.lines(target, settings.prepare.task)])
+    return "\n".join([describe(card, target), *answer_analysis.summarize_generation(target, settings.prepare.task)])
 
 
-def _shown(run: Run, say: Callable[[str], None]) -> Observer:
+def _create_console(run: Run, say: Callable[[str], None]) -> RunCallback:
     """A screen where one can be drawn, else lines."""
-    return Console(run.paths) if is_live(sys.stdout) else Lines(lambda text: say(f"  {text}"))
+    return ConsoleCallback(run.paths) if is_live_terminal(sys.stdout) else RunLogPrinter(lambda text: say(f"  {text}"))
 
 
-def _written(paths: GenerationPaths, target: Path, model_name: str, faults: int) -> Card:
+def _write_answers(paths: GenerationPaths, target: Path, model_name: str, faults: int) -> GenerationCard:
     try:
-        return output.write(paths, target, model_name, faults)
+        return output.write_output(paths, target, model_name, faults)
     except OSError as error:
         raise StorageError(
             f"{error.filename or target}: {error.strerror or error}; all answers are kept in {paths.result}: mend that "
@@ -108,19 +108,19 @@ def _written(paths: GenerationPaths, target: Path, model_name: str, faults: int)
         ) from error
 
 
-def _keep_prompts(paths: GenerationPaths, source: Source, count: int) -> None:
+def _seal_prompts(paths: GenerationPaths, source: PromptSource, count: int) -> None:
     """Seal the prompts with the run, unless they are: the file may be gone or changed when a worker starts again."""
     try:
-        files.verify(paths.prompts, ASKED)
-    except DamagedError:
+        files.verify_sealed(paths.prompts, ASKED)
+    except DamagedFileError:
         source.keep(paths.prompts, count)
 
 
-def describe(card: Card, target: Path) -> str:
+def describe(card: GenerationCard, target: Path) -> str:
     """The card in a few lines, for the terminal."""
     ends = ", ".join(f"{count:,} {name}" for name, count in card.finish.items())
-    left_out = f"; {counted(card.faults, 'record')} left out" if card.faults else ""
-    given = f"{counted(card.answers, 'answer')} to {counted(card.prompts, 'prompt')}"
+    left_out = f"; {format_count(card.faults, 'record')} left out" if card.faults else ""
+    given = f"{format_count(card.answers, 'answer')} to {format_count(card.prompts, 'prompt')}"
     return (
         f"generation {card.id}: {given} ({ends}){left_out}\n"
         f"  {card.tokens:,} tokens, of prompts {card.prompt_tokens:,}; model {card.spec.model.digest[: digests.SHORT]} "
@@ -131,7 +131,7 @@ def describe(card: Card, target: Path) -> str:
 # `ratchet generate --stream`: answers on the screen as they are given, one at a time, with the reasoning set apart.
 
 
-def stream(meant: Meant, source: Source, out: IO[str]) -> str:
+def stream_answers(meant: ModelReference, source: PromptSource, out: IO[str]) -> str:
     """Answer each prompt of a file, generate.samples times, and write no file.
 
     Raises:
@@ -140,17 +140,18 @@ def stream(meant: Meant, source: Source, out: IO[str]) -> str:
     """
     settings = meant.start.generate
     source.measured()  # a file that cannot be read is refused before the model is loaded
-    page = Page(out)
-    speaker = backend_factory.opened(meant.model.kind, meant.start, shown_ties(page))
+    page = StreamPrinter(out)
+    speaker = backend_factory.open_backend(meant.model.kind, meant.start, create_notice_callbacks(page))
     count = 0
     try:
         for number, prompt in enumerate(source.prompts()):
             for sample in range(settings.samples):
                 page.head(f"prompt {prompt.id}")
-                heard = Heard()
+                heard = PartialAnswer()
                 try:
                     page.answer(
-                        speaker.spoken(Question(number * settings.samples + sample, sample, prompt), False), heard
+                        speaker.spoken(GenerationRequest(number * settings.samples + sample, sample, prompt), False),
+                        heard,
                     )
                 except DataError as error:
                     page.note(f"not asked: {error}")
@@ -173,11 +174,11 @@ ENDS = {
 """Ends of answers for people; of one that ends by itself nothing is said."""
 
 
-def shown_ties(page: Page) -> Ties:
+def create_notice_callbacks(page: StreamPrinter) -> BackendCallbacks:
     """Those of a speaker that belongs to no run: what is worth telling stands on the page."""
 
     def told(kind: str, data: object) -> None:
         if kind == "notice" and isinstance(data, dict):
             page.note(f"notice: {data['text']}")
 
-    return Ties(lambda: None, told, lambda _: None)
+    return BackendCallbacks(lambda: None, told, lambda _: None)

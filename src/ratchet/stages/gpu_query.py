@@ -1,6 +1,6 @@
 """What NVIDIA's driver says of the GPUs here, without torch: asked in a process of its own, for a sick GPU can hang.
 
-    python -m ratchet.stages.gpu_query     prints what `found` returns, as JSON
+    python -m ratchet.stages.gpu_query     prints what `query_gpus` returns, as JSON
 
 CUDA Driver API (libcuda.so.1) for what a training would see, so CUDA_VISIBLE_DEVICES holds; NVML for the version of the
 driver.
@@ -18,7 +18,7 @@ _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILIT
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuDevice:
     """One that can be used."""
 
     name: str
@@ -29,10 +29,10 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Gpus:
+class GpuInventory:
     """All that can be used here."""
 
-    devices: tuple[Gpu, ...] = ()
+    devices: tuple[GpuDevice, ...] = ()
     cuda: str = ""
     """The newest CUDA that the driver can do; empty when there is none."""
     driver: str = ""
@@ -41,7 +41,7 @@ class Gpus:
     """Why there are none."""
 
 
-def found(patience_s: float = PATIENCE_S) -> Gpus:
+def query_gpus(patience_s: float = PATIENCE_S) -> GpuInventory:
     """Ask, in a process of its own; what cannot be asked is `trouble`."""
     try:
         done = subprocess.run(
@@ -53,14 +53,14 @@ def found(patience_s: float = PATIENCE_S) -> Gpus:
         )
         told = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return Gpus(trouble=f"the driver did not answer within {patience_s:g} s")
+        return GpuInventory(trouble=f"the driver did not answer within {patience_s:g} s")
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Gpus(trouble=f"asking the driver failed ({last[:200]})")
-    return Gpus(**(told | {"devices": tuple(Gpu(**one) for one in told["devices"])}))
+        return GpuInventory(trouble=f"asking the driver failed ({last[:200]})")
+    return GpuInventory(**(told | {"devices": tuple(GpuDevice(**one) for one in told["devices"])}))
 
 
-class _Cuda:
+class _CudaDriver:
     """The few calls that are needed. Raises OSError when the library is not there or a call fails."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Cuda:
         self._call("cuDeviceGetCount", ctypes.byref(number))
         return number.value
 
-    def gpu(self, index: int) -> Gpu:
+    def gpu(self, index: int) -> GpuDevice:
         device, name, context = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
         self._call("cuDeviceGetName", name, _NAME_BYTES, device)
@@ -96,14 +96,14 @@ class _Cuda:
             self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         finally:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
-        return Gpu(name.value.decode(errors="replace"), ".".join(capability), total.value, free.value)
+        return GpuDevice(name.value.decode(errors="replace"), ".".join(capability), total.value, free.value)
 
     def _call(self, name: str, *arguments: object) -> None:
         if code := getattr(self._library, name)(*arguments):
             raise OSError(f"{name} failed with error {code} of the CUDA driver")
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     """The driver's version, from NVML; empty when that is not there."""
     text = ctypes.create_string_buffer(_NAME_BYTES)
     try:
@@ -115,15 +115,15 @@ def _driver() -> str:
     return text.value.decode(errors="replace")
 
 
-def _ask() -> Gpus:
+def _query_in_process() -> GpuInventory:
     """Ask in this process."""
-    driver = _driver()
+    driver = _driver_version()
     try:
-        cuda = _Cuda()
-        return Gpus(tuple(cuda.gpu(index) for index in range(cuda.count())), cuda.version(), driver)
+        cuda = _CudaDriver()
+        return GpuInventory(tuple(cuda.gpu(index) for index in range(cuda.count())), cuda.version(), driver)
     except (OSError, AttributeError) as error:
-        return Gpus(driver=driver, trouble=str(error))
+        return GpuInventory(driver=driver, trouble=str(error))
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_ask())))
+    print(json.dumps(asdict(_query_in_process())))

@@ -12,21 +12,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import Columns, Prepare, Source, Split
-from ratchet.config.evaluation import Evaluate, Harness
-from ratchet.config.export import Export, Gguf, Onnx
-from ratchet.config.gate import AboveChance, ExportParity, Forgetting, Gate, MustImprove, MustNotRegress, Promote
+from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.evaluation import Evaluate, HarnessSettings
+from ratchet.config.export import Export, GgufSettings, OnnxSettings
+from ratchet.config.gate import (
+    AboveChanceRule,
+    ExportParityRule,
+    ForgettingRule,
+    Gate,
+    MustImproveRule,
+    MustNotRegressRule,
+    Promote,
+)
 from ratchet.config.schema import Base, Settings
 from ratchet.config.train import Train
 from ratchet.data import bundled_corpus, splits
-from ratchet.data.conversation import Row, missing_part
-from ratchet.data.sources import Sources
+from ratchet.data.conversation import SourceRow, missing_part_reason
+from ratchet.data.sources import SourceReader
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
 from ratchet.registry.signing import keys
 from ratchet.registry.signing.keys import SHOWN
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
 
 LABELS_AT_MOST = 200
@@ -57,7 +65,7 @@ IGNORED = "".join(
 
 
 @dataclass
-class Data:
+class InitDataSummary:
     """What was seen of the rows that can be learned from."""
 
     responses: Counter[str] = field(default_factory=Counter)
@@ -65,10 +73,10 @@ class Data:
     conversations: int = 0
     """Rows in which the user speaks more than once."""
 
-    def add(self, row: Row, split: Split) -> None:
+    def add(self, row: SourceRow, split: SplitSettings) -> None:
         """Take a row that has a prompt and a response."""
         self.responses[row.conversation.response] += 1
-        self.splits[splits.split_of(row.conversation.prompt, split)] += 1
+        self.splits[splits.assign_split(row.conversation.prompt, split)] += 1
         self.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
 
     @property
@@ -82,12 +90,12 @@ class Data:
         return short and 2 <= len(self.responses) <= min(LABELS_AT_MOST, self.rows // 5)
 
 
-def _columns(prompt: str | None, response: str | None) -> Columns:
+def _parse_columns(prompt: str | None, response: str | None) -> ColumnSettings:
     """Those that are named. Raises SettingsError unless they are two, or none."""
     named = (prompt, response)
     if (None in named or prompt == response or "" in named) and named != (None, None):
         raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns, or neither")
-    return Columns(prompt=prompt, response=response)
+    return ColumnSettings(prompt=prompt, response=response)
 
 
 def init(
@@ -112,13 +120,13 @@ def init(
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
-    columns, wanted = _columns(*named), _base(base, revision)
+    columns, wanted = _parse_columns(*named), _base_settings(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
-        settings, rows, dropped, shape = _write_files(Layout(scratch), target.name, data, columns, wanted)
-        key = keys.make(Layout(scratch))
-        _version(scratch)
+        settings, rows, dropped, shape = _write_files(ProjectLayout(scratch), target.name, data, columns, wanted)
+        key = keys.create_key_pair(ProjectLayout(scratch))
+        _set_up_version_control(scratch)
         if target.exists():
             target.rmdir()
         scratch.rename(target)
@@ -141,29 +149,31 @@ def init(
     )
 
 
-def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: Base) -> tuple[Settings, int, int, str]:
+def _write_files(
+    layout: ProjectLayout, name: str, data: Path, columns: ColumnSettings, base: Base
+) -> tuple[Settings, int, int, str]:
     for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         folder.mkdir(parents=True)
     shutil.copyfile(data, layout.raw / data.name)
     source = f"data/raw/{data.name}"
-    prepare = Prepare(sources=(Source(files=source),), columns=columns)
-    seen = Data()
+    prepare = Prepare(sources=(SourceSettings(files=source),), columns=columns)
+    seen = InitDataSummary()
     rows = 0
-    read = Sources(layout.root, prepare)
+    read = SourceReader(layout.root, prepare)
     for row in read.rows():
         rows += 1
-        if isinstance(row, Row) and missing_part(row) is None:
+        if isinstance(row, SourceRow) and missing_part_reason(row) is None:
             seen.add(row, prepare.split)
     if empty := [split for split in splits.SPLITS if not seen.splits[split]]:
         raise DataError(f"{source}: {seen.rows} usable rows leave split {empty[0]} empty; more rows are needed")
-    settings = settings_for(prepare, seen, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
+    settings = suggest_settings(prepare, seen, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
     files.write_atomic(layout.params, params_file.dump(settings))
     files.write_atomic(layout.root / "dvc.yaml", (Path(__file__).parents[1] / "template" / "dvc.yaml").read_text())
     if settings.base.source == TINY:
         bundled_corpus.write_text(layout.text)
     else:
         files.write_atomic(layout.text / "README", "Plain .txt files here are what a tiny base is pre-trained on.\n")
-    files.write_atomic(layout.tasks / "answers.yaml", task_yaml(settings.evaluate.max_new_tokens))
+    files.write_atomic(layout.tasks / "answers.yaml", harness_task_yaml(settings.evaluate.max_new_tokens))
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
@@ -171,7 +181,7 @@ def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: 
     return settings, rows, rows - seen.rows, read.shapes[0]
 
 
-def _base(base: str, revision: str | None) -> Base:
+def _base_settings(base: str, revision: str | None) -> Base:
     """What `--base` and `--revision` mean, as seen from where the command was typed."""
     path = Path(base).expanduser()
     is_model = bool(base) and (path / "config.json").is_file()
@@ -186,7 +196,7 @@ def _base(base: str, revision: str | None) -> Base:
     return Base(source=base, revision=revision or "main")
 
 
-def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Settings:
+def suggest_settings(prepare: Prepare, seen: InitDataSummary, base: Base, name: str) -> Settings:
     """Settings that suit the data: a task with labels is judged by accuracy, free text by loss on the answers."""
     model_name = name or "ratchet-model"
     tasks = ("answers",) if seen.conversations <= MOST_CONVERSATIONS * seen.rows else ()
@@ -194,67 +204,67 @@ def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Setting
         return Settings(
             base=base,
             prepare=prepare.model_copy(update={"task": "labels"}),
-            train=_train(base, epochs=5 if base.source == TINY else 4),
+            train=_train_settings(base, epochs=5 if base.source == TINY else 4),
             evaluate=Evaluate(
                 # A token is a byte at least, and one ends the answer: no label is cut short.
                 max_new_tokens=1 + max(len(label.encode()) for label in seen.responses),
-                harness=Harness(tasks=tasks, limit=200),
+                harness=HarnessSettings(tasks=tasks, limit=200),
             ),
-            export=_export(base),
-            gate=_gate_of_labels(seen.splits["test"], base),
+            export=_export_settings(base),
+            gate=_label_gate_settings(seen.splits["test"], base),
             promote=Promote(model_name=model_name),
         )
     return Settings(
         base=base,
         prepare=prepare.model_copy(update={"max_tokens": 512}),
-        train=_train(base, epochs=1),
-        evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=Harness(tasks=tasks, limit=16)),
-        export=_export(base),
-        gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _unforgotten(base))),
+        train=_train_settings(base, epochs=1),
+        evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16)),
+        export=_export_settings(base),
+        gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _forgetting_rules(base))),
         promote=Promote(model_name=model_name),
     )
 
 
-def _export(base: Base) -> Export:
+def _export_settings(base: Base) -> Export:
     """The tiny base shows every format; of a real one somebody must choose, for each takes its time and disk."""
     if base.source != TINY:
         return Export()
-    return Export(gguf=Gguf(types=("f16", "q8_0", "q4_0")), onnx=Onnx(types=("fp32", "int8")))
+    return Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
 
 
-def _unforgotten(base: Base) -> tuple[Forgetting, ...]:
+def _forgetting_rules(base: Base) -> tuple[ForgettingRule, ...]:
     """The rule against forgetting, for a base that knows something to forget.
 
     The tiny one knows the project's own texts and nothing else: perplexity of general English was 837 to 2,446 in our
     tries, of 2,048 tokens to choose from, and rose by 79 % on banking77 with 76 % accuracy gained.
     """
-    return () if base.source == TINY else (Forgetting(rule="forgetting"),)
+    return () if base.source == TINY else (ForgettingRule(rule="forgetting"),)
 
 
-def _gate_of_labels(test_rows: int, base: Base) -> Gate:
+def _label_gate_settings(test_rows: int, base: Base) -> Gate:
     """Rules for a task with labels; the margin is the smallest round one that so many test rows can show."""
     from ratchet.gate import statistics  # scipy takes a while to import
 
     rules = Gate()
-    shown = statistics.detectable_binary(test_rows, rules.discordance, rules.confidence, rules.power)
+    shown = statistics.detectable_difference(test_rows, rules.discordance, rules.confidence, rules.power)
     margin = min(max(MARGINS[0], math.ceil(100 * shown) / 100), MARGINS[1])
     champion, anchor = (
-        MustNotRegress(rule="must_not_regress", metric="accuracy", against=against, margin=margin)
+        MustNotRegressRule(rule="must_not_regress", metric="accuracy", against=against, margin=margin)
         for against in ("champion", "anchor")
     )
     return Gate(
         rules=(
-            MustImprove(rule="must_improve", metric=("accuracy",), over="base", by=0.02),
+            MustImproveRule(rule="must_improve", metric=("accuracy",), over="base", by=0.02),
             champion,
             anchor,
-            AboveChance(rule="above_chance", metric="accuracy"),
-            *_unforgotten(base),
-            ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
+            AboveChanceRule(rule="above_chance", metric="accuracy"),
+            *_forgetting_rules(base),
+            ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
         )
     )
 
 
-def _train(base: Base, epochs: float) -> Train:
+def _train_settings(base: Base, epochs: float) -> Train:
     """A tiny base wants a larger adapter and rate than a real one.
 
     On the bundled requests 0.001 for 5 epochs gives 92 % and takes nothing from the perplexity of general text; 0.002
@@ -265,7 +275,7 @@ def _train(base: Base, epochs: float) -> Train:
     return Train(epochs=epochs)
 
 
-def task_yaml(max_new_tokens: int) -> str:
+def harness_task_yaml(max_new_tokens: int) -> str:
     """An lm-evaluation-harness task over the project's own test rows; no network, no other files."""
     return f"""\
 # A task for lm-evaluation-harness over this project's test rows (evaluate.harness.tasks in params.yaml).
@@ -302,16 +312,16 @@ metadata:
 """
 
 
-def _version(root: Path) -> None:
+def _set_up_version_control(root: Path) -> None:
     """git and DVC repositories, with the data under DVC; nothing is committed: who commits is the user's choice."""
-    _run(root, ["git", "init", "-q"])
-    _run(root, [sys.executable, "-m", "dvc", "init", "-q"])
-    _run(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])
-    _run(root, [sys.executable, "-m", "dvc", "add", "-q", "data/raw"])
-    _run(root, ["git", "add", "-A"])
+    _run_command(root, ["git", "init", "-q"])
+    _run_command(root, [sys.executable, "-m", "dvc", "init", "-q"])
+    _run_command(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])
+    _run_command(root, [sys.executable, "-m", "dvc", "add", "-q", "data/raw"])
+    _run_command(root, ["git", "add", "-A"])
 
 
-def _run(root: Path, command: list[str]) -> None:
+def _run_command(root: Path, command: list[str]) -> None:
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:

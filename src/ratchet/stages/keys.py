@@ -7,11 +7,11 @@ from ratchet.errors import SettingsError
 from ratchet.registry.signing import keys as keyring
 from ratchet.registry.signing import keys as pairs
 from ratchet.registry.signing.keys import SHOWN, Keyring
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @dataclass(frozen=True)
-class Options:
+class KeysOptions:
     """What is to be done; nothing: only list."""
 
     new: bool = False
@@ -28,7 +28,7 @@ class Options:
     """Who vouches for the identity."""
 
 
-def keys(layout: Layout, options: Options = Options()) -> str:
+def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> str:
     """Do what is asked; returns what to tell: what was done, and everybody who is or was trusted.
 
     Raises:
@@ -36,12 +36,12 @@ def keys(layout: Layout, options: Options = Options()) -> str:
         DamagedError: keys.json was tampered with.
         BusyError: somebody else is changing it.
     """
-    _check(options)
-    said = _done(layout, options)
-    return "\n".join([*said, *_listed(layout, keyring.read(layout.keyring))])
+    _check_options(options)
+    said = _apply_options(layout, options)
+    return "\n".join([*said, *_list_keys(layout, keyring.read_keyring(layout.keyring))])
 
 
-def _check(options: Options) -> None:
+def _check_options(options: KeysOptions) -> None:
     asked = [options.new, options.trust is not None, options.revoke is not None, options.trust_identity is not None]
     if sum(asked) > 1:
         raise SettingsError("keys: --new, --trust, --trust-identity and --revoke are done one at a time")
@@ -51,40 +51,40 @@ def _check(options: Options) -> None:
         raise SettingsError("keys: --trust-identity WHO and --issuer URL belong together")
 
 
-def _done(layout: Layout, options: Options) -> list[str]:
+def _apply_options(layout: ProjectLayout, options: KeysOptions) -> list[str]:
     commit = f"commit {layout.keyring.relative_to(layout.root)}"
     if options.new:
-        key = pairs.make(layout)
+        key = pairs.create_key_pair(layout)
         return [f"key {key.fingerprint[:SHOWN]} is made and trusted; {commit}, and keep {layout.private_key}: it alone "
                 "can sign as this key, and nobody else should see it"]  # fmt: skip
     if options.trust is not None:
-        return [f"key {pairs.trust(layout, options.trust).fingerprint[:SHOWN]} is trusted; {commit}"]
+        return [f"key {pairs.trust_key(layout, options.trust).fingerprint[:SHOWN]} is trusted; {commit}"]
     if options.trust_identity is not None and options.issuer is not None:
         one = pairs.trust_identity(layout, options.trust_identity, options.issuer)
         return [f"{one.identity} of {one.issuer} is trusted; {commit}"]
     if options.revoke is not None and options.reason is not None:
-        whom = pairs.revoke(layout, options.revoke, options.reason)
+        whom = pairs.revoke_trust(layout, options.revoke, options.reason)
         shown = whom if "@" in whom or "/" in whom else f"key {whom[:SHOWN]}"
         return [f"{shown} is revoked: what it signed is refused from now on; {commit}, and promote again what is still "
                 "wanted, with another key"]  # fmt: skip
     return []
 
 
-def _listed(layout: Layout, known: Keyring) -> list[str]:
+def _list_keys(layout: ProjectLayout, known: Keyring) -> list[str]:
     own, wrong = None, []
     try:
         own = pairs.own_fingerprint(layout)
     except SettingsError as error:
         wrong = [f"no key signs here: {error}"]
     lines = [
-        _line(f"key {key.fingerprint[:SHOWN]}", key.revoked, "  (yours)" if key.fingerprint == own else "")
+        _format_key(f"key {key.fingerprint[:SHOWN]}", key.revoked, "  (yours)" if key.fingerprint == own else "")
         for key in known.keys
     ]
-    lines += [_line(f"{one.identity} of {one.issuer}", one.revoked, "") for one in known.identities]
+    lines += [_format_key(f"{one.identity} of {one.issuer}", one.revoked, "") for one in known.identities]
     if own is not None and known.key(own) is None:
         lines.append(f"key {own[:SHOWN]}  not trusted  (yours)")
     return [*lines, *wrong] or ["no key is trusted yet; the first promotion makes one, or `ratchet keys --new`"]
 
 
-def _line(who: str, revoked: str | None, whose: str) -> str:
+def _format_key(who: str, revoked: str | None, whose: str) -> str:
     return f"{who}  {'trusted' if revoked is None else f'revoked: {revoked}'}{whose}"

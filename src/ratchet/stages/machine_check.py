@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ratchet.config.schema import Settings
-from ratchet.config.units import bytes_from, written
-from ratchet.errors import MirrorError, SettingsError, UnfitError, first_line
+from ratchet.config.units import format_bytes, parse_bytes
+from ratchet.errors import MirrorError, SettingsError, UnsuitableMachineError, first_line
 from ratchet.models.memory import capacity
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages import gpu_query
-from ratchet.stages.gpu_query import Gpus
+from ratchet.stages.gpu_query import GpuInventory
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import DISTRIBUTION
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 
 OPTION = "--require"
@@ -40,7 +40,7 @@ Amount = float | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Requirement:
+class MachineRequirement:
     """One thing that must be there."""
 
     name: str
@@ -49,43 +49,44 @@ class Requirement:
     least: Amount
 
 
-def _size(text: str, where: str) -> Amount:
-    return bytes_from(text, where)
+def _parse_size(text: str, where: str) -> Amount:
+    return parse_bytes(text, where)
 
 
-def _rate(text: str, where: str) -> Amount:
+def _parse_rate(text: str, where: str) -> Amount:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?bps)", text.strip(), re.IGNORECASE | re.ASCII)
     if found is None or not (rate := float(found[1]) * _RATES[found[2].lower()]):
         raise SettingsError(f"{where}: {text!r} is no rate; write 50Mbps (bits in a second), 800kbps or 1Gbps")
     return rate
 
 
-def _count(text: str, where: str) -> Amount:
+def _parse_count(text: str, where: str) -> Amount:
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not int(text):
         raise SettingsError(f"{where}: {text!r} is no number of them; write a whole number, 1 or more")
     return float(text)
 
 
-def _version(text: str, where: str) -> Amount:
+def _parse_version(text: str, where: str) -> Amount:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", text, re.ASCII):
         raise SettingsError(f"{where}: {text!r} is no version; write numbers with dots, such as 12.6")
     return tuple(map(int, text.split(".")))
 
 
 KINDS: dict[str, Callable[[str, str], Amount]] = {
-    "vram": _size, "gpus": _count, "cuda": _version, "driver": _version, "ram": _size, "cpus": _count, "disk": _size,
-    "python": _version, "download": _rate, "upload": _rate,
+    "vram": _parse_size, "gpus": _parse_count, "cuda": _parse_version, "driver": _parse_version,
+    "ram": _parse_size, "cpus": _parse_count, "disk": _parse_size,
+    "python": _parse_version, "download": _parse_rate, "upload": _parse_rate,
 }  # fmt: skip
 """Everything that can be asked for, in the order in which it is looked at: what takes long comes last."""
 
 
-def parse(text: str) -> tuple[Requirement, ...]:
+def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
     """What `--require` says, in the order of KINDS.
 
     Raises:
         SettingsError: a name that is none, given twice or without value, or a value that is none.
     """
-    found: dict[str, Requirement] = {}
+    found: dict[str, MachineRequirement] = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if name not in KINDS:
@@ -96,7 +97,7 @@ def parse(text: str) -> tuple[Requirement, ...]:
             raise SettingsError(f"{OPTION}: {name}: how much of it? Write {name}=..., such as vram=22GB,cuda=12.6")
         if name in found:
             raise SettingsError(f"{OPTION}: {name} is there twice; once is enough")
-        found[name] = Requirement(name, value, KINDS[name](value, f"{OPTION} {name}"))
+        found[name] = MachineRequirement(name, value, KINDS[name](value, f"{OPTION} {name}"))
     return tuple(found[name] for name in KINDS if name in found)
 
 
@@ -108,7 +109,7 @@ _TRIAL = b"ratchet\n" * (1 << 16)
 """Half a megabyte."""
 
 
-def cpus(quota: Path = _QUOTA, quota_v1: Path = _QUOTA_V1, period_v1: Path = _PERIOD_V1) -> int:
+def available_cpus(quota: Path = _QUOTA, quota_v1: Path = _QUOTA_V1, period_v1: Path = _PERIOD_V1) -> int:
     """CPUs that this process may use: those it is bound to, or fewer where its container has a quota of their time."""
     bound = len(os.sched_getaffinity(0))
     for paths in ((quota,), (quota_v1, period_v1)):
@@ -120,9 +121,9 @@ def cpus(quota: Path = _QUOTA, quota_v1: Path = _QUOTA_V1, period_v1: Path = _PE
     return bound
 
 
-def memory() -> capacity.Capacity:
+def memory_capacity() -> capacity.MemoryCapacity:
     """Of this machine, or of the container if that allows less."""
-    return capacity.of_host()
+    return capacity.measure_host()
 
 
 def disk_free_bytes(folder: Path) -> int:
@@ -130,7 +131,7 @@ def disk_free_bytes(folder: Path) -> int:
     return capacity.disk_free_bytes(folder)
 
 
-def fault_of_disk(folder: Path) -> str:
+def find_disk_fault(folder: Path) -> str:
     """Write a file there, force it to the disk, read it back and remove it; what went wrong, empty if nothing did."""
     trial = folder / f"{files.PARTIAL}admission-{secrets.token_hex(4)}"
     try:
@@ -154,14 +155,14 @@ LONG_ENOUGH_S = 1.0
 
 
 @dataclass(frozen=True)
-class Speed:
+class TransferSpeed:
     """Bits in a second, both ways. Sending includes what the store does to be sure that all has arrived."""
 
     upload_bits_s: float
     download_bits_s: float
 
 
-def measure(store: Store) -> Speed:
+def measure_transfer_speed(store: ReplicaStore) -> TransferSpeed:
     """Send and fetch content that cannot be compressed, and remove it.
 
     Raises:
@@ -172,25 +173,25 @@ def measure(store: Store) -> Speed:
     upload = download = 0.0
     with tempfile.TemporaryDirectory(prefix="ratchet-speed-") as folder:
         for size in SIZES:
-            with _sent(store, Path(folder) / "content", size) as (name, sent_s):
+            with _upload_samples(store, Path(folder) / "content", size) as (name, sent_s):
                 began_s = time.perf_counter()
                 arrived = sum(len(block) for block in store.blocks(name))
                 fetched_s = time.perf_counter() - began_s
             upload, download = 8 * size / sent_s, 8 * arrived / fetched_s
             if min(sent_s, fetched_s) >= LONG_ENOUGH_S or max(sent_s, fetched_s) >= 8 * LONG_ENOUGH_S:
                 break
-    return Speed(upload, download)
+    return TransferSpeed(upload, download)
 
 
 @contextmanager
-def _sent(store: Store, path: Path, size: int) -> Iterator[tuple[str, float]]:
+def _upload_samples(store: ReplicaStore, path: Path, size: int) -> Iterator[tuple[str, float]]:
     """An object of random content for so long; its name, and how long it took to send it."""
     content = os.urandom(size)
     path.write_bytes(content)
     name = f"speed/{socket.gethostname()[:32].lower()}-{secrets.token_hex(8)}"
     began_s = time.perf_counter()
     try:
-        store.send(name, path, (digests.of_bytes(content), size))
+        store.send(name, path, (digests.hash_bytes(content), size))
         yield name, time.perf_counter() - began_s
     finally:
         store.remove([name])
@@ -199,7 +200,7 @@ def _sent(store: Store, path: Path, size: int) -> Iterator[tuple[str, float]]:
 # Each requirement beside what there is.
 
 
-class Finding(Record):
+class RequirementResult(Record):
     """One requirement, and what was found."""
 
     name: str
@@ -208,7 +209,7 @@ class Finding(Record):
     ok: bool
 
 
-class Admission(Record):
+class MachineCheckReport(Record):
     """Whether this machine was good enough. It is about a machine at a time, and no stage's out."""
 
     machine: str
@@ -217,26 +218,26 @@ class Admission(Record):
     """When it was looked at (ISO 8601, UTC)."""
     ratchet: str
     admitted: bool
-    findings: tuple[Finding, ...]
+    findings: tuple[RequirementResult, ...]
 
 
-class _Found(NamedTuple):
+class _Measurement(NamedTuple):
     amount: Amount | None
     """None: there is nothing of the kind."""
     words: str
 
 
 @dataclass
-class Inspection:
+class MachineProbe:
     """Looks at this machine, at each thing once and only if it is asked for."""
 
     disk: Path
     """Where runs will lie."""
-    measure: Callable[[], Speed]
+    measure: Callable[[], TransferSpeed]
     """How fast the network is; raises MirrorError."""
-    ask_gpus: Callable[[], Gpus] = gpu_query.found
+    ask_gpus: Callable[[], GpuInventory] = gpu_query.query_gpus
 
-    def findings(self, requirements: Sequence[Requirement]) -> tuple[Finding, ...]:
+    def findings(self, requirements: Sequence[MachineRequirement]) -> tuple[RequirementResult, ...]:
         """Look at everything; one that is not met stops nothing.
 
         Raises:
@@ -245,86 +246,88 @@ class Inspection:
         self._wanted = {one.name: one.least for one in requirements}
         return tuple(self._finding(one) for one in requirements)
 
-    def _finding(self, one: Requirement) -> Finding:
-        look: Callable[[], _Found] = getattr(self, f"_{one.name}")
+    def _finding(self, one: MachineRequirement) -> RequirementResult:
+        look: Callable[[], _Measurement] = getattr(self, f"_{one.name}")
         found = look()
-        ok = found.amount is not None and _enough(found.amount, one.least)
-        return Finding(name=one.name, asked=one.asked, found=found.words, ok=ok)
+        ok = found.amount is not None and _is_sufficient(found.amount, one.least)
+        return RequirementResult(name=one.name, asked=one.asked, found=found.words, ok=ok)
 
     # each of KINDS has a method of its name
 
-    def _vram(self) -> _Found:
+    def _vram(self) -> _Measurement:
         """Of the GPU that has least among as many of the best as are asked for."""
         if not self._gpus_seen.devices:
             return self._no_gpu
         ordered = sorted(self._gpus_seen.devices, key=lambda one: one.free_bytes, reverse=True)
         number = self._wanted.get("gpus", 1.0)
         last = ordered[min(len(ordered), int(number) if isinstance(number, float) else 1) - 1]
-        return _Found(last.free_bytes, f"{written(last.free_bytes)} of {written(last.total_bytes)} free, {last.name}")
-
-    def _gpus(self) -> _Found:
-        if not self._gpus_seen.devices:
-            return _Found(0.0, self._no_gpu.words)
-        names = ", ".join(sorted({one.name for one in self._gpus_seen.devices}))
-        return _Found(float(len(self._gpus_seen.devices)), f"{len(self._gpus_seen.devices)} ({names})")
-
-    def _cuda(self) -> _Found:
-        return _version_found(self._gpus_seen.cuda) if self._gpus_seen.cuda else self._no_gpu
-
-    def _driver(self) -> _Found:
-        return _version_found(self._gpus_seen.driver) if self._gpus_seen.driver else self._no_gpu
-
-    def _ram(self) -> _Found:
-        found = memory()
-        return _Found(
-            found.available_bytes, f"{written(found.available_bytes)} of {written(found.total_bytes)} at hand"
+        return _Measurement(
+            last.free_bytes, f"{format_bytes(last.free_bytes)} of {format_bytes(last.total_bytes)} free, {last.name}"
         )
 
-    def _cpus(self) -> _Found:
-        return _Found(float(cpus()), str(cpus()))
+    def _gpus(self) -> _Measurement:
+        if not self._gpus_seen.devices:
+            return _Measurement(0.0, self._no_gpu.words)
+        names = ", ".join(sorted({one.name for one in self._gpus_seen.devices}))
+        return _Measurement(float(len(self._gpus_seen.devices)), f"{len(self._gpus_seen.devices)} ({names})")
 
-    def _disk(self) -> _Found:
-        if fault := fault_of_disk(self.disk):
-            return _Found(None, fault)
+    def _cuda(self) -> _Measurement:
+        return _measure_version(self._gpus_seen.cuda) if self._gpus_seen.cuda else self._no_gpu
+
+    def _driver(self) -> _Measurement:
+        return _measure_version(self._gpus_seen.driver) if self._gpus_seen.driver else self._no_gpu
+
+    def _ram(self) -> _Measurement:
+        found = memory_capacity()
+        return _Measurement(
+            found.available_bytes, f"{format_bytes(found.available_bytes)} of {format_bytes(found.total_bytes)} at hand"
+        )
+
+    def _cpus(self) -> _Measurement:
+        return _Measurement(float(available_cpus()), str(available_cpus()))
+
+    def _disk(self) -> _Measurement:
+        if fault := find_disk_fault(self.disk):
+            return _Measurement(None, fault)
         free = disk_free_bytes(self.disk)
-        return _Found(free, f"{written(free)} free, written and read back")
+        return _Measurement(free, f"{format_bytes(free)} free, written and read back")
 
-    def _python(self) -> _Found:
-        return _version_found(platform.python_version())
+    def _python(self) -> _Measurement:
+        return _measure_version(platform.python_version())
 
-    def _download(self) -> _Found:
+    def _download(self) -> _Measurement:
         return self._rate(lambda measured: measured.download_bits_s)
 
-    def _upload(self) -> _Found:
+    def _upload(self) -> _Measurement:
         return self._rate(lambda measured: measured.upload_bits_s)
 
-    def _rate(self, of: Callable[[Speed], float]) -> _Found:
+    def _rate(self, of: Callable[[TransferSpeed], float]) -> _Measurement:
         if isinstance(self._speed, str):
-            return _Found(None, self._speed)
-        return _Found(of(self._speed), f"{of(self._speed) / 1e6:,.1f} Mbps")
+            return _Measurement(None, self._speed)
+        return _Measurement(of(self._speed), f"{of(self._speed) / 1e6:,.1f} Mbps")
 
     @cached_property
-    def _speed(self) -> Speed | str:
+    def _speed(self) -> TransferSpeed | str:
         try:
             return self.measure()
         except MirrorError as error:
             return str(error)
 
     @cached_property
-    def _gpus_seen(self) -> Gpus:
+    def _gpus_seen(self) -> GpuInventory:
         return self.ask_gpus()
 
     @property
-    def _no_gpu(self) -> _Found:
-        return _Found(None, self._gpus_seen.trouble or "no GPU that may be used")
+    def _no_gpu(self) -> _Measurement:
+        return _Measurement(None, self._gpus_seen.trouble or "no GPU that may be used")
 
 
-def _version_found(text: str) -> _Found:
+def _measure_version(text: str) -> _Measurement:
     numbers = [part for part in text.split(".") if part.isdecimal()]
-    return _Found(tuple(map(int, numbers)), text)
+    return _Measurement(tuple(map(int, numbers)), text)
 
 
-def _enough(found: Amount, least: Amount) -> bool:
+def _is_sufficient(found: Amount, least: Amount) -> bool:
     """Versions as versions: 12.10 is newer than 12.6."""
     if isinstance(found, tuple) and isinstance(least, tuple):
         return found >= least
@@ -338,7 +341,7 @@ PATIENCE_S, TIMEOUT_S = 30.0, 15.0
 
 
 def admission(
-    layout: Layout | None, settings: Settings, required: str | None, mirror: str | None, target: Path | None
+    layout: ProjectLayout | None, settings: Settings, required: str | None, mirror: str | None, target: Path | None
 ) -> str:
     """The verb; returns the table.
 
@@ -355,25 +358,29 @@ def admission(
     """
     if required is None:
         raise SettingsError(f"--mirror and --json go with {OPTION}, such as {OPTION} disk=50GB")
-    asked = parse(required)
+    asked = parse_requirements(required)
     where = mirror or settings.machine.mirror
     if where is None and (network := [one.name for one in asked if one.name in ("download", "upload")]):
         raise SettingsError(
             f"{OPTION}: {' and '.join(network)}: nothing to measure against; set machine.mirror, or name "
             "a place of storage with --mirror URL"
         )
-    inspection = Inspection(layout.runs if layout else Path.cwd(), lambda: measure(_store(where or "")))
-    found = Admission(
+    inspection = MachineProbe(
+        layout.runs if layout else Path.cwd(), lambda: measure_transfer_speed(_open_store(where or ""))
+    )
+    found = MachineCheckReport(
         machine=socket.gethostname(), at=datetime.now(UTC).isoformat(timespec="seconds"), ratchet=version(DISTRIBUTION),
         findings=(findings := inspection.findings(asked)), admitted=all(one.ok for one in findings),
     )  # fmt: skip
-    text = "\n".join([_table(found.findings), *_recorded(found, [layout.admission if layout else None, target])])
+    text = "\n".join(
+        [_format_table(found.findings), *_write_records(found, [layout.admission if layout else None, target])]
+    )
     if missing := [one.name for one in found.findings if not one.ok]:
-        raise UnfitError(f"{found.machine} is not good enough: {', '.join(missing)}\n{text}")
+        raise UnsuitableMachineError(f"{found.machine} is not good enough: {', '.join(missing)}\n{text}")
     return f"{found.machine} is admitted\n{text}"
 
 
-def _recorded(found: Admission, places: Iterable[Path | None]) -> Iterator[str]:
+def _write_records(found: MachineCheckReport, places: Iterable[Path | None]) -> Iterator[str]:
     """Write the record; what cannot be written is told: a machine with a bad disk is refused, and not for that."""
     for path in places:
         try:
@@ -383,11 +390,11 @@ def _recorded(found: Admission, places: Iterable[Path | None]) -> Iterator[str]:
             yield f"  {path}: not written ({error.strerror})"
 
 
-def _store(url: str) -> Store:
-    return Store(url, Terms(patience_s=PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
+def _open_store(url: str) -> ReplicaStore:
+    return ReplicaStore(url, TransferLimits(patience_s=PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
 
 
-def _table(findings: tuple[Finding, ...]) -> str:
+def _format_table(findings: tuple[RequirementResult, ...]) -> str:
     width = max(len(one.asked) for one in findings)
     lines = (
         f"  {one.name:<9} {one.asked:>{width}}  {'ok    ' if one.ok else 'NOT OK'}  {one.found}" for one in findings

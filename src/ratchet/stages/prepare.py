@@ -12,19 +12,19 @@ from ratchet.config.data import Prepare
 from ratchet.config.schema import Settings
 from ratchet.console import progress_bars
 from ratchet.data import dataset_card, sources, token_files
-from ratchet.data.conversation import Conversation, Fault, Row, text_of
-from ratchet.data.ingest import Intake
-from ratchet.data.leakage import Benchmarks
-from ratchet.data.selection import Selection, select
-from ratchet.data.sources import Sources
+from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow, extract_text
+from ratchet.data.ingest import RowIngestion
+from ratchet.data.leakage import BenchmarkIndex
+from ratchet.data.selection import RowSelection, select_rows
+from ratchet.data.sources import SourceReader
 from ratchet.data.splits import SPLITS, TEST, TRAIN
-from ratchet.data.token_files import SCHEMA, Fingerprints, SplitWriters
+from ratchet.data.token_files import SCHEMA, SplitFingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.evaluation import harness
 from ratchet.models import base_model
 from ratchet.reports import data_card_page
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -33,7 +33,7 @@ LABEL_LIMIT = 500
 """More different responses than this are free text, not labels."""
 
 
-def prepare(layout: Layout, settings: Settings) -> str:
+def prepare(layout: ProjectLayout, settings: Settings) -> str:
     """Run the stage.
 
     Raises:
@@ -45,22 +45,22 @@ def prepare(layout: Layout, settings: Settings) -> str:
     base = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, base)
     tokenizer = base_model.load_tokenizer(path, layout.own_template, base.added_tokens, base.remote_code)
-    found = Sources(layout.root, settings.prepare)
+    found = SourceReader(layout.root, settings.prepare)
     taught = [one is not None for one in found.taught]
-    benchmarks = _benchmarks(layout, settings)
+    benchmarks = _load_benchmarks(layout, settings)
     with files.sealed_directory(layout.data, "data") as scratch:
         aside = scratch / ".aside"
         aside.mkdir()
-        with closing(Intake(settings.prepare, tokenizer, benchmarks, aside, taught)) as intake:
-            with progress_bars.bar("prepare", "rows read") as bar:
-                intake.read(_counted(found.rows(), bar))
-            with progress_bars.bar("prepare", "rows compared") as bar:
-                chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
-            _check(settings.prepare, intake, chosen)
-            written = _write(intake, chosen, scratch)
+        with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, aside, taught)) as intake:
+            with progress_bars.create_bar("prepare", "rows read") as bar:
+                intake.read(_count_rows(found.rows(), bar))
+            with progress_bars.create_bar("prepare", "rows compared") as bar:
+                chosen = select_rows(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
+            _check_splits(settings.prepare, intake, chosen)
+            written = _write_splits(intake, chosen, scratch)
         shutil.rmtree(aside)
-        card = dataset_card.card(intake, chosen, settings.prepare, found)
-        template = digests.of_bytes(str(tokenizer.chat_template).encode())
+        card = dataset_card.build_card(intake, chosen, settings.prepare, found)
+        template = digests.hash_bytes(str(tokenizer.chat_template).encode())
         card = card.model_copy(
             update={
                 "digest": written.content,
@@ -70,28 +70,28 @@ def prepare(layout: Layout, settings: Settings) -> str:
             }
         )
         card.save(scratch / layout.dataset_card.name)
-        data_card_page.dataset_page(card, scratch / layout.dataset_page.name)
+        data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
     return describe(card)
 
 
-def _benchmarks(layout: Layout, settings: Settings) -> Benchmarks | None:
+def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkIndex | None:
     """The evaluation sets that the project names, but for tasks over its own test rows, which are apart anyway."""
     leakage = settings.prepare.leakage
     named = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
-    with token_files.fresh_cache():
-        documents = harness.documents(named, layout.root, layout.tasks, besides=layout.data)
-    documents |= sources.documents(layout.root, leakage.files) if leakage.files else {}
-    return Benchmarks(documents, leakage.ngram_words) if documents else None
+    with token_files.use_fresh_cache():
+        documents = harness.read_documents(named, layout.root, layout.tasks, besides=layout.data)
+    documents |= sources.read_evaluation_sets(layout.root, leakage.files) if leakage.files else {}
+    return BenchmarkIndex(documents, leakage.ngram_words) if documents else None
 
 
-def _counted(rows: Iterator[Row | Fault], bar: Any) -> Iterator[Row | Fault]:
+def _count_rows(rows: Iterator[SourceRow | MalformedRecord], bar: Any) -> Iterator[SourceRow | MalformedRecord]:
     for count, row in enumerate(rows, start=1):
         if count % 512 == 0:
             bar.update(512)
         yield row
 
 
-def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
+def _check_splits(settings: Prepare, intake: RowIngestion, chosen: RowSelection) -> None:
     """What must be true before anything is written."""
     intake.fields.check()
     ledger = intake.ledger
@@ -119,13 +119,13 @@ def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
         )
 
 
-def _write(intake: Intake, chosen: Selection, folder: Path) -> Fingerprints:
+def _write_splits(intake: RowIngestion, chosen: RowSelection, folder: Path) -> SplitFingerprints:
     """Write the splits and the test rows as documents; returns the fingerprints of what was written."""
     writers = SplitWriters(folder)
     split_of_row = np.where(chosen.kept, chosen.split, -1)
     with (
         (folder / "test.jsonl").open("w", encoding="utf-8") as documents,
-        progress_bars.bar("prepare", "rows written") as bar,
+        progress_bars.create_bar("prepare", "rows written") as bar,
     ):
         for table in intake.spool.tables():
             rows = table.column("row").to_numpy()
@@ -136,18 +136,18 @@ def _write(intake: Intake, chosen: Selection, folder: Path) -> Fingerprints:
                 part = table.take(places).select(SCHEMA.names)
                 writers.write(name, part)
                 if code == TEST:
-                    documents.writelines(_documents(part))
+                    documents.writelines(_format_documents(part))
             bar.update(len(rows))
     return writers.close()
 
 
-def _documents(part: Any) -> Iterator[str]:
+def _format_documents(part: Any) -> Iterator[str]:
     """Test rows as plain documents (JSON lines), for harness tasks of the project."""
     for key, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
         conversation = Conversation.from_json(text)
-        row = {"id": key, "system": conversation.system, "prompt": text_of(conversation.question.messages[-1])}
+        row = {"id": key, "system": conversation.system, "prompt": extract_text(conversation.question.messages[-1])}
         row |= {"response": conversation.response, "turns": len(conversation.messages)}
-        yield base.line(row)
+        yield base.to_json_line(row)
 
 
 def describe(card: DatasetCard) -> str:
@@ -159,7 +159,9 @@ def describe(card: DatasetCard) -> str:
         f"  {name}: {one.rows:,} rows, read as {one.shape}" + (f", weight {one.weight:g}" if one.weight != 1 else "")
         for name, one in card.source_cards.items()
     ]
-    lines += [f"  dropped {d.count:,}: {_plain(r)} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()]
+    lines += [
+        f"  dropped {d.count:,}: {_plain_reason(r)} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()
+    ]
     if near := card.near_duplicates:
         lines.append(
             f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}"
@@ -194,5 +196,5 @@ def describe(card: DatasetCard) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in card.notes)])
 
 
-def _plain(reason: str) -> str:
+def _plain_reason(reason: str) -> str:
     return reason.replace("_", " ")

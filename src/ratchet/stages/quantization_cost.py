@@ -9,15 +9,15 @@ from ratchet.data import token_files
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model, loading, prequantized, quantization_error
 from ratchet.reports import plots
-from ratchet.stages.evaluate import table
+from ratchet.stages.evaluate import format_table
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.training import QuantizationReport
 
 
-def quantization(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+def measure_quantization(layout: ProjectLayout, settings: Settings, progress: Callable[[str], None]) -> str:
     """`ratchet evaluate --quantization`: full precision against 4 bits, on a fixed sample of the validation rows.
 
     Raises:
@@ -27,33 +27,33 @@ def quantization(layout: Layout, settings: Settings, progress: Callable[[str], N
     if card.base_digest != base.digest:
         raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
     path = base_model.locate(layout, base)
-    base_model.check(path, base.files)
-    if (stored := prequantized.found(base_model.config_of(path), str(path))) is not None:
+    base_model.verify_files(path, base.files)
+    if (stored := prequantized.detect(base_model.read_config(path), str(path))) is not None:
         raise BaseModelError(
             f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
             "with; take the model that it was made from"
         )
-    files.verify(layout.data, "data")
-    dataset = token_files.read(layout.data, "validation").select_columns(["input_ids", "labels"])
+    files.verify_sealed(layout.data, "data")
+    dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
     # Rows are sorted by a hash of their content: the first so many are a random sample.
     sample = dataset[: settings.evaluate.quantization_rows]
     rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
-    costs = quantization_error.measure(
+    costs = quantization_error.measure_cost(
         lambda train: loading.load(path, base, train, device), settings.train, rows, progress
     )
     report = QuantizationReport(
         base_digest=base.digest,
         data_digest=card.digest,
         rows=len(rows),
-        tokens=quantization_error.answer_tokens(rows),
+        tokens=quantization_error.count_answer_tokens(rows),
         dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
         costs=costs,
     )
     with files.sealed_directory(layout.quantization, "quantization") as scratch:
         report.save(scratch / "quantization.json")
-        plots.draw(report, scratch / "quantization.png")
+        plots.draw_quantization_report(report, scratch / "quantization.png")
     return f"{describe_quantization(report)}\n  {layout.quantization / 'quantization.png'}"
 
 
@@ -75,4 +75,4 @@ def describe_quantization(report: QuantizationReport) -> str:
     head = (
         f"4 bits against full precision ({report.dtype}): {report.rows} validation rows, {report.tokens} answer tokens"
     )
-    return f"{head}\n{table(rows)}"
+    return f"{head}\n{format_table(rows)}"

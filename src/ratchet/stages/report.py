@@ -11,18 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, DataError, SettingsError
-from ratchet.evaluation.answer_analysis import is_output, read
+from ratchet.errors import DamagedFileError, DataError, SettingsError
+from ratchet.evaluation.answer_analysis import is_output, read_generation
 from ratchet.gate.evidence import read_rows
 from ratchet.inference.output import ENDINGS
 from ratchet.reports import comparison, comparison_page, page_files, run_page
-from ratchet.reports.comparison import CURRENT, HOW, JOINED, LABELLED, MOST_POINTS, Evaluations, Names, Scored, Side
+from ratchet.reports.comparison import (
+    CURRENT,
+    HOW,
+    JOINED,
+    LABELLED,
+    MOST_POINTS,
+    ComparisonIndex,
+    ComparisonSide,
+    EvaluationIndex,
+    SubjectScores,
+)
 from ratchet.reports.forest_plot import REFERENCES
-from ratchet.reports.run_page import Examination, Origin
+from ratchet.reports.run_page import RunEvaluation, RunProvenance
 from ratchet.runs import directory
 from ratchet.storage.code_version import revision_tags
 from ratchet.storage.html import NONE
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import answers_file, curves_file
@@ -35,7 +45,7 @@ CHECKED_OUT = {
 """What is said of the project as it is now; the run itself notes the version of the code only."""
 
 
-def report(layout: Layout, settings: Settings, name: str | None, output: Path | None) -> str:
+def report(layout: ProjectLayout, settings: Settings, name: str | None, output: Path | None) -> str:
     """The verb: writes the page, and returns the figures.
 
     Args:
@@ -51,9 +61,9 @@ def report(layout: Layout, settings: Settings, name: str | None, output: Path | 
         DamagedError: a file that was to be read is not as it was written.
     """
     if output is not None:
-        page_files.require_place(output)
+        page_files.require_writable_target(output)
     if name is not None and is_output(name):
-        return _answers(layout, settings, Path(name), output)
+        return _write_answers_page(layout, settings, Path(name), output)
     if name is not None and _is_file(name):
         raise SettingsError(
             f"{name}: no output of `ratchet generate`, which is a file that ends in {' or '.join(ENDINGS)} with its "
@@ -62,16 +72,21 @@ def report(layout: Layout, settings: Settings, name: str | None, output: Path | 
     if name is not None and JOINED in name:
         raise SettingsError(f"{name}: a report is about one training; `ratchet compare` shows groups beside others")
     if name is None:
-        newest = directory.newest(layout.runs)
+        newest = directory.find_newest_run(layout.runs)
         if newest is None:
             raise DataError(f"{layout.runs}: no run yet; `dvc repro` starts one")
         name = newest.root.name
-    names = Names(layout)
-    examinations = Evaluations(layout, names)
-    side = comparison.side(layout, names.subject(name), names, examinations, MOST_POINTS)
+    names = ComparisonIndex(layout)
+    examinations = EvaluationIndex(layout, names)
+    side = comparison.read_side(layout, names.subject(name), names, examinations, MOST_POINTS)
     target = output or layout.pages / f"report-{side.accounts[0].run_id}.html"
-    with _without_old_pictures(target):
-        run_page.write(side, _examination(layout, settings, side, examinations), _origin(layout, side, target), target)
+    with _remove_old_plots(target):
+        run_page.write(
+            side,
+            _load_run_evaluation(layout, settings, side, examinations),
+            _load_provenance(layout, side, target),
+            target,
+        )
     return f"{describe(side)}\n  page: {target}"
 
 
@@ -80,62 +95,67 @@ def _is_file(name: str) -> bool:
     return bool(Path(name.rpartition(LABELLED)[2]).suffix)
 
 
-def _answers(layout: Layout, settings: Settings, path: Path, output: Path | None) -> str:
+def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> str:
     """The panel of a generation's answers: page, pictures, and the figures for the terminal."""
     from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
-    found = answer_analysis.panel(read(path.absolute(), settings.prepare.task), settings.evaluate.seed)
+    found = answer_analysis.analyze_answers(
+        read_generation(path.absolute(), settings.prepare.task), settings.evaluate.seed
+    )
     target = output or layout.pages / f"answers-{found.answers.card.id}.html"
-    drawn = answers_page.write(found, _pictures(target))
-    with _without_old_pictures(target, drawn):
-        page_files.write(target, answers_page.page(found))
-    lines = [answer_analysis.described(found), "", f"  page: {target}"]
+    drawn = answers_page.write_plots(found, _plots_folder(target))
+    with _remove_old_plots(target, drawn):
+        page_files.write(target, answers_page.render(found))
+    lines = [answer_analysis.format_analysis(found), "", f"  page: {target}"]
     return "\n".join([*lines, *(f"  picture: {one}" for one in drawn)])
 
 
-def _pictures(target: Path) -> Path:
+def _plots_folder(target: Path) -> Path:
     """The folder of a page's pictures."""
     return target.with_name(f"{target.stem}-pictures")
 
 
 @contextmanager
-def _without_old_pictures(target: Path, drawn: Collection[Path] = ()) -> Iterator[None]:
+def _remove_old_plots(target: Path, drawn: Collection[Path] = ()) -> Iterator[None]:
     """While a page is written: those of the page whose place it takes are removed, where `drawn` has no newer ones."""
     is_replaced = target.is_file()
     yield
-    if is_replaced and (folder := _pictures(target)).is_dir():
+    if is_replaced and (folder := _plots_folder(target)).is_dir():
         from ratchet.reports import answers_page
 
-        answers_page.remove(folder, drawn)
+        answers_page.remove_plots(folder, drawn)
 
 
-def describe(side: Side) -> str:
+def describe(side: ComparisonSide) -> str:
     """The figures, for the terminal."""
-    figures = [(name, value) for name, [value] in comparison_page.summary([side]) if value != NONE]
+    figures = [(name, value) for name, [value] in comparison_page.summarize_sides([side]) if value != NONE]
     lines = [f"run {side.accounts[0].run_id}", *(f"  {name:22} {value}" for name, value in figures)]
     return "\n".join(lines)
 
 
-def _examination(layout: Layout, settings: Settings, side: Side, examinations: Evaluations) -> Examination | None:
+def _load_run_evaluation(
+    layout: ProjectLayout, settings: Settings, side: ComparisonSide, examinations: EvaluationIndex
+) -> RunEvaluation | None:
     """What the evaluation has of single rows; of one that was kept with a version, figures only."""
     found = next(iter(side.examined), None)
     if found is None:
         return None
     if found.place != CURRENT:
-        return Examination(found.report, found.who)
+        return RunEvaluation(found.report, found.who)
     others = [examinations.scored(who) for who in REFERENCES if who != found.who and who in found.report.scores]
-    known = [Scored(one.who, [one], []) for one in (found, *others)]
+    known = [SubjectScores(one.who, [one], []) for one in (found, *others)]
     findings, _ = comparison.compare_pairs(known, settings.gate, only=found.who)
     answers = layout.evaluate / answers_file(found.who)
     given = {row["id"]: row["answers"] for row in base.read_lines(answers)} if answers.exists() else {}
-    return Examination(
+    return RunEvaluation(
         found.report, found.who, findings, read_rows(layout), given, found.samples,
-        _json(layout.evaluate / f"confusion/{found.who}.json"), _json(layout.evaluate / curves_file(found.who)),
+        _read_json(layout.evaluate / f"confusion/{found.who}.json"),
+        _read_json(layout.evaluate / curves_file(found.who)),
     )  # fmt: skip
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     """What a file holds that stage evaluate has sealed; None where there is none."""
     if not path.exists():
         return None
@@ -143,29 +163,29 @@ def _json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _origin(layout: Layout, side: Side, target: Path) -> Origin:
+def _load_provenance(layout: ProjectLayout, side: ComparisonSide, target: Path) -> RunProvenance:
     account = side.accounts[0]
     tags = revision_tags(layout.root)
     checkout = {said: tags[key][:40] for key, said in CHECKED_OUT.items() if key in tags}
     if tags.get("git.dirty") == "true":
         checkout[CHECKED_OUT["git.revision"]] += ", with changes"
     card = page = gate = None
-    if account.spec is not None and _is_data_of_now(layout, account.spec.data_digest):
-        card = _link(layout.dataset_page, target)
+    if account.spec is not None and _is_current_data(layout, account.spec.data_digest):
+        card = _relative_link(layout.dataset_page, target)
     if account.paths.page.exists():
-        page = _link(account.paths.page, target)
+        page = _relative_link(account.paths.page, target)
     if layout.verdict.exists() and Verdict.load(layout.verdict).run_id == account.run_id:
-        gate = _link(layout.gate_page, target)
-    return Origin(checkout, card, page, gate)
+        gate = _relative_link(layout.gate_page, target)
+    return RunProvenance(checkout, card, page, gate)
 
 
-def _is_data_of_now(layout: Layout, data_digest: str) -> bool:
+def _is_current_data(layout: ProjectLayout, data_digest: str) -> bool:
     try:
         return DatasetCard.load(layout.dataset_card).digest == data_digest and layout.dataset_page.exists()
-    except (DataError, DamagedError):
+    except (DataError, DamagedFileError):
         return False
 
 
-def _link(path: Path, target: Path) -> str:
+def _relative_link(path: Path, target: Path) -> str:
     """From one page to another, so that a project may move."""
     return Path(os.path.relpath(path, target.resolve().parent)).as_posix()

@@ -8,24 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratchet.config.schema import Machine
-from ratchet.errors import BusyError, RatchetError, SettingsError
+from ratchet.errors import LockHeldError, RatchetError, SettingsError
 from ratchet.runs import directory, status
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.log import say
+from ratchet.runs.log import print_message
 from ratchet.runs.progress_view import is_generation
 from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.object_names import RunObjectNames
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import read_champion
 
 AGREEMENT = ("y", "yes")
 
 
-def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] | None = None) -> str:
+def reset(layout: ProjectLayout, run: str | None, yes: bool, ask: Callable[[str], str] | None = None) -> str:
     """Remove a run; returns what was done, for the terminal.
 
     Args:
@@ -44,11 +44,11 @@ def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] 
         raise SettingsError("reset: which run? Name it by its id or its beginning; `ratchet status` shows the latest")
     for folder in (layout.runs, layout.generations):
         remove_leftovers(folder)
-    paths = directory.named((layout.runs, layout.generations), run)
-    with directory.storage(paths.root), paths.lock().acquire() as lock:
-        _require_there(paths, lock)
+    paths = directory.find_run((layout.runs, layout.generations), run)
+    with directory.storage_errors(paths.root), paths.lock().acquire() as lock:
+        _require_exists(paths, lock)
         text = describe(layout, paths)
-        if not yes and not _agreed(text, ask):
+        if not yes and not _confirm(text, ask):
             return f"run {paths.root.name} was kept"
         files.remove_sealed(paths.root.resolve())
         if paths.root.is_symlink():  # a run that was moved to a larger disk
@@ -57,7 +57,7 @@ def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] 
     return f"{text}\nremoved"
 
 
-def reset_mirror(
+def reset_replica(
     machine: Machine, words: str | bool, run: str | None, yes: bool, ask: Callable[[str], str] | None = None
 ) -> str:
     """Remove a run from a mirror; its directories on machines stay. Returns what was done, for the terminal.
@@ -77,15 +77,15 @@ def reset_mirror(
         SettingsError: no mirror, no run named, or no terminal to ask on.
         MirrorError: the mirror cannot be reached.
     """
-    store, prefix = remote_status.meant(machine, words, run)
+    store, prefix = remote_status.resolve_mirror(machine, words, run)
     if prefix is None:
         raise SettingsError("reset --mirror: which run? Name it by its id or its beginning; `ratchet status --mirror`")
-    names = RunNames(remote_status.named(store, prefix))
-    text = remote_status.describe(store, names.run_id)
-    if not yes and not _agreed(text, ask):
+    names = RunObjectNames(remote_status.find_remote_run(store, prefix))
+    text = remote_status.describe_remote_run(store, names.run_id)
+    if not yes and not _confirm(text, ask):
         return f"run {names.run_id} was kept"
-    lease = Lease(store, names, f"reset-{secrets.token_hex(4)}", machine.lease_s)
-    lease.take(lambda: False, say)
+    lease = ReplicaLease(store, names, f"reset-{secrets.token_hex(4)}", machine.lease_s)
+    lease.take(lambda: False, print_message)
     try:
         there = store.list(names.root)
         claimed = [name for name in there if name.startswith(f"{names.folder('claims')}/")]
@@ -99,16 +99,16 @@ def reset_mirror(
     return f"{text}\nremoved from the mirror"
 
 
-def describe(layout: Layout, paths: RunPaths) -> str:
+def describe(layout: ProjectLayout, paths: RunPaths) -> str:
     """What a person should know before a run is removed."""
-    progress = status.of(paths)
-    name, size = paths.root.name, status.size(_size_bytes(paths.root))
+    progress = status.read_progress(paths)
+    name, size = paths.root.name, status.format_size(_size_bytes(paths.root))
     sealed = "its result is sealed" if (paths.result / files.MANIFEST).is_file() else "it has no result yet"
     if is_generation(paths):
         done = f"{progress.step:,} of {format(progress.planned_steps, ',') if progress.planned_steps else '?'} answers"
         return f"generation {name}: {done}, {size}; {sealed}\n  files that it was written to stay as they are"
     lines = [f"run {name}: step {progress.step} of {progress.planned_steps or '?'}, {size}; {sealed}"]
-    if _trained_from(layout) == name:
+    if _trained_run_id(layout) == name:
         lines.append("  experiments/train comes from it: those files stay, but the run cannot be gone on with")
     champions = read_champion(layout.champion)
     if champions.champion is not None and champions.champion.run_id == name:
@@ -125,7 +125,7 @@ def remove_leftovers(runs: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _trained_from(layout: Layout) -> str:
+def _trained_run_id(layout: ProjectLayout) -> str:
     try:
         return TrainReport.load(layout.train_report).run_id
     except RatchetError:
@@ -138,13 +138,13 @@ def _size_bytes(root: Path) -> int:
     return sum({stat.st_ino: stat.st_blocks * 512 for stat in found}.values())
 
 
-def _require_there(paths: RunPaths, lock: Lock) -> None:
+def _require_exists(paths: RunPaths, lock: FileLock) -> None:
     """Raise BusyError if somebody removed the run while we took its lock."""
-    if not directory.holds(lock):
-        raise BusyError(f"run {paths.root.name} was removed by somebody else at this moment")
+    if not directory.is_lock_current(lock):
+        raise LockHeldError(f"run {paths.root.name} was removed by somebody else at this moment")
 
 
-def _agreed(text: str, ask: Callable[[str], str] | None) -> bool:
+def _confirm(text: str, ask: Callable[[str], str] | None) -> bool:
     """Ask. Raises SettingsError when nobody can answer."""
     if ask is None:
         if not sys.stdin.isatty():

@@ -8,19 +8,19 @@ from pathlib import Path
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference import answer_selection, reward
-from ratchet.inference.answer_selection import TAKEN, Choice, Output
-from ratchet.inference.spec import Card
+from ratchet.inference.answer_selection import TAKEN, AnswerSelector, GenerationOutput
+from ratchet.inference.spec import GenerationCard
 from ratchet.storage import digests, disk, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
-from ratchet.storage.output_card import card_beside, card_of, is_written, write
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
+from ratchet.storage.output_card import card_path, is_output_current, read_card, write_output
 from ratchet.storage.records.data import SelectionCard, SelectionSpec
 
 ENDING = ".jsonl"
 
 
 @dataclass(frozen=True)
-class Options:
+class SelectOptions:
     """What the command line says."""
 
     answers: tuple[Path, ...]
@@ -28,7 +28,7 @@ class Options:
     prompts: Path | None = None
 
 
-def select(layout: Layout, settings: Settings, options: Options, say: Callable[[str], None]) -> str:
+def select(layout: ProjectLayout, settings: Settings, options: SelectOptions, say: Callable[[str], None]) -> str:
     """Choose among answers, and write those that are taken as rows to learn from.
 
     Args:
@@ -49,15 +49,15 @@ def select(layout: Layout, settings: Settings, options: Options, say: Callable[[
     if target.suffix != ENDING:
         raise SettingsError(f"--output {options.output}: does not end with {ENDING}; name it so")
     disk.require_writable(target, "--output")
-    disk.require_writable(card_of(target), "--output: its card")
+    disk.require_writable(card_path(target), "--output: its card")
     if twice := next((one for one in options.answers if options.answers.count(one) > 1), None):
         raise SettingsError(f"{twice}: named twice; name it once")
     if own := next((one for one in options.answers if one.resolve() == target.resolve()), None):
         raise SettingsError(f"--output {options.output}: is {own}, which is chosen from; name another --output")
-    name = digests.of_bytes(str(target).encode())[: digests.SHORT]
-    with Lock(layout.stage_lock(f"select-{name}"), f"output {target}").acquire(wait_s=1.0):
+    name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
+    with FileLock(layout.stage_lock(f"select-{name}"), f"output {target}").acquire(wait_s=1.0):
         outputs = [
-            answer_selection.opened(one.absolute(), layout, settings, options.prompts) for one in options.answers
+            answer_selection.open_output(one.absolute(), layout, settings, options.prompts) for one in options.answers
         ]
         _require_fitting(outputs, settings)
         ids = [one.card.id for one in outputs]
@@ -69,24 +69,24 @@ def select(layout: Layout, settings: Settings, options: Options, say: Callable[[
         spec = SelectionSpec(
             select=settings.select,
             teachers=tuple(one.teacher for one in outputs),
-            reward_files=reward.fingerprints(settings.select.reward, layout.root),
+            reward_files=reward.fingerprint_command(settings.select.reward, layout.root),
         )
-        if target.exists() and card_beside(target, Card) is not None:
+        if target.exists() and read_card(target, GenerationCard) is not None:
             raise SettingsError(f"{target}: is an output of `ratchet generate`; name another --output")
-        if is_written(target, spec, SelectionCard, "select"):
+        if is_output_current(target, spec, SelectionCard, "select"):
             return f"{target}: is there, of these answers and settings; nothing to do"
         scratch = layout.experiments / f"{files.PARTIAL}select-{name}"
         if scratch.exists():  # of a process that was killed
             shutil.rmtree(scratch)
         files.make_directory(scratch)
         try:
-            card = _chosen(layout, spec, outputs, scratch, target)
+            card = _select_and_write(layout, spec, outputs, scratch, target)
         finally:
             shutil.rmtree(scratch)
     return describe(card, target)
 
 
-def _require_fitting(outputs: Iterable[Output], settings: Settings) -> None:
+def _require_fitting(outputs: Iterable[GenerationOutput], settings: Settings) -> None:
     """Raise SettingsError for an output that these settings cannot choose from."""
     for one in outputs:
         generate = one.card.spec.generate
@@ -99,8 +99,10 @@ def _require_fitting(outputs: Iterable[Output], settings: Settings) -> None:
             )
 
 
-def _chosen(layout: Layout, spec: SelectionSpec, outputs: list[Output], scratch: Path, target: Path) -> SelectionCard:
-    choice = Choice(spec.select, outputs, layout.root, scratch)
+def _select_and_write(
+    layout: ProjectLayout, spec: SelectionSpec, outputs: list[GenerationOutput], scratch: Path, target: Path
+) -> SelectionCard:
+    choice = AnswerSelector(spec.select, outputs, layout.root, scratch)
     rows = scratch / target.name
     choice.write(rows)
     card = SelectionCard(
@@ -114,16 +116,16 @@ def _chosen(layout: Layout, spec: SelectionSpec, outputs: list[Output], scratch:
         taught_prompts=choice.taught_prompts,
     )
     if not card.rows:
-        raise DataError(f"of {card.answers:,} answers none is left:\n" + "\n".join(_filters(card)))
+        raise DataError(f"of {card.answers:,} answers none is left:\n" + "\n".join(_format_filters(card)))
 
     def contents(aside: Path) -> None:
         with rows.open("rb") as stream:
             files.write_blocks(aside, ([block] for block in iter(lambda: stream.read(2**20), b"")))
 
-    return write(target, contents, card)
+    return write_output(target, contents, card)
 
 
-def _filters(card: SelectionCard) -> Iterator[str]:
+def _format_filters(card: SelectionCard) -> Iterator[str]:
     for one in card.filters:
         if one.dropped:
             examples = f" ({'; '.join(one.examples[:2])})" if one.examples else ""
@@ -134,7 +136,7 @@ def describe(card: SelectionCard, target: Path) -> str:
     """The card in a few lines, for the terminal."""
     lines = [
         f"{card.rows:,} rows of {card.answers:,} answers, for {card.taught_prompts:,} of {card.prompts:,} prompts",
-        *_filters(card),
+        *_format_filters(card),
     ]
     if card.without_reference:
         lines.append(f"  {card.without_reference:,} prompts have no reference: nothing was compared there")

@@ -6,15 +6,15 @@ from ratchet.config.schema import Machine
 from ratchet.runs import directory
 from ratchet.runs import status as journal
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Reader
-from ratchet.runs.progress_view import begun, is_generation
+from ratchet.runs.journal import JournalReader
+from ratchet.runs.progress_view import create_view, is_generation
 from ratchet.runs.replication import remote_status
-from ratchet.runs.status import duration
-from ratchet.storage.layout import Layout
+from ratchet.runs.status import format_duration
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import read_champion
 
 
-def status(layout: Layout, run: str | None) -> str:
+def status(layout: ProjectLayout, run: str | None) -> str:
     """The verb.
 
     Args:
@@ -26,17 +26,17 @@ def status(layout: Layout, run: str | None) -> str:
         DataError: no such run, or several.
         DamagedError: it is of a newer version.
     """
-    generations = [paths for paths in directory.all_runs(layout.generations) if paths.lock().held_elsewhere()]
+    generations = [paths for paths in directory.list_runs(layout.generations) if paths.lock().held_elsewhere()]
     if run is None:
-        latest = directory.newest(layout.runs)
-        if latest is None and not generations and (last := directory.newest(layout.generations)):
+        latest = directory.find_newest_run(layout.runs)
+        if latest is None and not generations and (last := directory.find_newest_run(layout.generations)):
             generations = [last]
-        described = [*([] if latest is None else [journal.describe(latest)]), *map(_generation, generations)]
+        described = [*([] if latest is None else [journal.describe_run(latest)]), *map(_format_generation, generations)]
         if not described:
             return "no run yet; `dvc repro` starts one"
     else:
-        paths = directory.named((layout.runs, layout.generations), run)
-        described = [_generation(paths) if is_generation(paths) else journal.describe(paths)]
+        paths = directory.find_run((layout.runs, layout.generations), run)
+        described = [_format_generation(paths) if is_generation(paths) else journal.describe_run(paths)]
     lines = described
     if champion := read_champion(layout.champion).champion:
         forced = champion.forced
@@ -46,14 +46,14 @@ def status(layout: Layout, run: str | None) -> str:
     return "\n".join(lines)
 
 
-def _generation(paths: RunPaths) -> str:
+def _format_generation(paths: RunPaths) -> str:
     """A generation in a few lines. Raises DamagedError for one of a newer version."""
     paths.require_known_format()
-    reader, vitals = Reader(paths.journal), begun(paths)
+    reader, vitals = JournalReader(paths.journal), create_view(paths)
     for event in reader.read():
         vitals.see(event)
     p, found, running = vitals.progress, vitals.answering, paths.lock().held_elsewhere()
-    lines = [f"generation {paths.root.name}: {journal.state(p, running, 'ratchet generate')}"]
+    lines = [f"generation {paths.root.name}: {journal.describe_state(p, running, 'ratchet generate')}"]
     lines.append(f"  answers     {p.step:,} of {format(p.planned_steps, ',') if p.planned_steps else '?'}")
     if found is not None and found.answers_per_s is not None and found.tokens_per_s is not None:
         lines.append(f"  rate        {found.answers_per_s:,.2f} answers/s, {found.tokens_per_s:,.0f} tokens/s")
@@ -65,14 +65,14 @@ def _generation(paths: RunPaths) -> str:
         f"  budget      at most {tokens:,} padded tokens" for tokens, _ in p.budgets.values() if tokens is not None
     ]
     if p.last_t and not p.finished:
-        lines.append(f"  last told   {duration(max(0.0, time.time() - p.last_t))} ago")
-    return "\n".join([*lines, *journal.events(p, reader.damaged_lines)])
+        lines.append(f"  last told   {format_duration(max(0.0, time.time() - p.last_t))} ago")
+    return "\n".join([*lines, *journal.describe_events(p, reader.damaged_lines)])
 
 
 # `ratchet status --mirror`: where runs stand, from any machine, without their directories.
 
 
-def mirrored(machine: Machine, words: str | bool, run: str | None) -> str:
+def replica_status(machine: Machine, words: str | bool, run: str | None) -> str:
     """The verb: all runs in a mirror, or one.
 
     Args:
@@ -85,7 +85,10 @@ def mirrored(machine: Machine, words: str | bool, run: str | None) -> str:
         DataError: no such run there, or several.
         MirrorError: it cannot be reached.
     """
-    store, run = remote_status.meant(machine, words, run)
+    store, run = remote_status.resolve_mirror(machine, words, run)
     if run is not None:
-        return remote_status.describe(store, remote_status.named(store, run))
-    return "\n".join(remote_status.line(store, one) for one in remote_status.runs(store)) or "no run in this mirror yet"
+        return remote_status.describe_remote_run(store, remote_status.find_remote_run(store, run))
+    return (
+        "\n".join(remote_status.summarize_run(store, one) for one in remote_status.list_remote_runs(store))
+        or "no run in this mirror yet"
+    )

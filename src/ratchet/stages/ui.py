@@ -9,14 +9,14 @@ from typing import NoReturn
 from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError, TrackingError
 from ratchet.reports import plots
-from ratchet.runs.log import say
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
-from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.runs.log import print_message
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 
 
-def ui(layout: Layout, settings: Settings, port: int) -> NoReturn:
+def ui(layout: ProjectLayout, settings: Settings, port: int) -> NoReturn:
     """Become MLflow's UI, making the store if it is not there. Runs that nobody trains any more are ended before.
 
     Where runs and sweeps are shown on a server, it says so: registered models are in the project's store alone.
@@ -26,22 +26,22 @@ def ui(layout: Layout, settings: Settings, port: int) -> NoReturn:
         SchemaError: the store is another MLflow's.
         TrackingError: it cannot be read or written.
     """
-    _require_free(port)
+    _require_free_port(port)
     name, here = settings.promote.model_name, f"http://127.0.0.1:{port}"
-    own = Tracking(layout, name)
-    _made_true(own, layout, settings)
+    own = MlflowTracker(layout, name)
+    _end_dead_runs(own, layout, settings)
     addresses = own.views(here)
     if (server := settings.machine.tracking) is not None:
-        say(
+        print_message(
             f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store, with its "
             "registered models and what was trained before"
         )
         try:
-            shared = Tracking(layout, name, server)
-            _made_true(shared, layout, settings)
+            shared = MlflowTracker(layout, name, server)
+            _end_dead_runs(shared, layout, settings)
             addresses |= {f"{view}, on the server": url for view, url in shared.views(server).items()}
         except TrackingError as error:
-            say(f"the server's views were not looked at: {error}")
+            print_message(f"the server's views were not looked at: {error}")
     width = max(map(len, addresses))
     for view, url in addresses.items():
         print(f"  {view:{width}}  {url}", flush=True)
@@ -52,7 +52,7 @@ def ui(layout: Layout, settings: Settings, port: int) -> NoReturn:
     os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 (no shell is wanted)
 
 
-def _require_free(port: int) -> None:
+def _require_free_port(port: int) -> None:
     """Raise SettingsError where MLflow could not listen: it would say so in the middle of its log, and exit with 0."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as its server does: a port just left is free
@@ -62,14 +62,14 @@ def _require_free(port: int) -> None:
             raise SettingsError(f"--port {port}: {error.strerror}; name another one") from None
 
 
-def _made_true(tracking: Tracking, layout: Layout, settings: Settings) -> None:
+def _end_dead_runs(tracking: MlflowTracker, layout: ProjectLayout, settings: Settings) -> None:
     """End runs and sweeps that are RUNNING though nobody works on them, and send what the runs lack."""
-    for note in tracking.complete(layout.runs, settings, plots.loss_curve):
-        say(note)
-    for note in SweepTracking(tracking, lambda _: {}).reconcile(partial(_is_alive, layout)):
-        say(note)
+    for note in tracking.complete(layout.runs, settings, plots.draw_loss_curve):
+        print_message(note)
+    for note in MlflowSweepTracker(tracking, lambda _: {}).reconcile(partial(_is_sweep_alive, layout)):
+        print_message(note)
 
 
-def _is_alive(layout: Layout, study: str) -> bool:
+def _is_sweep_alive(layout: ProjectLayout, study: str) -> bool:
     """Whether a sweep of this project works on a study."""
-    return Lock(layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
+    return FileLock(layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()

@@ -20,7 +20,7 @@ def code_version() -> str:
     """For example `0.1.0+3f2a91c0`: equal strings mean equal code, committed or not."""
     root = Path(__file__).parents[1]
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
-    return f"{version(DISTRIBUTION)}+{digests.of_tree(root, names)[:8]}"
+    return f"{version(DISTRIBUTION)}+{digests.hash_tree(root, names)[:8]}"
 
 
 def revision_tags(root: Path) -> dict[str, str]:
@@ -36,7 +36,7 @@ def revision_tags(root: Path) -> dict[str, str]:
                 tags |= dict.fromkeys(("git.branch", "mlflow.source.git.branch"), branch)
     if (lock := root / "dvc.lock").exists():
         text = lock.read_text(encoding="utf-8")
-        tags["dvc.lock"] = digests.of_bytes(text.encode())
+        tags["dvc.lock"] = digests.hash_bytes(text.encode())
         outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
         tags |= {f"dvc.{stage}": out[1] for stage, out in outs.items() if out}
     return tags

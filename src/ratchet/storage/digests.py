@@ -10,12 +10,12 @@ SHORT = 12
 """Hex digits shown to people and used in directory names (48 bits)."""
 
 
-def of_bytes(data: bytes) -> str:
+def hash_bytes(data: bytes) -> str:
     """SHA-256 of bytes, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
-def of_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -26,16 +26,16 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def of_json(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """SHA-256 of the canonical JSON of `value`."""
-    return of_bytes(canonical_json(value).encode())
+    return hash_bytes(canonical_json(value).encode())
 
 
-def of_files(files: Mapping[str, str]) -> str:
+def hash_files(files: Mapping[str, str]) -> str:
     """Fingerprint of a directory given each file's relative POSIX name and SHA-256."""
-    return of_json(sorted(files.items()))
+    return hash_json(sorted(files.items()))
 
 
-def of_tree(root: Path, names: Iterable[str]) -> str:
+def hash_tree(root: Path, names: Iterable[str]) -> str:
     """Fingerprint of the named files below `root` (names and contents, not times or modes)."""
-    return of_files({name: of_file(root / name) for name in names})
+    return hash_files({name: hash_file(root / name) for name in names})

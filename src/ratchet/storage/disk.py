@@ -33,7 +33,7 @@ def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Let an OSError say which file it is about: that of a write, on a full disk say, names none by itself."""
     try:
         yield
@@ -71,7 +71,7 @@ def require_writable(target: Path, said: str) -> None:
         elif target.exists() and not target.is_file():
             problem = "is no regular file; name one"
         else:
-            _try(target)
+            _create_and_remove(target)
             return
     except OSError as error:
         folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
@@ -79,7 +79,7 @@ def require_writable(target: Path, said: str) -> None:
     raise SettingsError(f"{said} {target}: {problem}")
 
 
-def _try(target: Path) -> None:
+def _create_and_remove(target: Path) -> None:
     """Make an empty file beside the target, with the folders that are missing, and remove them. Raises OSError."""
     made: list[Path] = []
     trial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # what `files` writes to, of any process
@@ -95,7 +95,7 @@ def _try(target: Path) -> None:
                 folder.rmdir()
 
 
-def exchange(a: Path, b: Path) -> bool:
+def exchange_names(a: Path, b: Path) -> bool:
     """Exchange two names in one operation (renameat2 with RENAME_EXCHANGE, Linux 3.15).
 
     Returns False, having done nothing, where kernel, C library or file system cannot. Raises OSError otherwise.
@@ -111,14 +111,14 @@ def exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def let_read(path: Path, like: Path) -> None:
+def grant_read(path: Path, like: Path) -> None:
     """Let those read a file who may read the directory `like`: safetensors makes files for their owner alone."""
     mode = path.stat().st_mode
     if (wanted := mode | like.stat().st_mode & 0o444) != mode:
         path.chmod(stat.S_IMODE(wanted))
 
 
-def point(link: Path, target: str, partial: Path) -> None:
+def point_symlink(link: Path, target: str, partial: Path) -> None:
     """Let a symbolic link lead to `target`, in one operation: readers find the old target or the new one.
 
     Args:

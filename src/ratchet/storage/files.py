@@ -1,10 +1,11 @@
 """Atomic files and sealed directories: the only code that renames or fsyncs.
 
 A sealed directory is complete or absent: it is written aside, every file and folder is fsynced, the manifest (SHA-256
-and size of each file) is written last, and one rename publishes it. `verify` reads it all back. The order follows T. S.
-Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before its contents are durable,
-and nothing is removed before the rename that replaces it is. `before` is the seam through which disks are made to fail:
-called before every operation here that changes one, it may raise OSError, wait, or kill the process (faults/injection).
+and size of each file) is written last, and one rename publishes it. `verify_sealed` reads it all back. The order
+follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before its
+contents are durable, and nothing is removed before the rename that replaces it is. `before` is the seam through which
+disks are made to fail: called before every operation here that changes one, it may raise OSError, wait, or kill the
+process (faults/injection).
 """
 
 import glob
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.storage import digests, disk
 
 MANIFEST = "manifest.json"
@@ -36,11 +37,11 @@ Block = Iterable[bytes | memoryview]
 """What is written at once."""
 
 
-def _nothing(*about: object) -> None:
+def _ignore_beat(*about: object) -> None:
     """Nobody wants to know."""
 
 
-before: Callable[[Operation, Path], None] = _nothing
+before: Callable[[Operation, Path], None] = _ignore_beat
 """Called with what is about to happen, and to which path (of a rename: the new name). Replace it to imitate nature."""
 
 
@@ -54,7 +55,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Fingerprint of names and contents."""
-        return digests.of_files({name: sha for name, (sha, _) in self.files.items()})
+        return digests.hash_files({name: sha for name, (sha, _) in self.files.items()})
 
     @property
     def size_bytes(self) -> int:
@@ -77,7 +78,7 @@ def make_directory(path: Path) -> None:
         fsync_directory(folder.parent)
 
 
-def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] = _nothing) -> None:
+def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] = _ignore_beat) -> None:
     """Write a new file and fsync it (not its name: whoever seals or renames it does).
 
     Args:
@@ -86,7 +87,7 @@ def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] =
         beat: called after each block.
     """
     before("write", path)
-    with disk.naming(path), path.open("wb") as stream:
+    with disk.name_file_in_errors(path), path.open("wb") as stream:
         for block in blocks:
             before("write", path)
             stream.writelines(block)
@@ -142,7 +143,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json_bytes(value))
 
 
-def _walk(root: Path) -> list[str]:
+def _list_files(root: Path) -> list[str]:
     own = (root / MANIFEST, root / FOREIGN)  # those of sealed directories inside are ordinary files of this one
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p not in own)
 
@@ -152,12 +153,12 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
     """Yield a scratch directory; on a clean exit seal it and publish it as `target`, on an error leave no trace.
 
     An existing `target` is replaced: readers see the old one or the new one (for an instant none, on file systems
-    that cannot exchange two names; see `publish`).
+    that cannot exchange two names; see `publish_directory`).
 
     Args:
         target: the final name.
-        kind: what it is, for `verify`.
-        known: see `seal`; may be filled while the directory is.
+        kind: what it is, for `verify_sealed`.
+        known: see `seal_directory`; may be filled while the directory is.
     """
     make_directory(target.parent)
     _remove_orphans(target)
@@ -166,8 +167,8 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
         before("mkdir", scratch)
         scratch.mkdir()
         yield scratch
-        seal(scratch, kind, known)
-        publish(scratch, target)
+        seal_directory(scratch, kind, known)
+        publish_directory(scratch, target)
     except BaseException as error:
         _clear(scratch, error)
         raise
@@ -182,24 +183,24 @@ def _remove_orphans(target: Path) -> None:
                 _remove_or_restore(path)
 
 
-def seal(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Manifest:
+def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Manifest:
     """Fsync every file and folder below `directory`, then write the manifest; returns it.
 
     Args:
         directory: what to seal.
-        kind: what it is, for `verify`.
+        kind: what it is, for `verify_sealed`.
         known: durable files whose digest the caller vouches for: of `write_blocks`, or links to sealed ones; not read.
     """
     entries: dict[str, Entry] = {}
-    for name in _walk(directory):
+    for name in _list_files(directory):
         path = directory / name
         if known is not None and name in known:
             entries[name] = known[name]
         else:
             before("fsync", path)
-            disk.let_read(path, like=directory)
+            disk.grant_read(path, like=directory)
             disk.fsync(path)
-            entries[name] = (digests.of_file(path), path.stat().st_size)
+            entries[name] = (digests.hash_file(path), path.stat().st_size)
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         fsync_directory(folder)
     listed = {name: {"sha256": sha, "bytes": size} for name, (sha, size) in entries.items()}
@@ -207,11 +208,11 @@ def seal(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -
     return Manifest(kind, entries)
 
 
-def publish(scratch: Path, target: Path) -> None:
+def publish_directory(scratch: Path, target: Path) -> None:
     """Give a sealed scratch directory its final name, durably, in the place of what had it.
 
-    Where the file system can, both names are exchanged at once (`disk.exchange`). Elsewhere the old one steps aside; a
-    crash in that instant leaves no `target`, and the next writer (or `remove_partials`) puts the old one back.
+    Where the file system can, both names are exchanged at once (`disk.exchange_names`). Elsewhere the old one steps
+    aside; a crash in that instant leaves no `target`, and the next writer (or `remove_partials`) puts the old one back.
     """
     if not os.path.lexists(target):
         before("rename", target)
@@ -220,7 +221,7 @@ def publish(scratch: Path, target: Path) -> None:
         return
     before("rename", target)
     old = scratch
-    if not disk.exchange(scratch, target):
+    if not disk.exchange_names(scratch, target):
         old = target.parent / f"{DISPLACED}{target.name}-{os.getpid()}"
         target.rename(old)
         try:
@@ -239,7 +240,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         raw = json.loads(content := path.read_bytes())
         if (found := raw["format"]) != MANIFEST_FORMAT:
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{path}: manifest format {found}, this version reads {MANIFEST_FORMAT}; use the version that wrote it"
             )
         if content != json_bytes(raw):
@@ -247,14 +248,16 @@ def read_manifest(directory: Path) -> Manifest:
         entries = {name: (str(e["sha256"]), int(e["bytes"])) for name, e in raw["files"].items()}
         return Manifest(str(raw["kind"]), entries)
     except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(f"{directory}: not sealed (no {MANIFEST}); it was never finished, make it again") from None
+        raise DamagedFileError(
+            f"{directory}: not sealed (no {MANIFEST}); it was never finished, make it again"
+        ) from None
     except OSError as error:
-        raise DamagedError(f"{path}: cannot be read ({error.strerror}); make the directory again") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error.strerror}); make the directory again") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedError(f"{path}: unreadable manifest ({error}); make the directory again") from None
+        raise DamagedFileError(f"{path}: unreadable manifest ({error}); make the directory again") from None
 
 
-def verify(directory: Path, kind: str | None = None) -> Manifest:
+def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
     """Check every byte of a sealed directory against its manifest.
 
     Raises:
@@ -263,30 +266,30 @@ def verify(directory: Path, kind: str | None = None) -> Manifest:
     """
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:
-        raise DamagedError(f"{directory}: sealed as {manifest.kind!r}, expected {kind!r}")
-    if extra := sorted(set(_walk(directory)) - set(manifest.files)):
+        raise DamagedFileError(f"{directory}: sealed as {manifest.kind!r}, expected {kind!r}")
+    if extra := sorted(set(_list_files(directory)) - set(manifest.files)):
         names = str(directory / extra[0]) + (f" and {len(extra) - 1} more" if extra[1:] else "")
         left = " (`map` of `datasets` left it)" if Path(extra[0]).match("cache-*.arrow") else ""
-        raise DamagedError(f"{names}: not named in the manifest{left}; remove, or make the directory again")
+        raise DamagedFileError(f"{names}: not named in the manifest{left}; remove, or make the directory again")
     for name, entry in manifest.files.items():
         try:
-            _check(directory / name, entry)
+            _check_file(directory / name, entry)
         except OSError as error:  # a bad sector is damage
-            raise DamagedError(f"{directory / name}: cannot be read ({error.strerror})") from None
+            raise DamagedFileError(f"{directory / name}: cannot be read ({error.strerror})") from None
     return manifest
 
 
-def _check(path: Path, entry: Entry) -> None:
+def _check_file(path: Path, entry: Entry) -> None:
     sha, size = entry
     if not path.is_file():
-        raise DamagedError(f"{path}: missing although the manifest names it")
+        raise DamagedFileError(f"{path}: missing although the manifest names it")
     if path.stat().st_size != size:
-        raise DamagedError(f"{path}: {path.stat().st_size} bytes, the manifest says {size}")
-    if digests.of_file(path) != sha:
-        raise DamagedError(f"{path}: content differs from the manifest (SHA-256)")
+        raise DamagedFileError(f"{path}: {path.stat().st_size} bytes, the manifest says {size}")
+    if digests.hash_file(path) != sha:
+        raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
 
 
-def link(source: Path, target: Path) -> bool:
+def link_file(source: Path, target: Path) -> bool:
     """Give a sealed (durable, never again written) file a second name; False where the file system cannot.
 
     Whether the source is undamaged is for the caller to know.
@@ -304,7 +307,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     make_directory(target.parent)
     if os.path.lexists(target):
         _remove_tree(target)  # copying over it would write into the sealed file that it may be a link to
-    if link(source, target):
+    if link_file(source, target):
         return
     before("write", target)
     shutil.copyfile(source, target)

@@ -46,25 +46,25 @@ class Html(str):
     __slots__ = ()
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """Text with the characters that no page can show, or that would disturb it, written as \\uXXXX."""
     return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def tag(name: str, *content: str, **attributes: str) -> Html:
     """An element. `class_` is class, `aria_label` is aria-label; what is not Html is escaped."""
-    inner = "".join(part if isinstance(part, Html) else escape(visible(part)) for part in content)
-    return Html(f"<{name}{_attributes(attributes)}>{inner}</{name}>")
+    inner = "".join(part if isinstance(part, Html) else escape(escape_invisible(part)) for part in content)
+    return Html(f"<{name}{_format_attributes(attributes)}>{inner}</{name}>")
 
 
-def lone(name: str, **attributes: str) -> Html:
+def void_tag(name: str, **attributes: str) -> Html:
     """An element that has no content and no end, such as an input."""
-    return Html(f"<{name}{_attributes(attributes)} />")
+    return Html(f"<{name}{_format_attributes(attributes)} />")
 
 
-def _attributes(attributes: Mapping[str, str]) -> str:
+def _format_attributes(attributes: Mapping[str, str]) -> str:
     return "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(visible(value))}"' for key, value in attributes.items()
+        f' {key.rstrip("_").replace("_", "-")}="{escape(escape_invisible(value))}"' for key, value in attributes.items()
     )
 
 
@@ -104,11 +104,11 @@ def anchor(title: str) -> str:
 
 def section(title: str, body: Sequence[Html] | str) -> Html:
     """A section; a body that is text says in a line that there is nothing to show."""
-    parts = [quiet(body)] if isinstance(body, str) else body
+    parts = [explanation(body)] if isinstance(body, str) else body
     return tag("section", tag("h2", title), *parts, id=anchor(title))
 
 
-def quiet(text: str) -> Html:
+def explanation(text: str) -> Html:
     """A paragraph that explains."""
     return tag("p", text, class_="quiet")
 
@@ -139,17 +139,17 @@ def bar(*parts: tuple[str, float], mark: float | None = None) -> Html:
     return tag("span", *drawn, class_="bar", aria_hidden="true")
 
 
-def key(*entries: tuple[str, str]) -> Html:
+def legend(*entries: tuple[str, str]) -> Html:
     """What the colours of a picture mean: class and name of each."""
     return tag("p", *(tag("span", tag("i", class_=kind), name) for kind, name in entries), class_="key")
 
 
-def places(found: Sequence[str]) -> Html:
+def place_list(found: Sequence[str]) -> Html:
     """Places and texts of the data, each in a line and with its own reading direction."""
     return tag("ul", *(tag("li", tag("bdi", place)) for place in found), class_="places") if found else Html(NONE)
 
 
-def fingerprints(found: Mapping[str, str]) -> Html:
+def fingerprint_list(found: Mapping[str, str]) -> Html:
     """Files with the beginning of their SHA-256; many are folded away."""
     items = [
         tag("li", tag("bdi", name), " ", tag("code", content[: digests.SHORT], title=content))
@@ -161,26 +161,26 @@ def fingerprints(found: Mapping[str, str]) -> Html:
     return listed if len(found) <= FILES_OPEN else tag("details", tag("summary", f"{len(found):,} files"), listed)
 
 
-def differing(text: str, other: str) -> Html:
+def mark_differences(text: str, other: str) -> Html:
     """Text with the words marked that the other has not in that place."""
-    return differences(text, other)[0]
+    return mark_both_differences(text, other)[0]
 
 
-def differences(text: str, other: str) -> tuple[Html, Html]:
+def mark_both_differences(text: str, other: str) -> tuple[Html, Html]:
     """Both texts, each with the words marked that the other has not in that place."""
     words, others = (re.findall(r"\w+|\s+|[^\w\s]", one) for one in (text, other))
     # Blanks match everywhere: to look for the place of each would take the square of their number.
     found = SequenceMatcher(str.isspace, words, others, autojunk=False).get_opcodes()
     first = [(kind, "".join(words[start:end])) for kind, start, end, _, _ in found]
     second = [(kind, "".join(others[start:end])) for kind, _, _, start, end in found]
-    return _marked(first), _marked(second)
+    return _mark_words(first), _mark_words(second)
 
 
-def _marked(parts: Iterable[tuple[str, str]]) -> Html:
+def _mark_words(parts: Iterable[tuple[str, str]]) -> Html:
     return tag("bdi", *(part if kind == "equal" or not part.strip() else tag("mark", part) for kind, part in parts))
 
 
-def percentage(part: float, whole: float) -> str:
+def format_percentage(part: float, whole: float) -> str:
     """A percentage that says 0 or 100 only where it is meant."""
     if not whole:
         return NONE
@@ -192,12 +192,12 @@ def percentage(part: float, whole: float) -> str:
     return f"{share:.1%}".replace("%", "\u00a0%")
 
 
-def counted(number: int, one: str) -> str:
+def format_count(number: int, one: str) -> str:
     """`1 row`, `2,000 rows`."""
     return f"{number:,} {one}" if number == 1 else f"{number:,} {one}s"
 
 
-def bin_width(histograms: Iterable[Mapping[int, int]]) -> int:
+def compute_bin_width(histograms: Iterable[Mapping[int, int]]) -> int:
     """Width of the bins of histograms that share their edges (empty bins may be missing); 0: only one bin is known."""
     return math.gcd(*(edge for histogram in histograms for edge in histogram))
 
@@ -224,15 +224,15 @@ def histogram(
     bottom = str(BARS_BOTTOM_PX)
     parts.append(tag("line", x1="0", x2="100%", y1=bottom, y2=bottom, class_="axis"))
     step = _round_step(right / TICKS)
-    parts += [_written(tick, right, BARS_BOTTOM_PX + 16, f"{tick:,}") for tick in range(0, right + 1, step)]
+    parts += [_svg_text(tick, right, BARS_BOTTOM_PX + 16, f"{tick:,}") for tick in range(0, right + 1, step)]
     for (name, value), y, kind in zip(marks.items(), MARKS_PX, ("solid", "dashed"), strict=False):
         x = _percent(value / right)
         parts.append(tag("line", x1=x, x2=x, y1=str(y + 3), y2=bottom, class_=kind))
-        parts.append(_written(value, right, y, f"{name} {value:,}"))
+        parts.append(_svg_text(value, right, y, f"{name} {value:,}"))
     return tag("svg", *parts, width="100%", height=str(PICTURE_PX), role="img", aria_label=said)
 
 
-def _written(place: int, right: int, y: int, text: str) -> Html:
+def _svg_text(place: int, right: int, y: int, text: str) -> Html:
     """Text in a picture, turned inwards at its ends."""
     share = place / right
     anchor = "start" if share < 0.1 else "end" if share > 0.9 else "middle"

@@ -14,13 +14,13 @@ OWN_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProjectLayout:
     """Where things live. `root` is absolute; it is the directory that holds params.yaml and dvc.yaml."""
 
     root: Path
 
     @classmethod
-    def find(cls, start: Path) -> "Layout":
+    def find(cls, start: Path) -> "ProjectLayout":
         """The project that `start` lies in. Raises SettingsError when there is none."""
         here = start.resolve()
         for folder in (here, *here.parents):

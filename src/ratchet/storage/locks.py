@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from ratchet.errors import BusyError
+from ratchet.errors import LockHeldError
 
 LOCK_POLL_S = 0.05
 
@@ -20,7 +20,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-class Lock:
+class FileLock:
     """An exclusive advisory lock (flock) that dies with its holders: a stale lock file locks nothing.
 
     The descriptor may be inherited by a child, which then holds the lock too until it ends.
@@ -38,7 +38,7 @@ class Lock:
             raise RuntimeError(f"lock {self.path} is not held")
         return self._fd
 
-    def acquire(self, wait_s: float = 0.0) -> "Lock":
+    def acquire(self, wait_s: float = 0.0) -> "FileLock":
         """Take the lock, trying for `wait_s` seconds. Raises BusyError naming the holder's process id."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -47,7 +47,7 @@ class Lock:
             if time.monotonic() >= deadline:
                 holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
                 os.close(fd)
-                raise BusyError(
+                raise LockHeldError(
                     f"{self.what} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
                 )
             time.sleep(LOCK_POLL_S)
@@ -77,7 +77,7 @@ class Lock:
             os.close(self._fd)
             self._fd = None
 
-    def __enter__(self) -> "Lock":
+    def __enter__(self) -> "FileLock":
         return self if self._fd is not None else self.acquire()
 
     def __exit__(

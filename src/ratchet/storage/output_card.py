@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ratchet.errors import SettingsError
 from ratchet.storage import digests, files
-from ratchet.storage.records.base import Record, differing
+from ratchet.storage.records.base import Record, find_differing_keys
 
 CARD_ENDING = ".card.json"
 """What the name of a card has behind that of its file."""
@@ -25,31 +25,31 @@ class OutputCard(Record):
 Kind = TypeVar("Kind", bound=OutputCard)
 
 
-def card_of(output: Path) -> Path:
+def card_path(output: Path) -> Path:
     """Where the card of an output lies."""
     return output.with_name(f"{output.name}{CARD_ENDING}")
 
 
-def card_beside(output: Path, kind: type[Kind]) -> Kind | None:
+def read_card(output: Path, kind: type[Kind]) -> Kind | None:
     """The card beside an output, which itself is not read; None: nothing lies there, or no card of this kind."""
     try:
-        return kind.model_validate_json(card_of(output).read_bytes())
+        return kind.model_validate_json(card_path(output).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def lacking(output: Path) -> str:
-    """Why there is no `card_beside` an output, in words."""
-    place = card_of(output)
+def explain_missing_card(output: Path) -> str:
+    """Why there is no `read_card` an output, in words."""
+    place = card_path(output)
     return f"{place.name} is no card of that" if place.exists() else f"no {place.name} lies beside it"
 
 
-def _all(_: OutputCard, names: list[str]) -> list[str]:
+def _all_names(_: OutputCard, names: list[str]) -> list[str]:
     return names
 
 
-def is_written(
-    output: Path, spec: Record, kind: type[Kind], verb: str, told: Callable[[Kind, list[str]], list[str]] = _all
+def is_output_current(
+    output: Path, spec: Record, kind: type[Kind], verb: str, told: Callable[[Kind, list[str]], list[str]] = _all_names
 ) -> bool:
     """Whether an output of this very choice is there, as it was written.
 
@@ -66,18 +66,18 @@ def is_written(
     if not output.exists():
         return False
     there, another = f"{output}: is there", "remove it, or name another --output"
-    found = card_beside(output, kind)
+    found = read_card(output, kind)
     if found is None:
-        raise SettingsError(f"{there}, and not by `ratchet {verb}` ({lacking(output)}); {another}")
-    if names := differing(found.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
+        raise SettingsError(f"{there}, and not by `ratchet {verb}` ({explain_missing_card(output)}); {another}")
+    if names := find_differing_keys(found.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
         what = ", ".join(told(found, names))
         raise SettingsError(f"{there}, of a `ratchet {verb}` that differs in {what}; {another}")
-    if digests.of_file(output) != found.output:
+    if digests.hash_file(output) != found.output:
         raise SettingsError(f"{output}: was changed since it was written; {another}")
     return True
 
 
-def write(output: Path, contents: Callable[[Path], None], about: Kind) -> Kind:
+def write_output(output: Path, contents: Callable[[Path], None], about: Kind) -> Kind:
     """Write an output with its card; after a crash the file is whole, or not there.
 
     Args:
@@ -95,9 +95,9 @@ def write(output: Path, contents: Callable[[Path], None], about: Kind) -> Kind:
     aside = output.with_name(f"{files.PARTIAL}{output.name}")
     try:
         contents(aside)
-        about = about.model_copy(update={"output": digests.of_file(aside)})
-        about.save(card_of(output))  # first: an output without its card would be a stranger's
-        files.publish(aside, output)
+        about = about.model_copy(update={"output": digests.hash_file(aside)})
+        about.save(card_path(output))  # first: an output without its card would be a stranger's
+        files.publish_directory(aside, output)
     except BaseException:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError, StorageError
 from ratchet.runs.callbacks import Status
-from ratchet.runs.journal import Event
-from ratchet.runs.log import say
-from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, VERDICTS, Sample, Series
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.log import print_message
+from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, VERDICTS, PrometheusSample, PrometheusSeries
 from ratchet.storage import files
 from ratchet.storage.records.gate import Verdict
 
@@ -35,7 +35,7 @@ CLIENT_TIMEOUT_S = 10.0
 """Who asks, and then neither reads nor writes for so long, is hung up on."""
 
 
-class RunFigures(Collector):
+class RunMetricsCollector(Collector):
     """What is known of one run: an observer of its journal, and a collector of prometheus_client.
 
     Args:
@@ -49,10 +49,10 @@ class RunFigures(Collector):
 
     def __init__(self, run: str, project: str, machine: Machine, ended: Callable[[Status], None]) -> None:
         self._run, self._project, self._ended = run, project, ended
-        self._series = Series(machine)
+        self._series = PrometheusSeries(machine)
         self._mutex = threading.Lock()
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Take the next events."""
         with self._mutex:  # a scrape in the middle of an old journal would see counters that have gone back
             for event in events:
@@ -70,7 +70,7 @@ class RunFigures(Collector):
             if not self._series.progress.last_t:
                 return
             samples, (buckets, seconds) = list(self._series.samples()), self._series.step_durations()
-        yield from _families(self._run, (self._placed(sample) for sample in samples))
+        yield from _group_families(self._run, (self._placed(sample) for sample in samples))
         steps = Family(STEP_SECONDS, METRICS[STEP_SECONDS].help, "histogram")
         for bound, count in buckets:
             steps.add_sample(f"{STEP_SECONDS}_bucket", {"run": self._run, "le": bound}, count)
@@ -78,13 +78,13 @@ class RunFigures(Collector):
         steps.add_sample(f"{STEP_SECONDS}_sum", {"run": self._run}, seconds)
         yield steps
 
-    def _placed(self, sample: Sample) -> Sample:
+    def _placed(self, sample: PrometheusSample) -> PrometheusSample:
         if "project" not in METRICS[sample.name].labels:
             return sample
         return sample._replace(labels=sample.labels | {"project": self._project})
 
 
-class Exposition:
+class PrometheusExporter:
     """The port and the file of this process, those of the two that the settings ask for.
 
     Raises:
@@ -95,16 +95,16 @@ class Exposition:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._registry = CollectorRegistry()
-        self._writer = _Writer.of(machine, self._registry)
-        self._server = _Server.of(machine, self._registry)
+        self._writer = _MetricsFileWriter.of(machine, self._registry)
+        self._server = _MetricsServer.of(machine, self._registry)
         if self._server:
             threading.Thread(target=self._server.serve_forever, name="metrics-port", daemon=True).start()
         if self._writer:
             self._writer.start()
 
-    def observer(self, run: str, project: str) -> RunFigures:
+    def observer(self, run: str, project: str) -> RunMetricsCollector:
         """The observer of the run whose figures these are to be; one for each process."""
-        figures = RunFigures(run, project, self._machine, self._tell_the_end)
+        figures = RunMetricsCollector(run, project, self._machine, self._tell_the_end)
         self._registry.register(figures)
         return figures
 
@@ -137,16 +137,18 @@ def write_verdict(path: Path, verdict: Verdict) -> None:
 
     class Decision(Collector):
         def collect(self) -> Iterator[Family]:
-            decided = [Sample("ratchet_gate_verdict", {"verdict": v}, float(v == verdict.decision)) for v in VERDICTS]
-            when = Sample("ratchet_gate_timestamp_seconds", {}, round(time.time(), 3))
-            return _families(verdict.run_id, [*decided, when])
+            decided = [
+                PrometheusSample("ratchet_gate_verdict", {"verdict": v}, float(v == verdict.decision)) for v in VERDICTS
+            ]
+            when = PrometheusSample("ratchet_gate_timestamp_seconds", {}, round(time.time(), 3))
+            return _group_families(verdict.run_id, [*decided, when])
 
     registry = CollectorRegistry()
     registry.register(Decision())
-    _Writer(path.with_name(f"{path.stem}-gate{path.suffix}"), registry).write()
+    _MetricsFileWriter(path.with_name(f"{path.stem}-gate{path.suffix}"), registry).write()
 
 
-def _families(run: str, samples: Iterable[Sample]) -> Iterator[Family]:
+def _group_families(run: str, samples: Iterable[PrometheusSample]) -> Iterator[Family]:
     """Samples of the same name are one family."""
     found: dict[str, Family] = {}
     for name, labels, value in samples:
@@ -158,14 +160,14 @@ def _families(run: str, samples: Iterable[Sample]) -> Iterator[Family]:
     return iter(found.values())
 
 
-class _Requests(WSGIRequestHandler):
+class _QuietMetricsRequest(WSGIRequestHandler):
     timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, *about: object) -> None:
         """Nobody reads it."""
 
 
-class _Answer(list[bytes]):
+class _MetricsResponse(list[bytes]):
     """The body of an answer; the server calls `close` when it has been sent."""
 
     def __init__(self, blocks: Iterable[bytes], sent: Callable[[], None]) -> None:
@@ -173,14 +175,14 @@ class _Answer(list[bytes]):
         self.close = sent
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     """Answers each request in a thread of its own, so that one that is slow delays no other."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Requests)
+        super().__init__((host, port), _QuietMetricsRequest)
         self._fetched_s: float | None = None
         """By time.monotonic(): when somebody has got figures last."""
         self._ended = False
@@ -189,7 +191,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(self._serve)
 
     @classmethod
-    def of(cls, machine: Machine, registry: CollectorRegistry) -> "_Server | None":
+    def of(cls, machine: Machine, registry: CollectorRegistry) -> "_MetricsServer | None":
         """The server that the settings ask for. Raises SettingsError when there can be none."""
         port, host = machine.metrics_port, machine.metrics_host
         if port is None:
@@ -222,7 +224,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         if self._fetched_s is not None and time.monotonic() - self._fetched_s <= wait_s:
             self._end_fetched.wait(wait_s)
 
-    def _serve(self, environ: dict[str, Any], start_response: Any) -> _Answer:
+    def _serve(self, environ: dict[str, Any], start_response: Any) -> _MetricsResponse:
         ended = self._ended
 
         def sent() -> None:
@@ -230,10 +232,10 @@ class _Server(ThreadingMixIn, WSGIServer):
             if ended:
                 self._end_fetched.set()
 
-        return _Answer(self._application(environ, start_response), sent)
+        return _MetricsResponse(self._application(environ, start_response), sent)
 
 
-class _Writer(threading.Thread):
+class _MetricsFileWriter(threading.Thread):
     """Writes the file every few seconds, in a thread of its own."""
 
     def __init__(self, path: Path, registry: CollectorRegistry) -> None:
@@ -244,7 +246,7 @@ class _Writer(threading.Thread):
         self._complained = False
 
     @classmethod
-    def of(cls, machine: Machine, registry: CollectorRegistry) -> "_Writer | None":
+    def of(cls, machine: Machine, registry: CollectorRegistry) -> "_MetricsFileWriter | None":
         """The writer that the settings ask for. Raises StorageError when its file cannot be written."""
         if machine.metrics_file is None:
             return None
@@ -267,7 +269,7 @@ class _Writer(threading.Thread):
             except OSError as error:
                 if not self._complained:
                     self._complained = True
-                    say(f"{self._path} cannot be written ({error.strerror}); training goes on")
+                    print_message(f"{self._path} cannot be written ({error.strerror}); training goes on")
 
     def end(self) -> None:
         """Write no more."""

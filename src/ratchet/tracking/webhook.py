@@ -15,9 +15,9 @@ from ratchet import http_client
 from ratchet.config.schema import Machine, WebhookEvent
 from ratchet.errors import SettingsError
 from ratchet.runs.callbacks import Status
-from ratchet.runs.journal import Event
-from ratchet.runs.log import say
-from ratchet.runs.status import Progress
+from ratchet.runs.journal import JournalEvent
+from ratchet.runs.log import print_message
+from ratchet.runs.status import RunProgress
 
 VARIABLE = "RATCHET_WEBHOOK_URL"
 TRIES = 4
@@ -48,7 +48,7 @@ class Webhook:
         address = os.environ.get(VARIABLE, "").strip()
         if not address or not machine.webhook_events:
             return None
-        if problem := http_client.problem(address):
+        if problem := http_client.find_address_problem(address):
             raise SettingsError(f"{VARIABLE} (in the environment): {problem}; or unset it, and nobody is told")
         return cls(address, machine.webhook_events, machine.webhook_wait_s, project)
 
@@ -62,29 +62,29 @@ class Webhook:
         """
         if event not in self.events:
             return
-        body = _body(self.project, event, text, fields)
+        body = _build_body(self.project, event, text, fields)
         until_s = time.monotonic() + self.wait_s
-        answer, tries = http_client.Answer(False, f"nothing was heard within {self.wait_s:g} s"), 0
+        answer, tries = http_client.PostResult(False, f"nothing was heard within {self.wait_s:g} s"), 0
         while tries < TRIES and (left_s := until_s - time.monotonic()) > 0:
             answer = http_client.post(self.address, body, {"X-Ratchet-Event": event}, min(TRY_S, round(left_s, 3)))
             tries += 1
-            pause_s = http_client.pause_s(tries, answer)
+            pause_s = http_client.compute_pause_s(tries, answer)
             if answer.told:
                 return
             if not answer.again or tries == TRIES or time.monotonic() + pause_s >= until_s:
                 break
             time.sleep(pause_s)
-        say(f"webhook: nobody was told of `{event}` ({answer.detail}; {http_client.tried(tries)})")
+        print_message(f"webhook: nobody was told of `{event}` ({answer.detail}; {http_client.format_tries(tries)})")
 
 
-def _body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:
+def _build_body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:
     """In `text`, what chat services take for mark-up is escaped: nobody is called by the message of an exception."""
     shown = f"{project}: {text}"[:LONGEST_TEXT].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     about: dict[str, Field] = {"event": event, "project": project, "host": socket.gethostname()}
     return json.dumps({"text": shown, **about, "time": round(time.time(), 3), **fields}).encode()
 
 
-class RunNews:
+class WebhookCallback:
     """Tells of one run: an observer of its journal. What happened before this process began is no news.
 
     Args:
@@ -96,14 +96,14 @@ class RunNews:
 
     def __init__(self, webhook: Webhook, run: str) -> None:
         self._webhook, self._run = webhook, run
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._began_t = round(time.time(), 3)
         self._ours = False
         """Whether the last attempt is one of this process."""
         self._leads = True
         """Of several machines, one tells that the run has finished."""
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Take the next events; tell of a worker that has stalled."""
         for event in events:
             self._progress.see(event)

@@ -18,10 +18,10 @@ from torch import Tensor
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError
 from ratchet.models import adapters, frozen_weights, module_names
-from ratchet.models.adapter_format import Factors, name_in_base
+from ratchet.models.adapter_format import LoraFactors, name_in_base
 from ratchet.models.loading import Model
-from ratchet.storage.records.training import Analysis, ModuleAnalysis
-from ratchet.training.train_state import State
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
+from ratchet.training.train_state import TrainState
 
 STILL_FACTOR = 10.0
 """A module that barely moved did so at most by the median over this ..."""
@@ -54,10 +54,10 @@ def find_still_modules(modules: Modules) -> tuple[str, ...]:
     orders of magnitude. Nothing is still when most modules are. Small gradients are no sign of it: Adam scales every
     update to about the learning rate.
     """
-    return tuple(sorted(_far_below({name: one.update_ratio for name, one in modules.items()})))
+    return tuple(sorted(_names_far_below({name: one.update_ratio for name, one in modules.items()})))
 
 
-def _far_below(found: Mapping[str, float]) -> set[str]:
+def _names_far_below(found: Mapping[str, float]) -> set[str]:
     if not found or (median := statistics.median(found.values())) <= 0:
         return set()
     centre = math.log(median)
@@ -68,23 +68,23 @@ def _far_below(found: Mapping[str, float]) -> set[str]:
     return {name for name, value in known.items() if value < limit}
 
 
-def advice(modules: Modules, not_moved: Sequence[str], settings: Train) -> tuple[str, ...]:
+def suggest_changes(modules: Modules, not_moved: Sequence[str], settings: Train) -> tuple[str, ...]:
     """Sentences about the next run, each with the figures that it rests on; none when nothing stands out."""
     if not modules:
         return ()
     if not any(one.update_norm for one in modules.values()):
         return ("Nothing was learned: no module's weights have changed. Look at the loss and at train.learning_rate.",)
     rules: tuple[Callable[[], str | None], ...] = (
-        lambda: _on_little(modules, settings),
-        lambda: _on_rank(modules, settings),
-        lambda: _on_still(modules, not_moved),
-        lambda: _on_spread(modules),
-        lambda: _on_growth(modules, settings),
+        lambda: _suggest_on_small_updates(modules, settings),
+        lambda: _suggest_on_rank(modules, settings),
+        lambda: _suggest_on_still_modules(modules, not_moved),
+        lambda: _suggest_on_spread(modules),
+        lambda: _suggest_on_growth(modules, settings),
     )
     return tuple(said for rule in rules if (said := rule()))
 
 
-def _on_little(modules: Modules, settings: Train) -> str | None:
+def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
     typical = statistics.median(one.update_ratio for one in modules.values())
     if typical >= LITTLE:
         return None
@@ -94,7 +94,7 @@ def _on_little(modules: Modules, settings: Train) -> str | None:
     )
 
 
-def _on_rank(modules: Modules, settings: Train) -> str | None:
+def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
     """How much of the rank is used.
 
     A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2); where all are used alike,
@@ -122,27 +122,27 @@ def _on_rank(modules: Modules, settings: Train) -> str | None:
     return None
 
 
-def _on_still(modules: Modules, not_moved: Sequence[str]) -> str | None:
+def _suggest_on_still_modules(modules: Modules, not_moved: Sequence[str]) -> str | None:
     if not not_moved:
         return None
     saved = sum(modules[name].parameters for name in not_moved)
     share = saved / max(1, sum(one.parameters for one in modules.values()))
     kinds: dict[str, list[str]] = {}
     for name in modules:
-        kinds.setdefault(module_names.place(name).kind, []).append(name)
+        kinds.setdefault(module_names.parse_module_name(name).kind, []).append(name)
     whole = sorted(what for what, members in kinds.items() if set(members) <= set(not_moved))
-    where = f"every {_listed(whole)}" if whole else _listed(not_moved)
+    where = f"every {_join_names(whole)}" if whole else _join_names(not_moved)
     return (
         f"train.targets: leave out what barely moved, {len(not_moved)} of {len(modules)} modules ({where}), with "
         f"{share:.1%} of what is trained."
     )
 
 
-def _on_spread(modules: Modules) -> str | None:
+def _suggest_on_spread(modules: Modules) -> str | None:
     """Modules of one kind are judged together: their place in the model differs, their task does not."""
     kinds: dict[str, list[float]] = {}
     for name, one in modules.items():
-        kinds.setdefault(module_names.place(name).kind, []).append(one.update_ratio)
+        kinds.setdefault(module_names.parse_module_name(name).kind, []).append(one.update_ratio)
     medians = {what: statistics.median(ratios) for what, ratios in kinds.items()}
     moved = {what: ratio for what, ratio in medians.items() if ratio > 0}
     if len(moved) < 2:
@@ -157,7 +157,7 @@ def _on_spread(modules: Modules) -> str | None:
     )
 
 
-def _on_growth(modules: Modules, settings: Train) -> str | None:
+def _suggest_on_growth(modules: Modules, settings: Train) -> str | None:
     series = [one.gradient_norms for one in modules.values() if one.gradient_norms]
     if not series or len(series[0]) < FEWEST_STEPS:
         return None
@@ -172,7 +172,7 @@ def _on_growth(modules: Modules, settings: Train) -> str | None:
     )
 
 
-def _listed(found: Sequence[str]) -> str:
+def _join_names(found: Sequence[str]) -> str:
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return ", ".join(found[:NAMED]) + more
 
@@ -197,7 +197,7 @@ DIGITS = 6
 
 
 @lru_cache(maxsize=8)
-def grid(steps: int) -> frozenset[int]:
+def analysis_steps(steps: int) -> frozenset[int]:
     """Optimizer steps (from 1) of a run of `steps` at which gradients are taken apart: evenly spread, ends included."""
     if steps <= GRID_POINTS:
         return frozenset(range(1, steps + 1))
@@ -205,18 +205,21 @@ def grid(steps: int) -> frozenset[int]:
     return frozenset(1 + (2 * k * (steps - 1) + gaps) // (2 * gaps) for k in range(GRID_POINTS))
 
 
-def due(step: int, steps: int) -> bool:
+def is_due(step: int, steps: int) -> bool:
     """Whether gradients are taken apart at optimizer step `step` (from 1) of the `steps` that are planned."""
-    return step in grid(steps)
+    return step in analysis_steps(steps)
 
 
-def norms(model: Model) -> dict[str, float]:
+def compute_module_norms(model: Model) -> dict[str, float]:
     """L2 norm of each module's gradient, all that learns in it together, by the module's name in the base model.
 
     To be called with the whole step's gradient in place, before it is clipped. The device is waited for once.
     """
     owned = [
-        (name, parameter.grad) for name, found in _learning(model) for parameter in found if parameter.grad is not None
+        (name, parameter.grad)
+        for name, found in _trainable_by_module(model)
+        for parameter in found
+        if parameter.grad is not None
     ]
     if not owned:
         return {}
@@ -224,10 +227,10 @@ def norms(model: Model) -> dict[str, float]:
     together: dict[str, list[float]] = {}
     for (name, _), norm in zip(owned, each, strict=True):
         together.setdefault(name, []).append(norm)
-    return {name: _rounded(math.hypot(*parts)) for name, parts in together.items()}
+    return {name: _round_value(math.hypot(*parts)) for name, parts in together.items()}
 
 
-def noted(state: State, step: int, found: Mapping[str, float]) -> State:
+def record_norms(state: TrainState, step: int, found: Mapping[str, float]) -> TrainState:
     """The state with the norms of a step; unchanged when there are none."""
     if not found:
         return state
@@ -236,14 +239,14 @@ def noted(state: State, step: int, found: Mapping[str, float]) -> State:
     return replace(state, gradient_steps=(*state.gradient_steps, step), gradient_norms=series)
 
 
-def _learning(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
+def _trainable_by_module(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
     """What learns in each module of the base, and nowhere below another adapter."""
     for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, BaseTunerLayer) and (own := _own(layer)):
+        if isinstance(layer, BaseTunerLayer) and (own := _own_parameters(layer)):
             yield name_in_base(name, layer).removesuffix(".token_adapter"), own
 
 
-def _own(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+def _own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     """What learns in a layer of peft; not what does in the layer below, which may have an adapter of its own."""
     below = {id(parameter) for parameter in layer.base_layer.parameters()}
     return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in below]
@@ -252,7 +255,7 @@ def _own(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
 # ------------------------------------------------------------------------------------------------- after training
 
 
-def analyse(model: Model, state: State, settings: Train) -> Analysis:
+def analyse(model: Model, state: TrainState, settings: Train) -> AdapterAnalysis:
     """What training did to every module with an adapter; the weights of `model` are those that are kept.
 
     `update_norm` holds what changed in the weights as they act: of DoRA its magnitudes too. Singular values and
@@ -267,36 +270,36 @@ def analyse(model: Model, state: State, settings: Train) -> Analysis:
         settings: that the run was made with.
     """
     with torch.no_grad():
-        modules = {one.name: _module(one, state) for one in adapters.factors(model)}
+        modules = {one.name: _analyse_module(one, state) for one in adapters.iterate_factors(model)}
     still = find_still_modules(modules)
-    return Analysis(
+    return AdapterAnalysis(
         steps=state.gradient_steps,
         modules=modules,
         still=still,
-        advice=advice(modules, still, settings),
+        advice=suggest_changes(modules, still, settings),
     )
 
 
-def _module(found: Factors, state: State) -> ModuleAnalysis:
-    values = singular_values(found)  # [experts, rank]; a layer is one expert
-    weight = _weight(found.layer)
+def _analyse_module(found: LoraFactors, state: TrainState) -> ModuleAnalysis:
+    values = compute_singular_values(found)  # [experts, rank]; a layer is one expert
+    weight = _read_frozen_weight(found.layer)
     moved = math.hypot(*values.flatten().tolist())
-    magnitude = _magnitude(found.layer)
+    magnitude = _dora_magnitude(found.layer)
     if magnitude is not None and weight is not None:
-        moved = _with_magnitude(weight, found, magnitude)
+        moved = _dora_update_norm(weight, found, magnitude)
     spectrum = values.square().mean(dim=0).sqrt().tolist()
     return ModuleAnalysis(
         rank=found.rank,
-        parameters=sum(parameter.numel() for parameter in _own(found.layer)),
+        parameters=sum(parameter.numel() for parameter in _own_parameters(found.layer)),
         gradient_norms=state.gradient_norms.get(found.name, ()),
-        weight_norm=0.0 if weight is None else _rounded(float(_row_norms(weight).norm())),
-        update_norm=_rounded(moved),
-        singular_values=tuple(map(_rounded, spectrum)),
-        effective_rank=_rounded(statistics.fmean(effective_rank(one) for one in values.tolist())),
+        weight_norm=0.0 if weight is None else _round_value(float(_compute_row_norms(weight).norm())),
+        update_norm=_round_value(moved),
+        singular_values=tuple(map(_round_value, spectrum)),
+        effective_rank=_round_value(statistics.fmean(compute_effective_rank(one) for one in values.tolist())),
     )
 
 
-def singular_values(found: Factors) -> Tensor:
+def compute_singular_values(found: LoraFactors) -> Tensor:
     """Of scale·B·A, [experts, rank] (a layer is one expert), descending, in float64 on the CPU.
 
     As many as the rank, or as the smaller side of the weights where that is less.
@@ -309,7 +312,7 @@ def singular_values(found: Factors) -> Tensor:
     return torch.linalg.svdvals(found.scale * of_b @ of_a.mT)
 
 
-def effective_rank(values: Sequence[float]) -> float:
+def compute_effective_rank(values: Sequence[float]) -> float:
     """Exponential of the entropy of the values over their sum (Roy and Vetterli 2007); 0 when all are 0."""
     total = math.fsum(values)
     if total <= 0:
@@ -318,22 +321,22 @@ def effective_rank(values: Sequence[float]) -> float:
     return math.exp(-math.fsum(share * math.log(share) for share in shares))
 
 
-def _weight(layer: torch.nn.Module) -> Tensor | None:
+def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
     """Frozen weights in float32, [outputs, inputs], of experts one dimension more; None where they cannot be read."""
     if isinstance(layer, ParamWrapper):
-        return frozen_weights.gathered(layer.get_param().detach()).float()
+        return frozen_weights.gather_full_weight(layer.get_param().detach()).float()
     try:
-        return frozen_weights.weight_of(layer)
+        return frozen_weights.dense_weight(layer)
     except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
         return None
 
 
-def _row_norms(weight: Tensor) -> Tensor:
+def _compute_row_norms(weight: Tensor) -> Tensor:
     """L2 norm of each output's weights, in float64; summed in float32 a row at a time, so that nothing is copied."""
     return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
 
 
-def _magnitude(layer: torch.nn.Module) -> Tensor | None:
+def _dora_magnitude(layer: torch.nn.Module) -> Tensor | None:
     """DoRA's magnitudes [outputs], in float64; None for other adapters."""
     held = getattr(layer, "lora_magnitude_vector", None)
     if not held:
@@ -343,13 +346,13 @@ def _magnitude(layer: torch.nn.Module) -> Tensor | None:
     return found
 
 
-def _with_magnitude(weight: Tensor, found: Factors, magnitude: Tensor) -> float:
+def _dora_update_norm(weight: Tensor, found: LoraFactors, magnitude: Tensor) -> float:
     """‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
 
     With c = m / ‖W + U‖ a row has changed by (c - 1) W + c U, whose square needs only products with the thin A and B.
     """
     a, b = found.a.double().cpu(), found.scale * found.b.double().cpu()
-    of_weight = _row_norms(weight).square()
+    of_weight = _compute_row_norms(weight).square()
     across = ((weight @ found.a.T.to(weight.device)).double().cpu() * b).sum(dim=1)
     of_update = ((b @ (a @ a.T)) * b).sum(dim=1)
     c = magnitude / (of_weight + 2 * across + of_update).clamp_min(0).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -357,5 +360,5 @@ def _with_magnitude(weight: Tensor, found: Factors, magnitude: Tensor) -> float:
     return math.sqrt(max(0.0, float(squares.sum())))
 
 
-def _rounded(value: float) -> float:
+def _round_value(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")

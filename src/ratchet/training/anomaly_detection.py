@@ -8,8 +8,8 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-from ratchet.config.train import Guards
-from ratchet.training.train_state import State
+from ratchet.config.train import GuardSettings
+from ratchet.training.train_state import TrainState
 
 MAD_SCALE = 1.4826
 """Makes the median absolute deviation of normal samples their standard deviation (Rousseeuw & Croux, "Alternatives to
@@ -19,12 +19,12 @@ LEAST_DEVIATION = 0.05
 
 
 @dataclass(frozen=True)
-class Accept:
+class StepAcceptance:
     """Learn from the step."""
 
 
 @dataclass(frozen=True)
-class Report:
+class GradientSpike:
     """Learn from it, and say that its gradient is unusually large."""
 
     median: float
@@ -34,37 +34,39 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class StepRepeat:
     """Compute the same step once more: a flicker of the hardware does not come twice."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Skip:
+class StepSkip:
     """Go on without learning from this step."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class RollBack:
+class StepRollback:
     """Go on with the weights of the last good snapshot; the steps since, and this one, are left out."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Stop:
+class TrainingHalt:
     """End the run; a person must look."""
 
     diagnosis: str
 
 
-Verdict = Accept | Report | Repeat | Skip | RollBack | Stop
+Verdict = StepAcceptance | GradientSpike | StepRepeat | StepSkip | StepRollback | TrainingHalt
 
 
-def judge(rules: Guards, state: State, loss: float, norm: float, rate: float, *, repeated: bool) -> Verdict:
+def judge_step(
+    rules: GuardSettings, state: TrainState, loss: float, norm: float, rate: float, *, repeated: bool
+) -> Verdict:
     """What to do about the step after `state.step`.
 
     Args:
@@ -75,26 +77,26 @@ def judge(rules: Guards, state: State, loss: float, norm: float, rate: float, *,
         rate: learning rate that it would be learned with.
         repeated: it has been computed a second time already.
     """
-    found = _not_finite(loss, norm)
+    found = _describe_non_finite(loss, norm)
     if found:
         if not repeated:
-            return Repeat(found)
-        return _without(rules, state, f"{found}, computed twice", rate, rules.on_non_finite)
-    spike = _spike(rules, state, norm)
+            return StepRepeat(found)
+        return _choose_remedy(rules, state, f"{found}, computed twice", rate, rules.on_non_finite)
+    spike = _detect_spike(rules, state, norm)
     if spike is None:
-        return Accept()
+        return StepAcceptance()
     if rules.on_spike == "report":
         return spike
     text = f"gradient norm {norm:.4g} is {spike.deviations:.4g} deviations above the running median {spike.median:.4g}"
-    return _without(rules, state, text, rate, rules.on_spike)
+    return _choose_remedy(rules, state, text, rate, rules.on_spike)
 
 
-def after_good(state: State, rules: Guards, norm: float) -> State:
+def record_good_step(state: TrainState, rules: GuardSettings, norm: float) -> TrainState:
     """The state with one more gradient norm to compare later ones with; `step` is left to the caller."""
     return replace(state, norms=(*state.norms, norm)[-rules.window_steps :])
 
 
-def after_bad(state: State, rules: Guards, back_to: State | None = None) -> State:
+def record_bad_step(state: TrainState, rules: GuardSettings, back_to: TrainState | None = None) -> TrainState:
     """The state after a step that was left out: counted as done, and learned nothing from.
 
     Counters and histories go on, also when the weights go back. The gradient norms of undone steps stay: their median
@@ -112,24 +114,24 @@ def after_bad(state: State, rules: Guards, back_to: State | None = None) -> Stat
         state,
         step=step,
         skipped_steps=skipped,
-        bad_steps=(*_recent(rules, state), step),
+        bad_steps=(*_recent_bad_steps(rules, state), step),
         rate_scale=state.rate_scale * rules.rate_factor,
     )
 
 
-def _recent(rules: Guards, state: State) -> tuple[int, ...]:
+def _recent_bad_steps(rules: GuardSettings, state: TrainState) -> tuple[int, ...]:
     """Bad steps of the window that ends with the step after `state.step`."""
     return tuple(step for step in state.bad_steps if step > state.step + 1 - rules.window_steps)
 
 
-def _not_finite(loss: float, norm: float) -> str:
+def _describe_non_finite(loss: float, norm: float) -> str:
     for what, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"{what} is {value}"
     return ""
 
 
-def _spike(rules: Guards, state: State, norm: float) -> Report | None:
+def _detect_spike(rules: GuardSettings, state: TrainState, norm: float) -> GradientSpike | None:
     """How far the norm is above those before it; None when that is not too far, or too few are known."""
     norms = state.norms[-rules.window_steps :]
     if len(norms) < rules.window_steps // 2:
@@ -139,18 +141,18 @@ def _spike(rules: Guards, state: State, norm: float) -> Report | None:
     deviation = max(spread, LEAST_DEVIATION * median)
     if norm <= median + rules.spike_deviations * deviation or deviation == 0:
         return None  # a window of zeros (nothing to learn from) has no scale
-    return Report(median, (norm - median) / deviation)
+    return GradientSpike(median, (norm - median) / deviation)
 
 
-def _without(rules: Guards, state: State, reason: str, rate: float, action: str) -> Verdict:
+def _choose_remedy(rules: GuardSettings, state: TrainState, reason: str, rate: float, action: str) -> Verdict:
     """Do without the step, in the way that the rules ask for and as long as they put up with it."""
-    bad = (*_recent(rules, state), state.step + 1)
+    bad = (*_recent_bad_steps(rules, state), state.step + 1)
     if action == "stop" or len(bad) > rules.patience:
-        return Stop(_diagnosis(rules, state, reason, rate, bad))
-    return RollBack(reason) if action == "roll_back" else Skip(reason)
+        return TrainingHalt(_write_diagnosis(rules, state, reason, rate, bad))
+    return StepRollback(reason) if action == "roll_back" else StepSkip(reason)
 
 
-def _diagnosis(rules: Guards, state: State, reason: str, rate: float, bad: tuple[int, ...]) -> str:
+def _write_diagnosis(rules: GuardSettings, state: TrainState, reason: str, rate: float, bad: tuple[int, ...]) -> str:
     """Which steps, what was found, and what to change."""
     step = state.step + 1
     lines = [f"step {step}: {reason}"]

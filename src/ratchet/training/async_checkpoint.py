@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.fields import interval_from
+from ratchet.config.fields import parse_interval
 from ratchet.errors import SettingsError
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Journal
-from ratchet.runs.log import say
+from ratchet.runs.log import print_message
 from ratchet.training import checkpoint
-from ratchet.training.train_state import Snapshot, State
+from ratchet.training.train_state import TrainSnapshot, TrainState
 
 PRIOR_S = 6 * 3600.0
 """What is believed before anything is seen: one failure in six hours, of the weight of six hours of watching."""
@@ -31,12 +31,12 @@ BACKGROUND_SHARE = 0.1
 processors where there are any. An assumption; where it is too high, checkpoints are rarer than they might be."""
 
 
-def cost_s(block_s: float, save_s: float) -> float:
+def checkpoint_cost_s(block_s: float, save_s: float) -> float:
     """What one checkpoint costs training, in seconds: the time that it stands still, and a share of the save."""
     return block_s + BACKGROUND_SHARE * save_s
 
 
-def failure_s(deaths: int, observed_s: float) -> float:
+def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
     """Mean time between failures, estimated from the run itself, in seconds.
 
     Failures as a Poisson process whose rate has a Gamma(1, PRIOR_S) prior: the inverse of the rate's posterior mean.
@@ -44,7 +44,7 @@ def failure_s(deaths: int, observed_s: float) -> float:
     return (observed_s + PRIOR_S) / (deaths + 1)
 
 
-def best_s(cost_s: float, failure_s: float) -> float:
+def optimal_interval_s(cost_s: float, failure_s: float) -> float:
     """Time between two checkpoints that loses least, in seconds; 0 where a checkpoint costs nothing.
 
     sqrt(2 C M) - C: Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974) with
@@ -54,7 +54,7 @@ def best_s(cost_s: float, failure_s: float) -> float:
     return max(0.0, math.sqrt(2 * cost_s * failure_s) - cost_s)
 
 
-def auto_s(block_s: float, save_s: float, deaths: int, observed_s: float) -> float:
+def auto_interval_s(block_s: float, save_s: float, deaths: int, observed_s: float) -> float:
     """The interval of `auto`, in seconds.
 
     At most LONGEST_S; but in any case so long that checkpoints cost no more than LARGEST_SHARE of the time, which is at
@@ -66,11 +66,13 @@ def auto_s(block_s: float, save_s: float, deaths: int, observed_s: float) -> flo
         deaths: failures of this run so far.
         observed_s: time that this run has been trained for so far, all attempts together.
     """
-    cost = cost_s(block_s, save_s)
-    return max(min(LONGEST_S, best_s(cost, failure_s(deaths, observed_s))), cost / LARGEST_SHARE)
+    cost = checkpoint_cost_s(block_s, save_s)
+    return max(
+        min(LONGEST_S, optimal_interval_s(cost, mean_failure_interval_s(deaths, observed_s))), cost / LARGEST_SHARE
+    )
 
 
-class Interval:
+class CheckpointInterval:
     """`machine.checkpoint_every` for one attempt. Asked at every step, so it is never shorter than one.
 
     Args:
@@ -85,7 +87,7 @@ class Interval:
     """
 
     def __init__(self, setting: str | int, step: int, now_s: float, deaths: int = 0, observed_s: float = 0.0) -> None:
-        self._setting = _parsed(setting)
+        self._setting = _parse_interval(setting)
         self._start_s = self._last_s = now_s
         self._last_step = step
         self._deaths, self._observed_s = deaths, observed_s
@@ -101,7 +103,7 @@ class Interval:
         if not self._save_s:
             return FIRST_S
         observed_s = self._observed_s + now_s - self._start_s
-        return auto_s(self._block_s, self._save_s, self._deaths, observed_s)
+        return auto_interval_s(self._block_s, self._save_s, self._deaths, observed_s)
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether a checkpoint of `step` is due: there is something new, and the interval is over.
@@ -131,10 +133,10 @@ class Interval:
         self._save_s = save_s or self._save_s
 
 
-def _parsed(setting: str | int) -> int | float | None:
+def _parse_interval(setting: str | int) -> int | float | None:
     """Steps as int, seconds as float, None for auto."""
     try:
-        return interval_from(setting)
+        return parse_interval(setting)
     except ValueError as error:
         raise SettingsError(f"machine.checkpoint_every: {error}") from None
 
@@ -153,12 +155,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    snapshot: Snapshot
+class _PendingSnapshot:
+    snapshot: TrainSnapshot
     block_s: float
 
 
-class Saver:
+class AsyncCheckpointer:
     """Seals snapshots in the order of their steps.
 
     Args:
@@ -169,7 +171,9 @@ class Saver:
         sealed: state of the newest checkpoint on disk; that of step 0 if there is none.
     """
 
-    def __init__(self, paths: RunPaths, journal: Journal, identity: dict[str, Any], keep: int, sealed: State) -> None:
+    def __init__(
+        self, paths: RunPaths, journal: Journal, identity: dict[str, Any], keep: int, sealed: TrainState
+    ) -> None:
         self._paths, self._journal, self._identity, self._keep = paths, journal, identity, keep
         self.sealed = sealed
         """The newest state that is on disk."""
@@ -179,7 +183,7 @@ class Saver:
         """Why nothing can be saved at the moment; empty when it can."""
         self.chunks = 0
         """Grows while a save makes progress."""
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingSnapshot] = {}
         self._in_flight: int | None = None
         self._failed: BaseException | None = None
         self._closed = False
@@ -196,12 +200,12 @@ class Saver:
                 raise self._failed
             return self._in_flight is not None
 
-    def offer(self, snapshot: Snapshot, block_s: float) -> None:
+    def offer(self, snapshot: TrainSnapshot, block_s: float) -> None:
         """Save this one as soon as can be; older ones that it does not refer to need no saving any more."""
         with self._changed:
             needed = snapshot.state.refers_to | {self._in_flight}
             self._waiting = {step: item for step, item in self._waiting.items() if step in needed}
-            self._waiting[snapshot.state.step] = _Waiting(snapshot, block_s)
+            self._waiting[snapshot.state.step] = _PendingSnapshot(snapshot, block_s)
             self._changed.notify_all()
 
     def drain(self, wait_s: float, beat: Callable[[], None]) -> bool:
@@ -256,7 +260,7 @@ class Saver:
                 self._failed = error
                 self._changed.notify_all()
 
-    def _save(self, item: _Waiting) -> None:
+    def _save(self, item: _PendingSnapshot) -> None:
         started, state = time.monotonic(), item.snapshot.state
         self._journal.sync()  # what the checkpoint assumes to be told must not be lost with the machine
         if state != self.sealed:
@@ -269,13 +273,17 @@ class Saver:
                 block_s=round(item.block_s, 6), seconds=round(self.save_s, 4),
             )  # fmt: skip
         checkpoint.rotate(
-            self._paths, self._keep, {state.best_step, state.good_step} | replication_protocol.unsent(self._paths)
+            self._paths,
+            self._keep,
+            {state.best_step, state.good_step} | replication_protocol.find_unsent_steps(self._paths),
         )
 
     def _make_room(self, error: OSError) -> None:
         """On a full disk old checkpoints go although the mirror has not got them: newer ones stand for them."""
         if error.errno in FULL:
-            needed = {self.sealed.best_step, self.sealed.good_step} | replication_protocol.on_its_way(self._paths)
+            needed = {self.sealed.best_step, self.sealed.good_step} | replication_protocol.find_steps_in_flight(
+                self._paths
+            )
             with contextlib.suppress(OSError):  # the error that we have is the one to tell
                 checkpoint.rotate(self._paths, self._keep, needed)
 
@@ -288,7 +296,7 @@ class Saver:
             where = self._paths.checkpoints
             text = f"no checkpoint can be saved in {where} ({error}); training goes on, saving is tried again"
             self._journal.append("alert", text=text)
-            say(text)
+            print_message(text)
         with self._changed:
             self._in_flight = None  # a newer snapshot may take the place of this one
             self._changed.notify_all()
@@ -302,18 +310,18 @@ class Saver:
             self._journal.append("alert", text=f"checkpoints are saved again, the newest is of step {self.sealed.step}")
 
 
-class Bystander:
+class NullCheckpointer:
     """The saver of a rank whose machine has another one that saves."""
 
     in_flight = False
     save_s = 0.0
     outage = ""
 
-    def __init__(self, sealed: State) -> None:
+    def __init__(self, sealed: TrainState) -> None:
         self.sealed = sealed
         """The newest state that was to be saved."""
 
-    def offer(self, snapshot: Snapshot, block_s: float) -> None:
+    def offer(self, snapshot: TrainSnapshot, block_s: float) -> None:
         """Somebody else saves the same."""
         self.sealed = snapshot.state
 

@@ -20,14 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ratchet.errors import CorruptedError, DamagedError
+from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.models import adapters
 from ratchet.models.device import Model
 from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec
 from ratchet.storage import digests, disk, files
-from ratchet.storage.records.base import differing
+from ratchet.storage.records.base import find_differing_keys
 from ratchet.training import optimizer as optimizers
-from ratchet.training.train_state import Snapshot, State
+from ratchet.training.train_state import TrainSnapshot, TrainState
 
 CHUNK_BYTES = 16 * 2**20
 """Written at once."""
@@ -40,18 +40,18 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _nothing() -> None:
+def _ignore_beat() -> None:
     """Nobody listens."""
 
 
-def digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _nothing) -> tuple[str, int]:
+def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> tuple[str, int]:
     """SHA-256 and size in bytes of the file that `write` makes of these tensors.
 
     Raises:
         TypeError: the format has no name for a tensor's dtype.
     """
     sha, size = hashlib.sha256(), 0
-    for block in _blocks(tensors):
+    for block in _iterate_blocks(tensors):
         for piece in block:
             sha.update(piece)
             size += len(piece)
@@ -59,7 +59,7 @@ def digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _n
     return sha.hexdigest(), size
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = _nothing) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> None:
     """Write a new file and fsync it (its name is for the caller to make durable).
 
     Args:
@@ -67,19 +67,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[
         tensors: on the CPU; one that is not contiguous is copied.
         beat: called after each chunk of at most CHUNK_BYTES.
     """
-    files.write_blocks(path, _blocks(tensors), beat)
+    files.write_blocks(path, _iterate_blocks(tensors), beat)
 
 
-def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
+def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
     """The file in pieces: as many in one block as make up at most CHUNK_BYTES."""
     if sys.byteorder != "little":
         raise RuntimeError("tensors lie in memory as big-endian numbers here, and checkpoints hold little-endian ones")
     # The largest numbers first: then each tensor begins at a multiple of its numbers' size, as readers need.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    block: list[bytes | memoryview] = [_header(tensors, order)]
+    block: list[bytes | memoryview] = [_build_header(tensors, order)]
     room = CHUNK_BYTES - len(block[0])
     for name in order:
-        view = _bytes_of(tensors[name])
+        view = _view_bytes(tensors[name])
         while len(view):
             if room <= 0:
                 yield block
@@ -89,13 +89,13 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]
     yield block
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     numbers = tensor.detach().contiguous().reshape(-1)
     view: memoryview = memoryview(numbers.view(torch.uint8).numpy())
     return view
 
 
-def _header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
+def _build_header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
     entries, begin = {}, 0
     for name in order:
         tensor = tensors[name]
@@ -120,17 +120,17 @@ _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 
 @dataclass(frozen=True)
-class Sealed:
+class CheckpointMetadata:
     """The JSON side of a checkpoint."""
 
-    state: State
+    state: TrainState
     optimizer: dict[str, Any]
     """The optimizer's other values."""
     identity: dict[str, Any]
     """`spec` of the run, and what it was `made_by`."""
 
 
-def read_sealed(path: Path) -> Sealed:
+def read_metadata(path: Path) -> CheckpointMetadata:
     """State and identity of a checkpoint; its bytes are not compared with the manifest.
 
     Raises:
@@ -139,42 +139,46 @@ def read_sealed(path: Path) -> Sealed:
     document = read_json(path / STATE)
     found = document.get("format", 1)
     if found != FORMAT:
-        raise DamagedError(f"{path / STATE}: format {found}, this version goes on from format {FORMAT} only")
+        raise DamagedFileError(f"{path / STATE}: format {found}, this version goes on from format {FORMAT} only")
     identity = read_json(path / IDENTITY)
     try:
-        state, rest = _state(document["state"]), document["optimizer"]
+        state, rest = _parse_state(document["state"]), document["optimizer"]
         if not isinstance(rest["groups"], list) or not isinstance(rest["values"], dict):
             raise TypeError("optimizer")
         for key in ("spec", "made_by"):
             if not isinstance(identity[key], dict):
                 raise TypeError(key)
     except _GARBAGE as error:
-        raise DamagedError(f"{path}: its state is unreadable ({type(error).__name__}: {error})") from None
+        raise DamagedFileError(f"{path}: its state is unreadable ({type(error).__name__}: {error})") from None
     if path.name.startswith("step-") and path.name != f"step-{state.step:08d}":
-        raise DamagedError(f"{path}: is of step {state.step}")
-    return Sealed(state, rest, identity)
+        raise DamagedFileError(f"{path}: is of step {state.step}")
+    return CheckpointMetadata(state, rest, identity)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object of JSON, without NaN. Raises DamagedError for anything else, and for a file that cannot be read."""
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_no_number)
+        value = json.loads(path.read_bytes(), parse_constant=_reject_non_finite)
     except OSError as error:
-        raise DamagedError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path}: not JSON ({error})") from None
+        raise DamagedFileError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise DamagedError(f"{path}: not an object of JSON")
+        raise DamagedFileError(f"{path}: not an object of JSON")
     return value
 
 
-def _no_number(word: str) -> float:
+def _reject_non_finite(word: str) -> float:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _state(raw: dict[str, Any]) -> State:
-    state = State.from_json(raw)
-    for found, model in ((state, State()), (state.budget, State().budget), (state.validation_budget, State().budget)):
+def _parse_state(raw: dict[str, Any]) -> TrainState:
+    state = TrainState.from_json(raw)
+    for found, model in (
+        (state, TrainState()),
+        (state.budget, TrainState().budget),
+        (state.validation_budget, TrainState().budget),
+    ):
         for entry in fields(model):
             value, example = getattr(found, entry.name), getattr(model, entry.name)
             allowed = {type(example)} | ({int} if example is None or type(example) is float else set())
@@ -186,25 +190,25 @@ def _state(raw: dict[str, Any]) -> State:
 # Snapshots of a training: the only time for which a checkpoint holds training up.
 
 
-def take(state: State, model: Model, optimizer: optimizers.Optimizer) -> Snapshot:
+def take_snapshot(state: TrainState, model: Model, optimizer: optimizers.Optimizer) -> TrainSnapshot:
     """Copy weights, optimizer and what else the adapter needs to the CPU's memory.
 
     Copies on purpose: on a CPU `.cpu()` is the tensor itself.
     """
-    own, rest = optimizers.flatten(optimizer)
-    weights = _copied({name: parameter.detach() for name, parameter in adapters.trainable(model)})
-    tensors = _copied(own)
-    extra = _copied(adapters.extra_tensors(model))
+    own, rest = optimizers.flatten_state(optimizer)
+    weights = _copy_tensors({name: parameter.detach() for name, parameter in adapters.trainable_parameters(model)})
+    tensors = _copy_tensors(own)
+    extra = _copy_tensors(adapters.extra_tensors(model))
     if any(tensor.is_cuda for tensor in own.values()) or model.device.type == "cuda":
         torch.cuda.synchronize()  # the copies below are only under way until then
-    return Snapshot(state, weights, tensors, rest, extra)
+    return TrainSnapshot(state, weights, tensors, rest, extra)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _copy(tensor) for name, tensor in tensors.items()}
+def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy_to_host(tensor) for name, tensor in tensors.items()}
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     # All copies run at once into pinned memory, which torch keeps and gives out again at the next snapshot.
@@ -245,7 +249,7 @@ _CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): m
 
 
 @dataclass(frozen=True)
-class Written:
+class CheckpointWriteStats:
     """What a save has cost."""
 
     size_bytes: int
@@ -256,14 +260,16 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _File:
+class _CheckpointFile:
     """A file to be made: its fingerprint, and how to write it."""
 
     entry: files.Entry
     write: Callable[[Path], None]
 
 
-def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None]) -> Written:
+def write(
+    paths: RunPaths, snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
+) -> CheckpointWriteStats:
     """Seal a checkpoint. Nothing is left behind when it fails.
 
     A file that the newest checkpoint but one holds already is linked, not written. Not the newest: so everything that
@@ -282,9 +288,9 @@ def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: C
     for tensors in (snapshot.weights, snapshot.optimizer, snapshot.extra):
         _require_finite(tensors, snapshot.state.step)
         beat()
-    made = _files(snapshot, identity, beat)
-    earlier = _newest_but_one(paths, snapshot.state.step)
-    linked = {name for name, file in made.items() if earlier is not None and _holds(earlier / name, file.entry)}
+    made = _plan_files(snapshot, identity, beat)
+    earlier = _find_previous_sealed(paths, snapshot.state.step)
+    linked = {name for name, file in made.items() if earlier is not None and _has_entry(earlier / name, file.entry)}
     size = sum(file.entry[1] for file in made.values())
     size_linked = sum(made[name].entry[1] for name in linked)
     target = paths.checkpoint(snapshot.state.step)
@@ -292,63 +298,65 @@ def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: C
     disk.require_space(target.parent, size - size_linked)
     with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in made.items()}) as scratch:
         for name, file in made.items():
-            if earlier is None or name not in linked or not files.link(earlier / name, scratch / name):
+            if earlier is None or name not in linked or not files.link_file(earlier / name, scratch / name):
                 file.write(scratch / name)
                 size_linked -= file.entry[1] if name in linked else 0
             beat()
-    return Written(size, size - size_linked, size_linked)
+    return CheckpointWriteStats(size, size - size_linked, size_linked)
 
 
 def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
     for name, tensor in tensors.items():
         if not is_finite({name: tensor}):
-            raise CorruptedError(f"{name} is not finite after step {step}: this state is not saved")
+            raise NonFiniteStateError(f"{name} is not finite after step {step}: this state is not saved")
 
 
-def _files(snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None]) -> dict[str, _File]:
+def _plan_files(
+    snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
+) -> dict[str, _CheckpointFile]:
     constants = {path: t for path, t in snapshot.optimizer.items() if path.rsplit("/", 1)[-1] in _CONSTANT_KEYS}
     changing = {path: tensor for path, tensor in snapshot.optimizer.items() if path not in constants}
     state = {"format": FORMAT, "state": snapshot.state.as_json(), "optimizer": snapshot.rest}
     made = {
-        WEIGHTS: _of_tensors(snapshot.weights, beat),
-        OPTIMIZER: _of_tensors(changing, beat),
-        STATE: _of_json(state),
-        IDENTITY: _of_json(identity),
+        WEIGHTS: _make_tensor_file(snapshot.weights, beat),
+        OPTIMIZER: _make_tensor_file(changing, beat),
+        STATE: _make_json_file(state),
+        IDENTITY: _make_json_file(identity),
     }
     unsent = {f"{rank}/{name}": tensor for rank, own in enumerate(snapshot.wire) for name, tensor in own.items()}
     where_any = {CONSTANTS: constants, ADAPTER: snapshot.extra, WIRE: unsent}
-    return made | {name: _of_tensors(tensors, beat) for name, tensors in where_any.items() if tensors}
+    return made | {name: _make_tensor_file(tensors, beat) for name, tensors in where_any.items() if tensors}
 
 
-def _of_tensors(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _File:
-    entry = digest_and_size(tensors, beat)
-    return _File(entry, lambda path: write_safetensors(path, tensors, beat))
+def _make_tensor_file(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _CheckpointFile:
+    entry = compute_digest_and_size(tensors, beat)
+    return _CheckpointFile(entry, lambda path: write_safetensors(path, tensors, beat))
 
 
-def _of_json(value: Any) -> _File:
+def _make_json_file(value: Any) -> _CheckpointFile:
     data = files.json_bytes(value)
-    return _File((digests.of_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
+    return _CheckpointFile((digests.hash_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
 
 
 def _looks_sealed(paths: RunPaths, step: int) -> bool:
-    with suppress(DamagedError):  # the question is whether it is
+    with suppress(DamagedFileError):  # the question is whether it is
         return files.read_manifest(paths.checkpoint(step)).kind == CHECKPOINT
     return False
 
 
-def _newest_but_one(paths: RunPaths, saving: int) -> Path | None:
+def _find_previous_sealed(paths: RunPaths, saving: int) -> Path | None:
     sealed = [step for step in paths.checkpoint_steps() if step != saving and _looks_sealed(paths, step)]
     return paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
 
 
-def _holds(path: Path, entry: files.Entry) -> bool:
+def _has_entry(path: Path, entry: files.Entry) -> bool:
     """Whether a file is there with just these bytes: one that was damaged on the disk is not passed on."""
     with suppress(OSError):  # then it is written
-        return path.stat().st_size == entry[1] and digests.of_file(path) == entry[0]
+        return path.stat().st_size == entry[1] and digests.hash_file(path) == entry[0]
     return False
 
 
-def newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
+def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose every byte is right, and with it every other that its state refers to.
 
     Each damaged or outdated newer one is reported by `notice` and passed over.
@@ -360,24 +368,24 @@ def newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) 
         path = paths.checkpoint(step)
         _refuse_newer(path)
         try:
-            sealed = _verified(path)
-            others = [_verified(paths.checkpoint(other)) for other in sorted(sealed.state.refers_to)]
-        except DamagedError as error:
+            sealed = _verify_and_read(path)
+            others = [_verify_and_read(paths.checkpoint(other)) for other in sorted(sealed.state.refers_to)]
+        except DamagedFileError as error:
             notice(f"checkpoint of step {step} is passed over: {error}")
             continue
         for one in (sealed, *others):
-            if names := differing(one.identity["spec"], spec.model_dump(mode="json")):
+            if names := find_differing_keys(one.identity["spec"], spec.model_dump(mode="json")):
                 where = paths.checkpoint(one.state.step)
-                raise DamagedError(
+                raise DamagedFileError(
                     f"{where}: belongs to another run, it differs in {', '.join(names)}; move it away, and repeat"
                 )
         return path
     return None
 
 
-def _verified(path: Path) -> Sealed:
-    files.verify(path, CHECKPOINT)
-    return read_sealed(path)
+def _verify_and_read(path: Path) -> CheckpointMetadata:
+    files.verify_sealed(path, CHECKPOINT)
+    return read_metadata(path)
 
 
 def _refuse_newer(path: Path) -> None:
@@ -385,28 +393,28 @@ def _refuse_newer(path: Path) -> None:
 
     One flipped bit can make a later format of any number: so it takes an intact seal, or a later seal as well.
     """
-    found = _format(path / STATE)
+    found = _read_format(path / STATE)
     if found <= FORMAT:
         return
-    if _format(path / files.MANIFEST) <= files.MANIFEST_FORMAT:
+    if _read_format(path / files.MANIFEST) <= files.MANIFEST_FORMAT:
         try:
-            files.verify(path, CHECKPOINT)
-        except DamagedError:
+            files.verify_sealed(path, CHECKPOINT)
+        except DamagedFileError:
             return  # it is damaged, and will be passed over
-    raise DamagedError(
+    raise DamagedFileError(
         f"{path}: format {found}, written by a newer version of ratchet (this one knows {FORMAT}); use that version"
     )
 
 
-def _format(path: Path) -> int:
+def _read_format(path: Path) -> int:
     try:
         found = read_json(path).get("format", 1)
-    except DamagedError:
+    except DamagedFileError:
         return 0
     return found if isinstance(found, int) else 0
 
 
-def set_aside(paths: RunPaths, going_on_from: Path | None) -> None:
+def quarantine_newer(paths: RunPaths, going_on_from: Path | None) -> None:
     """Take checkpoints newer than this one (all, if there is none) out of the way of those that will be written.
 
     They stay beside as `damaged-step-…`, for a person to look at; a later one of the same step takes their place.
@@ -414,16 +422,16 @@ def set_aside(paths: RunPaths, going_on_from: Path | None) -> None:
     last = "" if going_on_from is None else going_on_from.name
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
         if path.name > last and path.exists():
-            files.publish(path, path.with_name(f"{SET_ASIDE}{path.name}"))
+            files.publish_directory(path, path.with_name(f"{SET_ASIDE}{path.name}"))
 
 
 _UNSAID = {"ranks": "1"}
 """What is meant where nothing is said."""
 
 
-def differences_of_origin(path: Path, identity: dict[str, Any]) -> list[str]:
+def list_origin_differences(path: Path, identity: dict[str, Any]) -> list[str]:
     """What has changed since a checkpoint was made that its numbers depend on, such as `torch 2.12 → 2.13`."""
-    then, now = read_sealed(path).identity["made_by"], identity["made_by"]
+    then, now = read_metadata(path).identity["made_by"], identity["made_by"]
     return [
         f"{key} {then.get(key, _UNSAID.get(key, 'unknown'))} → {now.get(key, _UNSAID.get(key, 'unknown'))}"
         for key in sorted(then.keys() | now.keys())
@@ -431,19 +439,19 @@ def differences_of_origin(path: Path, identity: dict[str, Any]) -> list[str]:
     ]
 
 
-def read(path: Path) -> Snapshot:
+def read(path: Path) -> TrainSnapshot:
     """The snapshot that was saved, in memory of its own.
 
     Raises:
         DamagedError: it is not what was sealed, or its state is not one of this format.
     """
-    sealed = read_sealed(path)
-    tensors = _load(path, OPTIMIZER) | _load_if_any(path, CONSTANTS)
-    extra, wire = _load_if_any(path, ADAPTER), _by_rank(_load_if_any(path, WIRE))
-    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer, extra, wire)
+    sealed = read_metadata(path)
+    tensors = _load_tensors(path, OPTIMIZER) | _load_optional_tensors(path, CONSTANTS)
+    extra, wire = _load_optional_tensors(path, ADAPTER), _split_by_rank(_load_optional_tensors(path, WIRE))
+    return TrainSnapshot(sealed.state, _load_tensors(path, WEIGHTS), tensors, sealed.optimizer, extra, wire)
 
 
-def _by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+def _split_by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
     found: dict[int, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         rank, name = path.split("/", 1)
@@ -451,12 +459,12 @@ def _by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
     return tuple(found[rank] for rank in sorted(found))
 
 
-def _load_if_any(path: Path, name: str) -> dict[str, Tensor]:
+def _load_optional_tensors(path: Path, name: str) -> dict[str, Tensor]:
     """Tensors of a file that not every checkpoint has; the manifest says whether this one does."""
-    return _load(path, name) if name in files.read_manifest(path).files else {}
+    return _load_tensors(path, name) if name in files.read_manifest(path).files else {}
 
 
-def _load(path: Path, name: str) -> dict[str, Tensor]:
+def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
     """Tensors of a file. They are hashed where they lie in memory: between a check of the file and this, it may change.
 
     `load_file` maps the file, so its tensors would change with it: they are copied.
@@ -464,13 +472,13 @@ def _load(path: Path, name: str) -> dict[str, Tensor]:
     try:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
     except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{path / name}: cannot be read ({error})") from None
-    if digest_and_size(tensors) != files.read_manifest(path).files.get(name):
-        raise DamagedError(f"{path / name}: content differs from the manifest (SHA-256)")
+        raise DamagedFileError(f"{path / name}: cannot be read ({error})") from None
+    if compute_digest_and_size(tensors) != files.read_manifest(path).files.get(name):
+        raise DamagedFileError(f"{path / name}: content differs from the manifest (SHA-256)")
     return tensors
 
 
-def restore(snapshot: Snapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
+def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
     """Put model and optimizer into a state. What they learn later does not change the snapshot.
 
     Raises:
@@ -483,19 +491,19 @@ def restore(snapshot: Snapshot, model: Model, optimizer: optimizers.Optimizer) -
 
 def load_weights(path: Path, model: Model) -> None:
     """Put the adapter of a checkpoint into the model. Raises DamagedError if it does not fit."""
-    _put_weights(_load(path, WEIGHTS), _load_if_any(path, ADAPTER), model, str(path))
+    _put_weights(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
 
 
 def _put_weights(saved: dict[str, Tensor], extra: dict[str, Tensor], model: Model, where: str) -> None:
-    wanted = dict(adapters.trainable(model))
+    wanted = dict(adapters.trainable_parameters(model))
     other = sorted(saved.keys() ^ wanted.keys())
     other += [n for n in sorted(saved.keys() & wanted.keys()) if saved[n].shape != wanted[n].shape]
     if other:
-        raise DamagedError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
+        raise DamagedFileError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
     try:
         adapters.restore_extra(model, extra)
-    except DamagedError as error:
-        raise DamagedError(f"{where}: {error}") from None
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{where}: {error}") from None
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(saved[name])
@@ -516,8 +524,8 @@ def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
         return
     needed = set(protected)
     for step in kept:
-        with suppress(DamagedError):  # a damaged one is no reason to keep another
-            needed |= read_sealed(paths.checkpoint(step)).state.refers_to
+        with suppress(DamagedFileError):  # a damaged one is no reason to keep another
+            needed |= read_metadata(paths.checkpoint(step)).state.refers_to
     for step in steps:
         if step < kept[0] and step not in needed and paths.checkpoint(step).exists():
             files.remove_sealed(paths.checkpoint(step))

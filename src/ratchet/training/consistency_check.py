@@ -3,7 +3,7 @@
 from typing import Any
 
 from ratchet.config.schema import Machine
-from ratchet.storage.records.base import differing
+from ratchet.storage.records.base import find_differing_keys
 
 NEEDED = "Every machine needs the same params.yaml, prepared data, base model and libraries"
 NAMES = {
@@ -14,17 +14,20 @@ SHOWN = 12
 """Digits of a digest."""
 
 
-def difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+def describe_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     """In words, what two of them say differently; empty where nothing.
 
     Args:
         first: JSON: `run`, the spec of the run; `with`, versions of libraries and settings of the machine, by name.
         other: the same, of the other one.
     """
-    return "; ".join(f"{_named(name)}: {_at(first, name)} and {_at(other, name)}" for name in differing(first, other))
+    return "; ".join(
+        f"{_display_name(name)}: {_value_at(first, name)} and {_value_at(other, name)}"
+        for name in find_differing_keys(first, other)
+    )
 
 
-def _named(name: str) -> str:
+def _display_name(name: str) -> str:
     """As the user knows it."""
     section, _, rest = name.partition(".")
     if name in NAMES:
@@ -34,7 +37,7 @@ def _named(name: str) -> str:
     return f"machine.{rest}" if rest in Machine.model_fields else f"version of {rest}"
 
 
-def _at(told: Any, name: str) -> Any:
+def _value_at(told: Any, name: str) -> Any:
     for part in name.split("."):
         told = told.get(part, "nothing") if isinstance(told, dict) else told
     return told[:SHOWN] if name.endswith("_digest") and isinstance(told, str) else told

@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ratchet.config.train import Distill
-from ratchet.data.batches import Rows, micro_batches
-from ratchet.errors import DamagedError, DataError, MemoryExhaustedError
+from ratchet.config.train import DistillSettings
+from ratchet.data.batches import TokenRows, split_micro_batches
+from ratchet.errors import DamagedFileError, DataError, MemoryExhaustedError
 from ratchet.models import oom
-from ratchet.models.loss import Lesson, Sequences
-from ratchet.models.teacher import Said, Teacher
+from ratchet.models.loss import SequenceBatch, StoredTeacherTargets
+from ratchet.models.teacher import TeacherModel, TeacherPredictions
 from ratchet.storage import digests, files
-from ratchet.storage.records.data import CARD, Teaching
+from ratchet.storage.records.data import CARD, DistillationCard
 from ratchet.training import checkpoint
 
 KIND = "distill"
@@ -35,7 +35,7 @@ MOST_SHARDS = 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class TeacherShardPlan:
     """How large the whole will be, and which rows belong to which shard."""
 
     rows: int
@@ -44,7 +44,7 @@ class Plan:
     """First row of each shard, and the number of rows."""
 
     @classmethod
-    def of(cls, rows: Rows) -> "Plan":
+    def of(cls, rows: TokenRows) -> "TeacherShardPlan":
         """Consecutive rows, until a shard has its positions."""
         before = rows.trained_before.tolist()
         target = max(SHARD_POSITIONS, -(-before[-1] // MOST_SHARDS))
@@ -65,10 +65,10 @@ class Plan:
         return self.positions * (4 * top_k + 2 * (top_k + 1)) + 8 * (self.rows + 1)
 
 
-class Lessons:
+class TeacherShardReader:
     """What the teacher has said, for batches of training rows."""
 
-    def __init__(self, directory: Path, rows: Rows, settings: Distill, teaching: str) -> None:
+    def __init__(self, directory: Path, rows: TokenRows, settings: DistillSettings, teaching: str) -> None:
         """Open it; nothing is read but headers.
 
         Args:
@@ -81,21 +81,21 @@ class Lessons:
             DamagedError: a file is not as it was sealed.
             DataError: it is of other rows, or not what the run began with.
         """
-        files.verify(directory, KIND)
-        card = Teaching.load(directory / CARD)
-        plan = Plan.of(rows)
+        files.verify_sealed(directory, KIND)
+        card = DistillationCard.load(directory / CARD)
+        plan = TeacherShardPlan.of(rows)
         if card.digest != teaching or (card.rows, card.positions) != (plan.rows, plan.positions):
             raise DataError(f"{directory}: changed since the run was started; run `ratchet distill`, and repeat")
         self.settings = settings
         self._before: list[int] = rows.trained_before.tolist()
         self._first = list(plan.borders[:-1])
-        self._shards = [_mapped(directory / name) for name, _ in plan.shards]
+        self._shards = [_map_shard(directory / name) for name, _ in plan.shards]
 
-    def of(self, sequences: Sequence[Sequence[int]], batch: Sequences) -> Lesson:
+    def of(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> StoredTeacherTargets:
         """At all learned positions of these sequences of rows, one after the other; `batch`: of the same."""
         device = batch.labels.device
         tokens, values = zip(*(self._row(row) for sequence in sequences for row in sequence), strict=True)
-        return Lesson(
+        return StoredTeacherTargets(
             torch.cat(tokens).to(device, torch.int64), torch.cat(values).to(device, torch.float32),
             self.settings.weight, self.settings.temperature, self.settings.direction,
         )  # fmt: skip
@@ -108,25 +108,25 @@ class Lessons:
         return tokens[span], values[span]
 
 
-def _mapped(path: Path) -> tuple[Tensor, Tensor]:
+def _map_shard(path: Path) -> tuple[Tensor, Tensor]:
     """Tensors whose pages are read when they are looked at (safetensors maps a file on a CPU)."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as found:
             return found.get_tensor("tokens"), found.get_tensor("log_probabilities")
     except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{path}: unreadable ({error}); run `ratchet distill` again") from None
+        raise DamagedFileError(f"{path}: unreadable ({error}); run `ratchet distill` again") from None
 
 
-def sums_of(path: Path) -> Tensor:
+def read_shard_sums(path: Path) -> Tensor:
     """What is known of a shard beside its contents: float64 [2]."""
     with safe_open(str(path), framework="pt", device="cpu") as found:
         sums: Tensor = found.get_tensor("sums")
     return sums
 
 
-def content_digest(entries: dict[str, files.Entry]) -> str:
+def compute_content_digest(entries: dict[str, files.Entry]) -> str:
     """Of the shards, by their manifest entries."""
-    return digests.of_files({name: sha for name, (sha, _) in entries.items()})
+    return digests.hash_files({name: sha for name, (sha, _) in entries.items()})
 
 
 # Asking a teacher about all training rows, shard by shard; what is sealed is not asked again.
@@ -138,17 +138,17 @@ Progress = Callable[[str], None]
 
 
 @dataclass
-class Shards:
+class TeacherShardWriter:
     """The shards of one teaching, in a folder of their own until all are there."""
 
     folder: Path
-    plan: Plan
+    plan: TeacherShardPlan
 
     def missing(self) -> list[tuple[str, range]]:
         """Those that are not there, or not whole: a damaged one is made again."""
         return [(name, rows) for name, rows in self.plan.shards if self._entry(name) is None]
 
-    def write(self, teacher: Teacher, rows: Rows, micro_batch_rows: int, progress: Progress) -> None:
+    def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_rows: int, progress: Progress) -> None:
         """Ask about every row of the shards that are missing, and seal each as soon as it is complete.
 
         Raises:
@@ -156,7 +156,7 @@ class Shards:
             MemoryExhaustedError: it cannot read even one row.
         """
         left = self.missing()
-        told = _Told(progress, sum(len(span) for _, span in left))
+        told = _TeacherProgress(progress, sum(len(span) for _, span in left))
         for name, span in left:
             tensors = self._asked(teacher, rows, span, micro_batch_rows, told)
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
@@ -168,33 +168,33 @@ class Shards:
         for name, _ in self.plan.shards:
             entry = self._entry(name)
             if entry is None:
-                raise DamagedError(f"{self.folder / name}: not whole any more; run `ratchet distill` again")
+                raise DamagedFileError(f"{self.folder / name}: not whole any more; run `ratchet distill` again")
             files.link_or_copy(self.folder / name / name, directory / name)
             found[name] = entry
         return found
 
     def take_over(self, directory: Path) -> None:
         """Use the shards of a sealed teaching that is the same but for its card."""
-        files.verify(directory, KIND)
+        files.verify_sealed(directory, KIND)
         for name, _ in self.missing():
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
                 files.link_or_copy(directory / name, scratch / name)
 
     def _entry(self, name: str) -> files.Entry | None:
         try:
-            return files.verify(self.folder / name, SHARD).files[name]
-        except (DamagedError, KeyError):
+            return files.verify_sealed(self.folder / name, SHARD).files[name]
+        except (DamagedFileError, KeyError):
             return None
 
     def _asked(
-        self, teacher: Teacher, rows: Rows, span: range, micro_batch_rows: int, told: "_Told"
+        self, teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_rows: int, told: "_TeacherProgress"
     ) -> dict[str, Tensor]:
         """Rows of like length together, the longest first; back in order."""
         lengths = [rows.tokens([row]) for row in span]
         said: dict[int, tuple[Tensor, Tensor]] = {}
         sums = torch.zeros(2, dtype=torch.float64)
-        for piece in micro_batches(list(span), lengths, micro_batch_rows):
-            for some, answer in _fitting(teacher, rows, piece):
+        for piece in split_micro_batches(list(span), lengths, micro_batch_rows):
+            for some, answer in _query_teacher(teacher, rows, piece):
                 sums += torch.tensor([answer.loss, answer.left_out], dtype=torch.float64)
                 counts = [rows.trained([row]) for row in some]
                 parts = zip(answer.tokens.split(counts), answer.log_probabilities.split(counts), strict=True)
@@ -209,24 +209,26 @@ class Shards:
         }
 
 
-def _fitting(teacher: Teacher, rows: Rows, piece: list[int]) -> list[tuple[list[int], Said]]:
+def _query_teacher(
+    teacher: TeacherModel, rows: TokenRows, piece: list[int]
+) -> list[tuple[list[int], TeacherPredictions]]:
     """Half as many at a time where memory does not suffice."""
     try:
         return [(piece, teacher.say(rows, piece))]
     except Exception as error:
-        if not oom.is_exhausted(error):
+        if not oom.is_out_of_memory(error):
             raise
-    oom.release()
+    oom.release_memory()
     if len(piece) == 1:
         raise MemoryExhaustedError(
             f"train.distill.teacher: memory does not suffice for training row {piece[0]} of {rows.tokens(piece)} "
             "tokens; set train.distill.quantization: nf4, a smaller prepare.max_tokens, or take a smaller teacher"
         )
     half = len(piece) // 2
-    return [*_fitting(teacher, rows, piece[:half]), *_fitting(teacher, rows, piece[half:])]
+    return [*_query_teacher(teacher, rows, piece[:half]), *_query_teacher(teacher, rows, piece[half:])]
 
 
-class _Told:
+class _TeacherProgress:
     """How far it is, now and then."""
 
     def __init__(self, progress: Progress, total: int) -> None:

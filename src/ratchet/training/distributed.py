@@ -27,10 +27,10 @@ from torch import Tensor
 from ratchet.errors import PeersLostError, SettingsError
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RunPaths
-from ratchet.runs.journal import Decisions, Journal
+from ratchet.runs.journal import Journal, RunDecisions
 from ratchet.storage import digests, files
-from ratchet.training.checkpoint import read_sealed
-from ratchet.training.consistency_check import NEEDED, difference
+from ratchet.training.checkpoint import read_metadata
+from ratchet.training.consistency_check import NEEDED, describe_difference
 
 T = TypeVar("T")
 POLL_S = 0.0005
@@ -41,7 +41,7 @@ PIECE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """Where a rank stands, as torch's elastic agent tells its children in their environment."""
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Place:
     local_world: int = 1
 
     @classmethod
-    def of_environment(cls) -> "Place":
+    def of_environment(cls) -> "RankEnvironment":
         """That of this process; alone where no agent has started it."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -63,10 +63,10 @@ class Place:
         return self.local_rank == 0
 
 
-class Ranks:
+class RankGroup:
     """All ranks of an attempt. Every method but the properties has to be called by all of them, in the same order."""
 
-    def __init__(self, place: Place, device: torch.device, beat: Callable[[], None], wait_s: float) -> None:
+    def __init__(self, place: RankEnvironment, device: torch.device, beat: Callable[[], None], wait_s: float) -> None:
         """Meet the others; alone, nothing happens.
 
         Args:
@@ -88,7 +88,7 @@ class Ranks:
             dist.init_process_group("gloo", timeout=timedelta(seconds=wait_s))
         except (RuntimeError, ValueError) as error:
             raise PeersLostError(
-                f"rank {place.rank} of {place.world} did not meet the others: {_said(error)}"
+                f"rank {place.rank} of {place.world} did not meet the others: {_first_error_line(error)}"
             ) from None
         self.group = dist.group.WORLD
         if device.type == "cuda":
@@ -183,12 +183,12 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise PeersLostError(f"rank {self.place.rank} lost another one: {_said(error)}") from None
+            raise PeersLostError(f"rank {self.place.rank} lost another one: {_first_error_line(error)}") from None
 
     def settle(self, device: torch.device) -> None:
         """Until a GPU has done what it was given, with signs of life: it may wait for another rank."""
         if device.type == "cuda":
-            self.wait(_Given())
+            self.wait(_CudaWork())
 
     def wait(self, work: Any, wait_s: float | None = None) -> None:
         """Until a collective operation is done, with signs of life.
@@ -216,10 +216,10 @@ class Ranks:
                     )
             work.wait()
         except RuntimeError as error:
-            raise PeersLostError(f"rank {self.place.rank} lost another one: {_said(error)}") from None
+            raise PeersLostError(f"rank {self.place.rank} lost another one: {_first_error_line(error)}") from None
 
 
-class _Given:
+class _CudaWork:
     """All that the current GPU has been given so far, as something to wait for."""
 
     def __init__(self) -> None:
@@ -234,11 +234,11 @@ class _Given:
         self._end.synchronize()
 
 
-def _said(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300]
 
 
-def shares(pieces: Sequence[Sequence[int]], padded: Sequence[int], world: int) -> list[list[int]]:
+def assign_shares(pieces: Sequence[Sequence[int]], padded: Sequence[int], world: int) -> list[list[int]]:
     """Which pieces each rank computes: the largest first, to whoever has least; the same everywhere.
 
     Args:
@@ -264,7 +264,7 @@ def shares(pieces: Sequence[Sequence[int]], padded: Sequence[int], world: int) -
 # shared disk is needed, and whichever machines are left can go on.
 
 
-def require_alike(ranks: Ranks, told: dict[str, Any]) -> None:
+def require_consistent(ranks: RankGroup, told: dict[str, Any]) -> None:
     """Raise SettingsError, on every rank, unless all say the same about what they train with, and with what.
 
     Args:
@@ -274,14 +274,14 @@ def require_alike(ranks: Ranks, told: dict[str, Any]) -> None:
     everybody = ranks.gather_json({"host": socket.gethostname(), "told": told})
     first = everybody[0]
     for rank, other in enumerate(everybody):
-        if found := difference(first["told"], other["told"]):
+        if found := describe_difference(first["told"], other["told"]):
             raise SettingsError(
                 f"ranks 0 (on {first['host']}) and {rank} (on {other['host']}) would train different things: {found}. "
                 f"{NEEDED}"
             )
 
 
-def meet(ranks: Ranks, paths: RunPaths, own: Path | None) -> Path | None:
+def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> Path | None:
     """The checkpoint that all go on from: the newest that any of them has; None when there is none.
 
     It then lies in every machine's run directory, with those that its state refers to.
@@ -293,7 +293,7 @@ def meet(ranks: Ranks, paths: RunPaths, own: Path | None) -> Path | None:
     """
     if ranks.alone:
         return own
-    sealed = read_sealed(own) if own else None
+    sealed = read_metadata(own) if own else None
     mine = [sealed.state.step, files.read_manifest(own).digest] if own and sealed else [0, ""]
     there = ranks.gather_json(mine)
     newest = max(step for step, _ in there)
@@ -304,11 +304,11 @@ def meet(ranks: Ranks, paths: RunPaths, own: Path | None) -> Path | None:
         wanted = [newest, *sorted(sealed.state.refers_to)] if sealed and ranks.place.rank == source else []
         lacks = ranks.place.writes and mine != there[source]
         for step in ranks.gather_json(wanted)[source]:
-            _copy(ranks, source, paths.checkpoint(step), lacks)
+            _copy_sealed_directory(ranks, source, paths.checkpoint(step), lacks)
     return paths.checkpoint(newest)
 
 
-def _copy(ranks: Ranks, source: int, folder: Path, lacks: bool) -> None:
+def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, lacks: bool) -> None:
     """A sealed directory of the source, sealed in the same place wherever it is lacking."""
     sends = ranks.place.rank == source
     own = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if sends else {}
@@ -316,7 +316,7 @@ def _copy(ranks: Ranks, source: int, folder: Path, lacks: bool) -> None:
     known = {name: (str(found), int(size)) for name, (found, size) in entries.items()}
     if not lacks:
         for name, (_, size) in known.items():
-            for _ in _blocks(ranks, source, folder / name if sends else None, size):
+            for _ in _broadcast_blocks(ranks, source, folder / name if sends else None, size):
                 pass  # others write it
         return
     if folder.exists():
@@ -325,12 +325,12 @@ def _copy(ranks: Ranks, source: int, folder: Path, lacks: bool) -> None:
     with files.sealed_directory(folder, CHECKPOINT, known) as scratch:
         for name, (expected, size) in known.items():
             target = scratch / name
-            files.write_blocks(target, ([block] for block in _blocks(ranks, source, None, size)))
-            if digests.of_file(target) != expected:
+            files.write_blocks(target, ([block] for block in _broadcast_blocks(ranks, source, None, size)))
+            if digests.hash_file(target) != expected:
                 raise OSError(f"{folder.name}/{name}: not what rank {source} has: it was changed on its way")
 
 
-def _blocks(ranks: Ranks, source: int, path: Path | None, size: int) -> Iterator[bytes]:
+def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: int) -> Iterator[bytes]:
     stream = path.open("rb") if path else None
     try:
         for start in range(0, size, PIECE_BYTES):
@@ -341,18 +341,18 @@ def _blocks(ranks: Ranks, source: int, path: Path | None, size: int) -> Iterator
             stream.close()
 
 
-def machines(ranks: Ranks, paths: RunPaths) -> list[str]:
+def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
     """The supervisors of all machines that keep a mirror, by the names under which they claim the run there.
 
     Args:
         ranks: all of them.
         paths: the run, on this machine.
     """
-    noted = replication_protocol.read(paths)
+    noted = replication_protocol.read_replication_state(paths)
     return sorted({name for name in ranks.gather_json(noted.node if noted else "") if name})
 
 
-def decided(ranks: Ranks, own: Decisions) -> Decisions:
+def merge_decisions(ranks: RankGroup, own: RunDecisions) -> RunDecisions:
     """What the run has decided before, as the rank knows it that knows most: a new machine has no journal of it."""
     told = ranks.gather_json(
         {
@@ -362,7 +362,7 @@ def decided(ranks: Ranks, own: Decisions) -> Decisions:
     )
     most = max(told, key=lambda one: len(one["budgets"]) + len(one["skipped"]))
     budgets = {(phase, step): data for phase, step, data in most["budgets"]}
-    return Decisions(budgets, dict(most["skipped"]))
+    return RunDecisions(budgets, dict(most["skipped"]))
 
 
 # How fast ranks are beside each other, told now and then: one that others wait for slows all of them.
@@ -371,7 +371,7 @@ EVERY_S = 5.0
 """Between two events, and at least two steps."""
 
 
-class Pace:
+class StragglerMonitor:
     """Adds up what ranks did in steps, and tells it.
 
     Args:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ratchet.config.schema import Machine
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS, SettingsError
 from ratchet.runs import log
-from ratchet.runs.directory import Launch, RunPaths, RunSpec
+from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
-from ratchet.runs.rendezvous import unreachable
+from ratchet.runs.rendezvous import explain_unreachable
 from ratchet.runs.restart_policy import FailureClass
 from ratchet.runs.signals import die_with_parent
-from ratchet.training.consistency_check import NEEDED, difference
+from ratchet.training.consistency_check import NEEDED, describe_difference
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:
         return EXIT_INTERRUPTED
-    machine = Launch.load(paths.launch).machine
-    log.capture(paths.logs, machine, attempt, None, "agent")
+    machine = TrainingLaunchSpec.load(paths.launch).machine
+    log.capture_output(paths.logs, machine, attempt, None, "agent")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Else the agent of rank 0 tells its address once, in the first meeting (torch 2.13): who joins later waits for it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -66,14 +66,14 @@ def main(arguments: list[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     ranks = [str(paths.root), str(attempt), str(os.getpid()), arguments[3]]
-    count, standing = int(arguments[4]), _StandIn(arguments[3], int(arguments[4]), machine)
+    count, standing = int(arguments[4]), _AgentHeartbeat(arguments[3], int(arguments[4]), machine)
     failure: FailureClass = "rendezvous"
     with contextlib.closing(Journal(paths.journal, attempt)) as journal:
         try:
-            meetings = _meetings(paths, machine, journal)
+            meetings = _connect_rendezvous(paths, machine, journal)
             standing.tells = journal
             failure = "peers"
-            return _told(_run(meetings, machine, ranks, count, standing))
+            return _combine_exit_codes(_run_ranks(meetings, machine, ranks, count, standing))
         except SignalException:
             return EXIT_INTERRUPTED  # the ranks were asked to stop, and have ended
         except SettingsError as error:
@@ -82,11 +82,11 @@ def main(arguments: list[str]) -> int:
         except (RendezvousError, DistError) as error:
             if isinstance(error, RendezvousTimeoutError):
                 failure = "rendezvous"
-            journal.append("failure", **{"class": failure}, text=_words(machine, failure, error))
+            journal.append("failure", **{"class": failure}, text=_describe_failure(machine, failure, error))
             return EXIT_PEERS
 
 
-def _words(machine: Machine, failure: FailureClass, error: Exception) -> str:
+def _describe_failure(machine: Machine, failure: FailureClass, error: Exception) -> str:
     said = (str(error).splitlines() or [type(error).__name__])[0]
     where = machine.rendezvous or "this machine"
     if failure == "peers":
@@ -94,7 +94,7 @@ def _words(machine: Machine, failure: FailureClass, error: Exception) -> str:
     return f"{machine.nodes} machines did not meet at {where} within {machine.rendezvous_wait_s:g} s ({said})"
 
 
-def _meetings(paths: RunPaths, machine: Machine, journal: Journal) -> "Meetings":
+def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> "Meetings":
     """Connects to the place where machines meet, as soon as it is served.
 
     Raises:
@@ -105,17 +105,17 @@ def _meetings(paths: RunPaths, machine: Machine, journal: Journal) -> "Meetings"
 
     place = machine.meeting_place
     if place is None:
-        return _connected(paths, machine)
+        return _create_rendezvous(paths, machine)
     began_s, told = time.monotonic(), False
-    entrance: _Entrance | None = None
+    entrance: _RendezvousRegistration | None = None
     while True:
-        if entrance is None and not (why := unreachable(place)):
-            entrance = _Entrance(paths, place)
+        if entrance is None and not (why := explain_unreachable(place)):
+            entrance = _RendezvousRegistration(paths, place)
         if entrance is None:
             time.sleep(RETRY_S)
         elif entrance.is_open(RETRY_S):
             try:
-                return _connected(paths, machine)
+                return _create_rendezvous(paths, machine)
             except RendezvousConnectionError:
                 entrance, why = None, "it was lost again"
         else:
@@ -130,7 +130,7 @@ def _meetings(paths: RunPaths, machine: Machine, journal: Journal) -> "Meetings"
             journal.append("notice", text=f"no meeting at {place} yet: {why}; {wait}")
 
 
-class _Entrance(threading.Thread):
+class _RendezvousRegistration(threading.Thread):
     """Says at the meeting which run this is, if nobody has.
 
     A thread of its own: torch (2.13) waits without end for the answer of whoever takes the connection.
@@ -148,7 +148,7 @@ class _Entrance(threading.Thread):
         self.join(wait_s)
         if self._first is None:
             return False
-        if found := difference(self._first["told"], self._told):
+        if found := describe_difference(self._first["told"], self._told):
             raise SettingsError(
                 f"machine.rendezvous {self._place}: {self._first['host']} and this machine, {socket.gethostname()}, "
                 f"would train different things: {found}. {NEEDED}"
@@ -166,7 +166,7 @@ class _Entrance(threading.Thread):
             self._first = json.loads(store.compare_set(RUN_KEY, "", own))
 
 
-def _connected(paths: RunPaths, machine: Machine) -> "Meetings":
+def _create_rendezvous(paths: RunPaths, machine: Machine) -> "Meetings":
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -183,8 +183,8 @@ def _connected(paths: RunPaths, machine: Machine) -> "Meetings":
     )  # fmt: skip
 
 
-def _run(
-    meetings: "Meetings", machine: Machine, arguments: list[str], count: int, standing: "_StandIn"
+def _run_ranks(
+    meetings: "Meetings", machine: Machine, arguments: list[str], count: int, standing: "_AgentHeartbeat"
 ) -> list[int]:  # fmt: skip
     """Exit codes of ranks that failed, in the order in which they were found; none when all have done their work."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -206,7 +206,7 @@ def _run(
     return [failure.exitcode for failure in failures]
 
 
-class _StandIn(threading.Thread):
+class _AgentHeartbeat(threading.Thread):
     """Gives signs of life while there are no ranks to do it: machines wait for each other."""
 
     def __init__(self, address: str, count: int, machine: Machine) -> None:
@@ -245,18 +245,18 @@ class _StandIn(threading.Thread):
             )
 
 
-def _told(codes: list[int]) -> int:
+def _combine_exit_codes(codes: list[int]) -> int:
     own = [code for code in codes if code != EXIT_PEERS]
     if not codes:
         return EXIT_OK
     if not own:
         return EXIT_PEERS
     if own[0] < 0:
-        _die_of(-own[0])
+        _die_of_signal(-own[0])
     return own[0]
 
 
-def _die_of(number: int) -> NoReturn:
+def _die_of_signal(number: int) -> NoReturn:
     """End as the rank did: by the same signal."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -10,18 +10,18 @@ from ratchet.errors import (
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_PEERS,
-    CorruptedError,
-    DivergedError,
+    DivergenceError,
     EndpointError,
     InputError,
+    InsufficientMemoryError,
     InterruptedRunError,
     MemoryExhaustedError,
+    NonFiniteStateError,
     PeersLostError,
     RatchetError,
     StorageError,
-    TooLargeError,
 )
-from ratchet.redaction import redacted
+from ratchet.redaction import redact
 from ratchet.runs.journal import Journal
 from ratchet.runs.restart_policy import FailureClass
 
@@ -30,18 +30,18 @@ LONGEST_TEXT = 2000
 
 _OURS: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (StorageError, "storage"),  # it was waited for: no attempt of now would fare better
-    (TooLargeError, "too_large"),
+    (InsufficientMemoryError, "too_large"),
     (EndpointError, "endpoint"),
     (InputError, "data"),
-    (DivergedError, "diverged"),
+    (DivergenceError, "diverged"),
     (MemoryExhaustedError, "out_of_memory"),
-    (CorruptedError, "hardware"),
+    (NonFiniteStateError, "hardware"),
     (PeersLostError, "peers"),
 )
 """The first that fits counts."""
 
 
-def outcome(error: BaseException, journal: Journal, advice: str) -> int:
+def report_worker_end(error: BaseException, journal: Journal, advice: str) -> int:
     """Tell why a worker ends; returns its exit code.
 
     Args:
@@ -51,14 +51,14 @@ def outcome(error: BaseException, journal: Journal, advice: str) -> int:
     """
     if isinstance(error, InterruptedRunError):
         return EXIT_INTERRUPTED
-    failure = _class_of(error)
+    failure = _classify_error(error)
     text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     if failure == "out_of_memory" and not isinstance(error, RatchetError):
         text += f"\n{advice}"
     needs = {}
-    if isinstance(error, TooLargeError):
+    if isinstance(error, InsufficientMemoryError):
         needs = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
-    text = redacted(text)
+    text = redact(text)
     journal.append("failure", **{"class": failure}, text=text[:LONGEST_TEXT], **needs)
     logging.getLogger(__name__).error("%s", text, exc_info=error, extra={"reason": failure, "event": "failure"})
     if isinstance(error, PeersLostError):
@@ -66,7 +66,7 @@ def outcome(error: BaseException, journal: Journal, advice: str) -> int:
     return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
 
 
-def _class_of(error: BaseException) -> FailureClass:
+def _classify_error(error: BaseException) -> FailureClass:
     for kind, failure in _OURS:
         if isinstance(error, kind):
             return failure
@@ -74,7 +74,7 @@ def _class_of(error: BaseException) -> FailureClass:
 
     from ratchet.models import oom
 
-    if oom.is_exhausted(error):
+    if oom.is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, torch.AcceleratorError):
         return "hardware"

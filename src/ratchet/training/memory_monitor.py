@@ -8,12 +8,12 @@ import torch
 from ratchet.config import units
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows
-from ratchet.errors import DamagedError, RatchetError, TooLargeError
+from ratchet.data.batches import BatchPlan, TokenRows
+from ratchet.errors import DamagedFileError, InsufficientMemoryError, RatchetError
 from ratchet.models import oom
 from ratchet.models.memory import capacity, forecast, ranks
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Journal
 from ratchet.storage.records.training import MemoryForecast, Phase
@@ -23,7 +23,7 @@ TOLD_AGAIN = 1.02
 
 
 @dataclass
-class Measured:
+class PhaseMemoryPeaks:
     """What one phase has held at most, in bytes."""
 
     peak_bytes: int = 0
@@ -33,16 +33,16 @@ class Measured:
     """Resident memory of the process."""
 
 
-class Monitor:
+class MemoryMonitor:
     """Divides the time of a worker into phases. One phase at a time; each begins where the one before ends."""
 
     def __init__(self, journal: Journal, device: torch.device, warnings: Sequence[float]) -> None:
         self.journal = journal
         self.device = device
-        self.found: dict[Phase, Measured] = {}
+        self.found: dict[Phase, PhaseMemoryPeaks] = {}
         self._left = sorted(warnings)
         self._phase: Phase | None = None
-        self._total_bytes = capacity.of(device).total_bytes
+        self._total_bytes = capacity.measure_device(device).total_bytes
         self._begin("baseline")
 
     def enter(self, phase: Phase) -> None:
@@ -73,19 +73,19 @@ class Monitor:
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
-        capacity.forget_peak()
+        capacity.reset_peak()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _measure(self) -> Measured:
+    def _measure(self) -> PhaseMemoryPeaks:
         host = capacity.peak_resident_bytes()
         if self.device.type != "cuda":
-            return Measured(host, 0, host)
+            return PhaseMemoryPeaks(host, 0, host)
         reserved = torch.cuda.max_memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         # Context and libraries' work spaces: what is in use and no tensor's. Of other processes too, if there are any.
         beside = max(0, total - free - torch.cuda.memory_reserved(self.device))
-        return Measured(reserved + beside, torch.cuda.max_memory_allocated(self.device), host)
+        return PhaseMemoryPeaks(reserved + beside, torch.cuda.max_memory_allocated(self.device), host)
 
     def _warn(self, phase: Phase, used: int) -> None:
         share = used / self._total_bytes
@@ -95,8 +95,8 @@ class Monitor:
             where = "GPU" if self.device.type == "cuda" else "machine"
             self.journal.append(
                 "alert",
-                text=f"memory: {share:.0%} of the {where}'s {units.written(self._total_bytes)} are in use in phase "
-                f"{phase} (warned of from {max(passed):.0%} on, machine.memory_warnings)",
+                text=f"memory: {share:.0%} of the {where}'s {units.format_bytes(self._total_bytes)} are in use "
+                f"in phase {phase} (warned of from {max(passed):.0%} on, machine.memory_warnings)",
             )
 
 
@@ -106,23 +106,25 @@ WELL = 0.9
 """Of the memory at hand: forecasts have been a tenth too low."""
 
 
-def work_of(plan: BatchPlan, train: Rows, validation: Rows, machine: Machine, device: torch.device) -> Work:
+def compute_largest_work(
+    plan: BatchPlan, train: TokenRows, validation: TokenRows, machine: Machine, device: torch.device
+) -> MemoryWorkload:
     """The largest micro-batches that these rows can make: those of the longest sequences."""
-    sequences = _within(_longest(plan, train, machine.micro_batch_rows), train, machine)
-    checked = _within(_longest_rows(validation, machine.micro_batch_rows), validation, machine)
-    return Work(
+    sequences = _limit_to_micro_batch(_longest_sequences(plan, train, machine.micro_batch_rows), train, machine)
+    checked = _limit_to_micro_batch(_longest_rows(validation, machine.micro_batch_rows), validation, machine)
+    return MemoryWorkload(
         rows=len(sequences),
         row_tokens=max(map(train.tokens, sequences)),
-        learned_tokens=_learned(train, sequences),
+        learned_tokens=_count_trained_positions(train, sequences),
         packed=any(len(sequence) > 1 for sequence in sequences),
         device="cuda" if device.type == "cuda" else "cpu",
         validation_rows=len(checked),
         validation_tokens=max(map(validation.tokens, checked), default=1),
-        validation_learned_tokens=_learned(validation, checked),
+        validation_learned_tokens=_count_trained_positions(validation, checked),
     )
 
 
-def _longest(plan: BatchPlan, rows: Rows, count: int) -> list[list[int]]:
+def _longest_sequences(plan: BatchPlan, rows: TokenRows, count: int) -> list[list[int]]:
     if plan.batching != "packed":
         return _longest_rows(rows, count)
     steps = range(-(-plan.sequences // plan.batch_rows))
@@ -130,7 +132,7 @@ def _longest(plan: BatchPlan, rows: Rows, count: int) -> list[list[int]]:
     return sorted(packs, key=rows.tokens, reverse=True)[:count]
 
 
-def _within(sequences: list[list[int]], rows: Rows, machine: Machine) -> list[list[int]]:
+def _limit_to_micro_batch(sequences: list[list[int]], rows: TokenRows, machine: Machine) -> list[list[int]]:
     """As many of the longest as may be computed at once: the first one gives their length."""
     most = machine.micro_batch_tokens
     if most is None or not sequences:
@@ -138,17 +140,17 @@ def _within(sequences: list[list[int]], rows: Rows, machine: Machine) -> list[li
     return sequences[: max(1, most // max(1, rows.tokens(sequences[0])))]
 
 
-def _longest_rows(rows: Rows, count: int) -> list[list[int]]:
+def _longest_rows(rows: TokenRows, count: int) -> list[list[int]]:
     return [[int(row)] for row in (-rows.lengths).argsort(kind="stable")[:count]]
 
 
-def _learned(rows: Rows, sequences: Sequence[Sequence[int]]) -> int:
+def _count_trained_positions(rows: TokenRows, sequences: Sequence[Sequence[int]]) -> int:
     """Positions at which one of these sequences is learned from, on average: there logits are computed."""
     return max(1, -(-sum(map(rows.trained, sequences)) // max(1, len(sequences))))
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialMemoryPlan:
     """How a training begins, by its forecast."""
 
     first_tokens: int | None = None
@@ -163,9 +165,9 @@ class Beginning:
     """Among all ranks: each keeps a share. Ranks may find differently (their memory differs), and have to agree."""
 
 
-def require_room(
-    paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
-) -> Beginning:
+def require_memory(
+    paths: RunPaths, base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, journal: Journal
+) -> InitialMemoryPlan:
     """Tell the forecast to the journal once a run, and refuse what cannot fit even with one row at a time.
 
     Smaller micro-batches cost least time. Only if not a single row would fit otherwise, and where it is left to us
@@ -177,62 +179,65 @@ def require_room(
     """
     if machine.shard_base is True and work.ranks == 1:
         journal.append("notice", text="machine.shard_base: true, but there is one rank, so nothing is shared")
-    found = _forecast(paths, base, settings, machine, work, journal)
+    found = _get_forecast(paths, base, settings, machine, work, journal)
     if found is None:
-        return _beginning(machine, work)
-    machine = _as_begun(machine, found)
-    available = capacity.of(torch.device(work.device)).available_bytes // work.sharing
+        return _make_initial_plan(machine, work)
+    machine = _apply_earlier_choice(machine, found)
+    available = capacity.measure_device(torch.device(work.device)).available_bytes // work.sharing
     peak = found.needed_bytes(work.sharing)
     if peak <= available:
-        return _beginning(machine, work)
-    least = _least(base, settings, machine, work)
+        return _make_initial_plan(machine, work)
+    least = _minimum_bytes(base, settings, machine, work)
     if least <= available:
-        rows = _rows_that_fit(base, settings, machine, work, available)
+        rows = _find_fitting_rows(base, settings, machine, work, available)
         begin = "micro-batches are made smaller when they do not fit" if rows is None else f"beginning with {rows}"
         journal.append(
             "notice",
-            text=f"memory: {work.rows} rows at a time would need {units.written(peak)}, {units.written(available)} are "
-            f"at hand; {begin}",
+            text=f"memory: {work.rows} rows at a time would need {units.format_bytes(peak)}, "
+            f"{units.format_bytes(available)} are at hand; {begin}",
         )
-        return _beginning(machine, work, None if rows is None else rows * work.row_tokens)
-    if way := forecast.first_that_fits(base, settings, machine, work, available):
-        text = f"({units.written(least)} of {units.written(available)}): {way.cost}"
+        return _make_initial_plan(machine, work, None if rows is None else rows * work.row_tokens)
+    if way := forecast.choose_fallback(base, settings, machine, work, available):
+        text = f"({units.format_bytes(least)} of {units.format_bytes(available)}): {way.cost}"
         journal.append("notice", text=f"memory: not even one row would fit {text}")
-        return require_room(paths, base, settings, way.machine, work, journal)
-    for way in forecast.ways(settings, machine, work.ranks):
+        return require_memory(paths, base, settings, way.machine, work, journal)
+    for way in forecast.list_fallbacks(settings, machine, work.ranks):
         machine = way.machine  # the last needs least
-    least = _least(base, settings, machine, work)
+    least = _minimum_bytes(base, settings, machine, work)
     text = (
-        f"this training needs about {units.written(least)} even with one row at a time, and "
-        f"{units.written(available)} are at hand.\n{oom.advice(base, settings, machine, work.single_row())}"
+        f"this training needs about {units.format_bytes(least)} even with one row at a time, and "
+        f"{units.format_bytes(available)} are at hand.\n"
+        f"{oom.describe_alternatives(base, settings, machine, work.single_row())}"
     )
     if machine.on_forecast == "refuse":
-        raise TooLargeError(
+        raise InsufficientMemoryError(
             f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same",
             least,
             available,
         )
     journal.append("alert", text=text)
-    return _beginning(machine, work)
+    return _make_initial_plan(machine, work)
 
 
-def _beginning(machine: Machine, work: Work, first_tokens: int | None = None) -> Beginning:
+def _make_initial_plan(machine: Machine, work: MemoryWorkload, first_tokens: int | None = None) -> InitialMemoryPlan:
     recompute = machine.activation_checkpointing is True
-    return Beginning(first_tokens, recompute, ranks.is_shared(machine, work.ranks))
+    return InitialMemoryPlan(first_tokens, recompute, ranks.is_base_sharded(machine, work.ranks))
 
 
-def _as_begun(machine: Machine, known: MemoryForecast) -> Machine:
+def _apply_earlier_choice(machine: Machine, known: MemoryForecast) -> Machine:
     """With what an earlier attempt has chosen: it holds for the run."""
     chosen = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
     return machine.model_copy(update={name: True for name, value in chosen.items() if value})
 
 
-def _least(base: Blueprint, settings: Train, machine: Machine, work: Work) -> int:
+def _minimum_bytes(base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> int:
     """What a row at a time needs, of the memory of one rank."""
     return forecast.forecast(base, settings, machine, work.single_row()).needed_bytes(work.sharing)
 
 
-def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Work, available: int) -> int | None:
+def _find_fitting_rows(
+    base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available: int
+) -> int | None:
     """Half of the rows, or half of that ..., until they fit well; None on a GPU, which says itself when they do not."""
     if work.device == "cuda":
         return None
@@ -246,11 +251,13 @@ def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Wor
     return rows
 
 
-def advice(base: Blueprint, settings: Train, machine: Machine, work: Work, tokens: int) -> str:
+def suggest_memory_changes(
+    base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, tokens: int
+) -> str:
     """What to change when a single row of so many tokens did not fit; without figures if there is no forecast."""
     single = replace(work.single_row(), row_tokens=tokens, learned_tokens=min(tokens, work.learned_tokens))
     try:
-        return oom.advice(base, settings, machine, single)
+        return oom.describe_alternatives(base, settings, machine, single)
     except Exception as error:  # what the user needs to hear is that memory ran out
         return (
             "Set machine.activation_checkpointing: true, or a smaller prepare.max_tokens, train.rank or base model "
@@ -258,18 +265,18 @@ def advice(base: Blueprint, settings: Train, machine: Machine, work: Work, token
         )
 
 
-def _forecast(
-    paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
+def _get_forecast(
+    paths: RunPaths, base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, journal: Journal
 ) -> MemoryForecast | None:
     """The forecast of this run, made by the first attempt that is of this size; None when there can be none."""
     path = paths.forecast
     if path.exists():
         try:
             known = MemoryForecast.load(path)
-        except DamagedError as error:
+        except DamagedFileError as error:
             journal.append("notice", text=f"{error}")
         else:
-            if _is_of(known, work, machine):
+            if _is_forecast_of(known, work, machine):
                 return known
     try:
         found = forecast.forecast(base, settings, machine, work)
@@ -279,12 +286,12 @@ def _forecast(
         journal.append("notice", text=f"no memory forecast for this model ({type(error).__name__}: {str(error)[:300]})")
         return None
     found.save(path)
-    available = capacity.of(torch.device(work.device)).available_bytes // work.sharing
+    available = capacity.measure_device(torch.device(work.device)).available_bytes // work.sharing
     journal.append("forecast", forecast=found.model_dump(mode="json"), available_bytes=available)
     return found
 
 
-def _is_of(known: MemoryForecast, work: Work, machine: Machine) -> bool:
+def _is_forecast_of(known: MemoryForecast, work: MemoryWorkload, machine: Machine) -> bool:
     """Whether it is of this work, and made in a way that the settings leave open."""
     size = (known.device, known.ranks, known.rows, known.row_tokens, known.learned_tokens)
     share = machine.shard_base if work.ranks > 1 else False

@@ -26,7 +26,7 @@ UNSEEN = 0.1
 """Frozen matrices that are no layer we know, experts in one tensor say: beyond this share nothing is told."""
 
 
-def sheet_flops_s(name: str, dtype: torch.dtype) -> float | None:
+def datasheet_flops_s(name: str, dtype: torch.dtype) -> float | None:
     """What a GPU of this name does in a type of 16 bits, by its data sheet; None where we do not know."""
     if dtype.itemsize != 2:
         return None
@@ -34,7 +34,7 @@ def sheet_flops_s(name: str, dtype: torch.dtype) -> float | None:
     return next(found, 0.0) or None
 
 
-def matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
+def iterate_matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
     """Linear layers of the frozen base: module, inputs, outputs."""
     for name, module in model.named_modules():
         if "lora_" in name:
@@ -62,7 +62,7 @@ def flops_per_token(model: Model, learned: float, passes: Literal[1, 2] = 2) -> 
     """
     head = model.get_output_embeddings()
     seen, known, found = 0, set[int](), 0.0
-    for module, inputs, outputs in matrices(model):
+    for module, inputs, outputs in iterate_matrices(model):
         seen += inputs * outputs
         known.add(id(module.weight))
         found += 2.0 * passes * inputs * outputs * (learned if module is head else 1.0)

@@ -14,8 +14,8 @@ from ratchet.config.schema import Settings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
-from ratchet.models.memory.forecast import Work
-from ratchet.models.model_spec import Blueprint
+from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.model_spec import ModelSpec
 from ratchet.runs import rendezvous
 from ratchet.training import memory_monitor
 
@@ -28,7 +28,7 @@ LONGEST_WAIT_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class Budget:
+class MicrobatchBudget:
     """The largest micro-batch, in padded tokens (rows x longest); a single row is computed whatever its length."""
 
     tokens: int | None = None
@@ -42,7 +42,7 @@ class Budget:
     grown: bool = False
     """Whether the last change made it larger: a failure then doubles the wait."""
 
-    def shrunk(self, failed_tokens: int, repeated: bool) -> "Budget":
+    def shrunk(self, failed_tokens: int, repeated: bool) -> "MicrobatchBudget":
         """After a micro-batch of `failed_tokens` padded tokens did not fit; `repeated`: not the first in this step.
 
         The result is smaller than what failed and never larger than before, so failures end at single rows. Those
@@ -56,9 +56,9 @@ class Budget:
         before = failed_tokens if self.tokens is None else min(self.tokens, failed_tokens)
         tokens = before // 2 if repeated else min(before, int(SHRINK * failed_tokens))
         wait = min(LONGEST_WAIT_STEPS, 2 * self.wait_steps) if self.grown else self.wait_steps
-        return Budget(max(1, tokens), failed_tokens, wait_steps=wait)
+        return MicrobatchBudget(max(1, tokens), failed_tokens, wait_steps=wait)
 
-    def after_good_step(self) -> "Budget":
+    def after_good_step(self) -> "MicrobatchBudget":
         """After a step that fitted; grows when it is time, and to no limit (None) rather than up to what failed.
 
         What did not fit once is tried again, for the want may have been another process's. If it was not, that costs
@@ -77,7 +77,9 @@ ASSUMED_SHARE = 0.5
 """Of a row's tokens that is learned from, where no data says otherwise."""
 
 
-def works(data: Path | None, device: torch.device, teacher: Blueprint | None = None) -> Callable[[Settings], Work]:
+def make_work_estimator(
+    data: Path | None, device: torch.device, teacher: ModelSpec | None = None
+) -> Callable[[Settings], MemoryWorkload]:
     """The largest micro-batches under some settings: of the prepared rows, else of rows as long as settings allow.
 
     There are as many ranks as `machine.gpus` says for this machine, on the fewest machines that `machine.nodes` allows.
@@ -88,35 +90,37 @@ def works(data: Path | None, device: torch.device, teacher: Blueprint | None = N
         teacher: that train.distill names; counted where the settings have it in memory.
     """
 
-    def finished(found: Work, settings: Settings) -> Work:
+    def finished(found: MemoryWorkload, settings: Settings) -> MemoryWorkload:
         found = replace(found, teacher=teacher if settings.train.distill.stays else None)
-        return _among_ranks(found, settings)
+        return _divide_among_ranks(found, settings)
 
     if data is None:
-        return lambda settings: finished(_assumed(settings, device), settings)
-    train, validation = token_files.rows(data, "train"), token_files.rows(data, "validation")
+        return lambda settings: finished(_assume_work(settings, device), settings)
+    train, validation = token_files.load_rows(data, "train"), token_files.load_rows(data, "validation")
 
-    def work(settings: Settings) -> Work:
+    def work(settings: Settings) -> MemoryWorkload:
         try:
             plan = BatchPlan(train.lengths, settings.train)
         except SettingsError:  # the longest rows would not fit into such packs
-            found = _assumed(settings, device)
+            found = _assume_work(settings, device)
         else:
-            found = _cut(memory_monitor.work_of(plan, train, validation, settings.machine, device), settings)
+            found = _cut_to_max_length(
+                memory_monitor.compute_largest_work(plan, train, validation, settings.machine, device), settings
+            )
         return finished(found, settings)
 
     return work
 
 
-def _among_ranks(work: Work, settings: Settings) -> Work:
-    here = rendezvous.ranks_here(settings.machine)
+def _divide_among_ranks(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
+    here = rendezvous.count_local_ranks(settings.machine)
     sharing = here if work.device == "cpu" else 1
     return work.among(here * settings.machine.node_range[0], sharing, settings.train.batch_rows)
 
 
-def _cut(work: Work, settings: Settings) -> Work:
+def _cut_to_max_length(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
     """The same when rows that are longer than these settings allow are gone."""
-    limit, checked = _longest(settings), settings.prepare.max_tokens
+    limit, checked = _longest_sequence_tokens(settings), settings.prepare.max_tokens
     share, checked_share = min(1.0, limit / work.row_tokens), min(1.0, checked / work.validation_tokens)
     return replace(
         work,
@@ -128,9 +132,13 @@ def _cut(work: Work, settings: Settings) -> Work:
     )
 
 
-def _assumed(settings: Settings, device: torch.device) -> Work:
-    length, checked, rows = _longest(settings), settings.prepare.max_tokens, settings.machine.micro_batch_rows
-    return Work(
+def _assume_work(settings: Settings, device: torch.device) -> MemoryWorkload:
+    length, checked, rows = (
+        _longest_sequence_tokens(settings),
+        settings.prepare.max_tokens,
+        settings.machine.micro_batch_rows,
+    )
+    return MemoryWorkload(
         rows=rows,
         row_tokens=length,
         learned_tokens=max(1, round(ASSUMED_SHARE * length)),
@@ -143,5 +151,5 @@ def _assumed(settings: Settings, device: torch.device) -> Work:
     )
 
 
-def _longest(settings: Settings) -> int:
+def _longest_sequence_tokens(settings: Settings) -> int:
     return settings.train.pack_tokens if settings.train.batching == "packed" else settings.prepare.max_tokens

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import base_model, teacher_reference, vocabulary
-from ratchet.models.loss import Sequences, require_rows_apart
-from ratchet.models.teacher import Beside, Found, Spoken, Teacher, find
+from ratchet.models.loss import SequenceBatch, require_packing_isolation
+from ratchet.models.teacher import OnlineTeacher, OnlineTeacherTargets, TeacherCandidate, TeacherModel, inspect_teacher
 from ratchet.models.teacher_reference import KEY
-from ratchet.runs.directory import Launch, RunSpec
+from ratchet.runs.directory import RunSpec, TrainingLaunchSpec
 from ratchet.storage import digests
 
 
-def found(spec: RunSpec, launch: Launch, rows: Rows) -> Found | None:
+def find_teacher(spec: RunSpec, launch: TrainingLaunchSpec, rows: TokenRows) -> TeacherCandidate | None:
     """The teacher that the run was started with, looked at before anything is loaded; None where none is to stay.
 
     Args:
@@ -37,19 +37,19 @@ def found(spec: RunSpec, launch: Launch, rows: Rows) -> Found | None:
     if not path.is_dir():
         raise BaseModelError(f"{KEY}: {path}: no such directory; bring it back: it is asked at every step")
     teacher_reference.require_files(path, launch.teacher_files)
-    if digests.of_files(launch.teacher_files) != spec.teaching:
+    if digests.hash_files(launch.teacher_files) != spec.teaching:
         raise BaseModelError(f"{KEY}: {path} is not the teacher of run {spec.run_id}; repeat `ratchet train`")
     tokenizer = base_model.open_tokenizer(Path(launch.base_path), base.remote_code)
-    vocabulary.add(tokenizer, base.added_tokens)
-    teacher = find(path, str(path), tokenizer, spec.train.distill)
+    vocabulary.add_tokens(tokenizer, base.added_tokens)
+    teacher = inspect_teacher(path, str(path), tokenizer, spec.train.distill)
     teacher.require_length(rows)
     return teacher
 
 
-class Attending:
+class OnlineTeacherReader:
     """A teacher that is there, for batches of training rows."""
 
-    def __init__(self, teacher: Found, settings: Train, rows: Rows, device: torch.device) -> None:
+    def __init__(self, teacher: TeacherCandidate, settings: Train, rows: TokenRows, device: torch.device) -> None:
         """Load it.
 
         Args:
@@ -62,17 +62,17 @@ class Attending:
             SettingsError: it cannot be held as train.distill says, or would mix the rows of a pack.
             BaseModelError: its files are damaged.
         """
-        self.model = Teacher(teacher, settings, device).model
-        self._teacher = Beside(self.model, teacher.tokens, settings.distill, teacher.path)
+        self.model = TeacherModel(teacher, settings, device).model
+        self._teacher = OnlineTeacher(self.model, teacher.tokens, settings.distill, teacher.path)
         self._rows = rows
         pack = BatchPlan(rows.lengths, settings).shared_sequence()
         if pack:
             try:
-                require_rows_apart(self.model, rows, pack, device)
+                require_packing_isolation(self.model, rows, pack, device)
             except SettingsError as error:
                 raise SettingsError(f"{KEY}: {teacher.path}: {error}") from None
 
-    def of(self, sequences: Sequence[Sequence[int]], batch: Sequences) -> Spoken:
+    def of(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
         """Let it read a micro-batch.
 
         Args:

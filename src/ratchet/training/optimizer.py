@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ratchet.config.train import Train
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.models import adapters
 from ratchet.models.device import Model
 from ratchet.storage import digests
 
 
-def learning_rate(step: int, steps: int, settings: Train) -> float:
+def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
     """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up to the peak, then the chosen decay to zero."""
     warmup = math.ceil(settings.warmup * steps)
     if step < warmup:
@@ -33,7 +33,7 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     numbers in between (validation, a retried step) can shift what later steps draw.
     """
     key = [seed, step, rank] if rank else [seed, step]
-    torch.manual_seed(int(digests.of_json(key)[:15], 16))
+    torch.manual_seed(int(digests.hash_json(key)[:15], 16))
 
 
 # Optimizers, and their whole state as plain tensors and JSON (no pickle).
@@ -54,7 +54,7 @@ def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
     Raises:
         SettingsError: it is a paged one, and there is no GPU; or it would compute in float16.
     """
-    groups = _groups(model, settings)
+    groups = _build_groups(model, settings)
     if settings.optimizer == "adamw" and settings.adapter_dtype == "float16":
         raise SettingsError(
             "train.adapter_dtype: float16, but adamw keeps squares of gradients in the type of the adapter, and those "
@@ -70,14 +70,14 @@ def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
     return kind(groups, lr=settings.learning_rate)
 
 
-def _groups(model: Model, settings: Train) -> list[dict[str, Any]]:
+def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
     """At most three: matrices; matrices B if they learn faster (LoRA+, Hayou et al. 2024, arXiv 2402.12354); the rest.
 
     Weight decay is for the matrices of an adapter, which it draws towards "no change". It would draw DoRA's magnitudes
     and the rows of new tokens towards zero, which is no such thing.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-    for name, parameter in adapters.trainable(model):
+    for name, parameter in adapters.trainable_parameters(model):
         ratio = settings.rate_ratio if "lora_B" in name else 1.0
         decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
         groups.setdefault((ratio, decay), []).append(parameter)
@@ -87,27 +87,27 @@ def _groups(model: Model, settings: Train) -> list[dict[str, Any]]:
     ]
 
 
-def flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State as (tensors by path `parameter/key/...`, everything else as JSON). Tensors are the optimizer's own."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
-    values = {str(index): _take_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
+    values = {str(index): _extract_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
     return tensors, {"groups": state["param_groups"], "values": values}
 
 
-def _take_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _extract_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What is left of a (nested: bitsandbytes) dictionary when its tensors have moved into `tensors`."""
     rest: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Tensor):
             tensors[f"{path}/{key}"] = value.detach()
         else:
-            rest[key] = _take_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
+            rest[key] = _extract_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
     return rest
 
 
 def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-    """Put back what `flatten` took out.
+    """Put back what `flatten_state` took out.
 
     Raises:
         DamagedError: it belongs to another optimizer or other parameters.
@@ -122,4 +122,4 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, An
     try:
         optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
     except (ValueError, KeyError) as error:
-        raise DamagedError(f"optimizer state does not fit these settings: {error}") from None
+        raise DamagedFileError(f"optimizer state does not fit these settings: {error}") from None

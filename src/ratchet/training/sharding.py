@@ -26,11 +26,11 @@ from ratchet.errors import SettingsError
 from ratchet.models import weights
 from ratchet.models.device import Model
 from ratchet.models.memory import ranks as sharding
-from ratchet.models.model_spec import blocks_of
-from ratchet.training.distributed import Ranks
+from ratchet.models.model_spec import find_blocks
+from ratchet.training.distributed import RankGroup
 
 
-def share(model: Model, ranks: Ranks, device: torch.device) -> None:
+def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
     """Leave this rank its share of the base, on its device, and let layers travel when they are needed.
 
     Args:
@@ -42,18 +42,18 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
     Raises:
         SettingsError: the model has no layers that could be told from each other.
     """
-    name, layers = _layers(model)
+    name, layers = _find_layers(model)
     mesh = DeviceMesh.from_group(ranks.group, device.type)
-    gathering = _Gathering(ranks, device)
+    gathering = _LayerAllGather(ranks, device)
     for layer in layers:
         layer.to(device)
         for module in layer.modules():
             if isinstance(module, Linear4bit):
-                _part(module)
-        whole = set(layer.parameters()) - set(sharding.matrices(layer))
+                _shard_linear4bit(module)
+        whole = set(layer.parameters()) - set(sharding.iterate_shardable_matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         layer.set_custom_all_gather(gathering)
-        weights.give_back()  # else the C library keeps the layer that was whole
+        weights.trim_heap()  # else the C library keeps the layer that was whole
     _move_others(model, layers, device)
     # The root of them all, which runs them: it has no share of its own, but layers are gathered ahead in one stream.
     body = model.get_submodule(name.rpartition(".")[0])
@@ -63,8 +63,8 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
             later.set_modules_to_backward_prefetch([earlier])
 
 
-def _layers(model: Model) -> tuple[str, list[Any]]:
-    name, blocks = blocks_of(model)
+def _find_layers(model: Model) -> tuple[str, list[Any]]:
+    name, blocks = find_blocks(model)
     layers = list(blocks)
     count = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     if layers and max(count.values()) == 1:
@@ -85,7 +85,7 @@ def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device
             module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
 
 
-class _Parted(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
+class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
     """A 4-bit layer whose packed numbers come and go; those that they are read with stay."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,17 +96,17 @@ class _Parted(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
         return found.to(x.dtype)
 
 
-def _part(layer: Linear4bit) -> None:
+def _shard_linear4bit(layer: Linear4bit) -> None:
     """FSDP makes plain parameters of what it gathers, so the constants move from the parameter to the layer."""
     layer.quant_state = layer.weight.quant_state
     layer.weight = nn.Parameter(layer.weight.data.as_subclass(Tensor), requires_grad=False)
-    layer.__class__ = _Parted
+    layer.__class__ = _ShardedLinear4bit
 
 
-class _Gathering:
+class _LayerAllGather:
     """Gathers a layer: over gloo with signs of life, for whoever has stopped is found by its own supervisor."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: RankGroup, device: torch.device) -> None:
         self._ranks, self._waits = ranks, device.type == "cpu"
         self._gathered_bytes = 0
 
@@ -131,4 +131,4 @@ class _Gathering:
         self._gathered_bytes += 2 * count
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:
             self._gathered_bytes = 0
-            weights.give_back()
+            weights.trim_heap()

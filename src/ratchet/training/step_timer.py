@@ -1,4 +1,7 @@
-"""What a step's time goes into, span by span. A training that nobody profiles carries `Spans`: they measure nothing."""
+"""What a step's time goes into, span by span.
+
+A training that nobody profiles carries `StepSpans`: they measure nothing.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +13,7 @@ import torch
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
-class Spans:
+class StepSpans:
     """The seams at which a step can be measured; nothing is."""
 
     def of(self, name: str) -> AbstractContextManager[None]:
@@ -22,8 +25,8 @@ class Spans:
 
 
 @dataclass
-class Lap:
-    """What was measured from one `Stopwatch.start` to the next `stop`."""
+class StepTimings:
+    """What was measured from one `StepTimer.start` to the next `stop`."""
 
     seconds: float = 0.0
     """All of it, spans or not."""
@@ -38,7 +41,7 @@ class Lap:
         return self.seconds - sum(self.spans.values())
 
 
-class Stopwatch(Spans):
+class StepTimer(StepSpans):
     """Measures.
 
     Args:
@@ -49,7 +52,7 @@ class Stopwatch(Spans):
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._clock = device, clock
-        self._lap, self._begun_s = Lap(), 0.0
+        self._lap, self._begun_s = StepTimings(), 0.0
         self._inner_s: list[float] = []
         """Of each span that is open, the seconds of those inside it."""
         self.waits_at_borders = device.type == "cuda"
@@ -59,10 +62,10 @@ class Stopwatch(Spans):
     def start(self) -> None:
         """Begin a lap; what an earlier one has measured is forgotten."""
         self._settle()
-        self._lap, self._inner_s = Lap(), []
+        self._lap, self._inner_s = StepTimings(), []
         self._begun_s = self._clock()
 
-    def stop(self) -> Lap:
+    def stop(self) -> StepTimings:
         """What the lap has measured."""
         self._settle()
         self._lap.seconds = self._clock() - self._begun_s
@@ -70,7 +73,7 @@ class Stopwatch(Spans):
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """See `Spans.of`; what a failing piece of work took counts too."""
+        """See `StepSpans.of`; what a failing piece of work took counts too."""
         mark = torch.profiler.record_function(name) if self.marks else _UNTIMED
         with mark:
             begun_s = self._now()
@@ -85,7 +88,7 @@ class Stopwatch(Spans):
                     self._inner_s[-1] += spent_s
 
     def computes(self, padded_tokens: int) -> None:
-        """See `Spans.computes`."""
+        """See `StepSpans.computes`."""
         self._lap.micro_batches += 1
         self._lap.padded_tokens += padded_tokens
 

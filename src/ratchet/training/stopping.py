@@ -16,7 +16,7 @@ OWN_SHARE = 0.5
 """Of the grace: as long is left to the training thread to reach the end of its micro-batch and seal by itself."""
 
 
-class Stopping:
+class GracefulShutdown:
     """A request to stop. Not installed, it is a plain flag."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Stopping:
         """Whether training should end now, after sealing its last completed step."""
         return self._asked
 
-    def install(self) -> "Stopping":
+    def install(self) -> "GracefulShutdown":
         """Take SIGTERM and SIGINT from now on. Before `arm`, a request ends the process at once: nothing is lost."""
         read, write = os.pipe()
         os.set_blocking(write, False)

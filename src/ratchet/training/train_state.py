@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ratchet.training.microbatch_budget import Budget
+from ratchet.training.microbatch_budget import MicrobatchBudget
 
 
 @dataclass(frozen=True)
-class State:
+class TrainState:
     """Counters and histories after `step` optimizer steps. Plain numbers only: it is JSON in a checkpoint."""
 
     step: int = 0
@@ -40,9 +40,9 @@ class State:
     """Steps at which the gradient was taken apart by modules."""
     gradient_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """L2 norms before clipping at those steps, by module."""
-    budget: Budget = field(default_factory=Budget)
+    budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
     """Of training micro-batches."""
-    validation_budget: Budget = field(default_factory=Budget)
+    validation_budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
 
     @property
     def best_loss(self) -> float | None:
@@ -59,7 +59,7 @@ class State:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "State":
+    def from_json(cls, raw: dict[str, Any]) -> "TrainState":
         """Raises TypeError, KeyError or ValueError when the values are not those of a state."""
         changed: dict[str, Any] = {
             "validation_loss": {int(step): float(loss) for step, loss in raw["validation_loss"].items()},
@@ -67,17 +67,17 @@ class State:
             "bad_steps": tuple(map(int, raw["bad_steps"])),
             "gradient_steps": tuple(map(int, raw["gradient_steps"])),
             "gradient_norms": {str(name): tuple(map(float, norms)) for name, norms in raw["gradient_norms"].items()},
-            "budget": Budget(**raw["budget"]),
-            "validation_budget": Budget(**raw["validation_budget"]),
+            "budget": MicrobatchBudget(**raw["budget"]),
+            "validation_budget": MicrobatchBudget(**raw["validation_budget"]),
         }
         return cls(**{**raw, **changed})
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class TrainSnapshot:
     """All of a training at one step, in memory of its own: nothing that happens later changes it."""
 
-    state: State
+    state: TrainState
     weights: dict[str, Tensor]
     """The matrices that learn, by parameter name; on the CPU."""
     optimizer: dict[str, Tensor]

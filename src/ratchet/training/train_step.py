@@ -13,61 +13,63 @@ from torch import Tensor
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, Rows, micro_batches
-from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError, PeersLostError
+from ratchet.data.batches import BatchPlan, TokenRows, split_micro_batches
+from ratchet.errors import DivergenceError, MemoryExhaustedError, NonFiniteStateError, PeersLostError
 from ratchet.models import activation_checkpointing, adapters, chunked_loss, oom
-from ratchet.models.gradient_compression.reducer import Wire
+from ratchet.models.gradient_compression.reducer import GradientReducer
 from ratchet.models.loading import Model
-from ratchet.models.loss import Sequences
+from ratchet.models.loss import SequenceBatch
 from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.runs.fault_injection.injection import Injection, Phase
+from ratchet.runs.fault_injection.injection import FaultInjector, Phase
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.journal import Decisions, Journal
+from ratchet.runs.journal import Journal, RunDecisions
 from ratchet.storage import digests
 from ratchet.training import analysis, anomaly_detection, checkpoint, optimizer
-from ratchet.training.anomaly_detection import Repeat, Report, RollBack, Skip, Stop, Verdict
-from ratchet.training.distillation import Lessons
-from ratchet.training.distributed import Pace, Place, Ranks, shares
-from ratchet.training.memory_monitor import Monitor
-from ratchet.training.microbatch_budget import Budget
-from ratchet.training.online_distillation import Attending
-from ratchet.training.step_timer import Spans
-from ratchet.training.stopping import Stopping
-from ratchet.training.train_state import Snapshot, State
+from ratchet.training.anomaly_detection import GradientSpike, StepRepeat, StepRollback, StepSkip, TrainingHalt, Verdict
+from ratchet.training.distillation import TeacherShardReader
+from ratchet.training.distributed import RankEnvironment, RankGroup, StragglerMonitor, assign_shares
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.microbatch_budget import MicrobatchBudget
+from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.step_timer import StepSpans
+from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.train_state import TrainSnapshot, TrainState
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingContext:
     """What to train, on what, how, and whom to tell."""
 
     spec: RunSpec
     machine: Machine
     model: Model
     device: torch.device
-    train: Rows
-    validation: Rows
+    train: TokenRows
+    validation: TokenRows
     paths: RunPaths
     journal: Journal
     heartbeat: Heartbeat
-    stop: Stopping
+    stop: GracefulShutdown
     made_by: dict[str, str]
     """Versions and device, recorded with every checkpoint: with others, results are not bit-exact."""
     plan: BatchPlan
-    monitor: Monitor
+    monitor: MemoryMonitor
     advise: Callable[[int], str]
     """What to change when a single row of so many tokens does not fit into memory."""
     first_tokens: int | None = None
     """Padded tokens of the largest micro-batch to begin with; None: as many as `machine.micro_batch_rows` rows have."""
     loss_scale: float = 1.0
     """That a training begins with (scaling.py)."""
-    faults: Injection = field(default_factory=Injection)
-    spans: Spans = field(default_factory=Spans)
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    spans: StepSpans = field(default_factory=StepSpans)
     """Measured where somebody profiles."""
-    ranks: Ranks = field(default_factory=lambda: Ranks(Place(), torch.device("cpu"), lambda: None, 0.0))
+    ranks: RankGroup = field(
+        default_factory=lambda: RankGroup(RankEnvironment(), torch.device("cpu"), lambda: None, 0.0)
+    )
     """Who else computes the same steps."""
     shares_base: bool = False
     """Whether layers of the base travel (sharding.py): then every pass is one of all ranks."""
-    lessons: Lessons | Attending | None = None
+    lessons: TeacherShardReader | OnlineTeacherReader | None = None
     """What a teacher has said about the training rows, or says now, if there is one."""
 
     @property
@@ -76,7 +78,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Computed:
+class StepOutput:
     """What one pass over a step's batch gave. The gradient itself is in the parameters, clipped."""
 
     batch: list[list[int]]
@@ -91,7 +93,7 @@ class Computed:
     """L2 norm before clipping of each module's gradient; empty at steps at which nobody asks."""
 
 
-class DoesNotFitError(Exception):
+class MicrobatchMemoryError(Exception):
     """A micro-batch for which memory did not suffice; nothing of it is left."""
 
     def __init__(self, rows: int, tokens: int) -> None:
@@ -101,26 +103,26 @@ class DoesNotFitError(Exception):
         """Padded: rows x longest."""
 
 
-class Gradients:
+class GradientAccumulator:
     """Computes; changes neither weights nor optimizer. Every micro-batch is a sign of life."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingContext) -> None:
         self.task = task
         self.plan = task.plan
-        named = list(adapters.trainable(task.model))
+        named = list(adapters.trainable_parameters(task.model))
         self.parameters = [parameter for _, parameter in named]
         self.busy_s: list[float] = []
         """Of each rank, seconds in its own micro-batches of what was computed last."""
         compression = task.settings.compression
-        self.wire: Wire | None = None
+        self.wire: GradientReducer | None = None
         """What adds up the ranks' gradients, if there are others, or were: then there may be something left unsent."""
         if not task.ranks.alone or compression.method != "none":
             whole_sums = compression.whole_steps(self.plan.steps)
-            self.wire = Wire(named, task.ranks.group, compression, task.ranks.wait, whole_sums)
+            self.wire = GradientReducer(named, task.ranks.group, compression, task.ranks.wait, whole_sums)
             if self.wire.remark:
                 task.journal.append("notice", text=self.wire.remark)
 
-    def step(self, step: int, budget: Budget, loss_scale: float = 1.0) -> Computed | None:
+    def step(self, step: int, budget: MicrobatchBudget, loss_scale: float = 1.0) -> StepOutput | None:
         """Gradient of step `step` (from 0) over its whole batch; None when asked to stop before it was complete.
 
         Args:
@@ -150,10 +152,12 @@ class Gradients:
                     sequences = [batch[k] for k in piece]
                     rows = self._batch(task.train, sequences)
                 task.spans.computes(rows.input_ids.numel())
-                with task.spans.of("forward" if isinstance(task.lessons, Attending) else "data"):
+                with task.spans.of("forward" if isinstance(task.lessons, OnlineTeacherReader) else "data"):
                     lesson = task.lessons.of(sequences, rows) if task.lessons else None
                 # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
-                nll = chunked_loss.learn(task.model, rows, factor / trained * loss_scale, task.spans.of, lesson)
+                nll = chunked_loss.forward_backward(
+                    task.model, rows, factor / trained * loss_scale, task.spans.of, lesson
+                )
                 self._settle()
                 return float(nll) / trained * factor
 
@@ -163,19 +167,21 @@ class Gradients:
             return None
         with task.spans.of("optimizer"):
             self._complete(loss_scale)
-            module_norms = analysis.norms(task.model) if analysis.due(step + 1, self.plan.steps) else {}
+            module_norms = (
+                analysis.compute_module_norms(task.model) if analysis.is_due(step + 1, self.plan.steps) else {}
+            )
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
-        return Computed(batch, found, norm, trained, sum(lengths), module_norms)
+        return StepOutput(batch, found, norm, trained, sum(lengths), module_norms)
 
-    def _dealt(self, indices: list[int], lengths: Sequence[int], budget: Budget) -> list[list[list[int]]]:
+    def _dealt(self, indices: list[int], lengths: Sequence[int], budget: MicrobatchBudget) -> list[list[list[int]]]:
         """The micro-batches of each rank, of all that these sequences make; at least one for each rank, if there are
         so many sequences."""
         world, machine = self.task.ranks.place.world, self.task.machine
         rows = min(machine.micro_batch_rows, -(-len(indices) // world))
         limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
-        pieces = micro_batches(indices, lengths, rows, min(limits, default=None))
+        pieces = split_micro_batches(indices, lengths, rows, min(limits, default=None))
         padded = [len(piece) * max(lengths[k] for k in piece) for piece in pieces]
-        return [[pieces[number] for number in numbers] for numbers in shares(pieces, padded, world)]
+        return [[pieces[number] for number in numbers] for numbers in assign_shares(pieces, padded, world)]
 
     def _together(self, dealt: list[list[list[int]]], compute: Callable[[list[int]], float]) -> float | None:
         """The sum of what is computed of all pieces of all ranks; None when any of them was asked to stop.
@@ -195,7 +201,7 @@ class Gradients:
                     total += compute(own[number])
                 else:
                     self._attend(dealt, compute)
-            except DoesNotFitError as error:
+            except MicrobatchMemoryError as error:
                 if task.shares_base:
                     raise
                 failed = error.rows, error.tokens
@@ -207,7 +213,7 @@ class Gradients:
         rows, tokens = max(((one[2], one[3]) for one in told), key=lambda found: found[1])
         if rows:
             self.drop()
-            raise DoesNotFitError(int(rows), int(tokens))
+            raise MicrobatchMemoryError(int(rows), int(tokens))
         return sum(one[0] for one in told)
 
     def _settle(self) -> None:
@@ -232,7 +238,7 @@ class Gradients:
                     parameter.grad.div_(loss_scale)
         if self.wire:
             self.wire.sum()
-        penalty = adapters.penalty(self.task.model)
+        penalty = adapters.orthogonality_penalty(self.task.model)
         if penalty is not None:
             (self.task.settings.adalora.orthogonality * penalty).backward()
 
@@ -250,7 +256,7 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def validation(self, step: int, budget: Budget) -> tuple[float, int] | None:
+    def validation(self, step: int, budget: MicrobatchBudget) -> tuple[float, int] | None:
         """Mean loss per answer token of all validation rows, in nats, and their number; None when asked to stop.
 
         Raises:
@@ -264,7 +270,7 @@ class Gradients:
         def score(rows: list[int]) -> float:
             task.heartbeat.beat("validate")
             with self._fitting("validation", step, [lengths[row] for row in rows]):
-                nll = chunked_loss.likelihood(task.model, self._batch(task.validation, [[row] for row in rows]))
+                nll = chunked_loss.compute_nll(task.model, self._batch(task.validation, [[row] for row in rows]))
                 self._settle()
                 return float(nll)
 
@@ -273,8 +279,8 @@ class Gradients:
         count = task.validation.trained(everything)
         return None if total is None else (total / count, count)
 
-    def _batch(self, data: Rows, sequences: list[list[int]]) -> Sequences:
-        return Sequences.of(data, sequences, self.task.device)
+    def _batch(self, data: TokenRows, sequences: list[list[int]]) -> SequenceBatch:
+        return SequenceBatch.of(data, sequences, self.task.device)
 
     @contextmanager
     def _fitting(self, phase: Phase, step: int, lengths: list[int]) -> Iterator[None]:
@@ -284,10 +290,10 @@ class Gradients:
             self.task.faults.memory(phase, step, tokens)
             yield
         except Exception as error:
-            if not oom.is_exhausted(error):
+            if not oom.is_out_of_memory(error):
                 raise
             self.drop()
-            raise DoesNotFitError(len(lengths), tokens) from None
+            raise MicrobatchMemoryError(len(lengths), tokens) from None
 
 
 # The scale of the loss when computing in float16, so that small gradients do not vanish in its narrow range.
@@ -301,22 +307,22 @@ LARGEST = 2.0**24
 GROW_AFTER_STEPS = 2000
 
 
-def first_scale(compute_dtype: torch.dtype) -> float:
+def initial_loss_scale(compute_dtype: torch.dtype) -> float:
     """The scale to begin with; 1 where none is needed: bfloat16 and float32 reach as far as gradients do."""
     return FIRST if compute_dtype == torch.float16 else 1.0
 
 
-def overflowed(state: State, loss: float, norm: float) -> bool:
+def is_overflow(state: TrainState, loss: float, norm: float) -> bool:
     """Whether a smaller scale may mend this step: the loss is finite, its gradient is not."""
     return state.loss_scale > 1 and math.isfinite(loss) and not math.isfinite(norm)
 
 
-def after_overflow(state: State) -> State:
+def reduce_loss_scale(state: TrainState) -> TrainState:
     """The state in which the same step is computed again."""
     return replace(state, loss_scale=state.loss_scale / 2, scale_steps=0)
 
 
-def after_good(state: State) -> State:
+def advance_loss_scale(state: TrainState) -> TrainState:
     """The state after a step without overflow."""
     if state.loss_scale == 1:
         return state
@@ -337,23 +343,23 @@ NEVER = 10**9
 """Steps: what the forecast allows is not tried larger."""
 
 
-class Learner:
+class StepExecutor:
     """One training's weights, optimizer and state, always those of the same step for whoever holds `settled`."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingContext) -> None:
         self.task = task
         self.plan = task.plan
-        self.gradients = Gradients(task)
+        self.gradients = GradientAccumulator(task)
         self.optimizer = optimizer.build(task.model, task.settings, task.device)
-        self.state = State(loss_scale=task.loss_scale)
+        self.state = TrainState(loss_scale=task.loss_scale)
         self.settled = threading.Lock()
         """Held while weights, optimizer and state change."""
-        self.decided = Decisions()
-        self._pace = Pace(task.journal)
+        self.decided = RunDecisions()
+        self._pace = StragglerMonitor(task.journal)
         self._good = self._taken() if task.settings.guards.roll_back else None
         """What a rule may go back to; None when none does."""
 
-    def restore(self, saved: Snapshot, good: Snapshot) -> None:
+    def restore(self, saved: TrainSnapshot, good: TrainSnapshot) -> None:
         """Go on from a checkpoint; `good`: that of the step which it may go back to."""
         checkpoint.restore(saved, self.task.model, self.optimizer)
         self._unsent(saved)
@@ -361,13 +367,13 @@ class Learner:
         if self._good is not None and good.state.step:
             self._good = good
 
-    def _taken(self) -> Snapshot:
-        taken = checkpoint.take(self.state, self.task.model, self.optimizer)
+    def _taken(self) -> TrainSnapshot:
+        taken = checkpoint.take_snapshot(self.state, self.task.model, self.optimizer)
         if not self.leaves_unsent:
             return taken
         return replace(taken, wire=self.task.ranks.gather_tensors(self.gradients.unsent()))
 
-    def _unsent(self, saved: Snapshot) -> None:
+    def _unsent(self, saved: TrainSnapshot) -> None:
         """What ranks had not sent when it was saved is to be sent yet."""
         if self.gradients.wire:
             self.gradients.wire.restore(saved.wire)
@@ -377,7 +383,7 @@ class Learner:
         """Whether ranks know something that the others do not: then a snapshot takes all of them."""
         return not self.task.ranks.alone and self.task.settings.compression.method != "none"
 
-    def snapshot(self) -> tuple[Snapshot, float]:
+    def snapshot(self) -> tuple[TrainSnapshot, float]:
         """Copies of weights, optimizer and state, and the seconds that took. May become the one to go back to."""
         started = time.monotonic()
         if self.good_is_due():
@@ -405,7 +411,7 @@ class Learner:
             return None
         loss, tokens = measured
         if not math.isfinite(loss):
-            raise DivergedError(
+            raise DivergenceError(
                 f"validation loss is {loss} at step {step}: the model gives no numbers for some validation rows; look "
                 "at the base model (`ratchet evaluate` gives its loss) and at train.compute_dtype (float16 overflows)"
             )
@@ -429,7 +435,7 @@ class Learner:
         while True:
             try:
                 return self.gradients.validation(step, self.state.validation_budget)
-            except DoesNotFitError as error:
+            except MicrobatchMemoryError as error:
                 failed = error.rows, error.tokens
             self._shrink("validation", step, failed, again)
             again = True
@@ -449,56 +455,58 @@ class Learner:
             self._leave_out(decided["action"], decided["reason"])
             return
         self._take_decided("train", number)
-        rate = optimizer.learning_rate(number - 1, self.plan.steps, self.task.settings) * self.state.rate_scale
+        rate = optimizer.compute_learning_rate(number - 1, self.plan.steps, self.task.settings) * self.state.rate_scale
         judged = self._judged(rate)
         if judged is None:
             return
         computed, verdict = judged
-        if isinstance(verdict, Skip | RollBack | Stop):
+        if isinstance(verdict, StepSkip | StepRollback | TrainingHalt):
             self._do_without(verdict)
             return
-        if isinstance(verdict, Report):
+        if isinstance(verdict, GradientSpike):
             self.task.journal.append(
                 "spike", step=number, grad_norm=computed.norm, rows=self._rows(), **asdict(verdict)
             )
         self._learn(computed, rate, started)
 
-    def _judged(self, rate: float) -> tuple[Computed, Verdict] | None:
+    def _judged(self, rate: float) -> tuple[StepOutput, Verdict] | None:
         """The step's gradient, and what is to be done about it; None when asked to stop."""
         rules = self.task.settings.guards
         computed = self._computed()
         if computed is None:
             return None
-        verdict = anomaly_detection.judge(rules, self.state, computed.loss, computed.norm, rate, repeated=False)
-        if not isinstance(verdict, Repeat):
+        verdict = anomaly_detection.judge_step(rules, self.state, computed.loss, computed.norm, rate, repeated=False)
+        if not isinstance(verdict, StepRepeat):
             return computed, verdict
         self.gradients.forget()
         self.task.journal.append("repeated", step=self.state.step + 1, reason=verdict.reason)
         computed = self._computed()
         if computed is None:
             return None
-        return computed, anomaly_detection.judge(rules, self.state, computed.loss, computed.norm, rate, repeated=True)
+        return computed, anomaly_detection.judge_step(
+            rules, self.state, computed.loss, computed.norm, rate, repeated=True
+        )
 
-    def _computed(self) -> Computed | None:
+    def _computed(self) -> StepOutput | None:
         """Loss and gradient of the step, in micro-batches made smaller until they fit; None when asked to stop."""
         again = False
         while True:
             try:
                 computed = self.gradients.step(self.state.step, self.state.budget, self.state.loss_scale)
-            except DoesNotFitError as error:
+            except MicrobatchMemoryError as error:
                 failed = error.rows, error.tokens
             else:
-                if computed is None or not overflowed(self.state, computed.loss, computed.norm):
+                if computed is None or not is_overflow(self.state, computed.loss, computed.norm):
                     return computed
                 self.gradients.forget()
-                self.state = after_overflow(self.state)
+                self.state = reduce_loss_scale(self.state)
                 self.task.journal.append("scale", step=self.state.step + 1, loss_scale=self.state.loss_scale)
                 continue
             # Out of the `except`, where the traceback would keep the failed computation's memory alive.
             self._shrink("train", self.state.step + 1, failed, again)
             again = True
 
-    def _learn(self, computed: Computed, rate: float, started: float) -> None:
+    def _learn(self, computed: StepOutput, rate: float, started: float) -> None:
         """The optimizer step: the one place where weights change, and state with them."""
         task, number = self.task, self.state.step + 1
         with self.settled:
@@ -506,13 +514,15 @@ class Learner:
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate * group["rate_ratio"]
                 self.optimizer.step()
-                adapters.after_step(task.model, number, self.plan.steps)
+                adapters.update_rank_allocation(task.model, number, self.plan.steps)
                 self.optimizer.zero_grad(set_to_none=True)
             budget = self.state.budget.after_good_step()
             grown = budget.grown and budget.good_steps == 0
-            state = after_good(anomaly_detection.after_good(self.state, task.settings.guards, computed.norm))
+            state = advance_loss_scale(
+                anomaly_detection.record_good_step(self.state, task.settings.guards, computed.norm)
+            )
             self.state = replace(
-                analysis.noted(state, number, computed.module_norms),
+                analysis.record_norms(state, number, computed.module_norms),
                 step=number,
                 train_loss=computed.loss,
                 trained_tokens=state.trained_tokens + computed.trained_tokens,
@@ -523,7 +533,7 @@ class Learner:
             task.journal.append(
                 "step", step=number, loss=computed.loss, learning_rate=rate, grad_norm=computed.norm,
                 trained_tokens=computed.trained_tokens, input_tokens=computed.input_tokens,
-                batch=digests.of_json(computed.batch)[: digests.SHORT], step_s=step_s,
+                batch=digests.hash_json(computed.batch)[: digests.SHORT], step_s=step_s,
             )  # fmt: skip
         self._pace.add(number, step_s, self.gradients.busy_s)
         if grown:
@@ -532,15 +542,15 @@ class Learner:
             with torch.no_grad():
                 self.gradients.parameters[0].view(-1)[0] = float("nan")
 
-    def _do_without(self, verdict: Skip | RollBack | Stop) -> None:
-        if not checkpoint.is_finite(dict(adapters.trainable(self.task.model))):
-            raise CorruptedError(
+    def _do_without(self, verdict: StepSkip | StepRollback | TrainingHalt) -> None:
+        if not checkpoint.is_finite(dict(adapters.trainable_parameters(self.task.model))):
+            raise NonFiniteStateError(
                 f"weights are not finite before step {self.state.step + 1}, though no step with such a loss or "
                 "gradient was learned from: hardware, or a train.learning_rate beyond all bounds"
             )
-        if isinstance(verdict, Stop):
-            raise DivergedError(f"{verdict.diagnosis}; rows of step {self.state.step + 1}: {self._rows()}")
-        self._leave_out("roll_back" if isinstance(verdict, RollBack) else "skip", verdict.reason)
+        if isinstance(verdict, TrainingHalt):
+            raise DivergenceError(f"{verdict.diagnosis}; rows of step {self.state.step + 1}: {self._rows()}")
+        self._leave_out("roll_back" if isinstance(verdict, StepRollback) else "skip", verdict.reason)
 
     def _leave_out(self, action: Literal["skip", "roll_back"], reason: str) -> None:
         """Count a step as done without learning from it; `roll_back`: with the weights of the last good snapshot."""
@@ -551,7 +561,7 @@ class Learner:
             if good is not None:
                 checkpoint.restore(good, self.task.model, self.optimizer)
                 self._unsent(good)
-            self.state = anomaly_detection.after_bad(
+            self.state = anomaly_detection.record_bad_step(
                 self.state, self.task.settings.guards, good.state if good else None
             )
             self.task.journal.append(
@@ -567,7 +577,7 @@ class Learner:
 
     def _shrink(self, phase: Phase, step: int, failed: tuple[int, int], again: bool) -> None:
         rows, tokens = failed
-        oom.release()
+        oom.release_memory()
         if rows == 1 and not self.task.shares_base and self._recompute(phase, step, tokens):
             return
         if rows == 1:
@@ -590,18 +600,18 @@ class Learner:
         if (
             phase != "train"
             or self.task.machine.activation_checkpointing != "auto"
-            or activation_checkpointing.is_on(model)
+            or activation_checkpointing.is_enabled(model)
         ):
             return False
-        activation_checkpointing.switch_on(model)
+        activation_checkpointing.enable(model)
         text = f"one row of {tokens} tokens does not fit at step {step}: from here on activations are recomputed"
         self.task.journal.append("notice", text=text)
         return True
 
-    def _budget(self, phase: Phase) -> Budget:
+    def _budget(self, phase: Phase) -> MicrobatchBudget:
         return self.state.budget if phase == "train" else self.state.validation_budget
 
-    def _set_budget(self, phase: Phase, budget: Budget) -> None:
+    def _set_budget(self, phase: Phase, budget: MicrobatchBudget) -> None:
         if phase == "train":
             self.state = replace(self.state, budget=budget)
         else:
@@ -624,7 +634,7 @@ class Learner:
         for phase, step in FIRST_STEP:
             self._take_decided(phase, step)
             if tokens is not None and (phase, step) not in self.decided.budgets:
-                self._set_budget(phase, Budget(tokens, self._largest(), wait_steps=NEVER))
+                self._set_budget(phase, MicrobatchBudget(tokens, self._largest(), wait_steps=NEVER))
                 self._tell_budget(phase, step, "shrink", self._largest())
 
     def after_kill_for_memory(self) -> None:
@@ -649,4 +659,4 @@ class Learner:
     def _take_decided(self, phase: Phase, step: int) -> None:
         """What an earlier attempt found out about memory at this step holds again: sums are rounded the same way."""
         if decided := self.decided.budgets.get((phase, step)):
-            self._set_budget(phase, Budget(**decided["budget"]))
+            self._set_budget(phase, MicrobatchBudget(**decided["budget"]))

@@ -8,25 +8,25 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, PeersLostError, StorageError
-from ratchet.models.loss import require_rows_apart
+from ratchet.models.loss import require_packing_isolation
 from ratchet.runs import status
-from ratchet.runs.journal import decisions
+from ratchet.runs.journal import read_decisions
 from ratchet.training import checkpoint, distributed
-from ratchet.training.async_checkpoint import Bystander, Interval, Saver
-from ratchet.training.distributed import Ranks
-from ratchet.training.train_state import State
-from ratchet.training.train_step import Learner, Task
+from ratchet.training.async_checkpoint import AsyncCheckpointer, CheckpointInterval, NullCheckpointer
+from ratchet.training.distributed import RankGroup
+from ratchet.training.train_state import TrainState
+from ratchet.training.train_step import StepExecutor, TrainingContext
 
 
-class Loop:
+class TrainingLoop:
     """One attempt at a training: from the newest valid checkpoint to the last step, an early stop, or a request."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingContext) -> None:
         self.task = task
         self.plan = task.plan
-        self.learner = Learner(task)
+        self.learner = StepExecutor(task)
         identity = {"spec": task.spec.model_dump(mode="json"), "made_by": task.made_by}
-        past = status.of(task.paths)
+        past = status.read_progress(task.paths)
         there = task.paths.checkpoint_steps()
         self._restore(identity)
         ranks = task.ranks
@@ -41,15 +41,17 @@ class Loop:
                 f"the checkpoint is of step {step}, the journal tells of {past.step} steps: "
                 "the figures of those between are lost, the training is not"
             )
-        self.learner.decided = distributed.decided(ranks, decisions(task.paths.journal, step))
+        self.learner.decided = distributed.merge_decisions(ranks, read_decisions(task.paths.journal, step))
         if step == 0:
-            self.learner.begin(_least(ranks, task.first_tokens))
+            self.learner.begin(_minimum_tokens(ranks, task.first_tokens))
         if ranks.any(past.killed_for_memory):
             self.learner.after_kill_for_memory()
-        self.saver: Saver | Bystander = Bystander(self.state)
+        self.saver: AsyncCheckpointer | NullCheckpointer = NullCheckpointer(self.state)
         if ranks.place.writes:
-            self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
-        self.interval = Interval(
+            self.saver = AsyncCheckpointer(
+                task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state
+            )
+        self.interval = CheckpointInterval(
             task.machine.checkpoint_every, step, time.monotonic(), max(0, past.attempts - 1), past.train_s
         )
         self._offered = self.state
@@ -59,19 +61,21 @@ class Loop:
         task.faults.watch_disk(lambda: self.state.step + 1)
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainState:
         """Where training stands."""
         return self.learner.state
 
     def _restore(self, identity: dict[str, Any]) -> None:
         task = self.task
-        path = distributed.meet(task.ranks, task.paths, checkpoint.newest_valid(task.paths, task.spec, self._notice))
+        path = distributed.agree_on_checkpoint(
+            task.ranks, task.paths, checkpoint.find_newest_valid(task.paths, task.spec, self._notice)
+        )
         if task.ranks.place.writes:
-            checkpoint.set_aside(task.paths, path)
+            checkpoint.quarantine_newer(task.paths, path)
         task.ranks.any(False)  # until all are where they are to be, nobody reads or writes
         if path is None:
             return
-        for difference in checkpoint.differences_of_origin(path, identity):
+        for difference in checkpoint.list_origin_differences(path, identity):
             self._notice(f"from here on not bit-exact: {difference}")
         saved = good = checkpoint.read(path)
         if saved.state.good_step not in (0, saved.state.step):
@@ -81,20 +85,20 @@ class Loop:
     def _notice(self, text: str) -> None:
         self.task.journal.append("notice", text=text)
 
-    def run(self) -> State:
+    def run(self) -> TrainState:
         """Train to the end; returns the final state, which is sealed.
 
         Raises:
             InterruptedRunError: asked to stop; the state is sealed.
             PeersLostError: other ranks are gone, or were asked to stop; the state is sealed.
-            DivergedError, CorruptedError, MemoryExhaustedError: see `Learner.step`.
+            DivergedError, CorruptedError, MemoryExhaustedError: see `StepExecutor.step`.
             SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
             StorageError: the end could not be saved within `machine.storage_wait_s`.
         """
         task = self.task
         shared = self.plan.shared_sequence()
         if shared and not self.end_reason:
-            require_rows_apart(task.model, task.train, shared, task.device)
+            require_packing_isolation(task.model, task.train, shared, task.device)
         task.stop.arm(task.machine.grace_s, self._seal_from_outside)
         try:
             return self._train()
@@ -107,7 +111,7 @@ class Loop:
             task.monitor.close()
             self.saver.close()
 
-    def _train(self) -> State:
+    def _train(self) -> TrainState:
         task = self.task
         while True:
             if self._asked_together():
@@ -210,7 +214,7 @@ class Loop:
         self.task.journal.append(kind, step=self.saver.sealed.step)
 
 
-def _least(ranks: Ranks, tokens: int | None) -> int | None:
+def _minimum_tokens(ranks: RankGroup, tokens: int | None) -> int | None:
     """The smallest number of tokens that any rank begins with; None where none has to begin with few."""
     least = min(found for (found,) in ranks.gather([math.inf if tokens is None else tokens]))
     return None if math.isinf(least) else int(least)

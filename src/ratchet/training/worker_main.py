@@ -17,16 +17,16 @@ from pathlib import Path
 
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.runs import log
-from ratchet.runs.directory import Launch, RunPaths, Start
+from ratchet.runs.directory import LaunchSpec, RunPaths, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.signals import die_with_parent
-from ratchet.training.stopping import Stopping
+from ratchet.training.stopping import GracefulShutdown
 
-Work = Callable[[RunPaths, int, Stopping, Heartbeat], int]
+Work = Callable[[RunPaths, int, GracefulShutdown, Heartbeat], int]
 """Directory, number of the attempt, requests to stop, signs of life; returns the exit code."""
 
 
-def main(arguments: list[str], kind: type[Start], loaded: Callable[[], Work]) -> int:
+def main(arguments: list[str], kind: type[LaunchSpec], loaded: Callable[[], Work]) -> int:
     """Work, and end the process. Returns an exit code only when there is nobody to work for.
 
     Args:
@@ -38,9 +38,9 @@ def main(arguments: list[str], kind: type[Start], loaded: Callable[[], Work]) ->
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         return EXIT_INTERRUPTED
-    stop = Stopping().install()
+    stop = GracefulShutdown().install()
     machine = kind.load(paths.launch).machine
-    said = log.capture(paths.logs, machine, attempt, int(os.environ["RANK"]) if ":" in arguments[3] else None)
+    said = log.capture_output(paths.logs, machine, attempt, int(os.environ["RANK"]) if ":" in arguments[3] else None)
     limits = machine.stall_s, machine.stall_first_s
     if ":" in arguments[3]:
         heartbeat = Heartbeat.attach_at(arguments[3], int(os.environ["LOCAL_RANK"]), *limits)
@@ -55,15 +55,15 @@ def main(arguments: list[str], kind: type[Start], loaded: Callable[[], Work]) ->
     os._exit(exit_code)  # all is on disk: taking torch apart takes seconds, and shows no sign of life
 
 
-def _training() -> Work:
+def _load_training_worker() -> Work:
     from ratchet.models import lazy_imports
 
-    lazy_imports.load()
-    with lazy_imports.uncollected():
-        from ratchet.training.worker import work
+    lazy_imports.import_model_libraries()
+    with lazy_imports.pause_garbage_collection():
+        from ratchet.training.worker import run_worker
 
-    return work
+    return run_worker
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Launch, _training))
+    sys.exit(main(sys.argv[1:], TrainingLaunchSpec, _load_training_worker))

@@ -11,11 +11,11 @@ from ratchet.config.schema import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
 from ratchet.gate import finalists as statistics
-from ratchet.gate.finalists import Contender, Contest
+from ratchet.gate.finalists import FinalistComparator, FinalistScores
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import LOSS, MEASURED, HeldOut, HeldOutJob, HeldOutMetric, Objective
-from ratchet.storage.records.sweep import Finalist, Finals, Measure, Trial
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import LOSS, MEASURED, HeldOutJob, HeldOutMetric, HeldOutScores, ObjectiveSet
+from ratchet.storage.records.sweep import Finalist, FinalRound, SweepObjective, Trial
 
 STOPPED = "stopped"
 """Note of a study that has ended before its budget: the diagnosis; an empty text once it has been started again."""
@@ -26,28 +26,28 @@ ALL_INFEASIBLE = 3
 """Times `sweep.stop_after`: so many trials, and not one that fits, are no search any more."""
 
 
-def counted(history: Iterable[Trial]) -> int:
+def count_trials(history: Iterable[Trial]) -> int:
     """Trials that the budget counts: one that goes on with a pruned one is none of its own."""
     return sum(trial.continues is None for trial in history)
 
 
-def spent(history: Sequence[Trial]) -> tuple[float, int]:
+def sum_costs(history: Sequence[Trial]) -> tuple[float, int]:
     """Hours and answer tokens that all trainings came to; a continued one, told with all of it, counts once."""
     superseded = {trial.continues for trial in history if trial.is_over}
     own = [trial for trial in history if trial.number not in superseded]
     return sum(t.cost.train_seconds for t in own) / 3600, sum(t.cost.trained_tokens for t in own)
 
 
-def exhausted(sweep: Sweep, history: Sequence[Trial]) -> str | None:
+def check_budget(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """Why no further values may be tried; None: one more may. Trials under way go to their end."""
-    if counted(history) >= sweep.trials:
+    if count_trials(history) >= sweep.trials:
         return f"all {sweep.trials} trials"
-    return over_limit(sweep, history)
+    return check_limits(sweep, history)
 
 
-def over_limit(sweep: Sweep, history: Sequence[Trial]) -> str | None:
+def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """Which limit, hours or tokens, is reached: then not even a pruned trial goes on."""
-    hours, tokens = spent(history)
+    hours, tokens = sum_costs(history)
     if sweep.hours is not None and hours >= sweep.hours:
         return f"{hours:.2f} hours trained of {sweep.hours:g}"
     if sweep.tokens is not None and tokens >= sweep.tokens:
@@ -55,7 +55,7 @@ def over_limit(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     return None
 
 
-def diagnosis(sweep: Sweep, history: Sequence[Trial]) -> str | None:
+def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """Why the sweep has to stop: the same failure again and again, or nothing that fits; None: it goes on.
 
     Args:
@@ -64,7 +64,7 @@ def diagnosis(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """
     failed = [trial for trial in history if trial.state == "failed"]
     for trial in reversed(failed):
-        alike = [other for other in failed if _like(other) == _like(trial)]
+        alike = [other for other in failed if _failure_signature(other) == _failure_signature(trial)]
         if len(alike) >= sweep.stop_after:
             numbers = ", ".join(str(other.number) for other in alike)
             return (
@@ -78,7 +78,7 @@ def diagnosis(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     return None
 
 
-def _like(trial: Trial) -> tuple[str, str]:
+def _failure_signature(trial: Trial) -> tuple[str, str]:
     """Cause and first line without its numbers and names of runs: those differ each time."""
     first = (trial.reason.splitlines() or [""])[0]
     return trial.cause, re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(\.\d+)?", "#", first)
@@ -87,12 +87,12 @@ def _like(trial: Trial) -> tuple[str, str]:
 # Which trials of a study are best: by one objective, or on the Pareto front of several.
 
 
-def objective_measures(sweep: Sweep) -> tuple[Measure, ...]:
+def objective_measures(sweep: Sweep) -> tuple[SweepObjective, ...]:
     """What trials are judged by."""
-    return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in sweep.objectives)
+    return tuple(SweepObjective(metric=aim.metric, direction=aim.better) for aim in sweep.objectives)
 
 
-def standing(trials: Iterable[Trial]) -> list[Trial]:
+def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
     """Trials that can be named best, each training once: complete, with objectives that are numbers."""
     found: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda one: one.number):
@@ -102,26 +102,26 @@ def standing(trials: Iterable[Trial]) -> list[Trial]:
     return list(found.values())
 
 
-def front(trials: Iterable[Trial], measures: Sequence[Measure]) -> list[Trial]:
+def pareto_front(trials: Iterable[Trial], measures: Sequence[SweepObjective]) -> list[Trial]:
     """Those that no other is better than by one objective without being worse by another; by number."""
-    some = standing(trials)
-    prices = {trial.number: _prices(trial, measures) for trial in some}
-    return [trial for trial in some if not any(_beats(other, prices[trial.number]) for other in prices.values())]
+    some = eligible_trials(trials)
+    prices = {trial.number: _minimized_values(trial, measures) for trial in some}
+    return [trial for trial in some if not any(_dominates(other, prices[trial.number]) for other in prices.values())]
 
 
-def best(trials: Iterable[Trial], measures: Sequence[Measure], count: int) -> list[Trial]:
+def best_trials(trials: Iterable[Trial], measures: Sequence[SweepObjective], count: int) -> list[Trial]:
     """The best so many by the first objective, of several objectives on their front; of equals the earlier one."""
-    some = front(trials, measures) if len(measures) > 1 else standing(trials)
-    return sorted(some, key=lambda trial: (_prices(trial, measures)[0], trial.number))[:count]
+    some = pareto_front(trials, measures) if len(measures) > 1 else eligible_trials(trials)
+    return sorted(some, key=lambda trial: (_minimized_values(trial, measures)[0], trial.number))[:count]
 
 
-def leaders(trials: Iterable[Trial], measures: Sequence[Measure]) -> tuple[int, ...]:
+def leader_numbers(trials: Iterable[Trial], measures: Sequence[SweepObjective]) -> tuple[int, ...]:
     """Number of the best trial; of several objectives those of the front."""
-    found = front(trials, measures) if len(measures) > 1 else best(trials, measures, 1)
+    found = pareto_front(trials, measures) if len(measures) > 1 else best_trials(trials, measures, 1)
     return tuple(trial.number for trial in found)
 
 
-def _prices(trial: Trial, measures: Sequence[Measure]) -> tuple[float, ...]:
+def _minimized_values(trial: Trial, measures: Sequence[SweepObjective]) -> tuple[float, ...]:
     """Objectives, turned so that less is better."""
     return tuple(
         -value if measure.direction == "maximize" else value
@@ -129,7 +129,7 @@ def _prices(trial: Trial, measures: Sequence[Measure]) -> tuple[float, ...]:
     )
 
 
-def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
@@ -144,7 +144,7 @@ SEED = "train.seed"
 
 
 @dataclass(frozen=True)
-class Training:
+class FinalistTraining:
     """A finalist that was trained with a further seed, or could not be."""
 
     number: int
@@ -157,18 +157,20 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Train:
+class FinalistTrainingBatch:
     """To be trained next, in this order, in any number at once."""
 
     wanted: tuple[tuple[int, int], ...]
     """Trial numbers with indices of seeds."""
 
 
-Step = Train | HeldOutJob | Finals
+Step = FinalistTrainingBatch | HeldOutJob | FinalRound
 """A HeldOutJob is to be scored (sweeping.held.ask), and what comes of it added to the scores."""
 
 
-def plan(sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[Training], scores: Mapping[str, HeldOut]) -> Step:
+def plan_next_step(
+    sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[FinalistTraining], scores: Mapping[str, HeldOutScores]
+) -> Step:
     """What is to be done next for the finalists.
 
     Args:
@@ -181,63 +183,63 @@ def plan(sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[Training], s
         DataError: no trial was trained to its end, or runs were scored on different rows.
     """
     measures = objective_measures(sweep)
-    chosen = best(trials, measures, max(1, sweep.finalists.top))
+    chosen = best_trials(trials, measures, max(1, sweep.finalists.top))
     if not chosen:
         raise DataError(f"none of the {len(trials)} trials was trained to its end: there is nobody to compare")
     if len(chosen) == 1:
-        return _alone(chosen[0], measures[0], sweep)
-    return _Field(sweep, chosen, {(one.number, one.index): one for one in trainings}, scores).next()
+        return _decide_without_comparison(chosen[0], measures[0], sweep)
+    return _FinalRound(sweep, chosen, {(one.number, one.index): one for one in trainings}, scores).next()
 
 
-def measure_of(sweep: Sweep) -> tuple[HeldOutMetric, Measure]:
+def select_comparison_measure(sweep: Sweep) -> tuple[HeldOutMetric, SweepObjective]:
     """What finalists are compared by: the first objective where rows have scores of it, else validation loss."""
     first = sweep.objectives[0]
     for metric in MEASURED:
         if metric == first.metric:
-            return metric, Measure(metric=metric, direction=first.better)
-    return LOSS, Measure(metric=LOSS, direction="minimize")
+            return metric, SweepObjective(metric=metric, direction=first.better)
+    return LOSS, SweepObjective(metric=LOSS, direction="minimize")
 
 
-def values_of(settings: Settings, trial: Trial, index: int) -> dict[str, Any]:
+def values_for_seed(settings: Settings, trial: Trial, index: int) -> dict[str, Any]:
     """Values of a finalist for the seed of an index: the trial's own seed, and so many further."""
     own = int(trial.values.get(SEED, settings.train.seed))
     return {**trial.values, SEED: own + index} if index else dict(trial.values)
 
 
-def write_objective(layout: Layout, study: str, ids: Iterable[str]) -> None:
+def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> None:
     """Note that models are chosen by these rows, so that the gate refuses to judge by them; repeating changes nothing.
 
     Rows that were noted before stay: models were chosen by them. Raises DamagedError when the file is no such set.
     """
     path = layout.objectives / f"{study}.json"
-    known = set(Objective.load(path).sample_ids) if path.exists() else set[str]()
-    noted = Objective(name=f"sweep {study}", sample_ids=tuple(sorted(known.union(ids))))
+    known = set(ObjectiveSet.load(path).sample_ids) if path.exists() else set[str]()
+    noted = ObjectiveSet(name=f"sweep {study}", sample_ids=tuple(sorted(known.union(ids))))
     if len(noted.sample_ids) > len(known):
         files.make_directory(path.parent)
         noted.save(path)
 
 
-def _alone(trial: Trial, measure: Measure, sweep: Sweep) -> Finals:
+def _decide_without_comparison(trial: Trial, measure: SweepObjective, sweep: Sweep) -> FinalRound:
     value = trial.objectives[0]
     asked = f"sweep.finalists.top is {sweep.finalists.top}" if sweep.finalists.top < 2 else "there is no other"
     finalist = Finalist(
         number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
         cost=trial.cost,
     )  # fmt: skip
-    return Finals(
+    return FinalRound(
         metric=measure.metric, direction=measure.direction, rows=0, finalists=(finalist,), comparisons=(),
         winner=trial.number, reason=f"trial {trial.number} is the best of the search, and compared with none: {asked}",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Field:
+class _FinalRound:
     """Two finalists or more, and how far they are."""
 
     sweep: Sweep
     chosen: Sequence[Trial]
-    trainings: Mapping[tuple[int, int], Training]
-    scores: Mapping[str, HeldOut]
+    trainings: Mapping[tuple[int, int], FinalistTraining]
+    scores: Mapping[str, HeldOutScores]
 
     def next(self) -> Step:
         """The next thing to do."""
@@ -254,11 +256,11 @@ class _Field:
             if (undone := self._undone(missing, alive, index + 1)) is not None:
                 return undone
             some = [self._contender(trial, index + 1) for trial in alive]
-            dropped |= statistics.behind(self._contest, some, wanted.wilcoxon)
+            dropped |= statistics.find_trailing(self._contest, some, wanted.wilcoxon)
         if (undone := self._undone(missing, self.chosen, wanted.seeds)) is not None:
             return undone
         everyone = [self._contender(trial, wanted.seeds, dropped.get(trial.number, "")) for trial in self.chosen]
-        return statistics.decide(self._contest, everyone)
+        return statistics.choose_winner(self._contest, everyone)
 
     def _failed(self, index: int) -> dict[int, str]:
         found = [(one, self.trainings.get((one.number, index))) for one in self.chosen]
@@ -280,11 +282,11 @@ class _Field:
 
     def _undone(
         self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
-    ) -> Train | HeldOutJob | None:
+    ) -> FinalistTrainingBatch | HeldOutJob | None:
         """What keeps these trials from being compared by their first so many seeds."""
         if missing:
-            return Train(tuple(missing))
-        metric, _ = measure_of(self.sweep)
+            return FinalistTrainingBatch(tuple(missing))
+        metric, _ = select_comparison_measure(self.sweep)
         rows = self.sweep.finalists.rows
         runs = [run for trial in trials for run in self._runs(trial, seeds)]
         known = {run for run, one in self.scores.items() if metric in one.values and one.rows == rows}
@@ -292,7 +294,7 @@ class _Field:
         return HeldOutJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
 
     @cached_property
-    def _first(self) -> HeldOut:
+    def _first(self) -> HeldOutScores:
         """Whose rows all must have."""
         return self.scores[self._runs(self.chosen[0], 1)[0]]
 
@@ -302,18 +304,18 @@ class _Field:
         return [row for row, tokens in enumerate(self._first.tokens) if tokens]
 
     @cached_property
-    def _contest(self) -> Contest:
-        metric, measure = measure_of(self.sweep)
-        return Contest(
+    def _contest(self) -> FinalistComparator:
+        metric, measure = select_comparison_measure(self.sweep)
+        return FinalistComparator(
             measure=measure,
             confidence=self.sweep.finalists.confidence,
             weights=[float(self._first.tokens[row]) for row in self._kept] if metric == LOSS else None,
             groups=[self._first.groups[row] for row in self._kept],
         )
 
-    def _contender(self, trial: Trial, seeds: int, dropped: str = "") -> Contender:
+    def _contender(self, trial: Trial, seeds: int, dropped: str = "") -> FinalistScores:
         runs = self._runs(trial, seeds)
-        return Contender(
+        return FinalistScores(
             number=trial.number,
             values=trial.values,
             run_ids=tuple(runs),
@@ -329,5 +331,5 @@ class _Field:
                 f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; bring "
                 "it back (`dvc checkout`), or begin a new study"
             )
-        metric, _ = measure_of(self.sweep)
+        metric, _ = select_comparison_measure(self.sweep)
         return [found.values[metric][row] for row in self._kept]

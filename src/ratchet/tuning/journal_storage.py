@@ -22,10 +22,10 @@ from typing import Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from ratchet.errors import DamagedError, StorageError
-from ratchet.runs.log import say
+from ratchet.errors import DamagedFileError, StorageError
+from ratchet.runs.log import print_message
 from ratchet.storage import files
-from ratchet.storage.locks import Lock
+from ratchet.storage.locks import FileLock
 
 FORMAT = 1
 """Of lines; a higher one was written by a newer Ratchet."""
@@ -36,22 +36,22 @@ _SEAL_INSIDE = re.compile(rb'"ratchet":"\d{1,9}-[0-9a-f]{8}"\}[^\n]')
 _SEAL_BYTES = 64  # more than a seal can have
 
 
-def exclusive_lock(path: Path) -> Lock:
-    """What `Storage.locked` holds. (Names that end in `.lock` belong to Optuna's own backend.)"""
-    return Lock(path.with_name(f"{path.name}.exclusive"), f"the studies of {path}")
+def make_study_lock(path: Path) -> FileLock:
+    """What `StudyStorage.locked` holds. (Names that end in `.lock` belong to Optuna's own backend.)"""
+    return FileLock(path.with_name(f"{path.name}.exclusive"), f"the studies of {path}")
 
 
-def _append_lock(path: Path) -> Lock:
-    return Lock(path.with_name(f"{path.name}.append"), f"{path} (somebody appends a line)")
+def _make_append_lock(path: Path) -> FileLock:
+    return FileLock(path.with_name(f"{path.name}.append"), f"{path} (somebody appends a line)")
 
 
-def sealed(log: dict[str, Any]) -> bytes:
+def encode_operation(log: dict[str, Any]) -> bytes:
     """An operation as a line: Optuna's JSON, closed by format and CRC-32 of what Optuna would have written."""
     body = json.dumps(log, separators=(",", ":")).encode()
     return b'%s,"ratchet":"%d-%08x"}\n' % (body[:-1], FORMAT, zlib.crc32(body))
 
 
-def _operation(line: bytes) -> dict[str, Any]:
+def _decode_operation(line: bytes) -> dict[str, Any]:
     """The operation of a line. Raises ValueError saying what is wrong with it."""
     if seal := _SEAL.search(line, max(0, len(line) - _SEAL_BYTES)):
         body = line[: seal.start()] + b"}"
@@ -71,7 +71,7 @@ def _operation(line: bytes) -> dict[str, Any]:
 
 
 @dataclass
-class _Scan:
+class _JournalScan:
     """Good lines of a stretch of the file, and what stopped the reading."""
 
     end: int
@@ -84,9 +84,9 @@ class _Scan:
     """Its format, where a newer Ratchet wrote it."""
 
 
-def _scan(data: bytes, start: int) -> _Scan:
+def _scan_lines(data: bytes, start: int) -> _JournalScan:
     """Read lines of `data`, which begins at offset `start` of the file, up to the first bad one."""
-    found = _Scan(start)
+    found = _JournalScan(start)
     at = 0
     while (newline := data.find(b"\n", at)) >= 0:
         line = data[at : newline + 1]
@@ -95,7 +95,7 @@ def _scan(data: bytes, start: int) -> _Scan:
             found.newer = int(seal[1])
             break
         try:
-            log = _operation(line)
+            log = _decode_operation(line)
         except ValueError as error:
             if newline + 1 < len(data):  # a last line that is bad is what a power loss left of it
                 found.damage = str(error)
@@ -109,22 +109,22 @@ def _scan(data: bytes, start: int) -> _Scan:
     return found
 
 
-def _refuse(path: Path, number: int, found: _Scan) -> None:
+def _raise_scan_error(path: Path, number: int, found: _JournalScan) -> None:
     """Raise DamagedError for what stopped a scan at line `number`, unless it is a torn tail."""
     if found.newer:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{path}:{number}: written by a newer version of Ratchet (format {found.newer}, this one knows {FORMAT}); "
             "update Ratchet on this machine"
         )
     if found.damage:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{path}:{number}: line is damaged: {found.damage}. Stop all workers and run `ratchet sweep --repair`; "
             "it keeps what stands before. Trials that stand behind are proposed again, and their runs are "
             "found again by their contents, so that nothing is trained twice"
         )
 
 
-def _set_aside(path: Path, why: str, data: bytes) -> Path:
+def _save_removed_bytes(path: Path, why: str, data: bytes) -> Path:
     """Keep bytes that are about to leave the journal in a new file beside it."""
     number = 1
     while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
@@ -133,7 +133,7 @@ def _set_aside(path: Path, why: str, data: bytes) -> Path:
     return aside
 
 
-class JournalFile(BaseJournalBackend):
+class StudyJournalBackend(BaseJournalBackend):
     """One process's view of the file; JournalStorage asks it from one thread at a time.
 
     Methods raise StorageError when the disk takes or gives nothing, or the file was replaced, removed or cut while
@@ -165,7 +165,7 @@ class JournalFile(BaseJournalBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write operations, durably, or leave the file as it was."""
-        lines = b"".join(map(sealed, logs))
+        lines = b"".join(map(encode_operation, logs))
         with self._alone():
             self._read(len(self._starts), alone=True)
             with self._disk():
@@ -176,15 +176,15 @@ class JournalFile(BaseJournalBackend):
     def _read(self, number: int, alone: bool) -> list[dict[str, Any]]:
         known = min(number, len(self._starts))
         start = self._starts[known] if known < len(self._starts) else self._end
-        found = _scan(self._bytes_from(start), start)
+        found = _scan_lines(self._bytes_from(start), start)
         if found.damage and not alone:
             # A torn tail may have been cut, and a line written in its place, while this was read.
             with self._alone():
-                found = _scan(self._bytes_from(start), start)
+                found = _scan_lines(self._bytes_from(start), start)
         del self._starts[known:]
         self._starts.extend(found.starts)
         self._end = found.end
-        _refuse(self.path, len(self._starts) + 1, found)
+        _raise_scan_error(self.path, len(self._starts) + 1, found)
         return found.logs[number - known :]
 
     def _bytes_from(self, start: int) -> bytes:
@@ -212,10 +212,10 @@ class JournalFile(BaseJournalBackend):
 
     def _cut_tail(self, size: int) -> None:
         """Take off what a writer that died left of its line. No reader ever accepted it."""
-        aside = _set_aside(self.path, "torn", os.pread(self._fd, size - self._end, self._end))
+        aside = _save_removed_bytes(self.path, "torn", os.pread(self._fd, size - self._end, self._end))
         os.ftruncate(self._fd, self._end)
         os.fsync(self._fd)
-        say(
+        print_message(
             f"{self.path}: the last line was torn when its writer died; its {size - self._end} bytes are in "
             f"{aside.name}, and the journal goes on from the line before"
         )
@@ -243,7 +243,7 @@ class JournalFile(BaseJournalBackend):
     def _alone(self) -> Iterator[None]:
         """Nobody of us appends meanwhile."""
         with self._disk():
-            lock = _append_lock(self.path).acquire(APPEND_WAIT_S)
+            lock = _make_append_lock(self.path).acquire(APPEND_WAIT_S)
         try:
             yield
         finally:
@@ -269,16 +269,16 @@ def repair(path: Path) -> str:
     """
     if not path.exists():
         return f"{path}: not there; nothing to repair"
-    with exclusive_lock(path).acquire(), _append_lock(path).acquire():
+    with make_study_lock(path).acquire(), _make_append_lock(path).acquire():
         try:
             data = path.read_bytes()
-            found = _scan(data, 0)
+            found = _scan_lines(data, 0)
             kept = len(found.logs)
             if found.newer:
-                _refuse(path, kept + 1, found)
+                _raise_scan_error(path, kept + 1, found)
             if found.end == len(data):
                 return f"{path}: {kept} lines, none damaged"
-            aside = _set_aside(path, "damaged", data[found.end :])
+            aside = _save_removed_bytes(path, "damaged", data[found.end :])
             files.write_atomic(path, data[: found.end])
         except OSError as error:
             raise StorageError(f"{path}: not repaired: {error.strerror or error}; nothing was changed") from error

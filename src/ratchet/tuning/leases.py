@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import RatchetError
-from ratchet.storage.records.sweep import Take
+from ratchet.storage.records.sweep import TrialExecution
 
 LEASE = "lease"
 """Key of a trial's attribute."""
@@ -24,17 +24,17 @@ Sign = tuple[int, int]
 """Which take, and how many signs of life it has given."""
 
 
-class LeaseLostError(RatchetError):
+class TrialLeaseLostError(RatchetError):
     """Another worker has this trial now, or it is over; what this one still knows of it must not be written."""
 
 
-def _process(pid: int | str) -> tuple[str, int]:
+def _read_process(pid: int | str) -> tuple[str, int]:
     """State letter, and start in clock ticks since boot, of a process (proc(5), fields 3 and 22 of stat)."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
-def _exists(pid: int) -> bool:
+def _has_process(pid: int) -> bool:
     """Whether there is such a process, even one that /proc hides from this user (mount option hidepid)."""
     try:
         os.kill(pid, 0)
@@ -43,14 +43,14 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _boot() -> str:
+def _boot_identity() -> str:
     """What process ids mean something within: this boot of this machine, and the container's namespace of processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 @dataclass(frozen=True)
-class Worker:
+class SweepWorker:
     """A process that works on trials."""
 
     host: str
@@ -62,49 +62,49 @@ class Worker:
     """Clock ticks after boot: a process id is given again, but not at the same time."""
 
     @classmethod
-    def here(cls) -> "Worker":
+    def here(cls) -> "SweepWorker":
         """This process."""
-        return cls(socket.gethostname(), _boot(), os.getpid(), _process("self")[1])
+        return cls(socket.gethostname(), _boot_identity(), os.getpid(), _read_process("self")[1])
 
     @property
     def name(self) -> str:
         """Such as `node7/4711`."""
         return f"{self.host}/{self.pid}"
 
-    def is_gone(self, seen_from: "Worker") -> bool:
+    def is_gone(self, seen_from: "SweepWorker") -> bool:
         """Whether its process has certainly ended; False where that cannot be seen from there."""
         if self.boot != seen_from.boot:
             return False
         try:
-            state, started = _process(self.pid)
+            state, started = _read_process(self.pid)
         except (FileNotFoundError, ProcessLookupError):
-            return not _exists(self.pid)
+            return not _has_process(self.pid)
         return started != self.started or state in "ZX"
 
 
 @dataclass(frozen=True)
-class Lease:
+class TrialLease:
     """Everybody who had a trial, the holder last."""
 
-    workers: tuple[Worker, ...]
+    workers: tuple[SweepWorker, ...]
     begun: tuple[float, ...]
     """Unix time of each take."""
     released: bool = False
     """Given back by its holder: anybody may take it at once."""
 
     @classmethod
-    def first(cls, worker: Worker) -> "Lease":
+    def first(cls, worker: SweepWorker) -> "TrialLease":
         """Of a trial that is begun now."""
         return cls((worker,), (time.time(),))
 
     @classmethod
-    def of(cls, attributes: Mapping[str, Any]) -> "Lease | None":
+    def of(cls, attributes: Mapping[str, Any]) -> "TrialLease | None":
         """From the attributes of a trial; None where nobody ever held it."""
         if LEASE not in attributes:
             return None
         stored = attributes[LEASE]
         return cls(
-            tuple(Worker(**take["worker"]) for take in stored["takes"]),
+            tuple(SweepWorker(**take["worker"]) for take in stored["takes"]),
             tuple(take["begun"] for take in stored["takes"]),
             stored["released"],
         )
@@ -114,45 +114,45 @@ class Lease:
         takes = [{"worker": asdict(w), "begun": begun} for w, begun in zip(self.workers, self.begun, strict=True)]
         return {"takes": takes, "released": self.released}
 
-    def taken_by(self, worker: Worker) -> "Lease":
+    def taken_by(self, worker: SweepWorker) -> "TrialLease":
         """With a new holder."""
-        return Lease((*self.workers, worker), (*self.begun, time.time()))
+        return TrialLease((*self.workers, worker), (*self.begun, time.time()))
 
-    def given_back(self) -> "Lease":
+    def given_back(self) -> "TrialLease":
         """Free for anybody."""
         return replace(self, released=True)
 
-    def is_held_by(self, worker: Worker) -> bool:
+    def is_held_by(self, worker: SweepWorker) -> bool:
         """Whether this worker may write to the trial."""
         return not self.released and self.workers[-1] == worker
 
     @property
     def sign_key(self) -> str:
         """Attribute with the holder's signs of life."""
-        return _sign_key(len(self.workers) - 1)
+        return _heartbeat_key(len(self.workers) - 1)
 
     def sign(self, attributes: Mapping[str, Any]) -> Sign:
         """The holder's last sign of life."""
         return len(self.workers) - 1, attributes.get(self.sign_key, (0, 0.0))[0]
 
-    def takes(self, attributes: Mapping[str, Any]) -> tuple[Take, ...]:
+    def takes(self, attributes: Mapping[str, Any]) -> tuple[TrialExecution, ...]:
         """As records; times by the clocks of the workers."""
         return tuple(
-            Take(worker=worker.name, begun=begun, seen=attributes.get(_sign_key(index), (0, begun))[1])
+            TrialExecution(worker=worker.name, begun=begun, seen=attributes.get(_heartbeat_key(index), (0, begun))[1])
             for index, (worker, begun) in enumerate(zip(self.workers, self.begun, strict=True))
         )
 
 
-def _sign_key(take: int) -> str:
+def _heartbeat_key(take: int) -> str:
     return f"seen.{take}"
 
 
-def next_sign(sign: Sign) -> tuple[int, float]:
+def next_heartbeat(sign: Sign) -> tuple[int, float]:
     """What a holder stores to be seen alive: its counter, and the time for people."""
     return sign[1] + 1, time.time()
 
 
-class Watch:
+class TrialLeaseMonitor:
     """Remembers since when, by this process's own clock, each trial's counter stands still."""
 
     def __init__(self) -> None:

@@ -13,48 +13,48 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from ratchet.tuning.parameters import Dimension
-from ratchet.tuning.search_space import Space, nth
+from ratchet.tuning.parameters import SearchDimension
+from ratchet.tuning.search_space import SearchSpace, stepped_value
 
 
-def value_at(dimension: Dimension, index: int) -> Any:
+def value_at(dimension: SearchDimension, index: int) -> Any:
     """The value with this index, from 0; the setting must have finitely many."""
-    return dimension.choices[index] if dimension.kind == "choice" else nth(dimension, index)
+    return dimension.choices[index] if dimension.kind == "choice" else stepped_value(dimension, index)
 
 
-def to_unit(dimension: Dimension, value: float) -> float:
+def to_unit(dimension: SearchDimension, value: float) -> float:
     """Position of a value in its range, 0 to 1; each value of a finite range is the middle of an equal share."""
-    low, high = _edges(dimension)
+    low, high = _scale_bounds(dimension)
     position = math.log(value) if dimension.log else float(value)
     return (position - low) / (high - low) if high > low else 0.5
 
 
-def from_unit(dimension: Dimension, position: float) -> float | int:
+def from_unit(dimension: SearchDimension, position: float) -> float | int:
     """The value at a position (clipped to 0 and 1), rounded where the range has finitely many."""
-    low, high = _edges(dimension)
+    low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
     value = math.exp(value) if dimension.log else value
     points = dimension.points
     if points is None:
         return min(max(value, dimension.low), dimension.high)
     index = round((value - dimension.low) / (dimension.step or 1))
-    return nth(dimension, min(max(index, 0), points - 1))
+    return stepped_value(dimension, min(max(index, 0), points - 1))
 
 
-def at_random(dimension: Dimension, source: random.Random) -> Any:
+def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
     """A value drawn evenly on the setting's own scale."""
     if dimension.kind == "choice":
         return source.choice(dimension.choices)
     return from_unit(dimension, source.random())
 
 
-def every_point(space: Space) -> Iterator[dict[str, Any]]:
+def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
     """All points of a finite space, each once, the last knob fastest."""
     path: list[int] = []
     while True:
         sizes: list[int] = []
 
-        def pick(dimension: Dimension, sizes: list[int] = sizes) -> Any:
+        def pick(dimension: SearchDimension, sizes: list[int] = sizes) -> Any:
             sizes.append(dimension.points or 1)
             if len(sizes) > len(path):
                 path.append(0)
@@ -68,7 +68,7 @@ def every_point(space: Space) -> Iterator[dict[str, Any]]:
         path[-1] += 1
 
 
-def _edges(dimension: Dimension) -> tuple[float, float]:
+def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
     """Ends of the range on its scale; half a step further out where it is finite, so that the ends get their share."""
     points = dimension.points
     if points is None:
@@ -82,24 +82,24 @@ def _edges(dimension: Dimension) -> tuple[float, float]:
 # Dimensions as Optuna's distributions, and values as Optuna stores them (JSON; no lists among the choices).
 
 
-def distribution(dimension: Dimension) -> BaseDistribution:
+def to_distribution(dimension: SearchDimension) -> BaseDistribution:
     """The same in Optuna's words."""
     if dimension.kind == "choice":
-        return CategoricalDistribution([stored(value) for value in dimension.choices])
+        return CategoricalDistribution([encode_value(value) for value in dimension.choices])
     if dimension.kind == "int":
         low, high = int(dimension.low), int(dimension.high)
         return IntDistribution(low, high, log=dimension.log, step=int(dimension.step or 1))
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 
-def stored(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """A value as Optuna takes it: a list of names becomes its JSON text."""
     return json.dumps(value) if isinstance(value, list | tuple) else value
 
 
-def restored(dimension: Dimension, value: Any) -> Any:
-    """The value that `stored` was given."""
+def decode_value(dimension: SearchDimension, value: Any) -> Any:
+    """The value that `encode_value` was given."""
     if dimension.kind != "choice":
         return value
-    alike = (one for one in dimension.choices if stored(one) == value and type(stored(one)) is type(value))
+    alike = (one for one in dimension.choices if encode_value(one) == value and type(encode_value(one)) is type(value))
     return next(alike, value)  # 1, 1.0 and true are equal to each other

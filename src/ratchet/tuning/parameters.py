@@ -26,7 +26,7 @@ MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingField:
     """One leaf of params.yaml, without its value."""
 
     key: str
@@ -67,7 +67,7 @@ class Setting:
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
-            raise ValueError(f"found {shown(value)}: {said(error)}") from None
+            raise ValueError(f"found {format_value(value)}: {describe_error(error)}") from None
 
     def of(self, settings: Settings) -> Any:
         """Its value in these settings."""
@@ -77,46 +77,46 @@ class Setting:
         return self.accepted(node)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as in params.yaml."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def said(error: ValueError) -> str:
+def describe_error(error: ValueError) -> str:
     """What was wrong, on one line; of pydantic's findings each with the setting or section that it is about."""
     if not isinstance(error, ValidationError):
         return str(error)
-    return "; ".join(dict.fromkeys(_finding(dict(found)) for found in error.errors(include_url=False)))
+    return "; ".join(dict.fromkeys(_describe_finding(dict(found)) for found in error.errors(include_url=False)))
 
 
-def _finding(found: dict[str, Any]) -> str:
-    known, place = {*_leaves(), *_sections()}, ""
+def _describe_finding(found: dict[str, Any]) -> str:
+    known, place = {*_all_settings(), *_section_names()}, ""
     for part in found["loc"]:  # ends in tags of unions, which are no place in params.yaml
         longer = f"{place}.{part}" if place else str(part)
         if longer not in known:
             break
         place = longer
     message = str(found["msg"]).removeprefix("Value error, ")
-    if place in _sections() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
+    if place in _section_names() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
         return f"{place}.{message}"  # of a section as a whole: it names its own keys
-    message = message if found["type"] == "value_error" else _lower(message)
+    message = message if found["type"] == "value_error" else _lower_first(message)
     return f"{place}: {message}" if place else message
 
 
-def _lower(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def refused(key: str, problem: str) -> SettingsError:
+def make_space_error(key: str, problem: str) -> SettingsError:
     """What is wrong with a knob of the search space."""
     return SettingsError(f"params.yaml: sweep.space.{key}: {problem}")
 
 
-def searchable(key: str) -> Setting:
+def find_searchable_setting(key: str) -> SettingField:
     """The setting that a sweep is to search.
 
     Raises:
@@ -124,24 +124,26 @@ def searchable(key: str) -> Setting:
     """
     section = key.split(".", maxsplit=1)[0]
     if section in Settings.model_fields and not f"{key}.".startswith(LEARNING):
-        raise refused(key, _why_not(section, key))
-    if key in _sections():
-        below = [name for name in _leaves() if name.startswith(f"{key}.")]
+        raise make_space_error(key, _explain_unsearchable(section, key))
+    if key in _section_names():
+        below = [name for name in _all_settings() if name.startswith(f"{key}.")]
         more = f" and {len(below) - MOST_NAMES} more" if len(below) > MOST_NAMES else ""
-        raise refused(key, f"a section, not a setting; it has {', '.join(below[:MOST_NAMES])}{more}")
-    if key not in _leaves():
-        raise refused(key, f"no such setting; {_nearest(key)}")
+        raise make_space_error(key, f"a section, not a setting; it has {', '.join(below[:MOST_NAMES])}{more}")
+    if key not in _all_settings():
+        raise make_space_error(key, f"no such setting; {_suggest_name(key)}")
     if key == SEED:
-        raise refused(
+        raise make_space_error(
             key, "a seed is luck, and the luckiest is no better model; finalists are trained with several seeds anyway"
         )
-    found = _leaves()[key]
+    found = _all_settings()[key]
     if found.kind == "map":
-        raise refused(key, "gives each name a value of its own, which neither a range nor a list of choices can")
+        raise make_space_error(
+            key, "gives each name a value of its own, which neither a range nor a list of choices can"
+        )
     return found
 
 
-def _why_not(section: str, key: str) -> str:
+def _explain_unsearchable(section: str, key: str) -> str:
     if section == "machine":
         return (
             "section machine says how, not what is learned: it changes no result, so there is nothing to search; set "
@@ -155,21 +157,23 @@ def _why_not(section: str, key: str) -> str:
     return f"section {section} changes nothing that is learned; only settings of section train can be searched"
 
 
-def referred(name: str) -> Setting:
+def find_train_setting(name: str) -> SettingField:
     """The setting of section train that a tie or a condition names, with or without `train.`.
 
     Raises:
         ValueError: there is none.
     """
     for key in (name, f"{LEARNING}{name}"):
-        if key.startswith(LEARNING) and key in _leaves():
-            return _leaves()[key]
-    raise ValueError(f"{name} is no setting of section train; {_nearest(name, LEARNING)}")
+        if key.startswith(LEARNING) and key in _all_settings():
+            return _all_settings()[key]
+    raise ValueError(f"{name} is no setting of section train; {_suggest_name(name, LEARNING)}")
 
 
-def _nearest(name: str, within: str = "") -> str:
+def _suggest_name(name: str, within: str = "") -> str:
     """What may have been meant, for people; of equals a setting of section train."""
-    keys = sorted((key for key in _leaves() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING))
+    keys = sorted(
+        (key for key in _all_settings() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING)
+    )
     last = name.rpartition(".")[2]
     found = [key for key in keys if key.endswith(f".{last}")]
     by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
@@ -179,21 +183,23 @@ def _nearest(name: str, within: str = "") -> str:
 
 
 @cache
-def _leaves() -> dict[str, Setting]:
-    return {f"{prefix}{name}": Setting(f"{prefix}{name}", info) for prefix, name, info in _fields(Settings, "")}
+def _all_settings() -> dict[str, SettingField]:
+    return {
+        f"{prefix}{name}": SettingField(f"{prefix}{name}", info) for prefix, name, info in _iterate_fields(Settings, "")
+    }
 
 
 @cache
-def _sections() -> frozenset[str]:
-    parents: Iterable[str] = (key.rpartition(".")[0] for key in _leaves())
+def _section_names() -> frozenset[str]:
+    parents: Iterable[str] = (key.rpartition(".")[0] for key in _all_settings())
     return frozenset(parents)
 
 
-def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
+def _iterate_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
     for name, info in section.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _fields(kind, f"{prefix}{name}.")
+            yield from _iterate_fields(kind, f"{prefix}{name}.")
         else:
             yield prefix, name, info
 
@@ -205,7 +211,7 @@ STEP_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Dimension:
+class SearchDimension:
     """Values that one setting may be given."""
 
     name: str

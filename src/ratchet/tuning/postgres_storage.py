@@ -19,8 +19,8 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
-from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
-from ratchet.tuning.leases import Worker
+from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, StorageError
+from ratchet.tuning.leases import SweepWorker
 
 _KEY = (0x52617463, 0x68657401)
 """Of the advisory lock: `Ratchet`, 1. Locks belong to one database."""
@@ -40,7 +40,7 @@ _OTHERS = {
 }
 
 
-def read_address(url: str) -> URL:
+def parse_address(url: str) -> URL:
     """Check `machine.studies`. Raises SettingsError; no message repeats a password."""
     scheme = url.partition(":")[0].lower()
     if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
@@ -65,12 +65,12 @@ def read_address(url: str) -> URL:
     return address
 
 
-def shown(address: URL) -> str:
+def format_address(address: URL) -> str:
     """The address, for messages."""
     return address.set(drivername="postgresql").render_as_string(hide_password=True)
 
 
-def connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
+def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
     """Opens connections that notice within a minute that the server is gone, as the server does with us."""
     given = address.query.get("options", "")
     options = [given if isinstance(given, str) else " ".join(given), *(f"-c {k}={v}" for k, v in _SESSION.items())]
@@ -82,7 +82,7 @@ def connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
         keepalives_interval=10,
         keepalives_count=3,
         tcp_user_timeout=30_000,  # milliseconds
-        application_name=f"ratchet {Worker.here().name}"[:63],  # the server cuts longer ones, and says so
+        application_name=f"ratchet {SweepWorker.here().name}"[:63],  # the server cuts longer ones, and says so
         options=" ".join(filter(None, options)),
     )
 
@@ -108,7 +108,7 @@ class AdvisoryLock:
             try:
                 session.execute("SELECT pg_advisory_lock(%s, %s)", _KEY)
             except psycopg.errors.LockNotAvailable:
-                raise BusyError(
+                raise LockHeldError(
                     f"{self.where}: the studies are held by {self._holder()} for more than {wait_s:g} s; "
                     "see whether that process hangs or was stopped, end it (kill), and repeat"
                 ) from None
@@ -183,7 +183,7 @@ class AdvisoryLock:
 
 
 @dataclass(frozen=True)
-class Database:
+class PostgresDatabase:
     """A database with Optuna's tables in it."""
 
     optuna: BaseStorage
@@ -193,18 +193,18 @@ class Database:
     close: Callable[[], None]
 
 
-def open_database(url: str, wait_s: float) -> Database:
+def open_database(url: str, wait_s: float) -> PostgresDatabase:
     """Connect, and make Optuna's tables where there are none: by one process, while all others wait.
 
     Raises:
-        SettingsError: see `read_address`.
+        SettingsError: see `parse_address`.
         StorageError: the server does not answer, or this user may not make tables.
         DamagedError: the tables are those of another version of Optuna.
         BusyError: somebody has held the lock for `wait_s` seconds.
     """
-    address = read_address(url)
-    creator: Any = connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise
-    lock = AdvisoryLock(creator, shown(address))
+    address = parse_address(url)
+    creator: Any = make_connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise
+    lock = AdvisoryLock(creator, format_address(address))
     pool = QueuePool(creator, pre_ping=True, timeout=30)
 
     def close() -> None:
@@ -212,26 +212,26 @@ def open_database(url: str, wait_s: float) -> Database:
         lock.close()
 
     try:
-        if _are_made(lock):  # who only opens does not wait for who holds the lock
-            tables = _tables(lock.where, pool)
+        if _has_tables(lock):  # who only opens does not wait for who holds the lock
+            tables = _open_tables(lock.where, pool)
         else:
             lock.acquire(wait_s)
-            tables = _tables(lock.where, pool)
+            tables = _open_tables(lock.where, pool)
             lock.release()
         _check_version(tables, lock)
     except BaseException:
         close()
         raise
-    return Database(get_storage(tables), lock.where, lock, close)
+    return PostgresDatabase(get_storage(tables), lock.where, lock, close)
 
 
-def _are_made(lock: AdvisoryLock) -> bool:
+def _has_tables(lock: AdvisoryLock) -> bool:
     """Whether Optuna's tables are there; noting the version of the schema is the last thing that making them does."""
     there = lock.rows("SELECT 1 WHERE to_regclass('alembic_version') IS NOT NULL")
     return bool(there and lock.rows("SELECT version_num FROM alembic_version"))
 
 
-def _tables(where: str, pool: QueuePool) -> RDBStorage:
+def _open_tables(where: str, pool: QueuePool) -> RDBStorage:
     """Optuna's storage, its tables made where they are missing."""
     try:
         return RDBStorage("postgresql+psycopg://", engine_kwargs={"pool": pool}, skip_compatibility_check=True)
@@ -255,7 +255,7 @@ def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
         if there in tables.get_all_versions()
         else "install that version of Optuna here, or take another database"
     )
-    raise DamagedError(
+    raise DamagedFileError(
         f"{lock.where}: the tables were made by Optuna {writer} (schema {there}); the Optuna installed here writes "
         f"schema {ours}; {cure}"
     )

@@ -17,9 +17,15 @@ from math import ceil
 from optuna.pruners import MedianPruner
 from optuna.trial import TrialState, create_trial
 
-from ratchet.config.sweep import Pruner
+from ratchet.config.sweep import PrunerSettings
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.in_memory_study import Lineage, finite, fresh_study, is_infeasible, lineages
+from ratchet.tuning.in_memory_study import (
+    TrialLineage,
+    create_empty_study,
+    group_by_lineage,
+    is_infeasible,
+    replace_non_finite,
+)
 
 LAST_RUNG = 0.9
 """Of the longest training: a rung there saves next to nothing, and costs a training that is as good as done.
@@ -33,7 +39,7 @@ BRACKETS_OF = "ratchet"
 
 
 @dataclass(frozen=True)
-class Place:
+class RungPosition:
     """Of one training among all that came to a rung."""
 
     rank: int
@@ -46,30 +52,34 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class HyperbandBracket:
     """Rungs, and the trainings that are compared on them."""
 
     rungs: tuple[float, ...]
     """Rows learned from, ascending."""
     reduction: int
     """One in so many goes on."""
-    field: tuple[Lineage, ...]
+    field: tuple[TrialLineage, ...]
 
-    def place(self, line: Lineage, rung: float) -> Place:
+    def place(self, line: TrialLineage, rung: float) -> RungPosition:
         """Of a training that came to this rung.
 
         Compared is the first validation at or behind the rung. What is not a number is worse than any; of equal ones
         the training that began first is better.
         """
-        own = _at(line.curve, rung)
+        own = _first_validation_at(line.curve, rung)
         if own is None:
             raise ValueError(f"trial {line.first} has not come to {rung:g} rows")
-        values = [(found[1], other.first) for other in self.field if (found := _at(other.curve, rung)) is not None]
+        values = [
+            (found[1], other.first)
+            for other in self.field
+            if (found := _first_validation_at(other.curve, rung)) is not None
+        ]
         rank = 1 + sum(value < (own[1], line.first) for value in values if value[1] != line.first)
         among = len({first for _, first in values} | {line.first})
-        return Place(rank, among, own[1], own[0])
+        return RungPosition(rank, among, own[1], own[0])
 
-    def lost(self, trial: Trial) -> Place | None:
+    def lost(self, trial: Trial) -> RungPosition | None:
         """The place that ends this training now: on a rung that it just came to, and not among the best there.
 
         Rungs that it was pruned at or before, and was promoted from, do not count again.
@@ -92,10 +102,10 @@ class Ladder:
                 found.append((-rungs[-1], places[-1].rank, last.number))
         return min(found)[2] if found else None
 
-    def _line(self, number: int) -> Lineage:
+    def _line(self, number: int) -> TrialLineage:
         return next(line for line in self.field if number in line.numbers)
 
-    def _just_reached(self, line: Lineage, trial: Trial) -> list[float]:
+    def _just_reached(self, line: TrialLineage, trial: Trial) -> list[float]:
         """Rungs between the trial's last validation and the one before, without those that it was promoted from."""
         before = [rows for earlier in line.trials if earlier.number < trial.number for rows in earlier.curve]
         now = max(trial.curve, default=0)
@@ -103,7 +113,7 @@ class Ladder:
         return [rung for rung in self.rungs if past < rung <= now]
 
 
-def rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
+def compute_rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
     """Rows at which trainings are compared: `first` x `longest`, and `reduction` times as many from rung to rung.
 
     All below `LAST_RUNG`. Rounded to what was meant: 3 x 0.05 x 15,000 is 2250.0000000000005 in floating point, and a
@@ -115,7 +125,7 @@ def rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
     return tuple(round(share * longest, DECIMALS) for share in shares[:-1])
 
 
-def bracket(number: int, levels: int, reduction: int) -> int:
+def bracket_index(number: int, levels: int, reduction: int) -> int:
     """Which bracket of Hyperband a training belongs to, from 0, by the number of its first trial.
 
     A training in bracket s skips the lowest s of `levels` rungs; the last bracket prunes nothing, in case the
@@ -133,17 +143,17 @@ def bracket(number: int, levels: int, reduction: int) -> int:
     raise AssertionError("unreachable: the remainder is below the sum of all shares")
 
 
-def brackets(all_rungs: Sequence[float], reduction: int, field: Sequence[Lineage]) -> list[Ladder]:
+def build_brackets(all_rungs: Sequence[float], reduction: int, field: Sequence[TrialLineage]) -> list[HyperbandBracket]:
     """The ladders of asynchronous Hyperband, each with the trainings that belong to it."""
     levels = len(all_rungs)
-    belong = [(bracket(line.first, levels, reduction), line) for line in field]
+    belong = [(bracket_index(line.first, levels, reduction), line) for line in field]
     return [
-        Ladder(tuple(all_rungs[s:]), reduction, tuple(line for s_of, line in belong if s_of == s))
+        HyperbandBracket(tuple(all_rungs[s:]), reduction, tuple(line for s_of, line in belong if s_of == s))
         for s in range(levels + 1)
     ]
 
 
-def _at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
+def _first_validation_at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
     """The first validation at or behind a rung: rows, loss."""
     found = next(((rows, loss) for rows, loss in curve.items() if rows >= rung), None)
     if found is None:
@@ -154,7 +164,7 @@ def _at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
 # When a training is ended early, and when one that was is gone on with: functions of the curves so far.
 
 
-def verdict(pruner: Pruner, history: Sequence[Trial], trial: Trial, longest_rows: int) -> str | None:
+def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Trial, longest_rows: int) -> str | None:
     """Why to end this training now; None: go on. To be asked after each of its validations.
 
     The same history gives the same answer. A training at its end is left alone: one that has learned from
@@ -166,12 +176,12 @@ def verdict(pruner: Pruner, history: Sequence[Trial], trial: Trial, longest_rows
         trial: With its curve up to the validation just done.
         longest_rows: Rows that the longest training of the study learns from.
     """
-    if pruner.kind == "none" or not trial.curve or _is_at_its_end(trial, longest_rows):
+    if pruner.kind == "none" or not trial.curve or _is_fully_trained(trial, longest_rows):
         return None
-    field = _field([trial, *(other for other in history if other.number != trial.number)])
+    field = _competing_lineages([trial, *(other for other in history if other.number != trial.number)])
     if pruner.kind == "median":
-        return _below_median(pruner, field, trial, longest_rows)
-    for ladder in _ladders(pruner, field, longest_rows):
+        return _check_median(pruner, field, trial, longest_rows)
+    for ladder in _make_brackets(pruner, field, longest_rows):
         competes = any(trial.number in line.numbers for line in ladder.field)
         if competes and (place := ladder.lost(trial)) is not None:
             goes_on = place.among // pruner.reduction
@@ -183,32 +193,32 @@ def verdict(pruner: Pruner, history: Sequence[Trial], trial: Trial, longest_rows
     return None
 
 
-def promotable(pruner: Pruner, history: Sequence[Trial], longest_rows: int) -> int | None:
+def find_promotable(pruner: PrunerSettings, history: Sequence[Trial], longest_rows: int) -> int | None:
     """Number of a pruned trial that is among the best of its rung by now, to be gone on with from its checkpoint.
 
     One that is continued already, or was, is not named again; nor does `median` ever change its mind.
     """
     if pruner.kind in ("none", "median"):
         return None
-    found = [ladder.promotable() for ladder in _ladders(pruner, _field(history), longest_rows)]
+    found = [ladder.promotable() for ladder in _make_brackets(pruner, _competing_lineages(history), longest_rows)]
     return next((number for number in found if number is not None), None)
 
 
-def most_promising(history: Sequence[Trial]) -> int | None:
+def find_most_promising(history: Sequence[Trial]) -> int | None:
     """Number of the pruned trial that has come farthest, the best of those, to be gone on with when nothing else is.
 
     One whose continuation failed is not named again.
     """
     found = []
-    for line in lineages(history):
+    for line in group_by_lineage(history):
         last = line.trials[-1]
-        if last.state == "pruned" and (curve := finite(line.curve)):
+        if last.state == "pruned" and (curve := replace_non_finite(line.curve)):
             rows = max(curve)
             found.append((-rows, curve[rows], last.number))
     return min(found)[2] if found else None
 
 
-def describe(pruner: Pruner) -> str:
+def describe(pruner: PrunerSettings) -> str:
     """What ends trainings early, for people."""
     if pruner.kind == "none":
         return "none"
@@ -217,34 +227,34 @@ def describe(pruner: Pruner) -> str:
     return f"{pruner.kind}: first rung at {pruner.first:g} of the longest training, one in {pruner.reduction} goes on"
 
 
-def _is_at_its_end(trial: Trial, longest_rows: int) -> bool:
+def _is_fully_trained(trial: Trial, longest_rows: int) -> bool:
     cost = trial.cost
     return max(trial.curve) >= longest_rows or 0 < cost.planned_steps <= cost.steps
 
 
-def _field(history: Sequence[Trial]) -> list[Lineage]:
+def _competing_lineages(history: Sequence[Trial]) -> list[TrialLineage]:
     """The trainings that are compared: one that failed would keep a place at each rung that it passed, for nothing."""
-    return [line for line in lineages(history) if line.competes]
+    return [line for line in group_by_lineage(history) if line.competes]
 
 
-def _ladders(pruner: Pruner, field: Sequence[Lineage], longest_rows: int) -> list[Ladder]:
-    levels = rungs(pruner.first, pruner.reduction, longest_rows)
+def _make_brackets(pruner: PrunerSettings, field: Sequence[TrialLineage], longest_rows: int) -> list[HyperbandBracket]:
+    levels = compute_rungs(pruner.first, pruner.reduction, longest_rows)
     if pruner.kind == "hyperband":
-        return brackets(levels, pruner.reduction, field)
-    return [Ladder(levels, pruner.reduction, tuple(field))]
+        return build_brackets(levels, pruner.reduction, field)
+    return [HyperbandBracket(levels, pruner.reduction, tuple(field))]
 
 
-def _below_median(pruner: Pruner, field: Sequence[Lineage], trial: Trial, longest_rows: int) -> str | None:
+def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: Trial, longest_rows: int) -> str | None:
     """Optuna's rule: the best loss so far is worse than the median of complete trainings at the same number of rows.
 
     Optuna compares equal steps only, and trainings validate where their batch size lets them: the others' curves are
     read off at the rows of this one's last validation, on a line between theirs.
     """
     rows = max(trial.curve)
-    study = fresh_study(1)
+    study = create_empty_study(1)
     for line in field:
         if line.told.state == "complete" and not is_infeasible(line.told) and trial.number not in line.numbers:
-            value = _between(finite(line.curve), rows)
+            value = _interpolate(replace_non_finite(line.curve), rows)
             study.add_trial(create_trial(value=0.0, intermediate_values={} if value is None else {rows: value}))
     judge = MedianPruner(
         n_startup_trials=pruner.startup,
@@ -252,14 +262,14 @@ def _below_median(pruner: Pruner, field: Sequence[Lineage], trial: Trial, longes
         interval_steps=1,
         n_min_trials=1,
     )
-    running = create_trial(state=TrialState.RUNNING, intermediate_values=finite(trial.curve))
+    running = create_trial(state=TrialState.RUNNING, intermediate_values=replace_non_finite(trial.curve))
     if not judge.prune(study, running):
         return None
-    best = min(finite(trial.curve).values())
+    best = min(replace_non_finite(trial.curve).values())
     return f"best validation loss {best:.4g} after {rows} rows is worse than the median of complete trials"
 
 
-def _between(curve: Mapping[int, float], rows: int) -> float | None:
+def _interpolate(curve: Mapping[int, float], rows: int) -> float | None:
     """A curve's value at a number of rows; its last one behind its end, None before its first validation."""
     if not curve or rows < min(curve):
         return None

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Machine, Ray
+from ratchet.config.schema import Machine, RaySettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, SettingsError, first_line
 from ratchet.storage.code_version import code_version
-from ratchet.tuning.worker_pool import WORKER, Process
+from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
 
 PATIENCE_S = 30.0
 """Until somebody is told that a worker waits for a node."""
@@ -31,12 +31,12 @@ TOLD_BYTES = 65536
 INSTALL = "pip install -c constraints.txt -e '.[ray]'"
 
 
-def for_nodes(machine: Machine) -> Machine:
+def adapt_machine_to_nodes(machine: Machine) -> Machine:
     """The machine as each worker may use it: as many threads as it has CPUs there, unless a number is set."""
     return machine.model_copy(update={"threads": machine.threads or max(1, int(machine.ray.cpus))})
 
 
-class Seat:
+class RayWorkerActor:
     """On the node: starts a worker and waits for it. An actor whose two methods run in threads of their own."""
 
     def __init__(self, project: str, settings: str, code: str) -> None:
@@ -84,7 +84,7 @@ class Seat:
             self._process.terminate()
 
 
-class Placed:
+class RayWorkerProcess:
     """A worker on some node, as its crew sees it.
 
     Args:
@@ -156,7 +156,7 @@ class Placed:
             return "with no name yet"
 
 
-class Cluster:
+class RayWorkerLauncher:
     """An engine (crew.Engine) on the cluster that `machine.ray` names.
 
     Args:
@@ -168,14 +168,14 @@ class Cluster:
     Raises SettingsError as `connect`.
     """
 
-    def __init__(self, chosen: Ray, project: Path, settings: str, say: Callable[[str], None]) -> None:
+    def __init__(self, chosen: RaySettings, project: Path, settings: str, say: Callable[[str], None]) -> None:
         self._ray = connect(chosen.address)
         self.losses = chosen.restarts
         self._project, self._settings, self._say = str(project), settings, say
         there: Mapping[str, float] = self._ray.cluster_resources()
         gpus = float("GPU" in there) if chosen.gpus == "auto" else chosen.gpus
         self._asked = {"CPU": chosen.cpus, "GPU": gpus} | chosen.resources
-        seat: Any = self._ray.remote(Seat)
+        seat: Any = self._ray.remote(RayWorkerActor)
         # Started again by the crew alone, which counts; two threads, so that `stop` is heard while `work` waits.
         self._seat = seat.options(
             num_cpus=chosen.cpus, num_gpus=gpus, resources=chosen.resources, max_restarts=0, max_concurrency=2
@@ -183,11 +183,13 @@ class Cluster:
         if not any(self._fits(node) for node in self._ray.nodes()):
             say(f"no node of the cluster has {self._words()} now; workers wait for one (an autoscaler may bring it)")
 
-    def start(self, number: int, log: Path) -> Process:
+    def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Ask the cluster for a node, and start the worker there."""
         log.touch()
         seat = self._seat.remote(self._project, self._settings, code_version())
-        return Placed(self._ray, seat, log, lambda: self._say(f"worker {number} waits for a node with {self._words()}"))
+        return RayWorkerProcess(
+            self._ray, seat, log, lambda: self._say(f"worker {number} waits for a node with {self._words()}")
+        )
 
     def close(self) -> None:
         """Leave the cluster, which stays."""
@@ -201,7 +203,7 @@ class Cluster:
         return ", ".join(f"{count:g} {name}" for name, count in self._asked.items() if count)
 
 
-def _knock(address: str) -> None:
+def _require_listener(address: str) -> None:
     """Raise OSError where nobody listens: Ray itself would try for many minutes. `auto` it looks for by itself."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
@@ -221,7 +223,7 @@ def connect(address: str) -> Any:
     if ray.is_initialized():
         return ray
     try:
-        _knock(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        _require_listener(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise SettingsError(

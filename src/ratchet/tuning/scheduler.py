@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.params_file import value_of
+from ratchet.config.params_file import get_value
 from ratchet.config.schema import Settings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import BusyError, SettingsError
+from ratchet.errors import LockHeldError, SettingsError
 from ratchet.runs.directory import Run, RunPaths, RunSpec
 from ratchet.runs.supervisor import supervise
 from ratchet.storage.code_version import code_version
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.evaluation import HeldOut, HeldOutJob
-from ratchet.storage.records.sweep import Cost, Finals, Measure, Trial
-from ratchet.training.run_spec import launch_of, spec_of
+from ratchet.storage.records.evaluation import HeldOutJob, HeldOutScores
+from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial
+from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers, validation_scores
-from ratchet.tuning.leases import Worker
-from ratchet.tuning.parameters import Dimension
-from ratchet.tuning.search_space import Space, settings_with
-from ratchet.tuning.trial import UNKNOWN, Assignment, Idle, figure
-from ratchet.tuning.trial_serialization import searched
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.parameters import SearchDimension
+from ratchet.tuning.search_space import SearchSpace, apply_values
+from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
+from ratchet.tuning.trial_serialization import select_searched
+from ratchet.tuning.trial_store import TrialStore
 
 EPOCHS = "train.epochs"
 
@@ -38,39 +38,41 @@ Answers = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
 
 
 @dataclass
-class Search:
+class TrialScheduler:
     """The search of a study: values, trials, runs."""
 
-    layout: Layout
+    layout: ProjectLayout
     settings: Settings
-    register: Register
-    worker: Worker
+    register: TrialStore
+    worker: SweepWorker
     answers: Answers
 
     @cached_property
-    def space(self) -> Space:
-        return Space.of(self.settings)
+    def space(self) -> SearchSpace:
+        return SearchSpace.of(self.settings)
 
     @cached_property
-    def measures(self) -> tuple[Measure, ...]:
+    def measures(self) -> tuple[SweepObjective, ...]:
         """What trials are judged by."""
         return final_round.objective_measures(self.settings.sweep)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each training row."""
-        return token_files.lengths(self.layout.data, "train")
+        return token_files.read_lengths(self.layout.data, "train")
 
     @cached_property
     def longest_rows(self) -> int:
         """Rows that the longest training learns from: with the most epochs that the space has."""
-        drawn = [self.space.draw(partial(_end, side)) for side in (0, -1)]  # a tie has its extremes where others have
+        drawn = [
+            self.space.draw(partial(_extreme_value, side)) for side in (0, -1)
+        ]  # a tie has its extremes where others have
         found = [values.get(EPOCHS, self.settings.train.epochs) for values in drawn]
-        found += [_end(-1, one) for one in self.space.dimensions() if one.name == EPOCHS]
+        found += [_extreme_value(-1, one) for one in self.space.dimensions() if one.name == EPOCHS]
         epochs = max(map(float, found))
         return max(1, round(epochs * len(self.lengths)))
 
-    def next(self) -> Assignment | Idle:
+    def next(self) -> TrialTask | Idle:
         """Take a trial over, go on with a pruned one, or begin another."""
         with self.register.locked():
             if (left := self.register.take_over(self.worker, self.settings.machine.lease_s)) is not None:
@@ -81,14 +83,14 @@ class Search:
                 if found is not None:
                     return found
 
-    def _decide(self, history: list[Trial]) -> Assignment | Idle | None:
+    def _decide(self, history: list[Trial]) -> TrialTask | Idle | None:
         """One look at the history; None where a trial was over at once, and one more look is due."""
         sweep, own = self.settings.sweep, history[self.register.carried :]
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
         notes = self.register.notes()
         if notes.get(final_round.STOPPED):
             return idle
-        if text := final_round.diagnosis(
+        if text := final_round.diagnose_failures(
             sweep, own[max(0, notes.get(final_round.FORGIVEN, 0) - self.register.carried) :]
         ):
             self.register.note(final_round.STOPPED, text)
@@ -98,7 +100,7 @@ class Search:
             values = self._proposal(history)
             if values is not None:
                 return self._begun(values, self.run_id(values))
-            earlier = pruners.most_promising(history) if self._needs_more(history) else None
+            earlier = pruners.find_most_promising(history) if self._needs_more(history) else None
         if earlier is None:
             return idle
         return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
@@ -108,16 +110,16 @@ class Search:
 
         None once hours or tokens are spent.
         """
-        if final_round.over_limit(self.settings.sweep, history[self.register.carried :]):
+        if final_round.check_limits(self.settings.sweep, history[self.register.carried :]):
             return None
-        if (failed := _forgiven(history, forgiven)) is not None:
+        if (failed := _find_retryable_trial(history, forgiven)) is not None:
             return failed
-        return pruners.promotable(self.settings.sweep.pruner, history, self.longest_rows)
+        return pruners.find_promotable(self.settings.sweep.pruner, history, self.longest_rows)
 
     def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
         """Values of the next trial; None where the budget is spent, or all of a finite space is tried."""
         sweep = self.settings.sweep
-        if final_round.exhausted(sweep, history[self.register.carried :]):
+        if final_round.check_budget(sweep, history[self.register.carried :]):
             return None
         return samplers.propose(
             self.space, sweep.sampler, self.measures, history, len(history), lambda some: self._tried(history, some),
@@ -127,24 +129,24 @@ class Search:
     def _needs_more(self, history: list[Trial]) -> bool:
         """Whether too few trainings are, or may still become, complete to name a winner among them."""
         sweep = self.settings.sweep
-        wanted = 1 if final_round.over_limit(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
+        wanted = 1 if final_round.check_limits(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
         under_way = sum(not trial.is_over for trial in history)
-        return len(final_round.standing(history)) + under_way < wanted
+        return len(final_round.eligible_trials(history)) + under_way < wanted
 
     @cached_property
     def current(self) -> dict[str, Any]:
         """The values that params.yaml has now: the first to be tried, where the space holds them."""
-        return {axis.knob: value_of(self.settings, axis.knob) for axis in self.space.axes()}
+        return {axis.knob: get_value(self.settings, axis.knob) for axis in self.space.axes()}
 
     @cached_property
     def _spec(self) -> RunSpec:
         """Of the project as it stands; data and base are the same for all trials."""
-        return spec_of(self.layout, self.settings)
+        return build_run_spec(self.layout, self.settings)
 
     def run_id(self, values: Mapping[str, Any]) -> str | None:
         """The run of these values; None where the settings refuse them."""
         try:
-            train = settings_with(self.settings, values).train
+            train = apply_values(self.settings, values).train
             return self._spec.model_copy(update={"train": train}).run_id
         except SettingsError:
             return None
@@ -154,13 +156,13 @@ class Search:
         run_id, wanted = self.run_id(values), dict(values)
         return any(trial.values == wanted if trial.run_id is None else trial.run_id == run_id for trial in history)
 
-    def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> Assignment | None:
-        free = searched(self.space, values)
+    def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> TrialTask | None:
+        free = select_searched(self.space, values)
         try:
-            settings = settings_with(self.settings, values)
+            settings = apply_values(self.settings, values)
             self._rows_per_step(settings)
         except SettingsError as error:
-            self.register.add(_refused(values, error), free)
+            self.register.add(_make_infeasible_trial(values, error), free)
             return None
         number = self.register.begin(values, free, run_id, self.worker, continues)
         return self._assignment(self.register.trials()[number])
@@ -170,19 +172,19 @@ class Search:
         sequences = BatchPlan(self.lengths, settings.train).sequences
         return settings.train.batch_rows * len(self.lengths) / sequences
 
-    def _assignment(self, trial: Trial) -> Assignment:
-        settings = settings_with(self.settings, trial.values)
+    def _assignment(self, trial: Trial) -> TrialTask:
+        settings = apply_values(self.settings, trial.values)
         to_the_end = self._is_for_the_end(trial)
 
         def judge(now: Trial) -> str | None:
             if to_the_end:
                 return None
-            return pruners.verdict(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
+            return pruners.decide_pruning(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
 
-        def figures(report: TrainReport, spent: Cost) -> tuple[float, ...]:
+        def figures(report: TrainReport, spent: TrainingCost) -> tuple[float, ...]:
             return self._figures(settings, report, spent)
 
-        return Assignment(self.register, trial, settings, figures, self._rows_per_step(settings), judge)
+        return TrialTask(self.register, trial, settings, figures, self._rows_per_step(settings), judge)
 
     def _is_for_the_end(self, trial: Trial) -> bool:
         """Whether it goes on with another although that has not won its place: nothing else was left to be tried.
@@ -196,23 +198,23 @@ class Search:
             return False
         return self._proposal(earlier) is None
 
-    def _figures(self, settings: Settings, report: TrainReport, spent: Cost) -> tuple[float, ...]:
+    def _figures(self, settings: Settings, report: TrainReport, spent: TrainingCost) -> tuple[float, ...]:
         """In the order of the objectives; what the run does not say itself is measured, by a process of its own."""
         sweep = self.settings.sweep
-        own = {aim.metric: figure(aim, report, spent) for aim in sweep.objectives}
+        own = {aim.metric: objective_value(aim, report, spent) for aim in sweep.objectives}
         asked = [metric for metric, value in own.items() if value is None]
         given = self.answers(settings, report.run_id, asked) if asked else {}
         return tuple(given[name] if value is None else value for name, value in own.items())
 
 
-def _forgiven(history: Sequence[Trial], before: int) -> int | None:
+def _find_retryable_trial(history: Sequence[Trial], before: int) -> int | None:
     """The first failed trial that is to be tried again: of those before this number, for the cause was mended."""
     latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
     failed = (trial.number for trial in latest.values() if trial.state == "failed" and trial.number < before)
     return min(failed, default=None)
 
 
-def _end(side: int, dimension: Dimension) -> Any:
+def _extreme_value(side: int, dimension: SearchDimension) -> Any:
     """The smallest (0) or largest (-1) value; of words the first or last."""
     if dimension.kind != "choice":
         return (dimension.low, dimension.high)[side]
@@ -220,7 +222,7 @@ def _end(side: int, dimension: Dimension) -> Any:
     return sorted(numbers)[side] if len(numbers) == len(dimension.choices) else dimension.choices[side]
 
 
-def _refused(values: Mapping[str, Any], error: SettingsError) -> Trial:
+def _make_infeasible_trial(values: Mapping[str, Any], error: SettingsError) -> Trial:
     """Values that do not go together are knowledge, too."""
     now = time.time()
     return Trial(
@@ -238,32 +240,34 @@ Errand = Callable[[], None]
 """Something to be done outside the study's lock, before the next look."""
 
 
-def finals_of(study: str) -> str:
+def final_study_name(study: str) -> str:
     """Name of the study that keeps the further seeds of this one's finalists."""
     return f"{study}.finals"
 
 
-def register_of(search: Register, identity: Mapping[str, Any], settings: Settings, space: Space) -> Register:
+def open_final_store(
+    search: TrialStore, identity: Mapping[str, Any], settings: Settings, space: SearchSpace
+) -> TrialStore:
     """Where trainings of finalists with further seeds are entered: a study of its own, beside that of the search."""
-    _, measure = final_round.measure_of(settings.sweep)
+    _, measure = final_round.select_comparison_measure(settings.sweep)
     own = {**identity, "finals_of": search.study, "objectives": [[measure.metric, measure.direction]]}
-    return Register.open(search.storage, finals_of(search.study), own, space)
+    return TrialStore.open(search.storage, final_study_name(search.study), own, space)
 
 
 @dataclass
-class Finale:
+class FinalRoundScheduler:
     """Further seeds of the best trials, until the winner is known."""
 
-    layout: Layout
+    layout: ProjectLayout
     settings: Settings
-    search: Register
-    seeds: Register
-    worker: Worker
+    search: TrialStore
+    seeds: TrialStore
+    worker: SweepWorker
     look: Callable[[], None]
     """Called while a process scores; raises when this worker is asked to stop."""
-    _scores: dict[str, HeldOut] = field(default_factory=dict)
+    _scores: dict[str, HeldOutScores] = field(default_factory=dict)
 
-    def next(self) -> Assignment | Errand | Idle:
+    def next(self) -> TrialTask | Errand | Idle:
         """Take a training over, begin the next, have runs scored, or note who has won."""
         with self.search.locked():
             history = self.search.trials()
@@ -271,8 +275,8 @@ class Finale:
                 return idle
             if (left := self.seeds.take_over(self.worker, self.settings.machine.lease_s)) is not None:
                 return self._assignment(left)
-            step = final_round.plan(self.settings.sweep, history, self._trainings(history), self._scores)
-            if isinstance(step, Finals):
+            step = final_round.plan_next_step(self.settings.sweep, history, self._trainings(history), self._scores)
+            if isinstance(step, FinalRound):
                 self.search.note(FINALS, step.model_dump(mode="json"))
                 return "over"
             if isinstance(step, HeldOutJob):
@@ -290,18 +294,18 @@ class Finale:
         complete = any(trial.state == "complete" for trial in history)
         return "over" if self.search.notes().get(final_round.STOPPED) or not complete else None
 
-    def _begun(self, step: final_round.Train, history: list[Trial]) -> Assignment | Idle:
+    def _begun(self, step: final_round.FinalistTrainingBatch, history: list[Trial]) -> TrialTask | Idle:
         """The first of the trainings that nobody has begun yet."""
         under_way = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
         for number, index in step.wanted:
-            values = final_round.values_of(self.settings, history[number], index)
-            run_id = spec_of(self.layout, settings_with(self.settings, values)).run_id
+            values = final_round.values_for_seed(self.settings, history[number], index)
+            run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
             if run_id not in under_way:
                 place = self.seeds.begin(values, {}, run_id, self.worker)
                 return self._assignment(self.seeds.trials()[place])
         return "wait"
 
-    def _trainings(self, history: list[Trial]) -> list[final_round.Training]:
+    def _trainings(self, history: list[Trial]) -> list[final_round.FinalistTraining]:
         """What was trained, or could not be, with further seeds."""
         over = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
         found = []
@@ -309,36 +313,36 @@ class Finale:
             if trial.state != "complete":
                 continue
             for index in range(1, self.settings.sweep.finalists.seeds):
-                values = final_round.values_of(self.settings, trial, index)
-                seed = over.get(spec_of(self.layout, settings_with(self.settings, values)).run_id)
+                values = final_round.values_for_seed(self.settings, trial, index)
+                seed = over.get(build_run_spec(self.layout, apply_values(self.settings, values)).run_id)
                 if seed is not None and seed.run_id is not None:
                     failed = "" if seed.state == "complete" else seed.reason or seed.state
-                    found.append(final_round.Training(trial.number, index, seed.run_id, failed))
+                    found.append(final_round.FinalistTraining(trial.number, index, seed.run_id, failed))
         return found
 
-    def _assignment(self, trial: Trial) -> Assignment:
-        settings = settings_with(self.settings, trial.values)
-        return Assignment(self.seeds, trial, settings, self._figures, float(settings.train.batch_rows), None)
+    def _assignment(self, trial: Trial) -> TrialTask:
+        settings = apply_values(self.settings, trial.values)
+        return TrialTask(self.seeds, trial, settings, self._figures, float(settings.train.batch_rows), None)
 
-    def _figures(self, report: TrainReport, spent: Cost) -> tuple[float, ...]:
-        metric, _ = final_round.measure_of(self.settings.sweep)
+    def _figures(self, report: TrainReport, spent: TrainingCost) -> tuple[float, ...]:
+        metric, _ = final_round.select_comparison_measure(self.settings.sweep)
         job = HeldOutJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
-        [found] = validation_scores.ask(self.layout, self.settings, job, self.look)
+        [found] = validation_scores.score_runs(self.layout, self.settings, job, self.look)
         return (found.figures[metric],)
 
     def _score(self, job: HeldOutJob, history: list[Trial]) -> None:
         """Have runs scored; one worker of this machine at a time, for the others then find what it has written."""
-        lock = Lock(self.layout.stage_lock(f"scores-{self.search.study}"), f"the scores of {self.search.study}")
+        lock = FileLock(self.layout.stage_lock(f"scores-{self.search.study}"), f"the scores of {self.search.study}")
         while True:
             try:
                 lock.acquire(wait_s=1.0)
                 break
-            except BusyError:
+            except LockHeldError:
                 self.look()
         try:
             for run_id in job.run_ids:
                 self._require_here(run_id, history)
-            for one in validation_scores.ask(self.layout, self.settings, job, self.look):
+            for one in validation_scores.score_runs(self.layout, self.settings, job, self.look):
                 self._scores[one.run_id] = one
         finally:
             lock.release()
@@ -348,9 +352,9 @@ class Finale:
         if RunPaths(self.layout.runs / run_id).is_finished():
             return
         trial = next(one for one in (*history, *self.seeds.trials()) if one.run_id == run_id)
-        settings = settings_with(self.settings, trial.values)
-        run = Run.open(self.layout.runs, spec_of(self.layout, settings))
+        settings = apply_values(self.settings, trial.values)
+        run = Run.open(self.layout.runs, build_run_spec(self.layout, settings))
         try:
-            supervise(run, launch_of(self.layout, settings), [], code_version())
+            supervise(run, build_launch(self.layout, settings), [], code_version())
         finally:
             run.close()

@@ -8,15 +8,15 @@ from typing import Literal, Protocol
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
 
-from ratchet.errors import BusyError, StorageError, first_line
-from ratchet.storage.layout import Layout
-from ratchet.tuning.journal_storage import JournalFile, exclusive_lock
+from ratchet.errors import LockHeldError, StorageError, first_line
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
 
 LOCK_WAIT_S = 60.0
 """Longer than any proposal takes; who holds it longer is stopped or hangs."""
 
 
-class Exclusive(Protocol):
+class StudyLock(Protocol):
     """A lock among all processes that use a storage; one that dies lets go of it."""
 
     def acquire(self, wait_s: float) -> object:
@@ -26,7 +26,7 @@ class Exclusive(Protocol):
         """Raises StorageError where it turns out that the lock had been lost meanwhile."""
 
 
-class Storage:
+class StudyStorage:
     """Studies, and the lock that makes several operations on them one."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Storage:
         backend: BaseStorage,
         kind: Literal["journal", "postgres"],
         where: str,
-        exclusive: Exclusive,
+        exclusive: StudyLock,
         close: Callable[[], None],
         failures: tuple[type[Exception], ...] = (),
     ) -> None:
@@ -64,7 +64,7 @@ class Storage:
             StorageError: the storage does not answer, or the lock was lost before the end.
         """
         if not self._mutex.acquire(timeout=LOCK_WAIT_S):
-            raise BusyError(f"{self.where}: another thread of this process holds the studies; repeat the command")
+            raise LockHeldError(f"{self.where}: another thread of this process holds the studies; repeat the command")
         try:
             if self._depth == 0:
                 self._enter()
@@ -111,7 +111,7 @@ class Storage:
             ) from error
 
 
-def open_storage(layout: Layout, url: str | None) -> Storage:
+def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
     """The storage of a project's studies, made where there is none.
 
     Args:
@@ -129,11 +129,13 @@ def open_storage(layout: Layout, url: str | None) -> Storage:
         from ratchet.tuning import postgres_storage
 
         there = postgres_storage.open_database(url, LOCK_WAIT_S)
-        return Storage(there.optuna, "postgres", there.where, there.lock, there.close, postgres_storage.FAILURES)
-    file = JournalFile(layout.study_journal)
+        return StudyStorage(there.optuna, "postgres", there.where, there.lock, there.close, postgres_storage.FAILURES)
+    file = StudyJournalBackend(layout.study_journal)
     try:
         backend = JournalStorage(file)
     except BaseException:
         file.close()
         raise
-    return Storage(backend, "journal", str(layout.study_journal), exclusive_lock(layout.study_journal), file.close)
+    return StudyStorage(
+        backend, "journal", str(layout.study_journal), make_study_lock(layout.study_journal), file.close
+    )

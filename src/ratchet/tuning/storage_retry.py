@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ratchet.errors import BusyError, StorageError
-from ratchet.runs.log import say
+from ratchet.errors import LockHeldError, StorageError
+from ratchet.runs.log import print_message
 
 Answer = TypeVar("Answer")
 
 AGAIN_S = 1.0
 
 
-def patiently(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]) -> Answer:
+def retry_storage(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]) -> Answer:
     """Do something with the study, again and again while its storage does not answer.
 
     Args:
@@ -27,11 +27,11 @@ def patiently(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]
     while True:
         try:
             return act()
-        except (StorageError, BusyError) as error:
+        except (StorageError, LockHeldError) as error:
             now_s = time.monotonic()
             if since_s is None:
                 since_s = now_s
-                say(f"{error} (tried again for {wait_s:g} s)")
+                print_message(f"{error} (tried again for {wait_s:g} s)")
             if now_s - since_s >= wait_s:
                 raise
         look()

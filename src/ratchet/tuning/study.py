@@ -7,32 +7,32 @@ from typing import Any, Self
 
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.training.run_spec import spec_of
+from ratchet.training.run_spec import build_run_spec
 from ratchet.tuning import final_round
 from ratchet.tuning import report as account
-from ratchet.tuning.scheduler import finals_of
-from ratchet.tuning.search_space import Space
-from ratchet.tuning.storage import Storage, open_storage
-from ratchet.tuning.study_versions import identity
-from ratchet.tuning.trial_store import Register
+from ratchet.tuning.scheduler import final_study_name
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage, open_storage
+from ratchet.tuning.study_versions import compute_identity
+from ratchet.tuning.trial_store import TrialStore
 
 
 @dataclass(frozen=True)
-class Desk:
+class StudySession:
     """One study of a project, with the settings that it searches around."""
 
-    layout: Layout
+    layout: ProjectLayout
     settings: Settings
-    storage: Storage
-    register: Register
-    space: Space
+    storage: StudyStorage
+    register: TrialStore
+    space: SearchSpace
     identity: dict[str, Any]
 
     @classmethod
     @contextmanager
-    def open(cls, layout: Layout, settings: Settings, fork: bool = False, make: bool = True) -> Iterator[Self]:
+    def open(cls, layout: ProjectLayout, settings: Settings, fork: bool = False, make: bool = True) -> Iterator[Self]:
         """Open the study that these settings mean.
 
         Args:
@@ -46,14 +46,14 @@ class Desk:
             DataError: stage base or prepare has not run; or there is no study, and none is to be made.
             DamagedError, BusyError, StorageError: see studies.storage and studies.register.
         """
-        space = Space.of(settings)
-        spec = spec_of(layout, settings)
-        wanted = identity(settings, spec.data_digest, spec.base_digest)
+        space = SearchSpace.of(settings)
+        spec = build_run_spec(layout, settings)
+        wanted = compute_identity(settings, spec.data_digest, spec.base_digest)
         storage = open_storage(layout, settings.machine.studies)
         try:
-            if not make and Register.newest(storage, settings.sweep.name) is None:
+            if not make and TrialStore.newest(storage, settings.sweep.name) is None:
                 raise DataError(f"no study {settings.sweep.name} in {storage.where}: `ratchet sweep` begins it")
-            register = Register.open(storage, settings.sweep.name, wanted, space, fork)
+            register = TrialStore.open(storage, settings.sweep.name, wanted, space, fork)
             yield cls(layout, settings, storage, register, space, wanted)
         finally:
             storage.close()
@@ -68,15 +68,15 @@ class Desk:
 
     def report(self, whole: bool = True) -> SweepReport:
         """The study as it stands now."""
-        return account.report(self.register, self.settings, self.space, self.identity, whole)
+        return account.build_report(self.register, self.settings, self.space, self.identity, whole)
 
 
-class Seeds:
+class FinalRoundProgress:
     """News of finalists' trainings with further seeds, which no report tells of before they are compared."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: StudySession) -> None:
         self._desk = desk
-        self._register: Register | None = None
+        self._register: TrialStore | None = None
         self._told: dict[int, str] = {}
 
     def of(self, report: SweepReport) -> Iterator[str]:
@@ -84,7 +84,7 @@ class Seeds:
         if not report.trials or not all(trial.is_over for trial in report.trials):
             return
         if self._register is None:
-            self._register = Register.newest(self._desk.storage, finals_of(self._desk.register.study))
+            self._register = TrialStore.newest(self._desk.storage, final_study_name(self._desk.register.study))
         for trial in self._register.trials() if self._register else ():
             if self._told.get(trial.number) == trial.state:
                 continue

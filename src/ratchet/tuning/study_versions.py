@@ -12,26 +12,26 @@ from optuna.exceptions import DuplicatedStudyError
 from optuna.study import StudyDirection
 
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage import digests
 from ratchet.storage.records.evaluation import ANSWERED
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning import trial_serialization
-from ratchet.tuning.search_space import Space
-from ratchet.tuning.storage import Storage
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage
 
 _SAME = ("format", "data", "base", "recipe", "rows")
 """Parts of an identity without which results cannot be compared. How values are proposed and pruned may differ."""
 
 
 @dataclass(frozen=True)
-class Descent:
+class StudyMigration:
     """From one identity to another."""
 
     old: Mapping[str, Any]
     new: Mapping[str, Any]
-    space: Space
+    space: SearchSpace
     """Of the new one."""
 
     @property
@@ -46,19 +46,19 @@ class Descent:
         A setting that was fixed and is searched now has the value that it had; one that was searched and is fixed now
         must have had the value that it is fixed at. The same for those whose condition is not met.
         """
-        everything = {**_unsearched(self.old), **values}
+        everything = {**_fixed_settings(self.old), **values}
         try:
             drawn = self.space.draw(lambda dimension: everything[dimension.name])
         except (KeyError, ValueError):
             return None
-        return drawn if {**_unsearched(self.new), **drawn} == everything else None
+        return drawn if {**_fixed_settings(self.new), **drawn} == everything else None
 
     def objectives(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """In the new order."""
         return tuple(values[self.old["objectives"].index(one)] for one in self.new["objectives"]) if values else ()
 
 
-def carry_over(storage: Storage, old: int, new: int, descent: Descent) -> int:
+def carry_over_trials(storage: StudyStorage, old: int, new: int, descent: StudyMigration) -> int:
     """Add to the study `new` what is over in the study `old`, has told something, and lies in the space of the new one.
 
     May be called again after it was interrupted; the caller holds the storage. Returns how many there are now.
@@ -70,7 +70,7 @@ def carry_over(storage: Storage, old: int, new: int, descent: Descent) -> int:
         return 0
     name = storage.optuna.get_study_name_from_id(old)
     stored_trials = storage.optuna.get_all_trials(old, deepcopy=False)
-    trials = {frozen.number: trial_serialization.record(name, frozen) for frozen in stored_trials}
+    trials = {frozen.number: trial_serialization.deserialize_trial(name, frozen) for frozen in stored_trials}
     numbers = {
         frozen.user_attrs[trial_serialization.ORIGIN][1]: frozen.number
         for frozen in storage.optuna.get_all_trials(new, deepcopy=False)
@@ -83,31 +83,34 @@ def carry_over(storage: Storage, old: int, new: int, descent: Descent) -> int:
         changes = {
             "values": values,
             "objectives": descent.objectives(trial.objectives),
-            "continues": _renumbered(trial.continues, trials, numbers),
+            "continues": _map_trial_number(trial.continues, trials, numbers),
         }
-        free = trial_serialization.searched(descent.space, values)
-        copy = trial_serialization.finished(trial.model_copy(update=changes), free, origin=(name, number))
+        free = trial_serialization.select_searched(descent.space, values)
+        copy = trial_serialization.serialize_finished(trial.model_copy(update=changes), free, origin=(name, number))
         numbers[number] = storage.optuna.get_trial(storage.optuna.create_new_trial(new, copy)).number
     return len(numbers)
 
 
-def _renumbered(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:
+def _map_trial_number(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:
     """Of a trial that another one refers to; of the one that it continues itself, where it is left behind."""
     while number is not None and number not in numbers:
         number = trials[number].continues
     return None if number is None else numbers[number]
 
 
-def _unsearched(identity: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a study by dotted key, as trials have them that say nothing of them."""
     otherwise = {knob: entry["otherwise"] for knob, entry in identity["space"].items() if "otherwise" in entry}
-    return {knob: tuple(v) if isinstance(v, list) else v for knob, v in (*_flat(identity["train"]), *otherwise.items())}
+    return {
+        knob: tuple(v) if isinstance(v, list) else v
+        for knob, v in (*_flatten_tree(identity["train"]), *otherwise.items())
+    }
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "train") -> Iterator[tuple[str, Any]]:
+def _flatten_tree(tree: Mapping[str, Any], prefix: str = "train") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}.{key}")
+            yield from _flatten_tree(value, f"{prefix}.{key}")
         else:
             yield f"{prefix}.{key}", value
 
@@ -121,7 +124,7 @@ ABSENT = object()
 _DIGEST = re.compile(r"[0-9a-f]{40,}")
 
 
-def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str, Any]:
+def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str, Any]:
     """What makes trials comparable and their sequence the same, as JSON.
 
     Not in it: how long the search goes on (trials, hours, tokens, stop_after), what is done with the best (finalists),
@@ -130,7 +133,7 @@ def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str
     Raises:
         SettingsError: the search space makes no sense.
     """
-    space, sweep = Space.of(settings), settings.sweep
+    space, sweep = SearchSpace.of(settings), settings.sweep
     train = settings.train.identity()
     for axis in space.axes():
         _, *sections, leaf = axis.knob.split(".")
@@ -142,11 +145,11 @@ def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str
     answers = {"max_new_tokens": settings.evaluate.max_new_tokens} if answered else {}
     return answers | {
         "format": FORMAT,
-        "space": _canonical(space.document()),
+        "space": _canonicalize(space.document()),
         "objectives": [[aim.metric, aim.better] for aim in sweep.objectives],
-        "sampler": _canonical(sweep.sampler.model_dump(mode="json")),
-        "pruner": _canonical(sweep.pruner.model_dump(mode="json")),
-        "train": _canonical(train),
+        "sampler": _canonicalize(sweep.sampler.model_dump(mode="json")),
+        "pruner": _canonicalize(sweep.pruner.model_dump(mode="json")),
+        "train": _canonicalize(train),
         "data": data_digest,
         "base": base_digest,
         "recipe": RECIPE_VERSION,
@@ -154,31 +157,31 @@ def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str
     }
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each dotted key that differs, such as `space.train.rank.high: 64 -> 128`, sorted."""
-    return sorted(_differing(_canonical(old), _canonical(new), ""))
+    return sorted(_iterate_differences(_canonicalize(old), _canonicalize(new), ""))
 
 
-def _differing(old: Any, new: Any, key: str) -> Iterator[str]:
-    if _same(old, new):
+def _iterate_differences(old: Any, new: Any, key: str) -> Iterator[str]:
+    if _is_same(old, new):
         return
     nodes = [node for node in (old, new) if node is not ABSENT]
     if all(isinstance(node, dict) for node in nodes) and any(nodes):
         before, after = (node if isinstance(node, dict) else {} for node in (old, new))
         for name in dict.fromkeys((*before, *after)):
             path = f"{key}.{name}" if key else str(name)
-            yield from _differing(before.get(name, ABSENT), after.get(name, ABSENT), path)
+            yield from _iterate_differences(before.get(name, ABSENT), after.get(name, ABSENT), path)
     else:
-        yield f"{key}: {_shown(old)} -> {_shown(new)}"
+        yield f"{key}: {_format_value(old)} -> {_format_value(new)}"
 
 
-def _same(old: Any, new: Any) -> bool:
+def _is_same(old: Any, new: Any) -> bool:
     if ABSENT in (old, new):
         return old is new
     return digests.canonical_json(old) == digests.canonical_json(new)  # true is not 1
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is ABSENT:
         return "(none)"
     if isinstance(value, str):
@@ -186,12 +189,12 @@ def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _canonical(value: Any) -> Any:
+def _canonicalize(value: Any) -> Any:
     """The same JSON for the same meaning: whole numbers without a point, for defaults have none and files may."""
     if isinstance(value, Mapping):
-        return {str(key): _canonical(one) for key, one in value.items()}
+        return {str(key): _canonicalize(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical(one) for one in value]
+        return [_canonicalize(one) for one in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value
@@ -213,7 +216,7 @@ _LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "ratchet": "ratchet-llm"}
 
 
 @dataclass(frozen=True)
-class Generation:
+class StudyVersion:
     """A study in a storage."""
 
     name: str
@@ -227,7 +230,7 @@ class Generation:
         return found
 
 
-def generations(storage: Storage, name: str) -> list[Generation]:
+def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
     """All there are, oldest first.
 
     Raises:
@@ -235,31 +238,33 @@ def generations(storage: Storage, name: str) -> list[Generation]:
         DamagedError: one was written by a newer Ratchet.
         StorageError: the storage does not answer.
     """
-    return list(_existing(storage, name))
+    return list(_iterate_versions(storage, name))
 
 
-def _existing(storage: Storage, name: str) -> Iterator[Generation]:
+def _iterate_versions(storage: StudyStorage, name: str) -> Iterator[StudyVersion]:
     with storage.connected():
         studies = {study.study_name: study for study in storage.optuna.get_all_studies()}
     for number in count(1):
-        here = _numbered(name, number)
+        here = _version_name(name, number)
         if here not in studies:
             return
-        found = Generation(here, studies[here]._study_id, studies[here].user_attrs)
+        found = StudyVersion(here, studies[here]._study_id, studies[here].user_attrs)
         if FORMAT_KEY not in found.attributes and (found.attributes or _has_trials(storage, found)):
             raise SettingsError(
                 f"{storage.where}: the study {here!r} was made by another program; choose another "
                 "sweep.name in params.yaml"
             )
         if (form := found.attributes.get(FORMAT_KEY, GENERATION_FORMAT)) > GENERATION_FORMAT:
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{storage.where}: the study {here!r} was written by a newer version of Ratchet (format {form}, this "
                 f"one knows {GENERATION_FORMAT}); update Ratchet on this machine"
             )
         yield found
 
 
-def find_or_make(storage: Storage, name: str, identity: Mapping[str, Any], space: Space, fork: bool) -> Generation:
+def find_or_create(
+    storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool
+) -> StudyVersion:
     """The newest generation of exactly this identity; a new one where there is none and one may be made.
 
     Args:
@@ -271,31 +276,31 @@ def find_or_make(storage: Storage, name: str, identity: Mapping[str, Any], space
 
     Raises:
         SettingsError: there are generations, all of other identities, and `fork` is not set.
-        SettingsError, DamagedError: see `generations`.
-        BusyError, StorageError: see `Storage.locked`.
+        SettingsError, DamagedError: see `list_versions`.
+        BusyError, StorageError: see `StudyStorage.locked`.
     """
     wanted = json.loads(json.dumps(identity))
     with storage.locked(), storage.connected():
-        there = generations(storage, name)
+        there = list_versions(storage, name)
         same = [one for one in there if one.identity == wanted]
         if same:
-            return _completed(storage, same[-1], wanted, space)
+            return _complete_carry_over(storage, same[-1], wanted, space)
         parents = [one for one in there if one.identity is not None]
-        following = _numbered(name, len(there) + 1)
+        following = _version_name(name, len(there) + 1)
         if parents and not fork:
-            raise SettingsError(_refusal(parents[-1], wanted, following))
+            raise SettingsError(_explain_refusal(parents[-1], wanted, following))
         directions = [_DIRECTIONS[direction] for _, direction in wanted["objectives"]]
         unborn = there[-1:] if there and there[-1].identity is None else []
         if unborn and storage.optuna.get_study_directions(unborn[0].study_id) == directions:
             following, study_id = unborn[0].name, unborn[0].study_id
         else:
-            study_id = _create(storage, following, directions)
-        _describe(storage, study_id, wanted, parents[-1].name if parents else None)
-        return _completed(storage, _read(storage, following, study_id), wanted, space)
+            study_id = _create_study(storage, following, directions)
+        _write_attributes(storage, study_id, wanted, parents[-1].name if parents else None)
+        return _complete_carry_over(storage, _read_version(storage, following, study_id), wanted, space)
 
 
-def _refusal(newest: Generation, wanted: Mapping[str, Any], following: str) -> str:
-    changes = "".join(f"\n  {line}" for line in differences(newest.identity or {}, wanted))
+def _explain_refusal(newest: StudyVersion, wanted: Mapping[str, Any], following: str) -> str:
+    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity or {}, wanted))
     return (
         f"params.yaml: the study {newest.name!r} searches something else than what is written now:{changes}\n"
         f"Take the changes back to go on with it; or start {following!r}, which takes over those of its trials that "
@@ -303,16 +308,16 @@ def _refusal(newest: Generation, wanted: Mapping[str, Any], following: str) -> s
     )
 
 
-def _numbered(name: str, number: int) -> str:
+def _version_name(name: str, number: int) -> str:
     return name if number == 1 else f"{name}.{number}"
 
 
-def _has_trials(storage: Storage, study: Generation) -> bool:
+def _has_trials(storage: StudyStorage, study: StudyVersion) -> bool:
     with storage.connected():
         return bool(storage.optuna.get_n_trials(study.study_id))
 
 
-def _create(storage: Storage, name: str, directions: list[StudyDirection]) -> int:
+def _create_study(storage: StudyStorage, name: str, directions: list[StudyDirection]) -> int:
     try:
         return storage.optuna.create_new_study(directions, name)
     except DuplicatedStudyError:
@@ -321,13 +326,18 @@ def _create(storage: Storage, name: str, directions: list[StudyDirection]) -> in
         ) from None
 
 
-def _describe(storage: Storage, study_id: int, identity: Mapping[str, Any], parent: str | None) -> None:
-    described = {FORMAT_KEY: GENERATION_FORMAT, VERSIONS_KEY: _versions(), PARENT_KEY: parent, IDENTITY_KEY: identity}
+def _write_attributes(storage: StudyStorage, study_id: int, identity: Mapping[str, Any], parent: str | None) -> None:
+    described = {
+        FORMAT_KEY: GENERATION_FORMAT,
+        VERSIONS_KEY: _library_versions(),
+        PARENT_KEY: parent,
+        IDENTITY_KEY: identity,
+    }
     for key, value in described.items():
         storage.optuna.set_study_user_attr(study_id, key, value)
 
 
-def _versions() -> dict[str, str]:
+def _library_versions() -> dict[str, str]:
     found = {}
     for library, distribution in _LIBRARIES.items():
         try:
@@ -337,18 +347,20 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _read(storage: Storage, name: str, study_id: int) -> Generation:
-    return Generation(name, study_id, dict(storage.optuna.get_study_user_attrs(study_id)))
+def _read_version(storage: StudyStorage, name: str, study_id: int) -> StudyVersion:
+    return StudyVersion(name, study_id, dict(storage.optuna.get_study_user_attrs(study_id)))
 
 
-def _completed(storage: Storage, made: Generation, identity: Mapping[str, Any], space: Space) -> Generation:
+def _complete_carry_over(
+    storage: StudyStorage, made: StudyVersion, identity: Mapping[str, Any], space: SearchSpace
+) -> StudyVersion:
     """Carry over what a new generation still lacks."""
     if CARRIED_KEY not in made.attributes:
         parent = made.attributes[PARENT_KEY]
         carried = 0
         if parent is not None:
-            old = _read(storage, parent, storage.optuna.get_study_id_from_name(parent))
-            descent = Descent(old.identity or {}, identity, space)
-            carried = carry_over(storage, old.study_id, made.study_id, descent)
+            old = _read_version(storage, parent, storage.optuna.get_study_id_from_name(parent))
+            descent = StudyMigration(old.identity or {}, identity, space)
+            carried = carry_over_trials(storage, old.study_id, made.study_id, descent)
         storage.optuna.set_study_user_attr(made.study_id, CARRIED_KEY, carried)
-    return _read(storage, made.name, made.study_id)
+    return _read_version(storage, made.name, made.study_id)

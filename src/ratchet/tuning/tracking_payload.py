@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ratchet.storage import digests
-from ratchet.storage.records.sweep import Axis, SweepReport, Trial, TrialState
+from ratchet.storage.records.sweep import ParameterAxis, SweepReport, Trial, TrialState
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -34,7 +34,7 @@ MAX_TEXT = 2000  # characters of a tag; MLflow refuses more than 8,000, and its 
 
 
 @dataclass(frozen=True)
-class Child:
+class ChildRun:
     """What is shown of one training: of the trials that it belongs to."""
 
     key: str
@@ -58,7 +58,7 @@ class Child:
     """Validation loss by rows, ascending."""
 
 
-def trainings(report: SweepReport) -> dict[str, list[Trial]]:
+def group_trials_by_run(report: SweepReport) -> dict[str, list[Trial]]:
     """The trials of each training, by run id: one, or one and its continuations."""
     groups: dict[str, list[Trial]] = {}
     for trial in report.trials:
@@ -66,20 +66,20 @@ def trainings(report: SweepReport) -> dict[str, list[Trial]]:
     return groups
 
 
-def counts(trials: Iterable[Trial]) -> Counter[TrialState]:
+def count_states(trials: Iterable[Trial]) -> Counter[TrialState]:
     """Trials by state; of a trial that was continued the continuation alone."""
     listed = list(trials)
     continued = {trial.continues for trial in listed}
     return Counter(trial.state for trial in listed if trial.number not in continued)
 
 
-def children(report: SweepReport) -> list[Child]:
+def build_child_runs(report: SweepReport) -> list[ChildRun]:
     """One for each training, with the number of its newest trial, and for each finalist's with another seed."""
-    found = [_of_trials(report, key, trials) for key, trials in trainings(report).items()]
-    return found + _finalists(report)
+    found = [_build_trial_run(report, key, trials) for key, trials in group_trials_by_run(report).items()]
+    return found + _build_finalist_runs(report)
 
 
-def _of_trials(report: SweepReport, key: str, trials: Sequence[Trial]) -> Child:
+def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> ChildRun:
     trial = trials[-1]
     tags = {
         STUDY_TAG: report.study,
@@ -89,12 +89,12 @@ def _of_trials(report: SweepReport, key: str, trials: Sequence[Trial]) -> Child:
         "ratchet.trial_reason": trial.reason,
         "ratchet.trial_cause": trial.cause,
         "ratchet.workers": ", ".join(dict.fromkeys(take.worker for take in trial.takes)),
-        "ratchet.checkpoints": _checkpoints(trial),
+        "ratchet.checkpoints": _format_checkpoints(trial),
     }
     figures = {f"trial/{m.metric}": value for m, value in zip(report.objectives, trial.objectives, strict=False)}
     begun = min(other.begun for other in trials)
     curve = sorted((rows, loss) for other in trials for rows, loss in other.curve.items())
-    return Child(
+    return ChildRun(
         key=key,
         run_id=trial.run_id,
         trial=trial,
@@ -102,15 +102,15 @@ def _of_trials(report: SweepReport, key: str, trials: Sequence[Trial]) -> Child:
         begun=begun,
         ended=trial.ended or begun,
         status=STATUS[trial.state] if trial.is_over else None,
-        tags={name: _stored(value) for name, value in tags.items()},
+        tags={name: _truncate_text(value) for name, value in tags.items()},
         state=trial.state,
-        values={name: text_of(value) for name, value in trial.values.items()},
+        values={name: format_setting(value) for name, value in trial.values.items()},
         figures={name: value for name, value in figures.items() if math.isfinite(value)},
         curve={rows: loss for rows, loss in curve if math.isfinite(loss)},
     )
 
 
-def _finalists(report: SweepReport) -> list[Child]:
+def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:
     """Trainings of finalists with other seeds than the trial's own."""
     if report.finals is None:
         return []
@@ -119,23 +119,25 @@ def _finalists(report: SweepReport) -> list[Child]:
         trial = report.trials[finalist.number]
         at = trial.ended or trial.begun
         tags = {STUDY_TAG: report.study, ROLE_TAG: "finalist", TRIAL_TAG: str(finalist.number)}
-        values = {name: text_of(value) for name, value in finalist.values.items()}
+        values = {name: format_setting(value) for name, value in finalist.values.items()}
         for seed, (run_id, mean) in enumerate(zip(finalist.run_ids[1:], finalist.means[1:], strict=False), start=2):
             figures = {metric: mean} if math.isfinite(mean) else {}
             name = f"trial {finalist.number}, seed {seed}"
-            found.append(Child(run_id, run_id, trial, name, at, at, "FINISHED", tags, "complete", values, figures, {}))
+            found.append(
+                ChildRun(run_id, run_id, trial, name, at, at, "FINISHED", tags, "complete", values, figures, {})
+            )
     return found
 
 
-def _checkpoints(trial: Trial) -> str:
+def _format_checkpoints(trial: Trial) -> str:
     """Digests by step as JSON, short; of many the newest."""
     last = sorted(trial.checkpoints.items())[-MAX_TEXT // (digests.SHORT + 16) :]
     return json.dumps({str(step): value[: digests.SHORT] for step, value in last}) if last else ""
 
 
-def summary(report: SweepReport) -> dict[str, float]:
+def summary_metrics(report: SweepReport) -> dict[str, float]:
     """Metrics of the parent: best value of each objective, importances, trials by state (a continued one once)."""
-    by_state = counts(report.trials)
+    by_state = count_states(report.trials)
     found = {f"trials/{state}": float(by_state[state]) for state in STATES}
     found |= {f"importance/{knob}": share for knob, share in report.importances.items()}
     front = [values for number in report.best if (values := report.trials[number].objectives)]
@@ -153,7 +155,7 @@ def parent_tags(report: SweepReport) -> dict[str, str]:
 
     winner = () if report.winner is None else (report.winner,)
     tags = {
-        "ratchet.sweep_trials": f"{counts(report.trials).total()} of {report.wanted_trials}",
+        "ratchet.sweep_trials": f"{count_states(report.trials).total()} of {report.wanted_trials}",
         "ratchet.best_trial": ",".join(map(str, report.best)),
         "ratchet.best_run": runs(report.best),
         "ratchet.winner_trial": ",".join(map(str, winner)),
@@ -161,7 +163,7 @@ def parent_tags(report: SweepReport) -> dict[str, str]:
         "ratchet.winner_reason": report.finals.reason if report.finals else "",
         "ratchet.sweep_stopped": report.stopped,
     }
-    return {name: _stored(value) for name, value in tags.items()}
+    return {name: _truncate_text(value) for name, value in tags.items()}
 
 
 def parent_params(report: SweepReport) -> dict[str, str]:
@@ -170,23 +172,23 @@ def parent_params(report: SweepReport) -> dict[str, str]:
     flat["objectives"] = ", ".join(f"{m.direction} {m.metric}" for m in report.objectives)
     flat |= {"data.digest": report.data_digest[: digests.SHORT], "base.digest": report.base_digest[: digests.SHORT]}
     flat |= {f"versions.{name}": version for name, version in report.versions.items()}
-    flat |= {f"space.{axis.knob}": _space(axis) for axis in report.axes}
-    return {key: _stored(value) for key, value in flat.items()}
+    flat |= {f"space.{axis.knob}": _format_axis(axis) for axis in report.axes}
+    return {key: _truncate_text(value) for key, value in flat.items()}
 
 
-def _space(axis: Axis) -> str:
+def _format_axis(axis: ParameterAxis) -> str:
     if axis.kind == "tie":
         return f"= {axis.tie}"
     if axis.kind == "choice":
-        return " | ".join(text_of(choice) for choice in axis.choices)
+        return " | ".join(format_setting(choice) for choice in axis.choices)
     return f"{axis.low:g} to {axis.high:g}{', log' if axis.log else ''}"
 
 
-def text_of(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """A setting as text, as the params of every run are written."""
-    return _stored(",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    return _truncate_text(",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
-def _stored(text: str) -> str:
+def _truncate_text(text: str) -> str:
     """Text of others as a database takes it: not too long, and of characters that exist."""
     return text[:MAX_TEXT].encode(errors="replace").decode()

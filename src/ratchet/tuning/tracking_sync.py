@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Protocol
 
 from ratchet.errors import TrackingError, first_line
-from ratchet.runs.callbacks import Observer
+from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.log import say
-from ratchet.runs.status import Progress
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.log import print_message
+from ratchet.runs.status import RunProgress
 from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tuning import tracking_payload
-from ratchet.tuning.tracking_payload import Child, Status
+from ratchet.tuning.tracking_payload import ChildRun, Status
 
 EVERY_S = 2.0
 EVENTS_AT_ONCE = 5000
@@ -34,7 +34,7 @@ FAILURES_A_ROUND = 3
 """Then MLflow is asked again in the next round: each failure may take it 20 s."""
 
 
-class Showing(Protocol):
+class SweepTracker(Protocol):
     """Where the study is shown (services.sweep_tracking)."""
 
     def settled(self, study: str) -> Mapping[str, int]:
@@ -44,13 +44,13 @@ class Showing(Protocol):
         """Show the report; runs that are `pending` not as over."""
 
 
-class _Feed:
+class _JournalFeed:
     """What one observer has been told of one journal."""
 
-    def __init__(self, observer: Observer, journal: Path) -> None:
+    def __init__(self, observer: RunCallback, journal: Path) -> None:
         self._observer = observer
-        self._reader = Reader(journal)
-        self._events: list[Event] = []
+        self._reader = JournalReader(journal)
+        self._events: list[JournalEvent] = []
         self._is_finished = False
 
     def give(self, is_late: Callable[[], bool]) -> bool:
@@ -72,7 +72,7 @@ class _Feed:
         self._observer.finish("FINISHED" if self._is_finished else status)
 
 
-class Clerk(threading.Thread):
+class SweepTrackingSync(threading.Thread):
     """Shows a sweep while it runs.
 
     Args:
@@ -87,8 +87,8 @@ class Clerk(threading.Thread):
         self,
         runs: Path,
         report: Callable[[], SweepReport],
-        observer: Callable[[str, Trial], Observer],
-        showing: Showing,
+        observer: Callable[[str, Trial], RunCallback],
+        showing: SweepTracker,
         prelude: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(name="clerk", daemon=True)
@@ -96,7 +96,7 @@ class Clerk(threading.Thread):
         self._prelude = prelude
         self._settled: dict[str, int] | None = None
         """By run id the number of the trial whose end has been sent; None: MLflow was not asked yet."""
-        self._feeds: dict[str, _Feed] = {}
+        self._feeds: dict[str, _JournalFeed] = {}
         self._failures: Counter[str] = Counter()
         self._told: set[str] = set()
         self._pending: set[str] = set()
@@ -128,7 +128,7 @@ class Clerk(threading.Thread):
         done = not self.is_alive() and self._is_shown and not self._pending and self._concluded
         if not done:
             what = f"{len(self._pending)} runs" if self._pending else "the study"
-            say(f"MLflow does not show {what} completely yet; the next start of this sweep sends it")
+            print_message(f"MLflow does not show {what} completely yet; the next start of this sweep sends it")
         return done
 
     def _is_late(self) -> bool:
@@ -156,7 +156,7 @@ class Clerk(threading.Thread):
         report = self._report()
         if self._settled is None:
             self._settled = dict(self._showing.settled(report.study))
-        todo = [child for child in tracking_payload.children(report) if self._is_open(child)]
+        todo = [child for child in tracking_payload.build_child_runs(report) if self._is_open(child)]
         todo.sort(key=lambda child: (child.status is not None, self._failures[child.key]))
         self._pending = {child.key for child in todo if child.status is not None}
         failed = 0
@@ -167,18 +167,18 @@ class Clerk(threading.Thread):
             failed += not self._tried(partial(self._feed, child), child.key)
         self._showing.update(report, frozenset(self._pending))
 
-    def _is_open(self, child: Child) -> bool:
+    def _is_open(self, child: ChildRun) -> bool:
         """Whether its journal is here and has more to tell than MLflow shows."""
         settled = self._settled or {}
         if child.run_id is None or (child.status is not None and settled.get(child.key) == child.trial.number):
             return False
         return RunPaths(self._runs / child.run_id).journal.exists()
 
-    def _feed(self, child: Child) -> None:
+    def _feed(self, child: ChildRun) -> None:
         feed = self._feeds.get(child.key)
         if feed is None:
             journal = RunPaths(self._runs / child.key).journal
-            feed = self._feeds[child.key] = _Feed(self._observer(child.key, child.trial), journal)
+            feed = self._feeds[child.key] = _JournalFeed(self._observer(child.key, child.trial), journal)
         if feed.give(self._is_late) and child.status is not None:
             feed.finish(child.status)
             del self._feeds[child.key]
@@ -203,27 +203,27 @@ class Clerk(threading.Thread):
             text = first_line(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
             if text not in self._told:
                 self._told.add(text)
-                say(f"{'' if not key else f'run {key}: '}{text}; the sweep goes on, and this is tried again")
+                print_message(f"{'' if not key else f'run {key}: '}{text}; the sweep goes on, and this is tried again")
             return False
         self._failures.pop(key, None)
         return True
 
 
-class Standings:
+class TrialProgressReader:
     """Where running trials stand, by journals that are here; each call reads what is new."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._followed: dict[str, tuple[Reader, Progress]] = {}
+        self._followed: dict[str, tuple[JournalReader, RunProgress]] = {}
 
-    def of(self, report: SweepReport) -> dict[int, Progress]:
+    def of(self, report: SweepReport) -> dict[int, RunProgress]:
         """By number of the trial; of trials that run, where something is known of them."""
         running = {trial.run_id: trial.number for trial in report.trials if not trial.is_over and trial.run_id}
         self._followed = {run_id: one for run_id, one in self._followed.items() if run_id in running}
         found = {}
         for run_id, number in running.items():
             reader, progress = self._followed.setdefault(
-                run_id, (Reader(RunPaths(self._runs / run_id).journal), Progress())
+                run_id, (JournalReader(RunPaths(self._runs / run_id).journal), RunProgress())
             )
             with suppress(OSError):  # a disk that cannot be read now: what is new is read the next time
                 for event in reader.read():

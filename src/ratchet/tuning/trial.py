@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ratchet.config.schema import Settings
-from ratchet.config.sweep import Aim
+from ratchet.config.sweep import ObjectiveSettings
 from ratchet.errors import (
-    BusyError,
     InputError,
     InterruptedRunError,
+    LockHeldError,
     RatchetError,
     RunFailedError,
     StorageError,
@@ -22,21 +22,21 @@ from ratchet.errors import (
 )
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import Run, RunPaths
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.log import say
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.log import print_message
 from ratchet.runs.restart_policy import FailureClass
-from ratchet.runs.status import Progress
+from ratchet.runs.status import RunProgress
 from ratchet.runs.supervisor import supervise
 from ratchet.storage import digests
 from ratchet.storage.code_version import code_version
 from ratchet.storage.files import MANIFEST
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.sweep import Cost, Trial
-from ratchet.training.run_spec import launch_of, spec_of
-from ratchet.tuning.leases import LeaseLostError, Worker
-from ratchet.tuning.storage_retry import patiently
-from ratchet.tuning.trial_store import Register
+from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.training.run_spec import build_launch, build_run_spec
+from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
+from ratchet.tuning.storage_retry import retry_storage
+from ratchet.tuning.trial_store import TrialStore
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
 """Ends that say something about the values: which constraint they violate. All other failures say nothing of them."""
@@ -46,16 +46,16 @@ UNKNOWN = 1.0
 
 
 @dataclass
-class Ending:
+class TrialRunSummary:
     """A fold over the journal of one run."""
 
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     trainable_parameters: int = 0
     cause: FailureClass | None = None
     text: str = ""
     violation: float = UNKNOWN
 
-    def see(self, event: Event) -> None:
+    def see(self, event: JournalEvent) -> None:
         """Fold one event in; of failures the last counts."""
         self.progress.see(event)
         if event.kind == "attempt":
@@ -79,22 +79,22 @@ class Ending:
         return {name: self.violation} if name else {}
 
 
-def read(paths: RunPaths) -> Ending:
+def read_run_summary(paths: RunPaths) -> TrialRunSummary:
     """Where the run stands."""
-    ending = Ending()
-    for event in Reader(paths.journal).read():
+    ending = TrialRunSummary()
+    for event in JournalReader(paths.journal).read():
         ending.see(event)
     return ending
 
 
-def cost(paths: RunPaths, ending: Ending) -> Cost:
+def compute_cost(paths: RunPaths, ending: TrialRunSummary) -> TrainingCost:
     """What the training came to until now."""
     progress = ending.progress
     done, planned = progress.step, progress.planned_steps
     tokens = progress.trained_tokens
     adapter = paths.result / "adapter"
     weights = sorted(adapter.glob("*.safetensors")) if adapter.is_dir() else []
-    return Cost(
+    return TrainingCost(
         trained_tokens=tokens,
         planned_tokens=round(tokens * planned / done) if done else 0,
         steps=done,
@@ -107,7 +107,7 @@ def cost(paths: RunPaths, ending: Ending) -> Cost:
     )
 
 
-def figure(aim: Aim, report: TrainReport, spent: Cost) -> float | None:
+def objective_value(aim: ObjectiveSettings, report: TrainReport, spent: TrainingCost) -> float | None:
     """The figure of a finished training; None for one that only answers to the validation rows give."""
     if aim.metric == "validation_loss":
         return report.validation_loss[report.kept_step]
@@ -121,13 +121,13 @@ def figure(aim: Aim, report: TrainReport, spent: Cost) -> float | None:
     return float(own[aim.metric]) if aim.metric in own else None
 
 
-def checkpoints(paths: RunPaths) -> dict[int, str]:
+def checkpoint_digests(paths: RunPaths) -> dict[int, str]:
     """Digest of the manifest of each checkpoint that is there, by step; those that cannot be read are left out."""
     found = {}
     for step in paths.checkpoint_steps():
         manifest: Path = paths.checkpoint(step) / MANIFEST
         try:
-            found[step] = digests.of_bytes(manifest.read_bytes())[: digests.SHORT]
+            found[step] = digests.hash_bytes(manifest.read_bytes())[: digests.SHORT]
         except OSError:
             continue
     return found
@@ -146,11 +146,11 @@ Idle = Literal["wait", "over"]
 
 Judge = Callable[[Trial], str | None]
 """Why a trial with this curve is to end now; None: it goes on."""
-Figures = Callable[[TrainReport, Cost], tuple[float, ...]]
+Figures = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
 """What a finished training is judged by."""
 
 
-class Asked(Protocol):
+class WorkerStopCheck(Protocol):
     """Whether this worker is to end."""
 
     def signalled(self) -> None:
@@ -161,15 +161,15 @@ class Asked(Protocol):
 
 
 @dataclass
-class Watch:
+class TrialRunCallback:
     """Observer and arbiter of a trial's run: reports validations to the study, and ends what is not worth more."""
 
-    register: Register
+    register: TrialStore
     trial: Trial
     rows_per_step: float
     judge: Judge | None
     """None: nothing is ended early."""
-    asked: Asked
+    asked: WorkerStopCheck
     name: str = "trial"
     curve: dict[int, float] = field(default_factory=dict)
     reason: str | None = None
@@ -178,7 +178,7 @@ class Watch:
     """Another worker has taken the trial over."""
     _planned: int = 0
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Report validations; told again, they change nothing. What comes after the decision to prune is not told."""
         for event in events:
             if event.kind == "ready":
@@ -208,10 +208,10 @@ class Watch:
         return "another worker has taken this trial over" if self.lost else self.reason
 
 
-class Hold(threading.Thread):
+class TrialHeartbeat(threading.Thread):
     """Gives the signs of life that keep a trial ours; tells the watch when it is not any more."""
 
-    def __init__(self, watch: Watch, worker: Worker, lease_s: float) -> None:
+    def __init__(self, watch: TrialRunCallback, worker: SweepWorker, lease_s: float) -> None:
         super().__init__(name=f"lease-{watch.trial.number}", daemon=True)
         self._watch, self._worker, self._every_s = watch, worker, lease_s / 4
         self._ended = threading.Event()
@@ -220,13 +220,13 @@ class Hold(threading.Thread):
         while not self._ended.wait(self._every_s):
             try:
                 self._watch.register.renew(self._watch.trial.number, self._worker)
-            except LeaseLostError:
+            except TrialLeaseLostError:
                 self._watch.lost = True
                 return
             except Exception as error:  # the database is away: we hold on until it says that we do not
-                say(f"trial {self._watch.trial.number}: {first_line(error)}")
+                print_message(f"trial {self._watch.trial.number}: {first_line(error)}")
 
-    def __enter__(self) -> "Hold":
+    def __enter__(self) -> "TrialHeartbeat":
         self.start()
         return self
 
@@ -236,10 +236,10 @@ class Hold(threading.Thread):
 
 
 @dataclass(frozen=True)
-class Assignment:
+class TrialTask:
     """A trial that this worker holds, and what it needs to know to carry it out."""
 
-    register: Register
+    register: TrialStore
     trial: Trial
     settings: Settings
     """With the trial's values."""
@@ -249,7 +249,7 @@ class Assignment:
     judge: Judge | None
 
 
-def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) -> None:
+def run_trial(work: TrialTask, layout: ProjectLayout, worker: SweepWorker, asked: WorkerStopCheck) -> None:
     """Train, or go on with, a trial and tell the study what came of it.
 
     One that cannot be trained ends as infeasible or failed: whatever happens to it, the sweep goes on.
@@ -265,46 +265,46 @@ def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) ->
         LeaseLostError: another worker has the trial; nothing was told.
     """
     trial, number = work.trial, work.trial.number
-    launch, spec = launch_of(layout, work.settings), spec_of(layout, work.settings)
+    launch, spec = build_launch(layout, work.settings), build_run_spec(layout, work.settings)
     # A trial has one machine: other workers of the sweep have trials of their own.
     launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
     judge = None if paths.is_finished() else work.judge  # what is trained already costs nothing more
-    watch = Watch(work.register, trial, work.rows_per_step, judge, asked)
-    with Hold(watch, worker, work.settings.machine.lease_s):
+    watch = TrialRunCallback(work.register, trial, work.rows_per_step, judge, asked)
+    with TrialHeartbeat(watch, worker, work.settings.machine.lease_s):
         try:
-            run = _opened(layout, work, watch)
+            run = _open_run(layout, work, watch)
             try:
                 supervise(run, launch, [watch], code_version(), arbiter=watch)
             finally:
                 run.close()
-            outcome = _of_result(work, watch, paths)
+            outcome = _finished_trial(work, watch, paths)
         except InterruptedRunError:
             if watch.lost:
-                raise LeaseLostError(f"trial {number}: another worker has taken it over") from None
+                raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
             if watch.reason is None:
-                with suppress(StorageError, BusyError):  # then it is found that this process is gone
+                with suppress(StorageError, LockHeldError):  # then it is found that this process is gone
                     work.register.release(number, worker)
                 raise
-            outcome = _pruned(watch, paths)
+            outcome = _pruned_trial(watch, paths)
         except Exception as error:  # fault isolation: a trial may fail in any way, and others are to go on
             if not isinstance(error, RatchetError | OSError):
                 traceback.print_exception(error)
-            outcome = _failed(watch, paths, error)
+            outcome = _failed_trial(watch, paths, error)
     if watch.lost:
-        raise LeaseLostError(f"trial {number}: another worker has taken it over")
-    patiently(lambda: work.register.finish(number, outcome, worker), launch.machine.storage_wait_s, asked.look)
+        raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
+    retry_storage(lambda: work.register.finish(number, outcome, worker), launch.machine.storage_wait_s, asked.look)
 
 
-def _opened(layout: Layout, work: Assignment, watch: Watch) -> Run:
+def _open_run(layout: ProjectLayout, work: TrialTask, watch: TrialRunCallback) -> Run:
     """The run, once nobody else trains it."""
-    spec, told = spec_of(layout, work.settings), False
+    spec, told = build_run_spec(layout, work.settings), False
     while True:
         try:
             return Run.open(layout.runs, spec)
-        except BusyError as error:
+        except LockHeldError as error:
             if not told:
-                say(f"trial {work.trial.number} waits: {error}")
+                print_message(f"trial {work.trial.number} waits: {error}")
                 told = True
         if watch.lost:
             raise InterruptedRunError("another worker has taken this trial over")
@@ -312,34 +312,36 @@ def _opened(layout: Layout, work: Assignment, watch: Watch) -> Run:
         time.sleep(BUSY_POLL_S)
 
 
-def _of_result(work: Assignment, watch: Watch, paths: RunPaths) -> Trial:
+def _finished_trial(work: TrialTask, watch: TrialRunCallback, paths: RunPaths) -> Trial:
     if watch.reason is not None:  # it was decided before the run came to its end
-        return _pruned(watch, paths)
+        return _pruned_trial(watch, paths)
     report = TrainReport.load(paths.result / "train.json")
-    spent = cost(paths, read(paths))
+    spent = compute_cost(paths, read_run_summary(paths))
     figures = work.figures(report, spent)
-    return _outcome(watch, paths, spent, state="complete", objectives=figures, adapter_digest=report.adapter_digest)
+    return _ended_trial(watch, paths, spent, state="complete", objectives=figures, adapter_digest=report.adapter_digest)
 
 
-def _pruned(watch: Watch, paths: RunPaths) -> Trial:
-    return _outcome(watch, paths, cost(paths, read(paths)), state="pruned", reason=watch.reason or "")
+def _pruned_trial(watch: TrialRunCallback, paths: RunPaths) -> Trial:
+    return _ended_trial(
+        watch, paths, compute_cost(paths, read_run_summary(paths)), state="pruned", reason=watch.reason or ""
+    )
 
 
-def _failed(watch: Watch, paths: RunPaths, error: Exception) -> Trial:
+def _failed_trial(watch: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
     """What the run's journal says about its end; where it says nothing, the error itself."""
-    found = read(paths)
-    spent = cost(paths, found)
+    found = read_run_summary(paths)
+    spent = compute_cost(paths, found)
     cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
     if type(error) in TOLD_BY_SUPERVISOR and found.cause is not None:
         cause = found.cause
     constraints = found.constraints if cause == found.cause else {}
     text = found.text if cause == found.cause and found.text else f"{type(error).__name__}: {error}"
-    return _outcome(
+    return _ended_trial(
         watch, paths, spent, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
         reason=text,
     )  # fmt: skip
 
 
-def _outcome(watch: Watch, paths: RunPaths, spent: Cost, **fields: Any) -> Trial:
-    told = {"curve": watch.curve, "cost": spent, "checkpoints": checkpoints(paths), "ended": time.time()}
+def _ended_trial(watch: TrialRunCallback, paths: RunPaths, spent: TrainingCost, **fields: Any) -> Trial:
+    told = {"curve": watch.curve, "cost": spent, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
     return watch.trial.model_copy(update=told | fields)

@@ -1,8 +1,8 @@
 """Trial records as Optuna keeps them: what its samplers and its dashboard see, and the rest as attributes of the trial.
 
-Attributes of a trial, each JSON: `values`, `run_id`, `continues`, `begun` (fixed when it begins), `lease`, `seen.N`
-(leases.py), `outcome` (everything that is known at its end; it counts only once the trial's state says that it is
-over, for whoever writes it may die before), `from` (study and number that a fork took it from).
+Attributes of a trial, each JSON: `values`, `run_id`, `continues`, `serialize_running` (fixed when it begins), `lease`,
+`seen.N` (leases.py), `outcome_fields` (everything that is known at its end; it counts only once the trial's state says
+that it is over, for whoever writes it may die before), `from` (study and number that a fork took it from).
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from typing import Any
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from ratchet.errors import DamagedError, first_line
+from ratchet.errors import DamagedFileError, first_line
 from ratchet.storage.records.sweep import Trial
 from ratchet.storage.records.sweep import TrialState as State
 from ratchet.tuning import parameter_scale
-from ratchet.tuning.leases import LEASE, Lease
-from ratchet.tuning.parameters import Dimension
-from ratchet.tuning.search_space import Space
+from ratchet.tuning.leases import LEASE, TrialLease
+from ratchet.tuning.parameters import SearchDimension
+from ratchet.tuning.search_space import SearchSpace
 
-Free = Mapping[str, tuple[Dimension, Any]]
+Free = Mapping[str, tuple[SearchDimension, Any]]
 """Values that were searched, with where they may lie."""
 
 OUTCOME = "outcome"
@@ -41,31 +41,31 @@ _FOREIGN: dict[TrialState, State] = {
 }
 
 
-def searched(space: Space, values: Mapping[str, Any]) -> Free:
+def select_searched(space: SearchSpace, values: Mapping[str, Any]) -> Free:
     """Those of a trial's values that were searched."""
     return {name: (space.dimension(name), value) for name, value in space.free(values).items()}
 
 
-def optuna_state(trial: Trial) -> TrialState:
+def to_optuna_state(trial: Trial) -> TrialState:
     """Optuna's word for how a trial is."""
     return _STATES[trial.state]
 
 
-def begun(trial: Trial, free: Free, lease: Lease) -> FrozenTrial:
+def serialize_running(trial: Trial, free: Free, lease: TrialLease) -> FrozenTrial:
     """A trial that is being trained, to be stored in one piece."""
-    params, spaces = _split(free)
-    attributes = {**_at_the_beginning(trial), LEASE: lease.document()}
+    params, spaces = _split_params(free)
+    attributes = {**_start_fields(trial), LEASE: lease.document()}
     return create_trial(state=TrialState.RUNNING, params=params, distributions=spaces, user_attrs=attributes)
 
 
-def finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) -> FrozenTrial:
+def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) -> FrozenTrial:
     """A trial that is over, to be stored in one piece; `origin`: study and number that it is a copy of."""
-    params, spaces = _split(free)
-    attributes = {**_at_the_beginning(trial), OUTCOME: outcome(trial)}
+    params, spaces = _split_params(free)
+    attributes = {**_start_fields(trial), OUTCOME: outcome_fields(trial)}
     attributes[OUTCOME]["takes"] = [take.model_dump(mode="json") for take in trial.takes]
     return create_trial(
-        state=optuna_state(trial),
-        values=objectives(trial),
+        state=to_optuna_state(trial),
+        values=objective_values(trial),
         params=params,
         distributions=spaces,
         user_attrs=attributes if origin is None else {**attributes, ORIGIN: list(origin)},
@@ -74,12 +74,12 @@ def finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) ->
     )
 
 
-def objectives(trial: Trial) -> list[float] | None:
+def objective_values(trial: Trial) -> list[float] | None:
     """Values as Optuna takes them: of complete trials only."""
     return list(trial.objectives) if trial.state == "complete" else None
 
 
-def outcome(trial: Trial) -> dict[str, Any]:
+def outcome_fields(trial: Trial) -> dict[str, Any]:
     """What is known of a trial at its end, beside its curve and objectives."""
     return trial.model_dump(mode="json", include=_AT_THE_END)
 
@@ -90,18 +90,18 @@ def constraint_attributes(trial: Trial, earlier: FrozenTrial) -> dict[str, float
     return create_trial(state=TrialState.FAIL, constraints=wanted).system_attrs
 
 
-def record(study: str, frozen: FrozenTrial) -> Trial:
+def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
     """The record of a stored trial. Raises DamagedError for one that Ratchet has not written."""
     attributes = frozen.user_attrs
     if "values" not in attributes:
-        raise DamagedError(
+        raise DamagedFileError(
             f"study {study}, trial {frozen.number}: another program has put it there, and what it means to train is "
             "not known; start a new study with `ratchet sweep --fork`, or with another sweep.name"
         )
-    lease = Lease.of(attributes)
+    lease = TrialLease.of(attributes)
     known: dict[str, Any] = {
         "number": frozen.number,
-        "values": {knob: _plain(value) for knob, value in attributes["values"].items()},
+        "values": {knob: _to_tuples(value) for knob, value in attributes["values"].items()},
         "run_id": attributes["run_id"],
         "continues": attributes["continues"],
         "begun": attributes["begun"],
@@ -122,18 +122,18 @@ def record(study: str, frozen: FrozenTrial) -> Trial:
     try:
         return Trial.model_validate({**known, **told, "objectives": values})
     except ValueError as error:
-        raise DamagedError(f"study {study}, trial {frozen.number}: {first_line(error)}") from error
+        raise DamagedFileError(f"study {study}, trial {frozen.number}: {first_line(error)}") from error
 
 
-def _at_the_beginning(trial: Trial) -> dict[str, Any]:
+def _start_fields(trial: Trial) -> dict[str, Any]:
     return trial.model_dump(mode="json", include={"values", "run_id", "continues", "begun"})
 
 
-def _split(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    params = {knob: parameter_scale.stored(value) for knob, (_, value) in free.items()}
-    return params, {knob: parameter_scale.distribution(dimension) for knob, (dimension, _) in free.items()}
+def _split_params(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    params = {knob: parameter_scale.encode_value(value) for knob, (_, value) in free.items()}
+    return params, {knob: parameter_scale.to_distribution(dimension) for knob, (dimension, _) in free.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """A value as settings hold it: JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value

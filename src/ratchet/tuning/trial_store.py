@@ -11,23 +11,23 @@ from optuna.trial import FrozenTrial, TrialState
 from ratchet.errors import StorageError
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning import study_versions, trial_serialization
-from ratchet.tuning.leases import LEASE, Lease, LeaseLostError, Watch, Worker, next_sign
-from ratchet.tuning.search_space import Space
-from ratchet.tuning.storage import Storage
-from ratchet.tuning.study_versions import Generation
+from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor, next_heartbeat
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage
+from ratchet.tuning.study_versions import StudyVersion
 from ratchet.tuning.trial_serialization import Free
 
 _NOTE = "note."
 
 
-class Register:
+class TrialStore:
     """One generation of a study in a storage; may be asked from several threads.
 
     All methods raise StorageError or BusyError when the storage does not answer or is held by somebody else for long,
     and DamagedError when it is damaged. Whatever is written is there after the death of the process, as a whole.
     """
 
-    def __init__(self, storage: Storage, generation: Generation) -> None:
+    def __init__(self, storage: StudyStorage, generation: StudyVersion) -> None:
         self.storage = storage
         self.study = generation.name
         """Name and generation, such as `sweep.2`."""
@@ -40,27 +40,27 @@ class Register:
         self._study_id = generation.study_id
         self._optuna = storage.optuna
         self._over: dict[int, Trial] = {}
-        self._watch = Watch()
+        self._watch = TrialLeaseMonitor()
 
     @classmethod
     def open(
-        cls, storage: Storage, name: str, identity: Mapping[str, Any], space: Space, fork: bool = False
-    ) -> "Register":
+        cls, storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool = False
+    ) -> "TrialStore":
         """The newest generation of exactly this identity, made where there is none; see `generations.find_or_make`.
 
         Raises:
             SettingsError: the study has another identity, and `fork` is not set; or it is another program's.
         """
-        return cls(storage, study_versions.find_or_make(storage, name, identity, space, fork))
+        return cls(storage, study_versions.find_or_create(storage, name, identity, space, fork))
 
     @classmethod
-    def newest(cls, storage: Storage, name: str) -> "Register | None":
+    def newest(cls, storage: StudyStorage, name: str) -> "TrialStore | None":
         """The last generation, whatever its identity, to read what came of it; None where there is none."""
-        found = [one for one in study_versions.generations(storage, name) if one.identity is not None]
+        found = [one for one in study_versions.list_versions(storage, name) if one.identity is not None]
         return cls(storage, found[-1]) if found else None
 
     def locked(self) -> AbstractContextManager[None]:
-        """See `Storage.locked`."""
+        """See `StudyStorage.locked`."""
         return self.storage.locked()
 
     def trials(self) -> list[Trial]:
@@ -69,7 +69,7 @@ class Register:
             there = self._optuna.get_all_trials(self._study_id, deepcopy=False)
         found = []
         for frozen in there:
-            trial = self._over.get(frozen.number) or trial_serialization.record(self.study, frozen)
+            trial = self._over.get(frozen.number) or trial_serialization.deserialize_trial(self.study, frozen)
             if trial.is_over:
                 self._over[trial.number] = trial
             found.append(trial)
@@ -80,7 +80,7 @@ class Register:
         values: Mapping[str, Any],
         free: Free,
         run_id: str | None,
-        worker: Worker,
+        worker: SweepWorker,
         continues: int | None = None,
     ) -> int:
         """Add a trial that this worker trains from now on. Returns its number.
@@ -92,18 +92,18 @@ class Register:
             worker: who holds the lease.
             continues: number of the pruned trial that this one goes on with.
         """
-        lease = Lease.first(worker)
+        lease = TrialLease.first(worker)
         trial = Trial(
             number=0, values=dict(values), run_id=run_id, state="running", continues=continues, begun=lease.begun[0]
         )
-        return self._store(trial_serialization.begun(trial, free, lease))
+        return self._store(trial_serialization.serialize_running(trial, free, lease))
 
     def add(self, trial: Trial, free: Free) -> int:
         """Add a trial that is over already, such as one that is the same as another. Returns its new number."""
         if not trial.is_over:
             raise ValueError("a trial that runs is begun, not added")
         self._check(trial)
-        return self._store(trial_serialization.finished(trial, free))
+        return self._store(trial_serialization.serialize_finished(trial, free))
 
     def report(self, number: int, rows: int, value: float) -> None:
         """Note the validation loss after so many rows, unless it is known: a resumed run measures some again.
@@ -116,7 +116,7 @@ class Register:
             if rows not in frozen.intermediate_values:
                 self._optuna.set_trial_intermediate_value(trial_id, rows, float(value))
 
-    def finish(self, number: int, outcome: Trial, worker: Worker) -> None:
+    def finish(self, number: int, outcome: Trial, worker: SweepWorker) -> None:
         """Write what came of a trial. May be repeated when it was interrupted, by this worker or by the next one.
 
         Args:
@@ -135,15 +135,15 @@ class Register:
             for rows in sorted(outcome.curve.keys() - frozen.intermediate_values.keys()):
                 self._optuna.set_trial_intermediate_value(trial_id, rows, outcome.curve[rows])
             self._optuna.set_trial_user_attr(
-                trial_id, trial_serialization.OUTCOME, trial_serialization.outcome(outcome)
+                trial_id, trial_serialization.OUTCOME, trial_serialization.outcome_fields(outcome)
             )
             for key, value in trial_serialization.constraint_attributes(outcome, frozen).items():
                 self._optuna.set_trial_system_attr(trial_id, key, value)
-            state, values = trial_serialization.optuna_state(outcome), trial_serialization.objectives(outcome)
+            state, values = trial_serialization.to_optuna_state(outcome), trial_serialization.objective_values(outcome)
             if not self._optuna.set_trial_state_values(trial_id, state, values):
                 raise StorageError(f"{self.storage.where}: trial {number} was not written; repeat the command")
 
-    def renew(self, number: int, worker: Worker) -> None:
+    def renew(self, number: int, worker: SweepWorker) -> None:
         """Give a sign of life; needs no lock, so that it comes even while others hold the storage.
 
         Raises:
@@ -151,10 +151,10 @@ class Register:
         """
         with self._over_is_lost(number):
             trial_id, frozen, lease = self._held(number, worker)
-            self._optuna.set_trial_user_attr(trial_id, lease.sign_key, next_sign(lease.sign(frozen.user_attrs)))
+            self._optuna.set_trial_user_attr(trial_id, lease.sign_key, next_heartbeat(lease.sign(frozen.user_attrs)))
             self._held(number, worker)  # was it taken over in between? The sign that was given is nobody else's
 
-    def release(self, number: int, worker: Worker) -> None:
+    def release(self, number: int, worker: SweepWorker) -> None:
         """Give a trial back that is not finished: anybody may take it over at once.
 
         Raises:
@@ -164,7 +164,7 @@ class Register:
             trial_id, _, lease = self._held(number, worker)
             self._optuna.set_trial_user_attr(trial_id, LEASE, lease.given_back().document())
 
-    def take_over(self, worker: Worker, lease_s: float) -> Trial | None:
+    def take_over(self, worker: SweepWorker, lease_s: float) -> Trial | None:
         """Take up the first trial whose holder gave it back, died, or gave no sign of life for `lease_s` seconds.
 
         The last needs two calls at least so far apart, for time is measured by this process's own clock.
@@ -172,12 +172,12 @@ class Register:
         with self.locked(), self.storage.connected():
             running = self._optuna.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.RUNNING,))
             for frozen in sorted(running, key=lambda frozen: frozen.number):
-                lease = Lease.of(frozen.user_attrs)
+                lease = TrialLease.of(frozen.user_attrs)
                 still = 0.0 if lease is None else self._watch.still_for(frozen.number, lease.sign(frozen.user_attrs))
                 if lease and (lease.released or lease.workers[-1].is_gone(worker) or still >= lease_s):
                     trial_id = frozen._trial_id
                     self._optuna.set_trial_user_attr(trial_id, LEASE, lease.taken_by(worker).document())
-                    return trial_serialization.record(self.study, self._optuna.get_trial(trial_id))
+                    return trial_serialization.deserialize_trial(self.study, self._optuna.get_trial(trial_id))
         return None
 
     def note(self, key: str, value: Any) -> None:
@@ -205,16 +205,16 @@ class Register:
         trial_id = self._optuna.get_trial_id_from_study_id_trial_number(self._study_id, number)
         return trial_id, self._optuna.get_trial(trial_id)
 
-    def _held(self, number: int, worker: Worker) -> tuple[int, FrozenTrial, Lease]:
+    def _held(self, number: int, worker: SweepWorker) -> tuple[int, FrozenTrial, TrialLease]:
         trial_id, frozen = self._frozen(number)
-        lease = Lease.of(frozen.user_attrs)
+        lease = TrialLease.of(frozen.user_attrs)
         if frozen.state.is_finished():
-            raise LeaseLostError(
+            raise TrialLeaseLostError(
                 f"{self.study}, trial {number}: it is over; what {worker.name} knows of it is not written"
             )
         if lease is None or not lease.is_held_by(worker):
             holder = "nobody" if lease is None or lease.released else lease.workers[-1].name
-            raise LeaseLostError(
+            raise TrialLeaseLostError(
                 f"{self.study}, trial {number}: {holder} has it now; {worker.name} gave no sign of life for longer "
                 "than machine.lease_s, or gave it back, and writes nothing more about it"
             )
@@ -226,6 +226,6 @@ class Register:
             with self.storage.connected():
                 yield
         except UpdateFinishedTrialError as error:
-            raise LeaseLostError(
+            raise TrialLeaseLostError(
                 f"{self.study}, trial {number}: it is over; nothing more is written about it"
             ) from error

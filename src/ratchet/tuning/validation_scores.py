@@ -11,10 +11,17 @@ from ratchet import errors
 from ratchet.config.schema import Settings
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
 from ratchet.runs.directory import RunPaths
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import MEASURED, HeldOut, HeldOutJob, HeldOutLaunch, HeldOutMetric, answered
+from ratchet.storage.records.evaluation import (
+    MEASURED,
+    HeldOutJob,
+    HeldOutLaunch,
+    HeldOutMetric,
+    HeldOutScores,
+    read_held_out,
+)
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
 POLL_S = 0.1
@@ -24,11 +31,13 @@ TOLD = 400
 """Characters of a failure that is not one of ours, at most."""
 
 
-def _nothing() -> None:
+def _ignore_wait() -> None:
     """Nobody looks."""
 
 
-def ask(layout: Layout, settings: Settings, job: HeldOutJob, look: Callable[[], None] = _nothing) -> list[HeldOut]:
+def score_runs(
+    layout: ProjectLayout, settings: Settings, job: HeldOutJob, look: Callable[[], None] = _ignore_wait
+) -> list[HeldOutScores]:
     """Scores of the job's runs, in its order; no process is started where their directories keep all of them.
 
     Args:
@@ -45,25 +54,29 @@ def ask(layout: Layout, settings: Settings, job: HeldOutJob, look: Callable[[], 
     machine = settings.machine.model_copy(update={"studies": None})
     launch = HeldOutLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
-    found = _kept(layout, launch)
+    found = _read_kept_scores(layout, launch)
     if None in found:
-        _score(layout, launch, look)
-        found = _kept(layout, launch)
+        _run_scorer(layout, launch, look)
+        found = _read_kept_scores(layout, launch)
     if missing := [run_id for run_id, one in zip(job.run_ids, found, strict=True) if one is None]:
         raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read back; look at the disk")
     return [one for one in found if one is not None]
 
 
-def figures(
-    layout: Layout, settings: Settings, run_id: str, metrics: Sequence[str], look: Callable[[], None] = _nothing
+def score_run(
+    layout: ProjectLayout,
+    settings: Settings,
+    run_id: str,
+    metrics: Sequence[str],
+    look: Callable[[], None] = _ignore_wait,
 ) -> Mapping[str, float]:
-    """Figures of one run on sweep.rows validation rows, by metric. Raises as `ask`, and for unknown metrics."""
-    job = HeldOutJob(run_ids=(run_id,), metrics=tuple(map(measured, metrics)), rows=settings.sweep.rows)
-    [found] = ask(layout, settings, job, look)
+    """Figures of one run on sweep.rows validation rows, by metric. Raises as `score_runs`, and for unknown metrics."""
+    job = HeldOutJob(run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.rows)
+    [found] = score_runs(layout, settings, job, look)
     return {str(metric): value for metric, value in found.figures.items()}
 
 
-def measured(metric: str) -> HeldOutMetric:
+def parse_row_metric(metric: str) -> HeldOutMetric:
     """The metric, if it can be measured row by row. Raises SettingsError for others."""
     for known in MEASURED:
         if known == metric:
@@ -71,7 +84,7 @@ def measured(metric: str) -> HeldOutMetric:
     raise SettingsError(f"{metric}: no score of a row; there are: {', '.join(MEASURED)}")
 
 
-def _kept(layout: Layout, launch: HeldOutLaunch) -> list[HeldOut | None]:
+def _read_kept_scores(layout: ProjectLayout, launch: HeldOutLaunch) -> list[HeldOutScores | None]:
     question = launch.question(DatasetCard.load(layout.dataset_card))
     found = []
     for run_id in launch.job.run_ids:
@@ -79,11 +92,11 @@ def _kept(layout: Layout, launch: HeldOutLaunch) -> list[HeldOut | None]:
         if not paths.result.is_dir():
             raise DataError(f"run {run_id}: no result in {paths.root}; only what was trained to its end can be scored")
         report = TrainReport.load(paths.result / "train.json")
-        found.append(answered(paths.root, question, report.adapter_digest))
+        found.append(read_held_out(paths.root, question, report.adapter_digest))
     return found
 
 
-def _score(layout: Layout, launch: HeldOutLaunch, look: Callable[[], None]) -> None:
+def _run_scorer(layout: ProjectLayout, launch: HeldOutLaunch, look: Callable[[], None]) -> None:
     # Files, no pipes: whatever a library prints, nobody waits for a reader.
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -94,9 +107,9 @@ def _score(layout: Layout, launch: HeldOutLaunch, look: Callable[[], None]) -> N
             while (code := _wait(process, POLL_S)) is None:
                 look()
         finally:
-            _end(process)
+            _terminate(process)
         if code:
-            raise _failure(code, said, launch.job)
+            raise _read_failure(code, said, launch.job)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
@@ -106,7 +119,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     """Ask a process that still runs to end, and kill one that does not."""
     try:
         process.terminate()
@@ -116,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _failure(code: int, said: IO[bytes], job: HeldOutJob) -> RatchetError:
+def _read_failure(code: int, said: IO[bytes], job: HeldOutJob) -> RatchetError:
     """What the last line on stderr tells, as the exception that it was there."""
     said.seek(0)
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]

@@ -26,7 +26,7 @@ GONE_S = 60.0
 """For a process that was killed to be gone."""
 
 
-def shared_out(machine: Machine, workers: int) -> Machine:
+def divide_threads(machine: Machine, workers: int) -> Machine:
     """The machine as each of so many workers may use it: its cores divided, unless a number of threads is set.
 
     Threads beyond the cores make everything slower; two trainings on two cores with two threads each ran at a sixth.
@@ -36,7 +36,7 @@ def shared_out(machine: Machine, workers: int) -> Machine:
     return machine.model_copy(update={"threads": max(1, len(os.sched_getaffinity(0)) // workers)})
 
 
-def gpus() -> tuple[str, ...]:
+def visible_gpus() -> tuple[str, ...]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; asked without loading CUDA."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in named.split(",") if name)
@@ -44,7 +44,7 @@ def gpus() -> tuple[str, ...]:
     return tuple(str(number) for number in range(len(list(there.iterdir())))) if there.is_dir() else ()
 
 
-class Process(Protocol):
+class SweepWorkerProcess(Protocol):
     """A worker, wherever it runs."""
 
     lost: str
@@ -63,26 +63,26 @@ class Process(Protocol):
         """End it now."""
 
 
-class Engine(Protocol):
+class WorkerLauncher(Protocol):
     """Where workers are started."""
 
     losses: int
     """Workers lost with their nodes that are replaced in one place of the crew, at most."""
 
-    def start(self, number: int, log: Path) -> Process:
+    def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start the worker of this place; what it says is appended to the log."""
 
     def close(self) -> None:
         """Let go of whatever was opened; all workers have ended."""
 
 
-class _Local(subprocess.Popen[bytes]):
+class _LocalWorkerProcess(subprocess.Popen[bytes]):
     """A process of this machine is never lost: whoever would notice is gone with it."""
 
     lost = ""
 
 
-class Here:
+class LocalWorkerLauncher:
     """Workers are processes of this machine, each with a GPU of its own as long as there are enough.
 
     Args:
@@ -92,13 +92,13 @@ class Here:
     losses = 0
 
     def __init__(self, command: list[str]) -> None:
-        self._command, self._gpus = command, gpus()
+        self._command, self._gpus = command, visible_gpus()
 
-    def start(self, number: int, log: Path) -> Process:
+    def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start one."""
         with log.open("ab") as stream:
             # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
-            return _Local(
+            return _LocalWorkerProcess(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
                 env=os.environ | self._gpu_of(number),
@@ -114,12 +114,12 @@ class Here:
 
 
 @dataclass
-class Member:
+class WorkerSlot:
     """One place in the crew, and the process that fills it."""
 
     number: int
     log: Path
-    process: Process | None = None
+    process: SweepWorkerProcess | None = None
     began_s: float = 0.0
     again_s: float = 0.0
     """When to start the next one; monotonic."""
@@ -139,7 +139,7 @@ class Member:
 
 
 @dataclass
-class Kills:
+class WorkerKillInjector:
     """Workers killed on purpose: `ratchet sweep --chaos N` shows that it does not matter."""
 
     wanted: int
@@ -153,7 +153,7 @@ class Kills:
         self._draw = random.Random(self.seed)
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
 
-    def maybe(self, members: list[Member]) -> Member | None:
+    def maybe(self, members: list[WorkerSlot]) -> WorkerSlot | None:
         """The worker to be killed now, if it is time for one."""
         alive = [member for member in members if member.alive and time.monotonic() - member.began_s > self.gap_s[0] / 2]
         if len(self.done) >= self.wanted or time.monotonic() < self._next_s or not alive:
@@ -163,7 +163,7 @@ class Kills:
         return self._draw.choice(alive)
 
 
-class Crew:
+class WorkerPool:
     """Worker processes that share the study; each carries out one trial at a time.
 
     Args:
@@ -174,9 +174,16 @@ class Crew:
         say: told what happens.
     """
 
-    def __init__(self, engine: Engine, count: int, logs: Path, kills: Kills | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        engine: WorkerLauncher,
+        count: int,
+        logs: Path,
+        kills: WorkerKillInjector | None,
+        say: Callable[[str], None],
+    ) -> None:
         self._engine, self._kills, self._say = engine, kills, say
-        self.members = [Member(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
+        self.members = [WorkerSlot(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
 
     @property
     def alive(self) -> int:
@@ -204,7 +211,7 @@ class Crew:
             victim.process.kill()
         return not all(member.over for member in self.members)
 
-    def _tend(self, member: Member) -> None:
+    def _tend(self, member: WorkerSlot) -> None:
         if member.process is None:
             if time.monotonic() >= member.again_s:
                 self._start(member)
@@ -218,7 +225,7 @@ class Crew:
             member.again_s = time.monotonic() + AGAIN_S
             return
         if exit_code == InputError.exit_code:
-            raise InputError(f"worker {member.number}: {_last_words(member.log)}")
+            raise InputError(f"worker {member.number}: {_last_log_line(member.log)}")
         how = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
         member.deaths += 1
         if lost:
@@ -228,7 +235,7 @@ class Crew:
         self._say(f"worker {member.number} died ({how}); another takes its place, trials go on from their checkpoints")
         member.again_s = time.monotonic() + AGAIN_S * (1 + member.quick)
 
-    def _count_loss(self, member: Member, lost: str) -> None:
+    def _count_loss(self, member: WorkerSlot, lost: str) -> None:
         member.losses += 1
         if member.losses > self._engine.losses:
             raise RunFailedError(
@@ -236,17 +243,17 @@ class Crew:
                 f"machine.ray.restarts ({self._engine.losses}). Repeat the command to go on"
             )
 
-    def _count_death(self, member: Member) -> None:
+    def _count_death(self, member: WorkerSlot) -> None:
         lived_s = time.monotonic() - member.began_s
         member.quick = member.quick + 1 if lived_s < QUICK_S and not member.victim else 0
         member.victim = False
         if member.quick >= QUICK_DEATHS:
             raise RunFailedError(
                 f"worker {member.number} died {member.quick} times in a row within {QUICK_S:g} s: "
-                f"{_last_words(member.log)} (all of it: {member.log})"
+                f"{_last_log_line(member.log)} (all of it: {member.log})"
             )
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: WorkerSlot) -> None:
         member.process = self._engine.start(member.number, member.log)
         member.began_s = time.monotonic()
 
@@ -267,6 +274,6 @@ class Crew:
         self._engine.close()
 
 
-def _last_words(log: Path) -> str:
+def _last_log_line(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"

@@ -69,7 +69,7 @@ def test_code_that_the_base_brings_along_goes_with_the_merged_model(tmp_path: Pa
     (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | edit))
     chosen = small.settings(quantization="nf4")
     wanted = small.adapted(tmp_path / "adapter", base, chosen, small.card(remote_code=True))
-    assert streaming.merge(wanted, tmp_path / "merged", lambda *_: None).streamed
+    assert streaming.merge_model(wanted, tmp_path / "merged", lambda *_: None).streamed
     live = small.logits(small.trained(wanted))
     again = loading.load_plain(tmp_path / "merged", torch.float32, small.CPU, remote_code=True)
     assert type(again).__name__ == "MineForCausalLM"
@@ -107,7 +107,7 @@ def test_a_base_that_is_quantised_on_disk(family: str, tmp_path: Path) -> None:
     check(wanted, tmp_path / "merged")
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     with pytest.raises(SettingsError, match=r"export\.merge_base: original.*set export\.merge_base: dequantized"):
-        streaming.merge(replace(wanted, merge_base="original"), tmp_path / "no", lambda *_: None)
+        streaming.merge_model(replace(wanted, merge_base="original"), tmp_path / "no", lambda *_: None)
     assert not (tmp_path / "no").exists()
 
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import small_bases as small
-from ratchet.errors import BaseModelError, DamagedError, InputError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, InputError, SettingsError
 from ratchet.export.merge import recipe as recipes
 from ratchet.export.merge import streaming
-from ratchet.export.merge.recipe import Part
+from ratchet.export.merge.recipe import WeightedAdapter
 from ratchet.models import adapter_format, weights
 from ratchet.storage import files
 
@@ -45,10 +45,10 @@ def refused(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callab
         raise AssertionError("a weight was read")
 
     def refuse(kind: type[InputError], **changes: Any) -> str:
-        monkeypatch.setattr(weights.Reader, "__init__", read)
+        monkeypatch.setattr(weights.WeightReader, "__init__", read)
         given = {"train": small.settings(quantization="nf4")} | changes
         with pytest.raises(kind) as caught:
-            recipes.require(small.recipe(*place, **given))
+            recipes.require_mergeable(small.recipe(*place, **given))
         assert caught.value.exit_code == 2
         return str(caught.value)
 
@@ -66,7 +66,7 @@ def shorten(path: Path, count: int) -> None:
 
 
 def test_what_is_sound_is_not_refused(place: tuple[Path, Path]) -> None:
-    recipes.require(small.recipe(*place, train=small.settings(quantization="nf4")))
+    recipes.require_mergeable(small.recipe(*place, train=small.settings(quantization="nf4")))
 
 
 def test_an_adapter_of_another_base(refused: Any) -> None:
@@ -110,8 +110,16 @@ def test_a_damaged_shard_of_the_base(
             BaseModelError,
             f"{Q_A} is 4 x 32, its place 4 x 64",
         ),
-        (lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.nan), DamagedError, f"{Q_A} holds NaN or infinite numbers"),
-        (lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.inf), DamagedError, f"{Q_A} holds NaN or infinite numbers"),
+        (
+            lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.nan),
+            DamagedFileError,
+            f"{Q_A} holds NaN or infinite numbers",
+        ),
+        (
+            lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.inf),
+            DamagedFileError,
+            f"{Q_A} holds NaN or infinite numbers",
+        ),
     ],
     ids=["without a place", "missing", "shape", "NaN", "infinity"],
 )
@@ -142,17 +150,17 @@ def test_adapters_that_are_no_change_of_weights(
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_settings_of_an_adapter_that_cannot_be_read(content: str, place: tuple[Path, Path], refused: Any) -> None:
     (place[1] / adapter_format.CONFIG).write_text(content)
-    assert "adapter_config.json: cannot be read" in refused(DamagedError)
+    assert "adapter_config.json: cannot be read" in refused(DamagedFileError)
 
 
 def test_an_adapter_file_that_is_cut_short(place: tuple[Path, Path], refused: Any) -> None:
     shorten(place[1] / adapter_format.WEIGHTS, 1)
-    assert "adapter_model.safetensors: cannot be read" in refused(DamagedError)
+    assert "adapter_model.safetensors: cannot be read" in refused(DamagedFileError)
 
 
 def test_recipes_that_make_no_sense(place: tuple[Path, Path], refused: Any) -> None:
     assert "nothing to merge" in refused(SettingsError, parts=())
-    assert "has weight nan" in refused(SettingsError, parts=(Part(place[1], float("nan")),))
+    assert "has weight nan" in refused(SettingsError, parts=(WeightedAdapter(place[1], float("nan")),))
 
 
 def test_a_disk_that_is_full_half_way(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,5 +176,5 @@ def test_a_disk_that_is_full_half_way(place: tuple[Path, Path], monkeypatch: pyt
     monkeypatch.setattr(files, "before", full)
     wanted = small.recipe(*place, train=small.settings(quantization="nf4"))
     with pytest.raises(OSError, match="No space left"):
-        streaming.merge(wanted, place[0].parent / "merged", lambda *_: None)
+        streaming.merge_model(wanted, place[0].parent / "merged", lambda *_: None)
     assert not (place[0].parent / "merged" / "config.json").exists()

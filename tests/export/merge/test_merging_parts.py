@@ -14,7 +14,7 @@ import small_bases as small
 from merging_cases import ROUNDING
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.export.merge import plan, streaming
-from ratchet.export.merge.recipe import Part
+from ratchet.export.merge.recipe import WeightedAdapter
 from ratchet.export.merge.tensor_names import UnknownNamesError
 from ratchet.models import loading
 
@@ -42,7 +42,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def test_adapters_are_summed_by_their_weights(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, one, other = two
     before = tensors_of(base)
-    parts = (Part(one, 0.5), Part(other, -2.0))
+    parts = (WeightedAdapter(one, 0.5), WeightedAdapter(other, -2.0))
     found, both, _ = small.merge(small.recipe(base, *parts), tmp_path / "both")
     _, first, _ = small.merge(small.recipe(base, one), tmp_path / "first")
     _, second, _ = small.merge(small.recipe(base, other), tmp_path / "second")
@@ -52,7 +52,7 @@ def test_adapters_are_summed_by_their_weights(two: tuple[Path, Path, Path], tmp_
         assert not torch.allclose(both[name], before[name], atol=1e-2)
     assert torch.equal(second[DOWN], before[DOWN])  # the second knows q_proj only
     assert found.changed == 14
-    _, zero, _ = small.merge(small.recipe(base, Part(one, 0.0)), tmp_path / "zero")
+    _, zero, _ = small.merge(small.recipe(base, WeightedAdapter(one, 0.0)), tmp_path / "zero")
     assert all(torch.equal(zero[name], tensor) for name, tensor in before.items())
 
 
@@ -80,7 +80,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest(
     number: int, modules: tuple[str, ...], said: str, two: tuple[Path, Path, Path]
 ) -> None:
     with pytest.raises(SettingsError, match=r"export\.modules: " + said):
-        streaming.size_bytes(small.recipe(two[0], two[number], modules=modules))
+        streaming.merged_size_bytes(small.recipe(two[0], two[number], modules=modules))
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads
@@ -187,7 +187,7 @@ def test_a_learned_bias_of_a_layer_without_one_is_refused(tmp_path: Path) -> Non
     base = small.write_base(tmp_path / "base", "llama")
     small.write_foreign(tmp_path / "adapter", base, r=4, target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(BaseModelError, match=r"learned a bias for model\.layers\.0\.self_attn\.q_proj \(lora_bias\)"):
-        streaming.size_bytes(small.recipe(base, tmp_path / "adapter"))
+        streaming.merged_size_bytes(small.recipe(base, tmp_path / "adapter"))
 
 
 def test_modules_that_were_trained_as_a_whole(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_modules_that_were_trained_as_a_whole(tmp_path: Path) -> None:
     found, tensors, model = small.merge(small.recipe(base, tmp_path / "adapter"), tmp_path / "merged")
     assert found.changed == 2 + 2 + 6
     assert (small.logits(live) - small.logits(model)).abs().max() <= ROUNDING
-    half = small.recipe(base, Part(tmp_path / "adapter", 0.5))
+    half = small.recipe(base, WeightedAdapter(tmp_path / "adapter", 0.5))
     _, halves, _ = small.merge(half, tmp_path / "half")
     before = tensors_of(base)
     torch.testing.assert_close(halves["lm_head.weight"], (before["lm_head.weight"] + tensors["lm_head.weight"]) / 2)
@@ -223,12 +223,15 @@ def test_where_names_cannot_be_followed_the_model_is_merged_as_a_whole(
         raise UnknownNamesError("two tensors would have one name")
 
     monkeypatch.setattr(plan, "_require_read_back", strange)
-    found = streaming.merge(wanted, tmp_path / "whole", lambda *_: None)
+    found = streaming.merge_model(wanted, tmp_path / "whole", lambda *_: None)
     assert not found.streamed
     assert (found.changed, found.tied) == (streamed.changed, streamed.tied)
     whole = tensors_of(tmp_path / "whole")
     assert whole.keys() == tensors_of(tmp_path / "streamed").keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors_of(tmp_path / "streamed").items())
-    assert abs(streaming.size_bytes(wanted) - sum(f.stat().st_size for f in (tmp_path / "whole").iterdir())) < 20_000
+    assert (
+        abs(streaming.merged_size_bytes(wanted) - sum(f.stat().st_size for f in (tmp_path / "whole").iterdir()))
+        < 20_000
+    )
     texts = [(tmp_path / name / "config.json").read_text() for name in ("streamed", "whole")]
     assert json.loads(texts[0]) == json.loads(texts[1])

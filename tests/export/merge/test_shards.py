@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ratchet.export.merge import shards
-from ratchet.export.merge.shards import Entry
+from ratchet.export.merge.shards import TensorEntry
 
 TENSORS = {
     "d": torch.tensor([1.5, -2.5], dtype=torch.float64),
@@ -29,15 +29,15 @@ TENSORS = {
 }
 
 
-def entries(tensors: dict[str, Tensor]) -> list[Entry]:
-    return [Entry(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
+def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
+    return [TensorEntry(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
 
 
 def write(directory: Path, tensors: dict[str, Tensor], shard_bytes: int) -> list[int]:
     told: list[int] = []
-    shards.write(directory, entries(tensors), iter(tensors.items()), shard_bytes, told.append)
+    shards.write_shards(directory, entries(tensors), iter(tensors.items()), shard_bytes, told.append)
     written = sum(path.stat().st_size for path in directory.iterdir())
-    assert written == shards.size_bytes(entries(tensors), shard_bytes)
+    assert written == shards.shard_files_size_bytes(entries(tensors), shard_bytes)
     return told
 
 
@@ -89,13 +89,13 @@ def test_only_one_tensor_is_held(tmp_path: Path) -> None:
             yield name, tensor
             del tensor
 
-    announced = [Entry(name, (3, 5), torch.float32) for name in "abcd"]
-    shards.write(tmp_path, announced, making(), 130, lambda _: None)
+    announced = [TensorEntry(name, (3, 5), torch.float32) for name in "abcd"]
+    shards.write_shards(tmp_path, announced, making(), 130, lambda _: None)
     assert alive == [0, 0, 0, 0]
 
 
 def test_what_was_not_announced_is_never_written_silently(tmp_path: Path) -> None:
-    announced = [Entry("a", (2,), torch.float32)]
+    announced = [TensorEntry("a", (2,), torch.float32)]
     for name, tensor in (("b", torch.zeros(2)), ("a", torch.zeros(3)), ("a", torch.zeros(2).half())):
         with pytest.raises(RuntimeError, match="was announced"):
-            shards.write(tmp_path, announced, iter([(name, tensor)]), 100, lambda _: None)
+            shards.write_shards(tmp_path, announced, iter([(name, tensor)]), 100, lambda _: None)

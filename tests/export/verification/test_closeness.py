@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ratchet.errors import DamagedError
-from ratchet.export.verification.divergence import LEAST_NATS, closeness
+from ratchet.errors import DamagedFileError
+from ratchet.export.verification.divergence import LEAST_NATS, measure_closeness
 
 Numbers = NDArray[np.float32]
 
@@ -27,7 +27,7 @@ def targets(shapes: list[int]) -> list[list[int]]:
 def test_every_figure_is_its_definition() -> None:
     shapes = [3, 1, 5]
     reference, found = rows(1, shapes), rows(2, shapes)
-    close = closeness(reference, found, targets(shapes))
+    close = measure_closeness(reference, found, targets(shapes))
     p, q = (np.concatenate(one).astype(np.float64) for one in (reference, found))
     wanted = [token for row in targets(shapes) for token in row]
     likely = np.exp(p) > 1 / (1000 * 50)
@@ -45,7 +45,7 @@ def test_every_figure_is_its_definition() -> None:
 
 def test_the_same_is_nought_apart() -> None:
     shapes = [4, 2]
-    same = closeness(rows(1, shapes), rows(1, shapes), targets(shapes))
+    same = measure_closeness(rows(1, shapes), rows(1, shapes), targets(shapes))
     assert (same.max_difference, same.mean_difference, same.kl, same.max_kl, same.greedy_agreement) == (0, 0, 0, 0, 1)
     assert same.perplexity == same.reference_perplexity
 
@@ -54,7 +54,7 @@ def test_rounding_of_logarithms_is_no_divergence() -> None:
     """All of a distribution 1e-6 nats too high: the plain sum would say -1e-6, or +1e-6 the other way."""
     p = rows(1, [3])
     for shift in (1e-6, -1e-6):
-        close = closeness(p, [(one + np.float32(shift)).astype(np.float32) for one in p], targets([3]))
+        close = measure_closeness(p, [(one + np.float32(shift)).astype(np.float32) for one in p], targets([3]))
         assert close.kl < 1e-11
 
 
@@ -63,18 +63,18 @@ def test_what_is_hardly_possible_is_no_difference() -> None:
     p = np.log(np.array([[0.6, 0.4 - 1e-9, 1e-9]]))
     q = np.log(np.array([[0.6, 0.4 - 1e-7, 1e-7]]))
     assert np.abs(p - q).max() > 4
-    assert closeness([p.astype(np.float32)], [q.astype(np.float32)], [[0]]).max_difference < 1e-5
+    assert measure_closeness([p.astype(np.float32)], [q.astype(np.float32)], [[0]]).max_difference < 1e-5
 
 
 def test_a_token_that_is_ruled_out_is_a_large_and_finite_difference() -> None:
     p, q = np.log(np.array([[0.5, 0.5, 1e-30]])), np.log(np.array([[1.0, 1e-30, 1e-30]]))
     q[0, 1] = -np.inf
-    close = closeness([p.astype(np.float32)], [q.astype(np.float32)], [[1]])
+    close = measure_closeness([p.astype(np.float32)], [q.astype(np.float32)], [[1]])
     assert close.max_difference == pytest.approx(math.log(0.5) - LEAST_NATS, rel=1e-6)
     assert close.kl == pytest.approx(0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - LEAST_NATS), rel=1e-5)
     assert math.isfinite(close.perplexity)
     p[0, 2] = -np.inf
-    both = closeness([p.astype(np.float32)], [p.astype(np.float32)], [[2]])
+    both = measure_closeness([p.astype(np.float32)], [p.astype(np.float32)], [[2]])
     assert (both.kl, both.max_difference) == (0, 0)
 
 
@@ -82,17 +82,17 @@ def test_a_token_that_is_ruled_out_is_a_large_and_finite_difference() -> None:
 def test_no_numbers_are_refused(bad: float) -> None:
     reference, found = rows(1, [2]), rows(2, [2])
     found[0][1, 3] = bad
-    with pytest.raises(DamagedError, match="row 0: a log-probability is no number"):
-        closeness(reference, found, targets([2]))
+    with pytest.raises(DamagedFileError, match="row 0: a log-probability is no number"):
+        measure_closeness(reference, found, targets([2]))
 
 
 def test_another_vocabulary_is_refused() -> None:
-    with pytest.raises(DamagedError, match=r"row 0: log-probabilities of shape \(2, 49\) where .* has \(2, 50\)"):
-        closeness(rows(1, [2]), rows(2, [2], vocabulary=49), targets([2]))
+    with pytest.raises(DamagedFileError, match=r"row 0: log-probabilities of shape \(2, 49\) where .* has \(2, 50\)"):
+        measure_closeness(rows(1, [2]), rows(2, [2], vocabulary=49), targets([2]))
     with pytest.raises(ValueError, match="shorter"):
-        closeness(rows(1, [2, 2]), rows(2, [2]), targets([2, 2]))
+        measure_closeness(rows(1, [2, 2]), rows(2, [2]), targets([2, 2]))
     with pytest.raises(ValueError, match="no position"):
-        closeness([], [], [])
+        measure_closeness([], [], [])
 
 
 def test_one_row_at_a_time_is_in_memory() -> None:
@@ -105,7 +105,7 @@ def test_one_row_at_a_time_is_in_memory() -> None:
     one_row_bytes = size * vocabulary * 4
     tracemalloc.start()
     try:
-        closeness(made(1), made(100), [[0] * size] * many)
+        measure_closeness(made(1), made(100), [[0] * size] * many)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

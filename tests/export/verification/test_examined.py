@@ -14,15 +14,15 @@ import tiny_project
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import MASKED, Conversation
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.evaluation import rows as evaluated
-from ratchet.export.merge.recipe import Part, Recipe
+from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.export.verification import layers, merge_trial, parity, reference
-from ratchet.export.verification.parity import TorchModel
-from ratchet.export.verification.probe_inputs import Material, material, spread
+from ratchet.export.verification.parity import TorchRuntime
+from ratchet.export.verification.probe_inputs import ProbeInputs, choose_probe_inputs, spread_indices
 from ratchet.models import base_model, scoring
 from ratchet.models.device import Model
-from ratchet.models.runtimes.runtime import Runtime
+from ratchet.models.runtimes.runtime import ModelRuntime
 from ratchet.models.runtimes.tokenizer_probes import TEXTS
 from ratchet.storage.records.base import BaseCard
 from trained import merged_by_peft
@@ -44,14 +44,14 @@ class Project:
     """A project with an adapter, and what is asked."""
 
     layout: Any
-    recipe: Recipe
+    recipe: MergeRecipe
     tokenizer: Any
     test: Any
     ends: list[int]
 
     @property
-    def material(self) -> Material:
-        return material(self.test, self.tokenizer, SETTINGS, self.ends)
+    def material(self) -> ProbeInputs:
+        return choose_probe_inputs(self.test, self.tokenizer, SETTINGS, self.ends)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -74,17 +74,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         tiny_project.adapted(layout, SETTINGS)
     card = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, card)
-    made = Recipe(
-        base=path, card=card, train=SETTINGS.train, parts=(Part(layout.adapter),), modules=(),
+    made = MergeRecipe(
+        base=path, card=card, train=SETTINGS.train, parts=(WeightedAdapter(layout.adapter),), modules=(),
         merge_base="dequantized", dtype=torch.float32, device=CPU, shard_bytes=10**9,
     )  # fmt: skip
     tokenizer = base_model.load_tokenizer(path, None, card.added_tokens)
-    yield Project(layout, made, tokenizer, token_files.read(layout.data, "test"), [tokenizer.eos_token_id])
+    yield Project(layout, made, tokenizer, token_files.open_split(layout.data, "test"), [tokenizer.eos_token_id])
 
 
 @pytest.fixture(scope="module")
 def adapted(project: Project) -> Model:
-    return reference.combined(project.recipe)
+    return reference.load_adapted_model(project.recipe)
 
 
 def test_positions_are_those_of_learned_tokens(project: Project) -> None:
@@ -101,10 +101,10 @@ def test_positions_are_those_of_learned_tokens(project: Project) -> None:
 
 def test_prompts_and_answers_are_those_of_the_evaluation(project: Project) -> None:
     found, theirs = project.material, evaluated.read(project.layout, SETTINGS)
-    chosen = spread(len(theirs.ids), 8)
+    chosen = spread_indices(len(theirs.ids), 8)
     assert found.expected == [theirs.expected[i] for i in chosen]
     assert found.prompts == [
-        chat_template.prompt_ids(project.tokenizer, theirs.conversations[i].question) for i in chosen
+        chat_template.encode_prompt(project.tokenizer, theirs.conversations[i].question) for i in chosen
     ]
     assert (found.metric, found.max_new_tokens, found.ends) == ("accuracy", 8, project.ends)
     assert max(chosen) > len(theirs.ids) // 2, "not the first ones"
@@ -113,7 +113,7 @@ def test_prompts_and_answers_are_those_of_the_evaluation(project: Project) -> No
 
 def test_only_rows_that_the_evaluation_answers_are_asked(project: Project) -> None:
     few = SETTINGS.model_copy(update={"evaluate": SETTINGS.evaluate.model_copy(update={"generate_rows": 3})})
-    found = material(project.test, project.tokenizer, few, project.ends)
+    found = choose_probe_inputs(project.test, project.tokenizer, few, project.ends)
     assert len(found.prompts) == 3
     assert found.expected == evaluated.read(project.layout, few).expected
     assert len(found.rows) == 6
@@ -130,7 +130,7 @@ def test_the_metric_is_that_of_the_task(task: str, measures: Any, metric: str, p
             "evaluate": SETTINGS.evaluate.model_copy(update={"measures": measures}),
         }
     )
-    assert material(project.test, project.tokenizer, wanted, project.ends).metric == metric
+    assert choose_probe_inputs(project.test, project.tokenizer, wanted, project.ends).metric == metric
 
 
 def long_rows(answers: Sequence[int]) -> list[dict[str, Any]]:
@@ -147,26 +147,26 @@ def long_rows(answers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def test_long_answers_share_the_positions(project: Project) -> None:
-    found = material(long_rows([2, 100, 100, 0, 40]), project.tokenizer, SETTINGS, [1])
+    found = choose_probe_inputs(long_rows([2, 100, 100, 0, 40]), project.tokenizer, SETTINGS, [1])
     assert [len(positions) for positions in found.positions] == [2, 4, 5, 5] or sum(map(len, found.positions)) == 16
     assert len(found.positions[0]) == 2
     assert max(found.positions[1]) > 60, "spread over the answer"
     one = SETTINGS.model_copy(update={"export": SETTINGS.export.model_copy(update={"parity_positions": 1})})
-    assert [len(p) for p in material(long_rows([9, 9]), project.tokenizer, one, [1]).positions] == [1]
+    assert [len(p) for p in choose_probe_inputs(long_rows([9, 9]), project.tokenizer, one, [1]).positions] == [1]
     with pytest.raises(DataError, match="no test row has an answer token"):
-        material(long_rows([0, 0]), project.tokenizer, SETTINGS, [1])
+        choose_probe_inputs(long_rows([0, 0]), project.tokenizer, SETTINGS, [1])
 
 
 def test_spread_takes_what_is_asked_for() -> None:
-    assert spread(10, 3) == [0, 3, 6]
-    assert spread(2, 5) == [0, 1]
-    assert spread(0, 5) == []
+    assert spread_indices(10, 3) == [0, 3, 6]
+    assert spread_indices(2, 5) == [0, 1]
+    assert spread_indices(0, 5) == []
 
 
 def test_a_model_in_memory_is_a_runtime(project: Project, adapted: Model) -> None:
-    runtime: Runtime = TorchModel(adapted, project.tokenizer)
+    runtime: ModelRuntime = TorchRuntime(adapted, project.tokenizer)
     found = project.material
-    whole = scoring.logits_of(adapted, found.rows)
+    whole = scoring.collect_logits(adapted, found.rows)
     for ids, positions, logits in zip(found.rows, found.positions, whole, strict=True):
         for places in (positions, [0, 2, len(ids) - 1]):
             given = runtime.log_probabilities(ids, places)
@@ -186,16 +186,16 @@ def test_a_model_in_memory_is_a_runtime(project: Project, adapted: Model) -> Non
 
 
 def test_the_same_model_is_found_the_same(project: Project, adapted: Model) -> None:
-    runtime, asked = TorchModel(adapted, project.tokenizer), project.material
-    said = parity.reference_of(runtime, asked, silent)
-    found = parity.examine(runtime, said, asked, project.decode, exact, silent)
+    runtime, asked = TorchRuntime(adapted, project.tokenizer), project.material
+    said = parity.collect_reference(runtime, asked, silent)
+    found = parity.examine_format(runtime, said, asked, project.decode, exact, silent)
     assert (found.closeness.max_difference, found.closeness.kl, found.closeness.greedy_agreement) == (0, 0, 1)
     assert (found.task.difference, found.task.same_answers, found.task.rows) == (0, 1, 8)
     assert found.texts_tokenised == found.texts == len(asked.texts) > len(TEXTS)
     assert found.tokens_per_second > 0
 
 
-class Spoilt(TorchModel):
+class Spoilt(TorchRuntime):
     """A form whose runtime cuts texts otherwise and says other things."""
 
     def token_ids(self, text: str) -> list[int]:
@@ -210,8 +210,8 @@ class Spoilt(TorchModel):
 
 def test_another_form_is_found_another(project: Project, adapted: Model) -> None:
     asked = project.material
-    said = parity.reference_of(TorchModel(adapted, project.tokenizer), asked, silent)
-    found = parity.examine(Spoilt(adapted, project.tokenizer), said, asked, project.decode, exact, silent)
+    said = parity.collect_reference(TorchRuntime(adapted, project.tokenizer), asked, silent)
+    found = parity.examine_format(Spoilt(adapted, project.tokenizer), said, asked, project.decode, exact, silent)
     assert found.closeness.kl > 0.01
     assert found.closeness.greedy_agreement < 0.5
     assert found.task.same_answers < 1
@@ -219,26 +219,29 @@ def test_another_form_is_found_another(project: Project, adapted: Model) -> None
 
 
 def test_nothing_to_answer_is_no_score(project: Project, adapted: Model) -> None:
-    runtime = TorchModel(adapted, project.tokenizer)
-    asked = material(project.test, project.tokenizer, SETTINGS, project.ends)
+    runtime = TorchRuntime(adapted, project.tokenizer)
+    asked = choose_probe_inputs(project.test, project.tokenizer, SETTINGS, project.ends)
     for part in (asked.prompts, asked.expected, asked.groups):
         part.clear()
-    said = parity.reference_of(runtime, asked, silent)
-    found = parity.examine(runtime, said, asked, project.decode, exact, silent)
+    said = parity.collect_reference(runtime, asked, silent)
+    found = parity.examine_format(runtime, said, asked, project.decode, exact, silent)
     assert (found.task, found.tokens_per_second) == (None, 0.0)
 
 
 def test_a_merge_is_tried_against_what_was_trained(project: Project, adapted: Model) -> None:
     asked = project.material
-    trained, recording = merge_trial.logits_of(adapted, asked, silent), layers.record(adapted, asked.rows)
-    original = reference.combined(project.recipe, "original")
+    trained, recording = (
+        merge_trial.reference_logits(adapted, asked, silent),
+        layers.record_activations(adapted, asked.rows),
+    )
+    original = reference.load_adapted_model(project.recipe, "original")
     kl = {}
     for kind, model, heard in (
         ("dequantized", adapted, recording),
-        ("original", original, layers.record(original, asked.rows)),
+        ("original", original, layers.record_activations(original, asked.rows)),
     ):
         merged = merged_in_memory(project, model)
-        found = merge_trial.trial(kind, merged, torch.float32, trained, heard, asked)
+        found = merge_trial.measure_merge(kind, merged, torch.float32, trained, heard, asked)
         assert found.merge_base == kind
         assert found.parity.rows == 6
         assert found.parity.tokens == sum(map(len, asked.positions))
@@ -247,8 +250,10 @@ def test_a_merge_is_tried_against_what_was_trained(project: Project, adapted: Mo
     assert kl["dequantized"][1] <= 1e-4
     assert kl["dequantized"][0] <= 1e-10
     assert all(a > 10 * b for a, b in zip(kl["original"], kl["dequantized"], strict=True))
-    with pytest.raises(DamagedError, match="is off by"):  # the other's reference
-        merge_trial.trial("original", merged_in_memory(project, original), torch.float32, trained, recording, asked)
+    with pytest.raises(DamagedFileError, match="is off by"):  # the other's reference
+        merge_trial.measure_merge(
+            "original", merged_in_memory(project, original), torch.float32, trained, recording, asked
+        )
 
 
 def merged_in_memory(project: Project, model: Model) -> Model:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import families
 from ratchet.config.train import Train
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.export.verification import divergence, layers, reference
 from ratchet.models import adapters, loading
 from ratchet.models.device import Model
@@ -28,7 +28,7 @@ class Made:
         self.base = write_base(folder / "base", family, **changes)
         self.adapter = write_adapter(folder / "adapter", self.base, chosen, strength=strength)
         self.chosen = chosen
-        self.recording = layers.record(self.adapted(), ROWS)
+        self.recording = layers.record_activations(self.adapted(), ROWS)
         self.merged = merged_by_peft(self.base, self.adapter, chosen)
 
     def adapted(self) -> Model:
@@ -52,7 +52,7 @@ def llama(made_once: Made) -> Made:
 def test_a_right_merge_passes_in_every_family(family: str, tmp_path: Path) -> None:
     plain = {"quantization": "none"} if family == "mamba" else {"quantization": "nf4"}
     made = Made(tmp_path, family, settings(**plain, **TARGETS.get(family, {})))
-    found = layers.check(made.recording, made.merged, torch.float32)
+    found = layers.check_merge(made.recording, made.merged, torch.float32)
     assert found.layers == families.LAYERS
     assert found.modules >= 10
     assert found.tolerance == divergence.SUMS
@@ -69,7 +69,7 @@ def test_a_merge_that_is_stored_in_half_passes_by_the_rounding_of_its_type(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     made = Made(tmp_path, family, settings(quantization="nf4"), strength=0.05)
-    found = layers.check(made.recording, made.merged.to(dtype), dtype)
+    found = layers.check_merge(made.recording, made.merged.to(dtype), dtype)
     assert found.tolerance == pytest.approx(divergence.SUMS + 4 * torch.finfo(dtype).eps)
     # It is measured: in the tolerance of float32 it would not have passed.
     assert found.worst[0].max_difference > divergence.SUMS * found.worst[0].scale
@@ -78,8 +78,8 @@ def test_a_merge_that_is_stored_in_half_passes_by_the_rounding_of_its_type(
             (name, one) for name, one in made.merged.named_modules() if name.endswith((".o_proj", ".c_proj"))
         )
         leaf.weight *= 1.1
-    with pytest.raises(DamagedError, match=rf"{name} is off"):
-        layers.check(made.recording, made.merged, dtype)
+    with pytest.raises(DamagedFileError, match=rf"{name} is off"):
+        layers.check_merge(made.recording, made.merged, dtype)
 
 
 def weight(merged: Model, name: str) -> torch.Tensor:
@@ -111,18 +111,18 @@ FAULTS: dict[str, tuple[Callable[[Model], Any], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_is_named(fault: str, llama: Made) -> None:
     change, said = FAULTS[fault]
-    layers.check(llama.recording, llama.merged, torch.float32)
+    layers.check_merge(llama.recording, llama.merged, torch.float32)
     with torch.no_grad():
         change(llama.merged)
-    with pytest.raises(DamagedError, match=said):
-        layers.check(llama.recording, llama.merged, torch.float32)
+    with pytest.raises(DamagedFileError, match=said):
+        layers.check_merge(llama.recording, llama.merged, torch.float32)
 
 
 def test_an_adapter_that_is_missing_in_one_layer_is_named(llama: Made) -> None:
     bare = loading.load_plain(llama.base, torch.float32, CPU)
     llama.merged.model.layers[1].self_attn.o_proj = bare.model.layers[1].self_attn.o_proj
-    with pytest.raises(DamagedError, match=r"model\.layers\.1\.self_attn\.o_proj is off"):
-        layers.check(llama.recording, llama.merged, torch.float32)
+    with pytest.raises(DamagedFileError, match=r"model\.layers\.1\.self_attn\.o_proj is off"):
+        layers.check_merge(llama.recording, llama.merged, torch.float32)
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
@@ -133,8 +133,8 @@ def test_a_merge_that_equals_the_base_is_refused(quantization: str, tmp_path: Pa
     nothing = write_adapter(tmp_path / "nothing" / "adapter", made.base, chosen, strength=0.0)
     base = merged_by_peft(made.base, nothing, chosen)
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(DamagedError, match="the merge equals the base: no update arrived"):
-            layers.check(made.recording, base.to(dtype), dtype)
+        with pytest.raises(DamagedFileError, match="the merge equals the base: no update arrived"):
+            layers.check_merge(made.recording, base.to(dtype), dtype)
 
 
 def test_a_wrong_scaling_is_refused(tmp_path: Path) -> None:
@@ -143,22 +143,22 @@ def test_a_wrong_scaling_is_refused(tmp_path: Path) -> None:
     config = made.adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"use_rslora": true', '"use_rslora": false'))
     wrong = merged_by_peft(made.base, made.adapter, made.chosen)
-    with pytest.raises(DamagedError, match=r"is off by .* more are off"):
-        layers.check(made.recording, wrong, torch.float32)
+    with pytest.raises(DamagedFileError, match=r"is off by .* more are off"):
+        layers.check_merge(made.recording, wrong, torch.float32)
 
 
 def test_an_adapter_that_changes_nothing_is_told_and_not_refused(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", settings(quantization="nf4"), strength=0.0)
-    assert layers.check(made.recording, made.merged, torch.float32).moved == 0.0
+    assert layers.check_merge(made.recording, made.merged, torch.float32).moved == 0.0
 
 
 def test_fused_experts_are_seen_by_their_layer(tmp_path: Path) -> None:
     made = Made(tmp_path, "mixtral", settings(targets=["experts.gate_up_proj", "experts.down_proj"]))
-    assert layers.check(made.recording, made.merged, torch.float32).moved > 0.01
+    assert layers.check_merge(made.recording, made.merged, torch.float32).moved > 0.01
     with torch.no_grad():
         made.merged.model.layers[1].mlp.experts.down_proj *= 1.01
-    with pytest.raises(DamagedError, match=r"given the same input, model\.layers\.1 is off"):
-        layers.check(made.recording, made.merged, torch.float32)
+    with pytest.raises(DamagedFileError, match=r"given the same input, model\.layers\.1 is off"):
+        layers.check_merge(made.recording, made.merged, torch.float32)
 
 
 def test_a_layer_is_held_against_what_it_adds(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_a_layer_is_held_against_what_it_adds(tmp_path: Path) -> None:
     with torch.no_grad():
         for model in (plain := made.merged, adapted := made.adapted()):
             model.get_input_embeddings().weight[:, 3] = 500.0
-        recording = layers.record(adapted, ROWS)
-        layers.check(recording, plain, torch.float32)
+        recording = layers.record_activations(adapted, ROWS)
+        layers.check_merge(recording, plain, torch.float32)
         plain.model.layers[0].mlp.experts.down_proj *= 1.01
-    with pytest.raises(DamagedError, match=r"model\.layers\.0 is off"):
-        layers.check(recording, plain, torch.float32)
+    with pytest.raises(DamagedFileError, match=r"model\.layers\.0 is off"):
+        layers.check_merge(recording, plain, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -191,34 +191,36 @@ def test_a_model_of_another_shape_is_refused(changes: dict[str, Any], text: str,
         for name, tensor in other.state_dict().items():
             if name in mine and mine[name].shape == tensor.shape:
                 tensor.copy_(mine[name])
-    with pytest.raises(DamagedError, match=text):
-        layers.check(llama.recording, other, torch.float32)
+    with pytest.raises(DamagedFileError, match=text):
+        layers.check_merge(llama.recording, other, torch.float32)
 
 
 def test_base_and_adapter_that_compute_no_numbers_are_refused(llama: Made) -> None:
     adapted = llama.adapted()
     with torch.no_grad():
         adapted.get_base_model().model.layers[1].input_layernorm.weight[0] = float("inf")
-    with pytest.raises(DamagedError, match=r"model\.layers\.1\.input_layernorm: base \+ adapter computes what is no"):
-        layers.record(adapted, ROWS)
+    with pytest.raises(
+        DamagedFileError, match=r"model\.layers\.1\.input_layernorm: base \+ adapter computes what is no"
+    ):
+        layers.record_activations(adapted, ROWS)
 
 
 def test_what_was_read_from_disk_is_the_same(llama: Made, tmp_path: Path) -> None:
     llama.merged.save_pretrained(tmp_path / "merged")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in read.state_dict().items()}
-    layers.check(llama.recording, read, torch.float32)
+    layers.check_merge(llama.recording, read, torch.float32)
     assert all(torch.equal(tensor, before[name]) for name, tensor in read.state_dict().items())
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_training_in_bfloat16_is_checked_in_float32(quantization: str, tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", settings(quantization=quantization, compute_dtype="bfloat16"), strength=0.05)
-    assert layers.check(made.recording, made.merged, torch.float32).tolerance > 0.03
-    sharp = layers.record(reference.in_float32(made.adapted()), ROWS)
-    assert layers.check(sharp, made.merged, torch.float32).tolerance == divergence.SUMS
+    assert layers.check_merge(made.recording, made.merged, torch.float32).tolerance > 0.03
+    sharp = layers.record_activations(reference.compute_in_float32(made.adapted()), ROWS)
+    assert layers.check_merge(sharp, made.merged, torch.float32).tolerance == divergence.SUMS
     with torch.no_grad():
         made.merged.model.layers[0].mlp.down_proj.weight *= 1.005
-    layers.check(made.recording, made.merged, torch.float32)  # lost in the rounding of bfloat16
-    with pytest.raises(DamagedError, match=r"model\.layers\.0\.mlp\.down_proj is off"):
-        layers.check(sharp, made.merged, torch.float32)
+    layers.check_merge(made.recording, made.merged, torch.float32)  # lost in the rounding of bfloat16
+    with pytest.raises(DamagedFileError, match=r"model\.layers\.0\.mlp\.down_proj is off"):
+        layers.check_merge(sharp, made.merged, torch.float32)

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
 from ratchet.export.merge import streaming
-from ratchet.export.merge.recipe import MergeBase, Part, Recipe
+from ratchet.export.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.export.verification import layers, reference
 from ratchet.models import adapters as adapter
 from ratchet.models import base_model, loading, scoring, vocabulary
@@ -35,15 +35,17 @@ def with_tokenizer(base: Path) -> Path:
     return base
 
 
-def adapters(folder: Path, base: Path, kinds: Sequence[Train], seed: int = 0, strength: float = 0.2) -> list[Part]:
+def adapters(
+    folder: Path, base: Path, kinds: Sequence[Train], seed: int = 0, strength: float = 0.2
+) -> list[WeightedAdapter]:
     """Two of these kinds, with the weights of these tests."""
     return [
-        Part(write_adapter(folder / f"adapter{n}", base, kind, seed=seed + n, strength=strength), weight)
+        WeightedAdapter(write_adapter(folder / f"adapter{n}", base, kind, seed=seed + n, strength=strength), weight)
         for n, (kind, weight) in enumerate(zip(kinds, WEIGHTS, strict=True))
     ]
 
 
-def recipe(base: Path, chosen: Train, parts: Sequence[Part], **changes: Any) -> Recipe:
+def recipe(base: Path, chosen: Train, parts: Sequence[WeightedAdapter], **changes: Any) -> MergeRecipe:
     card = BaseCard(
         source="here", revision=None, digest="base", files={}, architecture="", parameters=1, licence=None,
         added_tokens=changes.pop("added_tokens", ()),
@@ -51,14 +53,14 @@ def recipe(base: Path, chosen: Train, parts: Sequence[Part], **changes: Any) -> 
     wanted: dict[str, Any] = {
         "modules": (), "merge_base": "dequantized", "dtype": torch.float32, "device": CPU, "shard_bytes": 10**9
     } | changes  # fmt: skip
-    return Recipe(base=base, card=card, train=chosen, parts=tuple(parts), **wanted)
+    return MergeRecipe(base=base, card=card, train=chosen, parts=tuple(parts), **wanted)
 
 
 def logits(model: Model) -> Tensor:
-    return torch.cat(scoring.logits_of(model, ROWS))
+    return torch.cat(scoring.collect_logits(model, ROWS))
 
 
-def summed(base: Path, chosen: Train, parts: Sequence[Part]) -> Model:
+def summed(base: Path, chosen: Train, parts: Sequence[WeightedAdapter]) -> Model:
     """W + sum w_i (merged_i - W) for every tensor, where each merged_i is peft's own merge of one adapter."""
     (base.parent / "none").mkdir(exist_ok=True)
     nothing = base.parent / "none" / "adapter"
@@ -79,11 +81,11 @@ def summed(base: Path, chosen: Train, parts: Sequence[Part]) -> Model:
 def test_one_adapter_is_what_was_trained_to_the_last_bit(quantization: str, tmp_path: Path) -> None:
     base, chosen = with_tokenizer(write_base(tmp_path / "base", "llama")), settings(quantization=quantization)
     saved = write_adapter(tmp_path / "adapter", base, chosen)
-    found = reference.combined(recipe(base, chosen, [Part(saved)]))
+    found = reference.load_adapted_model(recipe(base, chosen, [WeightedAdapter(saved)]))
     trained = adapter.load(loading.load(base, None, chosen, CPU), saved)
     assert torch.equal(logits(found), logits(trained))
     assert not any(parameter.requires_grad for parameter in found.parameters())
-    with reference.bare(found):
+    with reference.disable_adapters(found):
         assert torch.equal(logits(found), logits(loading.load(base, None, chosen, CPU)))
     assert torch.equal(logits(found), logits(trained))
 
@@ -104,8 +106,8 @@ def test_adapters_are_added_by_their_weights(kind: str, family: str, tmp_path: P
     kinds = [settings(quantization=quantization, **more) for more in KINDS[kind]]
     parts = adapters(tmp_path, base, kinds, seed=3)
     chosen = settings(quantization=quantization)
-    model, oracle = reference.combined(recipe(base, chosen, parts)), summed(base, chosen, parts)
-    found = layers.check(layers.record(model, ROWS), oracle, torch.float32)
+    model, oracle = reference.load_adapted_model(recipe(base, chosen, parts)), summed(base, chosen, parts)
+    found = layers.check_merge(layers.record_activations(model, ROWS), oracle, torch.float32)
     assert found.moved > 0.01
     assert (logits(model) - logits(oracle)).abs().max() <= 1e-4
 
@@ -114,10 +116,15 @@ def test_adapters_of_fused_experts_are_added_by_their_weights(tmp_path: Path) ->
     base = with_tokenizer(write_base(tmp_path / "base", "mixtral"))
     chosen = settings(targets=["experts.gate_up_proj", "experts.down_proj", "q_proj"])
     parts = adapters(tmp_path, base, [chosen, chosen], strength=0.1)
-    model, oracle = reference.combined(recipe(base, chosen, parts)), summed(base, chosen, parts)
-    assert layers.check(layers.record(model, ROWS), oracle, torch.float32).moved > 0.01
-    alone = reference.combined(recipe(base, chosen, [parts[0]]))
-    assert layers.check(layers.record(alone, ROWS), summed(base, chosen, [parts[0]]), torch.float32).moved > 0.01
+    model, oracle = reference.load_adapted_model(recipe(base, chosen, parts)), summed(base, chosen, parts)
+    assert layers.check_merge(layers.record_activations(model, ROWS), oracle, torch.float32).moved > 0.01
+    alone = reference.load_adapted_model(recipe(base, chosen, [parts[0]]))
+    assert (
+        layers.check_merge(
+            layers.record_activations(alone, ROWS), summed(base, chosen, [parts[0]]), torch.float32
+        ).moved
+        > 0.01
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"adapter": "dora"}], ids=["lora", "dora"])
@@ -126,20 +133,20 @@ def test_adapters_of_fused_experts_are_added_by_their_weights(tmp_path: Path) ->
 )
 def test_only_some_modules(patterns: tuple[str, ...], more: dict[str, Any], tmp_path: Path) -> None:
     base, chosen = with_tokenizer(write_base(tmp_path / "base", "llama")), settings(quantization="nf4", **more)
-    part = Part(write_adapter(tmp_path / "adapter", base, chosen))
+    part = WeightedAdapter(write_adapter(tmp_path / "adapter", base, chosen))
     wanted = recipe(base, chosen, [part], modules=patterns)
     oracle, whole = summed(base, chosen, []), summed(base, chosen, [part])
     with torch.no_grad():
         for name, module in oracle.named_modules():
             if wanted.takes(name) and isinstance(module, torch.nn.Linear):
                 module.weight.copy_(whole.get_submodule(name).weight)
-    model = reference.combined(wanted)
-    recording = layers.record(model, ROWS)
-    assert layers.check(recording, oracle, torch.float32).moved > 0.01
+    model = reference.load_adapted_model(wanted)
+    recording = layers.record_activations(model, ROWS)
+    assert layers.check_merge(recording, oracle, torch.float32).moved > 0.01
     assert torch.cat(recording.bare_logits).sub(torch.cat(recording.logits)).abs().max() > 0.01
     assert (logits(model) - logits(oracle)).abs().max() <= 1e-4, "bare() must not put taken adapters back"
-    with pytest.raises(DamagedError, match="is off"):
-        layers.check(recording, whole, torch.float32)
+    with pytest.raises(DamagedFileError, match="is off"):
+        layers.check_merge(recording, whole, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -151,15 +158,15 @@ def test_rows_of_the_same_tokens_are_added(family: str, tmp_path: Path) -> None:
     for number, weight in enumerate((0.5, 1.0)):
         model = loading.load(base, card, chosen, CPU)
         tokenizer = base_model.open_tokenizer(base)
-        vocabulary.add(tokenizer, tokens)
-        made = adapter.attach(model, chosen, "base", vocabulary.new_tokens(tokenizer, card, model))
+        vocabulary.add_tokens(tokenizer, tokens)
+        made = adapter.attach(model, chosen, "base", vocabulary.list_new_token_ids(tokenizer, card, model))
         disturb(made, seed=number)
         folder = tmp_path / f"adapter{number}"
         folder.mkdir()
         adapter.save(made, folder, "base")
-        parts.append(Part(folder, weight))
+        parts.append(WeightedAdapter(folder, weight))
     wanted = recipe(base, chosen, parts, added_tokens=tokens)
-    found = reference.combined(wanted)
+    found = reference.load_adapted_model(wanted)
     embedding = found.get_input_embeddings()
     ids = torch.tensor([[96, 97, 5]])
     bare = loading.load(base, card, chosen, CPU).get_input_embeddings()(ids)
@@ -171,7 +178,7 @@ def test_rows_of_the_same_tokens_are_added(family: str, tmp_path: Path) -> None:
     assert (
         head(expected)[0, :, 96] != loading.load(base, card, chosen, CPU).get_output_embeddings()(expected)[0, :, 96]
     ).all()
-    layers.record(found, [[96, 5, 97, 4, 3]])
+    layers.record_activations(found, [[96, 5, 97, 4, 3]])
 
 
 def made_elsewhere(base: Path, folder: Path, seed: int, chosen: Train | None = None, **more: Any) -> Path:
@@ -196,22 +203,26 @@ def made_elsewhere(base: Path, folder: Path, seed: int, chosen: Train | None = N
 def test_what_other_adapters_bring_is_added_too(more: dict[str, Any], tmp_path: Path) -> None:
     base, chosen = with_tokenizer(write_base(tmp_path / "base", "qwen2")), settings()
     parts = [
-        Part(made_elsewhere(base, tmp_path / f"adapter{n}", n, **more), weight) for n, weight in enumerate(WEIGHTS)
+        WeightedAdapter(made_elsewhere(base, tmp_path / f"adapter{n}", n, **more), weight)
+        for n, weight in enumerate(WEIGHTS)
     ]
     bare = logits(loading.load(base, None, chosen, CPU))
     for some in (parts[:1], parts):
-        model = reference.combined(recipe(base, chosen, some))
-        assert layers.check(layers.record(model, ROWS), summed(base, chosen, some), torch.float32).moved > 0.01
-        with reference.bare(model):
+        model = reference.load_adapted_model(recipe(base, chosen, some))
+        assert (
+            layers.check_merge(layers.record_activations(model, ROWS), summed(base, chosen, some), torch.float32).moved
+            > 0.01
+        )
+        with reference.disable_adapters(model):
             assert torch.equal(logits(model), bare)
 
 
 def test_biases_of_an_adapter_are_recorded_in_float32_too(tmp_path: Path) -> None:
     base = with_tokenizer(write_base(tmp_path / "base", "qwen2"))
     chosen = settings(compute_dtype="bfloat16")
-    part = Part(made_elsewhere(base, tmp_path / "adapter", 1, chosen, bias="all"))
-    model = reference.in_float32(reference.combined(recipe(base, chosen, [part])))
-    recording = layers.record(model, ROWS)
+    part = WeightedAdapter(made_elsewhere(base, tmp_path / "adapter", 1, chosen, bias="all"))
+    model = reference.compute_in_float32(reference.load_adapted_model(recipe(base, chosen, [part])))
+    recording = layers.record_activations(model, ROWS)
     assert recording.dtype == torch.float32
     assert not torch.equal(torch.cat(recording.logits), torch.cat(recording.bare_logits))
 
@@ -220,10 +231,10 @@ def test_biases_of_an_adapter_are_recorded_in_float32_too(tmp_path: Path) -> Non
 def test_the_original_base_is_that_of_the_files(quantization: str, tmp_path: Path) -> None:
     base = with_tokenizer(write_base(tmp_path / "base", "llama"))
     chosen = settings(quantization=quantization, compute_dtype="bfloat16")
-    part = Part(write_adapter(tmp_path / "adapter", base, chosen))
+    part = WeightedAdapter(write_adapter(tmp_path / "adapter", base, chosen))
     found: dict[MergeBase, Tensor] = {}
     for kind in ("dequantized", "original"):
-        found[kind] = logits(reference.combined(recipe(base, chosen, [part]), kind))
+        found[kind] = logits(reference.load_adapted_model(recipe(base, chosen, [part]), kind))
     plain = adapter.load(loading.load_plain(base, torch.float32, CPU), part.adapter)
     assert (found["original"] - logits(plain)).abs().max() <= 1e-5
     assert (found["original"] - found["dequantized"]).abs().max() > 1e-3
@@ -236,20 +247,24 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other", wide, chosen)
     deep = write_base(tmp_path / "deep", "llama", num_hidden_layers=3)
     deeper = write_adapter(tmp_path / "deeper", deep, chosen)
-    for parts in ([Part(other)], [Part(good), Part(other)], [Part(good), Part(deeper)]):
+    for parts in (
+        [WeightedAdapter(other)],
+        [WeightedAdapter(good), WeightedAdapter(other)],
+        [WeightedAdapter(good), WeightedAdapter(deeper)],
+    ):
         with pytest.raises(BaseModelError, match=r"(other|deeper): the adapter does not fit"):
-            reference.combined(recipe(base, chosen, parts))
+            reference.load_adapted_model(recipe(base, chosen, parts))
 
 
 def test_saved_modules_of_other_shapes_cannot_be_weighted(tmp_path: Path) -> None:
     base, chosen = with_tokenizer(write_base(tmp_path / "base", "qwen2")), settings()
-    model = reference.combined(
-        recipe(base, chosen, [Part(made_elsewhere(base, tmp_path / "a", 1, modules_to_save=["lm_head"]))])
+    model = reference.load_adapted_model(
+        recipe(base, chosen, [WeightedAdapter(made_elsewhere(base, tmp_path / "a", 1, modules_to_save=["lm_head"]))])
     )
     head = model.get_base_model().lm_head
     head.modules_to_save["default"].weight.data = torch.zeros(3, 3)
     with pytest.raises(SettingsError, match="whole Linear of another shape"):
-        reference._put_together(model, {"default": 0.5})
+        reference._combine_adapters(model, {"default": 0.5})
 
 
 @pytest.mark.parametrize("merge_base", ["dequantized", "original"])
@@ -262,7 +277,7 @@ def test_what_the_merge_writes_is_what_peft_computes(
     chosen = settings(quantization="nf4", compute_dtype=compute_dtype)
     parts = adapters(tmp_path, base, [settings(adapter="dora"), settings(rank_stabilized=True)], strength=0.1)
     wanted = recipe(base, chosen, parts, merge_base=merge_base, modules=("mlp.up_proj", r".*layers\.1\.self_attn.*"))
-    streaming.merge(wanted, tmp_path / "merged", lambda *_: None)
+    streaming.merge_model(wanted, tmp_path / "merged", lambda *_: None)
     merged = loading.load_plain(tmp_path / "merged", torch.float32, CPU)
-    model = reference.in_float32(reference.combined(wanted, merge_base))
-    assert layers.check(layers.record(model, ROWS), merged, torch.float32).moved > 0.01
+    model = reference.compute_in_float32(reference.load_adapted_model(wanted, merge_base))
+    assert layers.check_merge(layers.record_activations(model, ROWS), merged, torch.float32).moved > 0.01

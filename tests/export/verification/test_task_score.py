@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ratchet.export.verification.parity import Answers, Task, task_score
+from ratchet.export.verification.parity import FormatAnswers, ParityTask, score_task
 
 
 def exact(expected: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -15,14 +15,14 @@ def lengths(expected: Sequence[str], answers: Sequence[str]) -> list[float]:
     return [min(1.0, len(b) / len(a)) for a, b in zip(expected, answers, strict=True)]
 
 
-def answers(*texts: str) -> Answers:
-    return Answers([[ord(c) for c in text] for text in texts], texts)
+def answers(*texts: str) -> FormatAnswers:
+    return FormatAnswers([[ord(c) for c in text] for text in texts], texts)
 
 
 def test_right_and_wrong_by_the_score_interval() -> None:
     expected = ["yes"] * 100
     reference = answers(*(["yes"] * 90 + ["no"] * 10))
-    found = task_score(Task("accuracy", expected, exact), answers(*(["yes"] * 80 + ["no"] * 20)), reference)
+    found = score_task(ParityTask("accuracy", expected, exact), answers(*(["yes"] * 80 + ["no"] * 20)), reference)
     assert (found.metric, found.rows, found.value, found.reference) == ("accuracy", 100, 0.8, 0.9)
     assert found.difference == pytest.approx(-0.1)
     # Tango (1998), eq. 5, two-sided 95 %, of 10 lost and none gained in 100: -.174 ... -.055.
@@ -32,29 +32,29 @@ def test_right_and_wrong_by_the_score_interval() -> None:
 
 def test_equal_answers_are_no_proof_of_equality() -> None:
     same = answers(*(["yes"] * 50))
-    found = task_score(Task("accuracy", ["yes"] * 50, exact), same, same)
+    found = score_task(ParityTask("accuracy", ["yes"] * 50, exact), same, same)
     assert (found.difference, found.same_answers) == (0, 1)
     assert -0.08 < found.low < -0.06
     assert 0.06 < found.high < 0.08
 
 
 def test_equal_texts_of_other_tokens_are_not_the_same_answer() -> None:
-    mine, theirs = Answers([[1, 2]], ["ab"]), Answers([[3]], ["ab"])
-    found = task_score(Task("exact_match", ["ab"], exact), mine, theirs)
+    mine, theirs = FormatAnswers([[1, 2]], ["ab"]), FormatAnswers([[3]], ["ab"])
+    found = score_task(ParityTask("exact_match", ["ab"], exact), mine, theirs)
     assert (found.value, found.reference, found.same_answers) == (1, 1, 0)
 
 
 def test_other_scores_by_the_bootstrap_and_groups_whole() -> None:
     expected = ["abcd"] * 40
     mine, theirs = answers(*(["abc", "abcd"] * 20)), answers(*(["abcd", "abc", "abcd", "ab"] * 10))
-    alone = task_score(Task("token_f1", expected, lengths), mine, theirs)
-    grouped = task_score(Task("token_f1", expected, lengths, [f"g{i // 4}" for i in range(40)]), mine, theirs)
+    alone = score_task(ParityTask("token_f1", expected, lengths), mine, theirs)
+    grouped = score_task(ParityTask("token_f1", expected, lengths, [f"g{i // 4}" for i in range(40)]), mine, theirs)
     assert alone.difference == grouped.difference == pytest.approx(0.875 - 0.8125)
     assert alone.low < alone.difference < alone.high
     assert (grouped.low, grouped.high) != (alone.low, alone.high)
 
 
 def test_nothing_asked_is_no_score() -> None:
-    assert task_score(Task("accuracy", [], exact), Answers([], []), Answers([], [])) is None
+    assert score_task(ParityTask("accuracy", [], exact), FormatAnswers([], []), FormatAnswers([], [])) is None
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        task_score(Task("accuracy", ["a", "b"], exact), answers("a"), answers("a", "b"))
+        score_task(ParityTask("accuracy", ["a", "b"], exact), answers("a"), answers("a", "b"))

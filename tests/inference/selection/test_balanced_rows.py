@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import made_generations as made
 from ratchet.cli import command_line
 from ratchet.config import params_file
-from ratchet.config.data import Balance, Prepare
+from ratchet.config.data import BalanceSettings, Prepare
 from ratchet.config.schema import Base, Settings
 from ratchet.data import token_files
-from ratchet.data.balance import Categories
-from ratchet.data.conversation import Conversation, Row
+from ratchet.data.balance import CategoryBalancer
+from ratchet.data.conversation import Conversation, SourceRow
 from ratchet.errors import DataError, SettingsError
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 
 AREAS = {"a": 90, "b": 40, "c": 25}
@@ -36,12 +36,12 @@ def rows(areas: dict[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-Project = Callable[..., Layout]
+Project = Callable[..., ProjectLayout]
 
 
 @pytest.fixture
 def project(model: Path, tmp_path: Path) -> Project:
-    def make(found: list[dict[str, Any]], **knobs: Any) -> Layout:
+    def make(found: list[dict[str, Any]], **knobs: Any) -> ProjectLayout:
         knobs = {"sources": ["data/raw/rows.jsonl"], "duplicates": {"near": None}, "max_tokens": 512, **knobs}
         chosen = Settings(base=Base(source=str(model)), prepare=Prepare.model_validate(knobs))
         layout = made.project(tmp_path / "project", chosen)
@@ -54,14 +54,14 @@ def project(model: Path, tmp_path: Path) -> Project:
     return make
 
 
-def train_rows(layout: Layout) -> Counter[str]:
+def train_rows(layout: ProjectLayout) -> Counter[str]:
     """Prompts of training rows, as often as each comes."""
     return Counter(
-        Conversation.from_json(text).prompt for text in token_files.read(layout.data, "train")["conversation"]
+        Conversation.from_json(text).prompt for text in token_files.open_split(layout.data, "train")["conversation"]
     )
 
 
-def run(layout: Layout) -> tuple[DatasetCard, Counter[str]]:
+def run(layout: ProjectLayout) -> tuple[DatasetCard, Counter[str]]:
     prepare(layout, params_file.load(layout.params))
     return DatasetCard.load(layout.dataset_card), train_rows(layout)
 
@@ -185,9 +185,9 @@ HOW = st.fixed_dictionaries(
 
 
 def copies(found: list[tuple[str, int]], **balance: Any) -> dict[tuple[str, int], int]:
-    categories = Categories(Balance.model_validate({"by": "area", **balance}), False)
+    categories = CategoryBalancer(BalanceSettings.model_validate({"by": "area", **balance}), False)
     for area, _ in found:
-        row = Row("x:1", Conversation([]), fields={"area": area})
+        row = SourceRow("x:1", Conversation([]), fields={"area": area})
         assert categories.fault(row) is None
         categories.add(row)
     times, card = categories.copies(

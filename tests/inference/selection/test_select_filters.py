@@ -10,9 +10,9 @@ import pytest
 import made_generations as made
 from ratchet.cli import command_line
 from ratchet.errors import DataError, SettingsError
-from ratchet.stages.select_answers import Options, select
-from ratchet.storage.layout import Layout
-from ratchet.storage.output_card import card_of
+from ratchet.stages.select_answers import SelectOptions, select
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.data import SelectionCard
 
 Rows = list[dict[str, Any]]
@@ -36,9 +36,9 @@ def chosen(tmp_path: Path) -> Made:
         asked = made.write_lines(tmp_path / "prompts.jsonl", prompts)
         given = made.generation(layout, settings, asked, answers, tmp_path / "answers.jsonl")
         target = layout.raw / "taught.jsonl"
-        select(layout, settings, Options((given,), target), lambda text: None)
+        select(layout, settings, SelectOptions((given,), target), lambda text: None)
         rows = [json.loads(line) for line in target.read_bytes().splitlines()]
-        card = SelectionCard.load(card_of(target))
+        card = SelectionCard.load(card_path(target))
         assert card.rows == len(rows) == card.filters[-1].left
         assert card.answers == len(rows) + sum(one.dropped for one in card.filters)
         return rows, {one.name: one.dropped for one in card.filters if one.dropped}, card
@@ -224,7 +224,7 @@ def test_a_regular_expression_that_never_ends_is_broken_off(chosen: Made, monkey
 def test_settings_that_cannot_be_are_refused(
     knobs: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = Layout(tmp_path)
+    layout = ProjectLayout(tmp_path)
     (tmp_path / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     layout.params.write_text(f"select:\n  {knobs}\n", encoding="utf-8")
     assert command_line.main(["--project", str(tmp_path), "select", "a.jsonl", "--output", "b.jsonl"]) == 2

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import made_generations as made
-from ratchet.errors import DamagedError
-from ratchet.stages.select_answers import Options, select
+from ratchet.errors import DamagedFileError
+from ratchet.stages.select_answers import SelectOptions, select
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.output_card import card_of
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.data import SelectionCard
 from select_outputs_cases import (
     PROMPTS,
@@ -23,22 +23,24 @@ from select_outputs_cases import (
 )
 
 
-def test_from_answers_to_rows_and_once_more(layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_answers_to_rows_and_once_more(
+    layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = layout.raw / "taught.jsonl"
     assert ratchet(layout, answers, "--output", target) == 0
     said = capsys.readouterr().out
     assert "answers.jsonl: 4 answers to 4 prompts by models/a" in said
     assert "4 rows of 4 answers, for 4 of 4 prompts" in said
-    before = target.read_bytes(), card_of(target).read_bytes()
+    before = target.read_bytes(), card_path(target).read_bytes()
     assert ratchet(layout, answers, "--output", target) == 0
     assert "nothing to do" in capsys.readouterr().out
     target.unlink()
     assert ratchet(layout, answers, "--output", target) == 0
-    assert (target.read_bytes(), card_of(target).read_bytes()) == before
+    assert (target.read_bytes(), card_path(target).read_bytes()) == before
 
 
 def test_an_output_of_another_choice_is_refused_and_says_what_differs(
-    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "taught.jsonl"
     ratchet(layout, answers, "--output", target)
@@ -49,16 +51,16 @@ def test_an_output_of_another_choice_is_refused_and_says_what_differs(
     made.project(layout.root, made.settings_of())
     target.write_bytes(before + b"\n")
     assert "was changed since it was written" in refused(layout, capsys, answers, "--output", target)
-    card_of(target).unlink()
+    card_path(target).unlink()
     said = refused(layout, capsys, answers, "--output", target)
     assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in said
-    card_of(target).write_text("{}", encoding="utf-8")
+    card_path(target).write_text("{}", encoding="utf-8")
     said = refused(layout, capsys, answers, "--output", target)
     assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in said
 
 
 def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
-    layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a_file.csv").write_text("a,b\n", encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
@@ -75,7 +77,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
 
 
 def test_answers_are_never_written_over(
-    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = made.write_lines(tmp_path / "more.jsonl", PROMPTS[:2])
     other = made.generation(layout, made.settings_of(), prompts, lambda id, _: id, tmp_path / "other.jsonl")
@@ -89,7 +91,7 @@ def test_answers_are_never_written_over(
 
 
 def test_what_cannot_be_chosen_from(
-    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "taught.jsonl"
     assert "does not end with .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
@@ -115,7 +117,7 @@ def test_what_cannot_be_chosen_from(
 
 
 def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
-    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "taught.jsonl"
     ratchet(layout, answers, "--output", target)
@@ -135,7 +137,7 @@ def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
 
 
 def test_prompts_that_are_damaged_are_noticed(
-    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+    layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = next(layout.generations.glob("*/prompts/prompts.jsonl"))
     kept.write_bytes(kept.read_bytes().replace(b"water", b"wafer"))
@@ -143,7 +145,7 @@ def test_prompts_that_are_damaged_are_noticed(
     assert "are not as they were kept (" in said
 
 
-def test_parquet_and_json_lines_give_the_same_rows(layout: Layout, answers: Path, tmp_path: Path) -> None:
+def test_parquet_and_json_lines_give_the_same_rows(layout: ProjectLayout, answers: Path, tmp_path: Path) -> None:
     settings_, asked = made.settings_of(), tmp_path / "prompts.jsonl"
     table = made.generation(layout, settings_, asked, lambda id, _: f"it is {id}", tmp_path / "answers.parquet")
     for given_, target in ((answers, "a.jsonl"), (table, "b.jsonl")):
@@ -151,7 +153,9 @@ def test_parquet_and_json_lines_give_the_same_rows(layout: Layout, answers: Path
     assert (layout.raw / "a.jsonl").read_bytes() == (layout.raw / "b.jsonl").read_bytes()
 
 
-def test_generations_for_the_same_prompts_vote_together_and_others_follow(layout: Layout, tmp_path: Path) -> None:
+def test_generations_for_the_same_prompts_vote_together_and_others_follow(
+    layout: ProjectLayout, tmp_path: Path
+) -> None:
     settings_ = made.settings_of({"agreement": 0.6, "duplicates": {"near": None}})
     made.project(layout.root, settings_)
     asked = made.write_lines(tmp_path / "p.jsonl", PROMPTS[:2])
@@ -163,29 +167,29 @@ def test_generations_for_the_same_prompts_vote_together_and_others_follow(layout
     ]
     given_.insert(1, made.generation(layout, settings_, others, lambda id, _: "other", tmp_path / "d.jsonl", "d"))
     target = layout.raw / "taught.jsonl"
-    select(layout, settings_, Options(tuple(given_), target), lambda text: None)
+    select(layout, settings_, SelectOptions(tuple(given_), target), lambda text: None)
     rows = [json.loads(line) for line in target.read_bytes().splitlines()]
     assert [(row["id"], row["messages"][-1]["content"]) for row in rows] == [("q0", "yes"), ("o", "other")]
     assert rows[0]["provenance"]["agreement"] == 0.6667
-    card = SelectionCard.load(card_of(target))
+    card = SelectionCard.load(card_path(target))
     assert [one.model_digest[0] for one in card.spec.teachers] == ["a", "d", "b", "c"]
     assert (card.prompts, card.answers, card.taught_prompts) == (3, 7, 2)
 
 
-def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path) -> None:
-    from ratchet.inference.spec import Card
+def test_an_output_with_too_few_answers_is_damaged(layout: ProjectLayout, answers: Path) -> None:
+    from ratchet.inference.spec import GenerationCard
 
     answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:3]))
-    card = Card.load(card_of(answers))
-    card.model_copy(update={"output": digests.of_file(answers)}).save(card_of(answers))
-    with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
-        select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
+    card = GenerationCard.load(card_path(answers))
+    card.model_copy(update={"output": digests.hash_file(answers)}).save(card_path(answers))
+    with pytest.raises(DamagedFileError, match="sample 0 of prompt 'q3' is not where it belongs"):
+        select(layout, made.settings_of(), SelectOptions((answers,), layout.raw / "t.jsonl"), lambda text: None)
     assert list(layout.raw.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["write", "rename"])
 def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes_on(
-    kind: str, layout: Layout, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, layout: ProjectLayout, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "taught.jsonl"
 
@@ -196,20 +200,20 @@ def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes
     monkeypatch.setattr(files, "before", full)
     said = refused(layout, capsys, answers, "--output", target)
     assert "no space left; nothing half-written is left" in said
-    assert [one.name for one in layout.raw.iterdir() if one.name != card_of(target).name] == []
+    assert [one.name for one in layout.raw.iterdir() if one.name != card_path(target).name] == []
     assert not list(layout.experiments.glob(".partial-*"))
     monkeypatch.undo()
     assert ratchet(layout, answers, "--output", target) == 0
-    assert digests.of_file(target) == SelectionCard.load(card_of(target)).output
+    assert digests.hash_file(target) == SelectionCard.load(card_path(target)).output
 
 
-def test_what_a_killed_process_left_is_in_nobodys_way(layout: Layout, answers: Path) -> None:
+def test_what_a_killed_process_left_is_in_nobodys_way(layout: ProjectLayout, answers: Path) -> None:
     target = layout.raw / "taught.jsonl"
     ratchet(layout, answers, "--output", target)
     whole = target.read_bytes()
     target.unlink()
     (layout.raw / ".partial-taught.jsonl").write_bytes(whole[:10])
-    name = digests.of_bytes(str(target).encode())[: digests.SHORT]
+    name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
     left = layout.experiments / f".partial-select-{name}"
     left.mkdir()
     (left / "left.jsonl").write_bytes(b"{")

@@ -13,10 +13,10 @@ import pytest
 
 import made_generations as made
 from ratchet.errors import SettingsError
-from ratchet.stages.select_answers import Options, select
+from ratchet.stages.select_answers import SelectOptions, select
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
-from ratchet.storage.output_card import card_of
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.data import SelectionCard
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"say {n}", "answer": str(n), "area": "x"} for n in range(3)]
@@ -27,12 +27,12 @@ Scored = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return Layout(tmp_path / "project")
+def layout(tmp_path: Path) -> ProjectLayout:
+    return ProjectLayout(tmp_path / "project")
 
 
 @pytest.fixture
-def scored(layout: Layout, tmp_path: Path) -> Scored:
+def scored(layout: ProjectLayout, tmp_path: Path) -> Scored:
     """Rows that are chosen with a program of this text."""
 
     def run(
@@ -48,18 +48,18 @@ def scored(layout: Layout, tmp_path: Path) -> Scored:
             return f"<think>hm</think>{id}" + "!" * sample, {"nats": -1.0 - sample}
 
         given = made.generation(layout, settings, asked, answers, tmp_path / "answers.jsonl")
-        select(layout, settings, Options((given,), layout.raw / "taught.jsonl"), lambda text: None)
+        select(layout, settings, SelectOptions((given,), layout.raw / "taught.jsonl"), lambda text: None)
         return [json.loads(line) for line in (layout.raw / "taught.jsonl").read_bytes().splitlines()]
 
     return run
 
 
-def test_answers_below_the_minimum_are_left_out(scored: Scored, layout: Layout) -> None:
+def test_answers_below_the_minimum_are_left_out(scored: Scored, layout: ProjectLayout) -> None:
     rows = scored(BY_LENGTH, minimum=3)
     assert [(row["provenance"]["sample"], row["provenance"]["reward"]) for row in rows] == [(1, 3.0)] * 3
-    card = SelectionCard.load(card_of(layout.raw / "taught.jsonl"))
+    card = SelectionCard.load(card_path(layout.raw / "taught.jsonl"))
     assert {one.name: one.dropped for one in card.filters if one.dropped} == {"reward": 3, "not_chosen": 3}
-    assert card.spec.reward_files == {"score.py": digests.of_file(layout.root / "score.py")}
+    assert card.spec.reward_files == {"score.py": digests.hash_file(layout.root / "score.py")}
 
 
 def test_the_best_by_score_is_taken_where_the_settings_say_so(scored: Scored) -> None:
@@ -68,7 +68,7 @@ def test_the_best_by_score_is_taken_where_the_settings_say_so(scored: Scored) ->
 
 
 def test_what_it_is_asked_and_that_it_sees_no_secret(
-    scored: Scored, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    scored: Scored, layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RATCHET_WEBHOOK_URL", "https://hooks.example/s3cr3t")
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwx")
@@ -104,7 +104,7 @@ def test_what_it_is_asked_and_that_it_sees_no_secret(
     ],
 )
 def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written(
-    program: str, said: str, scored: Scored, layout: Layout
+    program: str, said: str, scored: Scored, layout: ProjectLayout
 ) -> None:
     knobs = {"command": ["./missing"]} if not program else {"limit_s": 0.5 if "sleep" in program else 30.0}
     with pytest.raises(SettingsError) as refused:
@@ -114,7 +114,9 @@ def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written
     assert [path.name for path in layout.experiments.iterdir() if "partial" in path.name] == []
 
 
-def test_what_it_says_on_standard_error_takes_no_room_and_its_end_is_told(scored: Scored, layout: Layout) -> None:
+def test_what_it_says_on_standard_error_takes_no_room_and_its_end_is_told(
+    scored: Scored, layout: ProjectLayout
+) -> None:
     program = (
         "import os, pathlib, sys\n"
         "for number in range(2**18): print(f'{number:063}', file=sys.stderr)\n"
@@ -141,7 +143,7 @@ def test_a_secret_in_its_last_words_is_hidden_also_where_they_are_cut(
 
 
 def test_it_may_say_all_before_it_ends_and_leave_a_process_behind_that_holds_its_pipes(
-    scored: Scored, layout: Layout
+    scored: Scored, layout: ProjectLayout
 ) -> None:
     program = BY_LENGTH + (
         "import subprocess\n"
@@ -155,7 +157,7 @@ def test_it_may_say_all_before_it_ends_and_leave_a_process_behind_that_holds_its
         os.kill(int((layout.root / "pid").read_text()), signal.SIGKILL)
 
 
-def test_what_it_has_started_ends_with_it(scored: Scored, layout: Layout) -> None:
+def test_what_it_has_started_ends_with_it(scored: Scored, layout: ProjectLayout) -> None:
     """A child that goes on would hold the machine."""
     program = READ + (
         "import subprocess\n"

@@ -19,8 +19,8 @@ from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SPLITS
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
-from ratchet.stages.select_answers import Options, select
-from ratchet.storage.layout import Layout
+from ratchet.stages.select_answers import SelectOptions, select
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 
 TAUGHT = "data/raw/taught.jsonl"
@@ -46,14 +46,14 @@ def settings_of(model: Path, sources: Any = SOURCES, generate: dict[str, Any] | 
     )  # fmt: skip
 
 
-Project = Callable[..., tuple[Layout, Settings]]
+Project = Callable[..., tuple[ProjectLayout, Settings]]
 
 
 @pytest.fixture
 def project(model: Path, tmp_path: Path) -> Project:
     """A project with true rows, and a teacher's answers to the same prompts and to new ones."""
 
-    def make(**knobs: Any) -> tuple[Layout, Settings]:
+    def make(**knobs: Any) -> tuple[ProjectLayout, Settings]:
         settings = settings_of(model, **knobs)
         layout = made.project(tmp_path / "project", settings)
         layout.tasks.mkdir(exist_ok=True)
@@ -67,23 +67,23 @@ def project(model: Path, tmp_path: Path) -> Project:
         ]
         prompts = made.write_lines(tmp_path / "asked.jsonl", asked)
         given = made.generation(layout, settings, prompts, lambda id, _: f"taught {id}", tmp_path / "answers.jsonl")
-        select(layout, settings, Options((given,), layout.root / TAUGHT), lambda text: None)
+        select(layout, settings, SelectOptions((given,), layout.root / TAUGHT), lambda text: None)
         return layout, settings
 
     return make
 
 
-def answers(layout: Layout) -> dict[str, dict[str, str]]:
+def answers(layout: ProjectLayout) -> dict[str, dict[str, str]]:
     """Answer by prompt (what the user says last), of each split."""
     found: dict[str, dict[str, str]] = {}
     for split in SPLITS:
-        texts = token_files.read(layout.data, split)["conversation"][:]
+        texts = token_files.open_split(layout.data, split)["conversation"][:]
         talks = [Conversation.from_json(text) for text in texts]
         found[split] = {f"{talk.prompt} > {talk.response}": talk.response for talk in talks}
     return found
 
 
-def prepared(layout: Layout, settings: Settings) -> tuple[DatasetCard, dict[str, dict[str, str]]]:
+def prepared(layout: ProjectLayout, settings: Settings) -> tuple[DatasetCard, dict[str, dict[str, str]]]:
     prepare(layout, settings)
     return DatasetCard.load(layout.dataset_card), answers(layout)
 
@@ -163,7 +163,7 @@ def test_of_rows_that_say_the_same_the_one_that_no_teacher_wrote_is_kept(project
     given = made.generation(
         layout, settings, prompts, lambda id, _: f"TRUTH {id.split()[1]}", tmp_path / "same_answers.jsonl"
     )
-    select(layout, settings, Options((given,), layout.root / TAUGHT), lambda text: None)
+    select(layout, settings, SelectOptions((given,), layout.root / TAUGHT), lambda text: None)
     card, found = prepared(layout, settings)
     assert card.taught_rows == 0
     assert card.rows_out == OLD
@@ -184,7 +184,7 @@ def test_a_label_that_only_a_teacher_gives_is_noted(model: Path, tmp_path: Path)
     for chosen, expected in (({}, 6), ({"format": "[a-e]"}, 5)):
         (layout.root / TAUGHT).unlink(missing_ok=True)
         choice = settings.model_copy(update={"select": Select.model_validate(chosen)})
-        select(layout, choice, Options((answers_,), layout.root / TAUGHT), lambda text: None)
+        select(layout, choice, SelectOptions((answers_,), layout.root / TAUGHT), lambda text: None)
         card, _ = prepared(layout, settings)
         assert len(card.labels) == expected
         notes = [note for note in card.notes if "a teacher's alone" in note]

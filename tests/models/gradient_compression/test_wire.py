@@ -14,12 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
-from ratchet.config.train import Compression
-from ratchet.errors import DamagedError
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.errors import DamagedFileError
 from ratchet.models.gradient_compression import compressors
-from ratchet.models.gradient_compression.compressors import PowerSgd
-from ratchet.models.gradient_compression.methods import buckets_of, communication_hook
-from ratchet.models.gradient_compression.reducer import Wire
+from ratchet.models.gradient_compression.compressors import PowerSgdCompressor
+from ratchet.models.gradient_compression.methods import build_buckets, communication_hook
+from ratchet.models.gradient_compression.reducer import GradientReducer
 from wire_cases import (
     COMPRESSED,
     REMEMBERING,
@@ -33,8 +33,8 @@ from wire_cases import (
 WAYS = [{"method": "none"}, *COMPRESSED]
 
 
-def compression(**settings: Any) -> Compression:
-    return Compression.model_validate({"bucket_bytes": 2000, "block": 16} | settings)
+def compression(**settings: Any) -> GradientCompressionSettings:
+    return GradientCompressionSettings.model_validate({"bucket_bytes": 2000, "block": 16} | settings)
 
 
 def sums_of_one_step(rank: int) -> list[tuple[Tensor, int]]:
@@ -111,8 +111,8 @@ def test_topk_sends_the_largest_numbers_of_each_rank_in_16_bits(first_sums: tupl
 def low_rank(rank: int, sent_type: torch.dtype) -> list[float]:
     """Relative error of PowerSGD's first three sums of gradients that have rank 2."""
     given = parameters([(30, 50), (50, 30), (30, 50)])
-    method = PowerSgd(dist.group.WORLD, 2, sent_type)
-    (bucket,) = buckets_of([parameter for _, parameter in given], 10**6)
+    method = PowerSgdCompressor(dist.group.WORLD, 2, sent_type)
+    (bucket,) = build_buckets([parameter for _, parameter in given], 10**6)
     found = []
     for step in range(3):
         draw, total = torch.Generator().manual_seed(step), torch.zeros(3 * 30 * 50)
@@ -214,7 +214,7 @@ def test_a_rank_that_is_left_alone_gets_what_all_had_not_sent(
 ) -> None:
     states = [found[number][1] for found in twelve_steps(2)]
     given = parameters()
-    wire = Wire(given, None, compression(**REMEMBERING[number]))
+    wire = GradientReducer(given, None, compression(**REMEMBERING[number]))
     wire.restore(states)
     first, second = add_up(wire, 0, 12, given), add_up(wire, 0, 13, given)
     torch.testing.assert_close(first.double(), left_over(states) + exact(1, 12), rtol=1e-5, atol=1e-5)
@@ -314,7 +314,11 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) ->
 def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
     found = []
-    for method in (None, compressors.Int8(dist.group.WORLD, 16), compressors.TopK(dist.group.WORLD, 0.5)):
+    for method in (
+        None,
+        compressors.Int8Compressor(dist.group.WORLD, 16),
+        compressors.TopKCompressor(dist.group.WORLD, 0.5),
+    ):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
         if method is not None:
@@ -327,8 +331,8 @@ def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
 def beside_torchs(rank: int) -> list[float]:
     """How far five sums of PowerSGD are from those of torch's hook that begins with the same Q."""
     given = parameters([(20, 30), (15, 40), (40, 12)])
-    method = PowerSgd(dist.group.WORLD, 3, sent_type=torch.float32)  # as torch's
-    (mine,), (bucket,) = (buckets_of([parameter for _, parameter in given], 10**6) for _ in range(2))
+    method = PowerSgdCompressor(dist.group.WORLD, 3, sent_type=torch.float32)  # as torch's
+    (mine,), (bucket,) = (build_buckets([parameter for _, parameter in given], 10**6) for _ in range(2))
     theirs = PowerSGDState(dist.group.WORLD, 3, start_powerSGD_iter=2, min_compression_rate=1)
     theirs.iter = 2
     theirs.q_memory_dict[0] = torch.cat(
@@ -364,26 +368,26 @@ def test_our_hooks_are_hooks_of_torch(tmp_path: Path) -> None:
 
 def test_buckets_are_neighbours_in_order_and_no_larger_than_asked() -> None:
     given = [parameter for _, parameter in parameters()]
-    found = buckets_of(given, 2000)
+    found = build_buckets(given, 2000)
     assert [id(one) for bucket in found for one in bucket.parameters()] == [id(one) for one in given]
     assert [bucket.index() for bucket in found] == list(range(len(found)))
     assert [bucket.is_last() for bucket in found] == [False] * (len(found) - 1) + [True]
     assert all(len(bucket.buffer()) <= 500 or len(bucket.parameters()) == 1 for bucket in found)
     assert len(found) > 1
-    assert [len(one.buffer()) for one in buckets_of(given, 4)] == [one.numel() for one in given]
-    assert buckets_of([], 2000) == []
+    assert [len(one.buffer()) for one in build_buckets(given, 4)] == [one.numel() for one in given]
+    assert build_buckets([], 2000) == []
 
 
 def test_eight_bits_come_back_within_half_a_scale() -> None:
     values = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 30, 96)
-    back = compressors.restored(compressors.quantized(values, 6), 6)
+    back = compressors.dequantize_blocks(compressors.quantize_blocks(values, 6), 6)
     largest = values.view(3, -1, 6).abs().amax(-1, keepdim=True).expand(3, 16, 6).reshape(3, 96)
     assert ((back - values).abs() <= largest / 254 * (1 + 1e-6) + torch.finfo(torch.float32).tiny).all()
-    assert not compressors.restored(compressors.quantized(torch.zeros(2, 8), 4), 4).any()
+    assert not compressors.dequantize_blocks(compressors.quantize_blocks(torch.zeros(2, 8), 4), 4).any()
     for bad in (torch.nan, torch.inf):
         values = torch.ones(1, 8)
         values[0, 1] = bad
-        assert compressors.restored(compressors.quantized(values, 4), 4).isfinite().tolist() == [
+        assert compressors.dequantize_blocks(compressors.quantize_blocks(values, 4), 4).isfinite().tolist() == [
             [False] * 4 + [True] * 4
         ]
 
@@ -397,12 +401,12 @@ def test_eight_bits_come_back_within_half_a_scale() -> None:
     ],
 )
 def test_a_state_of_something_else_is_refused(settings: dict[str, Any], state: dict[str, Tensor], text: str) -> None:
-    with pytest.raises(DamagedError, match=text):
-        Wire(parameters(), None, compression(**settings)).restore([state])
+    with pytest.raises(DamagedFileError, match=text):
+        GradientReducer(parameters(), None, compression(**settings)).restore([state])
 
 
 def test_without_compression_there_is_nothing_to_remember_and_nothing_to_remark() -> None:
-    wire = Wire(parameters(), None, compression(method="none"))
+    wire = GradientReducer(parameters(), None, compression(method="none"))
     wire.restore([{}, {}])
     assert wire.state() == {}
     assert wire.remark == ""
@@ -433,7 +437,7 @@ class Group:
     ids=["rank too high", "rank 2", "topk of 2 ranks", "topk of 12 ranks", "int8 of 12 ranks"],
 )
 def test_compression_that_saves_nothing_is_remarked(world: int, settings: dict[str, Any], remark: str) -> None:
-    found = Wire(parameters(), Group(world), Compression(**settings)).remark
+    found = GradientReducer(parameters(), Group(world), GradientCompressionSettings(**settings)).remark
     assert remark in found
     assert bool(found) == bool(remark)
 
@@ -441,10 +445,10 @@ def test_compression_that_saves_nothing_is_remarked(world: int, settings: dict[s
 @pytest.mark.parametrize("count", [1, 8, 9, 1003])
 def test_bits_come_back_as_they_were(count: int) -> None:
     flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
-    bits = compressors.packed(flags)
-    assert (bits.dtype, len(bits)) == (torch.uint8, compressors.packed_bytes(count))
-    assert torch.equal(compressors.unpacked(bits)[:count], flags)
-    assert not compressors.unpacked(bits)[count:].any()
+    bits = compressors.pack_bits(flags)
+    assert (bits.dtype, len(bits)) == (torch.uint8, compressors.packed_bits_size(count))
+    assert torch.equal(compressors.unpack_bits(bits)[:count], flags)
+    assert not compressors.unpack_bits(bits)[count:].any()
 
 
 @pytest.mark.parametrize(
@@ -459,4 +463,4 @@ def test_bits_come_back_as_they_were(count: int) -> None:
 def test_a_fraction_of_the_training_is_sent_whole_where_that_helps(
     settings: dict[str, Any], steps: int, whole: int
 ) -> None:
-    assert Compression.model_validate(settings).whole_steps(steps) == whole
+    assert GradientCompressionSettings.model_validate(settings).whole_steps(steps) == whole

@@ -7,22 +7,24 @@ from typing import Any
 import pytest
 
 from ratchet import http_client
-from ratchet.config.machine import Endpoint as Patience
+from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.errors import EXIT_INTERRUPTED, EndpointError, SettingsError
-from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling
-from ratchet.models.runtimes.openai_requests import Reply
+from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions
+from ratchet.models.runtimes.openai_requests import ChatReply
 from scripted_endpoint import JSON, Said, Script, Server, chat, error, served, serving
 
 SHORT = Patience(requests=3, answer_s=20, tries=3, pause_s=0.01)
-LIMIT = Sampling(max_tokens=16)
+LIMIT = SamplingOptions(max_tokens=16)
 HELLO = [{"role": "user", "content": "Hello?"}]
 
 
-def endpoint(url: str, patience: Patience = SHORT, model: str | None = None) -> Endpoint:
-    return Endpoint(url, patience, model)
+def endpoint(url: str, patience: Patience = SHORT, model: str | None = None) -> OpenAiEndpoint:
+    return OpenAiEndpoint(url, patience, model)
 
 
-def asked_once(script: Script, patience: Patience = SHORT, sampling: Sampling = LIMIT) -> tuple[Reply, Server]:
+def asked_once(
+    script: Script, patience: Patience = SHORT, sampling: SamplingOptions = LIMIT
+) -> tuple[ChatReply, Server]:
     """What a server of this script answers, and what it got."""
     with served(script) as server:
         return endpoint(server.url, patience).ask(HELLO, sampling), server
@@ -33,9 +35,9 @@ def after(*first: Said) -> Script:
     return lambda _, number: first[number] if number < len(first) else chat("at last")
 
 
-def asked(count: int) -> Iterator[Asked]:
+def asked(count: int) -> Iterator[ChatRequest]:
     for place in range(count):
-        yield Asked(place, [{"role": "user", "content": f"number {place}"}], LIMIT)
+        yield ChatRequest(place, [{"role": "user", "content": f"number {place}"}], LIMIT)
 
 
 def echo(body: JSON, _: int) -> Said:
@@ -56,7 +58,7 @@ def test_an_answer_with_all_that_a_server_tells() -> None:
         said.body["choices"][0]["logprobs"] = {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}
         return said
 
-    sampling = Sampling(max_tokens=16, temperature=0.5, top_p=0.9, seed=7, logprobs=True)
+    sampling = SamplingOptions(max_tokens=16, temperature=0.5, top_p=0.9, seed=7, logprobs=True)
     reply, server = asked_once(script, sampling=sampling)
     assert (reply.text, reply.reasoning, reply.finish, reply.tries) == ("Paris", "France, so", "stop", 1)
     assert (reply.prompt_tokens, reply.tokens, reply.mean_log_probability) == (11, 5, -1.0)
@@ -106,7 +108,7 @@ def test_many_at_once_no_more_than_wanted_and_each_with_its_place() -> None:
 def test_chats_are_taken_from_their_source_as_they_are_sent() -> None:
     taken: list[int] = []
 
-    def counted() -> Iterator[Asked]:
+    def counted() -> Iterator[ChatRequest]:
         for one in asked(50):
             taken.append(one.place)
             yield one
@@ -249,7 +251,7 @@ def test_what_a_server_does_not_know_is_left_out_and_told() -> None:
 
     with served(script) as server:
         asking = endpoint(server.url)
-        wanted = Sampling(max_tokens=16, seed=3, logprobs=True)
+        wanted = SamplingOptions(max_tokens=16, seed=3, logprobs=True)
         assert [asking.ask(HELLO, wanted).text for _ in range(2)] == ["fine", "fine"]
     assert [note.split(" does ")[1] for note in asking.notes] == [
         "not take logprobs, so it is asked without",
@@ -292,7 +294,7 @@ def test_a_key_that_would_be_more_than_a_key_is_refused(monkeypatch: pytest.Monk
     ids=["plain-http", "password", "query", "no-scheme", "port", "line", "scheme"],
 )
 def test_addresses_that_are_none(address: str, fault: str) -> None:
-    found = http_client.fault_of_endpoint(address)
+    found = http_client.find_endpoint_problem(address)
     assert found is not None and fault in found and "secret" not in found
     with pytest.raises(SettingsError):
         endpoint(address)
@@ -300,7 +302,7 @@ def test_addresses_that_are_none(address: str, fault: str) -> None:
 
 @pytest.mark.parametrize("address", ["https://example.org", "http://localhost:8000/v1", "http://[::1]:8080"])
 def test_addresses_that_may_be_asked(address: str) -> None:
-    assert http_client.fault_of_endpoint(address) is None
+    assert http_client.find_endpoint_problem(address) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- stopped

@@ -5,27 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config.machine import Endpoint as Patience
+from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.models.runtimes import llama_server
-from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling
+from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions
 
 QUESTION = [{"role": "user", "content": "what is water"}]
 
 
 @pytest.fixture(scope="module")
-def endpoint(path: Path) -> Iterator[Endpoint]:
-    with llama_server.start(path, 1, 256) as server:
-        yield Endpoint(server.address, Patience(requests=4, answer_s=120, tries=2, pause_s=0.1))
+def endpoint(path: Path) -> Iterator[OpenAiEndpoint]:
+    with llama_server.start_server(path, 1, 256) as server:
+        yield OpenAiEndpoint(server.address, Patience(requests=4, answer_s=120, tries=2, pause_s=0.1))
 
 
-def test_the_model_is_known_by_its_own_name(endpoint: Endpoint) -> None:
+def test_the_model_is_known_by_its_own_name(endpoint: OpenAiEndpoint) -> None:
     found = endpoint.served()
     assert found.name == found.identity["id"]
     assert found.identity["meta"]["n_params"] > 0
 
 
-def test_greedy_and_seeded_answers_repeat_with_their_log_probability(endpoint: Endpoint) -> None:
-    for sampling in (Sampling(8, logprobs=True), Sampling(8, temperature=1.0, seed=5, logprobs=True)):
+def test_greedy_and_seeded_answers_repeat_with_their_log_probability(endpoint: OpenAiEndpoint) -> None:
+    for sampling in (SamplingOptions(8, logprobs=True), SamplingOptions(8, temperature=1.0, seed=5, logprobs=True)):
         first, second = (endpoint.ask(QUESTION, sampling) for _ in range(2))
         assert (first.text, first.finish, first.tokens) == (second.text, second.finish, second.tokens)
         assert first.tokens and first.prompt_tokens
@@ -35,9 +35,9 @@ def test_greedy_and_seeded_answers_repeat_with_their_log_probability(endpoint: E
     assert endpoint.notes == []
 
 
-def test_what_does_not_fit_is_said_and_the_rest_is_answered(endpoint: Endpoint) -> None:
+def test_what_does_not_fit_is_said_and_the_rest_is_answered(endpoint: OpenAiEndpoint) -> None:
     long = [{"role": "user", "content": "what is water " * 200}]
-    asked = [Asked(k, long if k == 2 else QUESTION, Sampling(4)) for k in range(6)]
+    asked = [ChatRequest(k, long if k == 2 else QUESTION, SamplingOptions(4)) for k in range(6)]
     found = dict(endpoint.answers(asked, lambda: False))
     assert sorted(found) == list(range(6))
     assert [k for k, reply in found.items() if reply.finish == "context"] == [2]

@@ -8,37 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config.machine import Endpoint as Patience
+from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.errors import EndpointError, RatchetError, SettingsError
 from ratchet.models.runtimes import llama_server, openai_requests
-from ratchet.models.runtimes.llama_server import Server as Llama
-from ratchet.models.runtimes.openai_client import Asked, Delta, Endpoint, Sampling
-from ratchet.models.runtimes.openai_requests import Reply
+from ratchet.models.runtimes.llama_server import LlamaServer as Llama
+from ratchet.models.runtimes.openai_client import ChatDelta, ChatRequest, OpenAiEndpoint, SamplingOptions
+from ratchet.models.runtimes.openai_requests import ChatReply
 from scripted_endpoint import Said, Script, chat, error, event, served, serving, sse, streamed
 
-QUESTION = Asked(0, [{"role": "user", "content": "what is water"}], Sampling(8, logprobs=True))
+QUESTION = ChatRequest(0, [{"role": "user", "content": "what is water"}], SamplingOptions(8, logprobs=True))
 QUICK = Patience(tries=3, pause_s=0.001, answer_s=5)
 
 
-def heard(script: Script, patience: Patience = QUICK, **more: object) -> list[Delta | Reply]:
+def heard(script: Script, patience: Patience = QUICK, **more: object) -> list[ChatDelta | ChatReply]:
     with served(script) as server:
-        return list(Endpoint(server.url, patience, **more).streamed(QUESTION))  # type: ignore[arg-type]
+        return list(OpenAiEndpoint(server.url, patience, **more).streamed(QUESTION))  # type: ignore[arg-type]
 
 
-def reply(found: list[Delta | Reply]) -> Reply:
-    (one,) = [one for one in found if isinstance(one, Reply)]
+def reply(found: list[ChatDelta | ChatReply]) -> ChatReply:
+    (one,) = [one for one in found if isinstance(one, ChatReply)]
     assert found[-1] is one
     return one
 
 
 def test_pieces_come_as_they_are_said_and_reasoning_apart() -> None:
     with served(lambda body, number: streamed("It", " is", " wet.", reasoning=("Hm", "m."), hold_s=0.01)) as server:
-        pieces = Endpoint(server.url, QUICK).streamed(QUESTION)
+        pieces = OpenAiEndpoint(server.url, QUICK).streamed(QUESTION)
         first = list(islice(pieces, 2))
-        assert first == [Delta("Hm", True), Delta("m.", True)]  # while the rest is not said yet
+        assert first == [ChatDelta("Hm", True), ChatDelta("m.", True)]  # while the rest is not said yet
         found = [*first, *pieces]
         assert server.got[0]["stream"] is True
-    assert [one for one in found if isinstance(one, Delta)][2:] == [Delta(t, False) for t in ("It", " is", " wet.")]
+    assert [one for one in found if isinstance(one, ChatDelta)][2:] == [
+        ChatDelta(t, False) for t in ("It", " is", " wet.")
+    ]
     end = reply(found)
     assert (end.text, end.reasoning, end.finish) == ("It is wet.", "Hmm.", "stop")
     assert (end.prompt_tokens, end.tokens) == (11, 5)
@@ -53,13 +55,13 @@ def test_comments_names_and_split_lines_of_a_stream_are_no_text() -> None:
         b"data:[DONE]\r\n\r\n",
     )
     found = heard(lambda body, number: Said(events=events))
-    assert found[0] == Delta("wet", False)
+    assert found[0] == ChatDelta("wet", False)
     assert reply(found).text == "wet"
 
 
 def test_data_of_several_lines_is_one_event() -> None:
     lines = [b'data: {"a":\n', b"data: 1}\n", b"\n", b":x\n", b"data\n", b"\n", b"data: cut"]
-    assert list(openai_requests.data_of(lines)) == ['{"a":\n1}', None, "", "cut"]
+    assert list(openai_requests.iterate_event_data(lines)) == ['{"a":\n1}', None, "", "cut"]
 
 
 @pytest.mark.parametrize("lacks", ["[DONE]", "usage", "finish_reason"])
@@ -84,7 +86,7 @@ def test_a_broken_stream_is_told_and_what_was_said_is_not_said_again(events: tup
     with served(lambda body, number: Said(events=events)) as server:
         found = []
         with pytest.raises(EndpointError, match=why):
-            found.extend(Endpoint(server.url, QUICK).streamed(QUESTION))
+            found.extend(OpenAiEndpoint(server.url, QUICK).streamed(QUESTION))
         assert len(server.got) == 1
 
 
@@ -112,7 +114,7 @@ def test_a_server_that_does_not_know_stream_options_is_asked_without() -> None:
 
 def test_a_server_that_does_not_stream_is_understood() -> None:
     found = heard(lambda body, number: chat("wet", reasoning_content="hm"))
-    assert found[:2] == [Delta("hm", True), Delta("wet", False)]
+    assert found[:2] == [ChatDelta("hm", True), ChatDelta("wet", False)]
     assert reply(found).tokens == 5
 
 
@@ -127,8 +129,8 @@ def test_refusals_are_errors_or_replies() -> None:
 def test_an_answer_that_nobody_wants_any_more_is_broken_off() -> None:
     said = replace(streamed("wet", " and"), hold_s=0.01, after="comments")  # does not end by itself
     with served(lambda body, number: said) as server:
-        pieces = Endpoint(server.url, QUICK).streamed(QUESTION)
-        assert next(pieces) == Delta("wet", False)
+        pieces = OpenAiEndpoint(server.url, QUICK).streamed(QUESTION)
+        assert next(pieces) == ChatDelta("wet", False)
         pieces.close()  # type: ignore[attr-defined]
         deadline_s = time.monotonic() + 30
         while server.here and time.monotonic() < deadline_s:
@@ -140,12 +142,12 @@ def test_what_a_server_says_of_its_context() -> None:
     told = Said({"data": [{"id": "m", "max_model_len": 4096}]})
     for models, expected in ((told, 4096), (serving("m"), None)):
         with served(lambda body, number: chat("x"), models) as server:
-            assert Endpoint(server.url, QUICK).served().context_tokens == expected
+            assert OpenAiEndpoint(server.url, QUICK).served().context_tokens == expected
 
 
 @pytest.fixture(scope="module")
 def llama(path: Path) -> Iterator[Llama]:
-    with llama_server.start(path, 1, 256) as server:
+    with llama_server.start_server(path, 1, 256) as server:
         yield server
 
 
@@ -159,14 +161,14 @@ def test_llama_cpp_streams_what_it_would_say_at_once(llama: Llama) -> None:
 
 
 def test_llama_cpp_behind_the_client_of_servers_streams_too(llama: Llama) -> None:
-    found = list(Endpoint(llama.address, QUICK).streamed(QUESTION))
+    found = list(OpenAiEndpoint(llama.address, QUICK).streamed(QUESTION))
     end = reply(found)
-    assert "".join(one.text for one in found if isinstance(one, Delta) and not one.reasoning) == end.text
+    assert "".join(one.text for one in found if isinstance(one, ChatDelta) and not one.reasoning) == end.text
     assert end.tokens and end.mean_log_probability and end.mean_log_probability < 0
 
 
 def test_llama_cpp_that_refuses_or_dies_while_it_answers_is_an_error(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
+    with llama_server.start_server(path, 1, 256) as server:
         with pytest.raises(SettingsError, match="refuses /completion"):
             list(server.streamed(list(range(3)) * 200, 12))
         pieces = server.streamed(server.tokenize("what is water", whole=True), 200, ignore_eos=True)

@@ -17,9 +17,9 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_gguf
-from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
 from ratchet.models.runtimes import llama, llama_server, tokenizer_probes
-from ratchet.models.runtimes.llama import Llama
+from ratchet.models.runtimes.llama import LlamaRuntime
 from tiny_gguf import expected, greedy
 
 END_OF_TEXT, END_OF_TURN = 1, 3
@@ -38,8 +38,8 @@ def path(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runtime(path: Path) -> Iterator[Llama]:
-    with llama.opened(path, 1, 256) as found:
+def runtime(path: Path) -> Iterator[LlamaRuntime]:
+    with llama.open_runtime(path, 1, 256) as found:
         yield found
 
 
@@ -53,7 +53,7 @@ def tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def test_log_probabilities_are_those_of_transformers(runtime: Llama, model: Any) -> None:
+def test_log_probabilities_are_those_of_transformers(runtime: LlamaRuntime, model: Any) -> None:
     found = runtime.log_probabilities(ROW, range(len(ROW)))
     assert found.dtype == np.float32
     assert found.shape == (len(ROW), model.config.vocab_size)
@@ -61,16 +61,16 @@ def test_log_probabilities_are_those_of_transformers(runtime: Llama, model: Any)
     assert np.abs(np.exp(found.astype(np.float64)).sum(axis=1) - 1).max() < 1e-6
 
 
-def test_log_probabilities_do_not_depend_on_what_was_asked_before(runtime: Llama) -> None:
+def test_log_probabilities_do_not_depend_on_what_was_asked_before(runtime: LlamaRuntime) -> None:
     first = runtime.log_probabilities(ROW, [3, 17, 39])
     runtime.generate(ROW[:9], 8, [END_OF_TURN])
     runtime.log_probabilities(ROW[:30], [28, 29])
     assert np.array_equal(runtime.log_probabilities(ROW, [3, 17, 39]), first)
 
 
-def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime: Llama) -> None:
+def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime: LlamaRuntime) -> None:
     true = expected(model, ROW)
-    with llama.opened(path, 1, 256, "f16") as served:
+    with llama.open_runtime(path, 1, 256, "f16") as served:
         half = np.abs(served.log_probabilities(ROW, range(len(ROW))) - true).max()
     assert half > 20 * np.abs(runtime.log_probabilities(ROW, range(len(ROW))) - true).max()
     assert half < 0.1
@@ -82,7 +82,7 @@ def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime:
     ids=["go on after llama.cpp's end", "end that is one", "no end"],
 )
 def test_generation_is_greedy_and_ends_where_we_say(
-    runtime: Llama, model: Any, prompt: list[int], ends: list[int]
+    runtime: LlamaRuntime, model: Any, prompt: list[int], ends: list[int]
 ) -> None:
     found = runtime.generate(prompt, 70, ends)
     assert found == greedy(model, prompt, 70, ends)
@@ -90,14 +90,14 @@ def test_generation_is_greedy_and_ends_where_we_say(
     assert not set(found[:-1]) & set(ends)
 
 
-def test_our_ends_count_and_those_of_llama_cpp_do_not(runtime: Llama) -> None:
+def test_our_ends_count_and_those_of_llama_cpp_do_not(runtime: LlamaRuntime) -> None:
     assert END_OF_TEXT in runtime.generate(ROW[:5], 70, [END_OF_TURN])  # where llama.cpp itself would end
     free = runtime.generate(ROW[:5], 30, [])
     word = next(one for one in free if one not in (END_OF_TEXT, END_OF_TURN))
     assert runtime.generate(ROW[:5], 30, [word]) == free[: free.index(word) + 1]
 
 
-def test_nothing_is_computed_where_nothing_is_asked(runtime: Llama) -> None:
+def test_nothing_is_computed_where_nothing_is_asked(runtime: LlamaRuntime) -> None:
     assert runtime.log_probabilities(ROW, []).shape[0] == 0
     assert runtime.generate(ROW[:5], 0, []) == []
 
@@ -107,13 +107,13 @@ def test_hard_texts_are_many_and_none_twice() -> None:
     assert 6 <= len(set(tokenizer_probes.PROBES)) == len(tokenizer_probes.PROBES)
 
 
-def test_hard_texts_become_the_tokens_of_the_tokenizer(runtime: Llama, tokenizer: Any) -> None:
+def test_hard_texts_become_the_tokens_of_the_tokenizer(runtime: LlamaRuntime, tokenizer: Any) -> None:
     for text in tokenizer_probes.TEXTS:
         assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
     assert runtime.token_ids("a<|im_end|>")[-1] == END_OF_TURN
 
 
-def test_prompts_are_those_of_the_chat_template(runtime: Llama, tokenizer: Any) -> None:
+def test_prompts_are_those_of_the_chat_template(runtime: LlamaRuntime, tokenizer: Any) -> None:
     messages = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Where is it?\n  Tell <|im_start|> me. "},
@@ -123,7 +123,7 @@ def test_prompts_are_those_of_the_chat_template(runtime: Llama, tokenizer: Any) 
 
 
 def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
-    with llama.opened(path, 1, 256, "f16") as served:
+    with llama.open_runtime(path, 1, 256, "f16") as served:
         probes = served.probes(tokenizer_probes.PROBES, 12)
         assert served.probes(tokenizer_probes.PROBES[::-1], 12)[::-1] == probes
         for probe in probes:
@@ -142,7 +142,7 @@ def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
 
 
 def test_too_long_is_refused_before_it_is_cut(path: Path) -> None:
-    with llama.opened(path, 1, 256) as short:
+    with llama.open_runtime(path, 1, 256) as short:
         with pytest.raises(SettingsError, match="holds 256 tokens of it at once, it was asked for 301"):
             short.generate([5] * 300, 1, [])
         with pytest.raises(SettingsError, match="holds 256 tokens"):
@@ -151,7 +151,7 @@ def test_too_long_is_refused_before_it_is_cut(path: Path) -> None:
             short.probes(["word " * 300], 4)
 
 
-def test_tokens_outside_the_vocabulary_are_refused(runtime: Llama) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(runtime: LlamaRuntime) -> None:
     with pytest.raises(SettingsError, match="invalid tokens"):
         runtime.generate([5, 100_000], 3, [])
 
@@ -161,10 +161,10 @@ def test_weights_that_are_no_numbers_are_told(path: Path, tmp_path: Path) -> Non
     with (tmp_path / "nan.gguf").open("r+b") as stream:
         stream.seek(next(int(one.data_offset) for one in GGUFReader(path).tensors if one.name == "output_norm.weight"))
         stream.write(struct.pack("<f", math.nan))
-    with llama.opened(tmp_path / "nan.gguf", 1, 256) as found:
-        with pytest.raises(DamagedError, match=r"named the probabilities of 0 tokens of \d+"):
+    with llama.open_runtime(tmp_path / "nan.gguf", 1, 256) as found:
+        with pytest.raises(DamagedFileError, match=r"named the probabilities of 0 tokens of \d+"):
             found.log_probabilities([5, 6], [1])
-        with pytest.raises(DamagedError, match="no numbers"):
+        with pytest.raises(DamagedFileError, match="no numbers"):
             found.probes(["hello"], 3)
 
 
@@ -177,19 +177,19 @@ def test_a_template_that_the_conversation_breaks_is_told(directory: Path, tmp_pa
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "hf")
     tokenizer.save_pretrained(tmp_path / "hf")
     with (
-        llama.opened(tiny_gguf.write(tmp_path / "hf", tmp_path / "m.gguf"), 1, 256) as found,
+        llama.open_runtime(tiny_gguf.write(tmp_path / "hf", tmp_path / "m.gguf"), 1, 256) as found,
         pytest.raises(BaseModelError, match=r"not that.*base\.chat_template"),
     ):
         found.prompt_ids([{"role": "user", "content": "forbidden"}])
 
 
-def test_the_name_says_which_llama_cpp(runtime: Llama) -> None:
-    assert runtime.name == llama_server.version()
+def test_the_name_says_which_llama_cpp(runtime: LlamaRuntime) -> None:
+    assert runtime.name == llama_server.get_version()
     assert runtime.name.startswith("llama.cpp (xllamacpp 20")
 
 
 def test_the_openai_compatible_endpoint_answers_anybody_on_this_machine(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
+    with llama_server.start_server(path, 1, 256) as server:
         reply = server.chat([{"role": "user", "content": "Where is my parcel?"}], 6)
         connection = http.client.HTTPConnection("127.0.0.1", int(server.address.rpartition(":")[2]))
         connection.request("GET", "/health", headers={"Origin": "http://example.org"})
@@ -204,7 +204,8 @@ def test_the_openai_compatible_endpoint_answers_anybody_on_this_machine(path: Pa
 def test_the_runtime_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from ratchet.models.runtimes import llama, llama_process, tokenizer_probes\n"
+        "from ratchet.models.runtimes import llama; from ratchet.models.runtimes import llama_process; "
+        "from ratchet.models.runtimes import tokenizer_probes\n"
         "print(*(name for name in ('torch', 'transformers', 'mlflow', 'xllamacpp') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import tiny_gguf
-from ratchet.errors import BaseModelError, BusyError, DamagedError, RatchetError
+from ratchet.errors import BaseModelError, DamagedFileError, LockHeldError, RatchetError
 from ratchet.models.runtimes import llama_server
-from ratchet.models.runtimes.llama_server import Client
+from ratchet.models.runtimes.llama_server import LlamaClient
 
 SOON_S = 30.0
 
@@ -50,7 +50,7 @@ def test_a_server_is_of_this_machine_alone_and_ends_with_the_block(path: Path, m
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
     port = free_port()
-    with llama_server.start(path, 1, 256, port=port) as server:
+    with llama_server.start_server(path, 1, 256, port=port) as server:
         assert lives(server.process.pid)
         assert server.address == f"http://127.0.0.1:{port}"
         assert server.ask("/health") == {"status": "ok"}
@@ -74,14 +74,14 @@ def cut(path: Path, target: Path, size: int) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "kind", "said"),
     [
-        (lambda p, t: cut(p, t, p.stat().st_size - 20_000), DamagedError, "not within the file bounds"),
-        (lambda p, t: cut(p, t, 3000), DamagedError, "failed to read key-value pairs"),
-        (lambda p, t: cut(p, t, 0), DamagedError, "failed to read magic"),
-        (lambda p, t: tiny_gguf.patched(p, t, b"GGUF", b"hell"), DamagedError, "invalid magic characters: 'hell'"),
-        (lambda p, t: t, DamagedError, "not there; export it again"),
+        (lambda p, t: cut(p, t, p.stat().st_size - 20_000), DamagedFileError, "not within the file bounds"),
+        (lambda p, t: cut(p, t, 3000), DamagedFileError, "failed to read key-value pairs"),
+        (lambda p, t: cut(p, t, 0), DamagedFileError, "failed to read magic"),
+        (lambda p, t: tiny_gguf.patched(p, t, b"GGUF", b"hell"), DamagedFileError, "invalid magic characters: 'hell'"),
+        (lambda p, t: t, DamagedFileError, "not there; export it again"),
         (
             lambda p, t: tiny_gguf.patched(p, t, b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"),
-            DamagedError, r"tensor 'blk\.1\.attn_q\.weight' not found",
+            DamagedFileError, r"tensor 'blk\.1\.attn_q\.weight' not found",
         ),
         (
             lambda p, t: tiny_gguf.patched(p, t, b"architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
@@ -109,7 +109,7 @@ def test_files_that_llama_cpp_cannot_open(
 ) -> None:
     bad = spoil(path, tmp_path / "bad.gguf")
     with pytest.raises(kind, match=said) as raised:
-        llama_server.start(bad, 1, 256)
+        llama_server.start_server(bad, 1, 256)
     assert str(bad) in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -117,8 +117,8 @@ def test_files_that_llama_cpp_cannot_open(
 def test_a_port_that_is_taken(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BusyError, match=f"port {port} of 127.0.0.1 is taken"):
-            llama_server.start(path, 1, 256, port=port)
+        with pytest.raises(LockHeldError, match=f"port {port} of 127.0.0.1 is taken"):
+            llama_server.start_server(path, 1, 256, port=port)
 
 
 def test_one_that_is_not_ready_in_time_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,12 @@ def test_one_that_is_not_ready_in_time_is_ended(path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(subprocess, "Popen", noted)
     with pytest.raises(RatchetError, match=r"not ready after 0\.001 s"):
-        llama_server.start(path, 1, 256, ready_s=0.001)
+        llama_server.start_server(path, 1, 256, ready_s=0.001)
     assert [process.poll() is None for process in begun] == [False]
 
 
 def test_killed_in_the_middle_of_a_request(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
+    with llama_server.start_server(path, 1, 256) as server:
         server.process.send_signal(signal.SIGSTOP)  # so that the request is under way, for ever
         raised: list[BaseException] = []
 
@@ -160,12 +160,12 @@ def test_killed_in_the_middle_of_a_request(path: Path) -> None:
 
 def test_an_address_where_no_server_is_is_an_error() -> None:
     with pytest.raises(RatchetError, match="does not answer"):
-        Client(f"http://127.0.0.1:{free_port()}", "model.gguf").ask("/health")
+        LlamaClient(f"http://127.0.0.1:{free_port()}", "model.gguf").ask("/health")
 
 
 def test_a_server_that_is_stopped_can_be_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_server, "END_S", 0.2)
-    with llama_server.start(path, 1, 256) as server:
+    with llama_server.start_server(path, 1, 256) as server:
         server.process.send_signal(signal.SIGSTOP)
     assert not lives(server.process.pid)
 
@@ -173,7 +173,7 @@ def test_a_server_that_is_stopped_can_be_closed(path: Path, monkeypatch: pytest.
 def test_a_parent_that_is_killed_leaves_no_server(path: Path) -> None:
     code = (
         "import sys, time, pathlib\nfrom ratchet.models.runtimes import llama_server\n"
-        "server = llama_server.start(pathlib.Path(sys.argv[1]), 1, 256)\n"
+        "server = llama_server.start_server(pathlib.Path(sys.argv[1]), 1, 256)\n"
         "print(server.process.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as parent:
@@ -189,7 +189,7 @@ def test_by_hand_it_serves_until_it_is_asked_to_end(path: Path, number: signal.S
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        client = Client(json.loads(process.stdout.readline())["address"], str(path))
+        client = LlamaClient(json.loads(process.stdout.readline())["address"], str(path))
         assert client.ask("/props")["total_slots"] == 2
         assert client.model()["n_ctx"] >= 128
         process.send_signal(number)
@@ -202,4 +202,4 @@ def test_what_is_not_installed_is_told(path: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "xllamacpp.py").write_text("raise ImportError('no such wheel')\n")
     monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
     with pytest.raises(RatchetError, match=r"could not be started.*no such wheel.*is xllamacpp installed"):
-        llama_server.start(path, 1, 256)
+        llama_server.start_server(path, 1, 256)

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onnx_models import save
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.export.onnx import exporter as onnx_writer
 from ratchet.models.runtimes import onnx
-from ratchet.models.runtimes.runtime import Runtime
+from ratchet.models.runtimes.runtime import ModelRuntime
 from tiny_gguf import expected
 
 TEXTS = ("<|turn|>Where is my order?<eos>", "  two  spaces\n\ttab", "3.14159 kg", "naïve 🦙👩‍🚀", "", "<bos><bos>")
@@ -30,13 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Directory of a model, and of its export."""
     root = tmp_path_factory.mktemp("runtime")
     source = save("llama", root / "hf", num_hidden_layers=1, initializer_range=0.5)
-    onnx_writer.write(source, root / "onnx", "fp32", lambda *_: None)
+    onnx_writer.write_onnx(source, root / "onnx", "fp32", lambda *_: None)
     return source, root / "onnx"
 
 
 @pytest.fixture(scope="module")
-def runtime(model: tuple[Path, Path]) -> Iterator[Runtime]:
-    with onnx.opened(model[1], threads=1) as found:
+def runtime(model: tuple[Path, Path]) -> Iterator[ModelRuntime]:
+    with onnx.open_runtime(model[1], threads=1) as found:
         yield found
 
 
@@ -44,7 +44,9 @@ def expected_of(source: Path, ids: list[int], positions: list[int]) -> Any:
     return expected(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval(), ids)[positions]
 
 
-def test_tokens_are_those_of_transformers_and_special_ones_count(runtime: Runtime, model: tuple[Path, Path]) -> None:
+def test_tokens_are_those_of_transformers_and_special_ones_count(
+    runtime: ModelRuntime, model: tuple[Path, Path]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model[0])
     for text in TEXTS:
         assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -57,11 +59,11 @@ def test_limits_and_padding_of_the_tokenizer_are_not_applied(model: tuple[Path, 
     told = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     told["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (directory / "tokenizer.json").write_text(json.dumps(told), encoding="utf-8")
-    with onnx.opened(directory, threads=1) as runtime:
+    with onnx.open_runtime(directory, threads=1) as runtime:
         assert len(runtime.token_ids("a long text of many words")) > 3
 
 
-def test_distributions_are_those_of_transformers(runtime: Runtime, model: tuple[Path, Path]) -> None:
+def test_distributions_are_those_of_transformers(runtime: ModelRuntime, model: tuple[Path, Path]) -> None:
     ids = np.random.default_rng(2).integers(4, 300, 30).tolist()
     found = runtime.log_probabilities(ids, [0, 7, 28])
     assert runtime.log_probabilities(ids, []).shape == (0, 320)
@@ -73,7 +75,7 @@ def test_distributions_are_those_of_transformers(runtime: Runtime, model: tuple[
 
 @pytest.mark.parametrize("at_once", [1, 4, 9, 29], ids=lambda tokens: f"{tokens}-tokens")
 def test_long_rows_in_pieces_are_the_same(
-    at_once: int, runtime: Runtime, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    at_once: int, runtime: ModelRuntime, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.random.default_rng(3).integers(4, 300, 30).tolist()
     positions = [0, 3, 4, 8, 28, 29]
@@ -82,7 +84,7 @@ def test_long_rows_in_pieces_are_the_same(
     assert np.abs(found - expected_of(model[0], ids, positions)).max() < 2e-5
 
 
-def test_answers_are_the_greedy_ones_of_transformers(runtime: Runtime, model: tuple[Path, Path]) -> None:
+def test_answers_are_the_greedy_ones_of_transformers(runtime: ModelRuntime, model: tuple[Path, Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model[0], dtype=torch.float32).eval()
     prompt = [5, 17, 200, 9]
     whole = reference.generate(
@@ -100,7 +102,7 @@ def test_answers_are_the_greedy_ones_of_transformers(runtime: Runtime, model: tu
 def test_neither_torch_nor_transformers_is_imported(model: tuple[Path, Path]) -> None:
     code = (
         "import sys; from pathlib import Path; from ratchet.models.runtimes import onnx\n"
-        "with onnx.opened(Path(sys.argv[1]), 1) as runtime:\n"
+        "with onnx.open_runtime(Path(sys.argv[1]), 1) as runtime:\n"
         "    print(len(runtime.generate(runtime.token_ids('a bill'), 4, [])))\n"
         "print(sorted({'torch', 'transformers', 'onnx', 'onnxscript'} & set(sys.modules)))"
     )
@@ -123,7 +125,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     else:
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"no such thing")
     said = rf"{'tokenizer.json' if name == 'tokenizer.json' else 'model.onnx'}: .*export it again"
-    with pytest.raises(DamagedError, match=said) as raised, onnx.opened(directory, threads=1):
+    with pytest.raises(DamagedFileError, match=said) as raised, onnx.open_runtime(directory, threads=1):
         pass
     assert "\n" not in str(raised.value)
 
@@ -135,10 +137,10 @@ def test_a_graph_of_another_kind_is_refused(model: tuple[Path, Path], tmp_path: 
     graph = onnx_format.helper.make_graph([node], "other", value[:1], value[1:])
     made = onnx_format.helper.make_model(graph, opset_imports=[onnx_format.helper.make_opsetid("", 18)], ir_version=10)
     onnx_format.save(made, str(directory / "model.onnx"))
-    with pytest.raises(DamagedError, match="its inputs are pixels"), onnx.opened(directory, threads=1):
+    with pytest.raises(DamagedFileError, match="its inputs are pixels"), onnx.open_runtime(directory, threads=1):
         pass
 
 
-def test_a_token_that_the_model_does_not_have_is_an_error_and_no_crash(runtime: Runtime) -> None:
-    with pytest.raises(DamagedError, match="on 2 tokens after 0"):
+def test_a_token_that_the_model_does_not_have_is_an_error_and_no_crash(runtime: ModelRuntime) -> None:
+    with pytest.raises(DamagedFileError, match="on 2 tokens after 0"):
         runtime.generate([5, 10**6], 2, [])

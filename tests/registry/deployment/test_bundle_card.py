@@ -9,8 +9,8 @@ import yaml
 from deployable import artifact, closeness, few_bytes
 from ratchet.registry.deployment import model_card, model_files
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.export import Bundle, Lineage, Merge, Parity, Scan, TaskScore
-from ratchet.storage.records.gate import Forced
+from ratchet.storage.records.export import BaseScan, MergeParity, MergeReport, ModelBundle, ModelLineage, TaskScore
+from ratchet.storage.records.gate import ForcedPromotion
 
 FORMS = ("hf", "gguf/q8_0", "onnx/int8")
 TASK = TaskScore(
@@ -19,34 +19,38 @@ TASK = TaskScore(
 )  # fmt: skip
 
 
-def lineage(**about: object) -> Lineage:
+def lineage(**about: object) -> ModelLineage:
     facts = {
         "source": "org/some_base", "revision": "c" * 40, "digest": "b" * 64, "files": {}, "parameters": 1234567,
         "architecture": "LlamaForCausalLM", "licence": "Apache-2.0",
     }  # fmt: skip
-    return Lineage(
+    return ModelLineage(
         base=BaseCard.model_validate(facts | about), data_digest="d" * 64, data_rows={"train": 3000, "test": 600},
         data_licence="CC-BY-4.0", settings={}, run_id="run", kept_step=40, code="1.0", recipe="e" * 64,
-        sbom_digest="f" * 64, scan=Scan(files=1, pickles=(), suspicious=(), scanner="none"),
+        sbom_digest="f" * 64, scan=BaseScan(files=1, pickles=(), suspicious=(), scanner="none"),
     )  # fmt: skip
 
 
-def bundle(root: Path, origin: Lineage | None, merge: Merge | None = None) -> Bundle:
+def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = None) -> ModelBundle:
     few_bytes(root, "a", FORMS)
     forms = [artifact(root, form) for form in FORMS]
     forms[1] = forms[1].model_copy(update={
         "task": TASK, "notes": ("ends at <|end|>, too",), "closeness": closeness().model_copy(update={"kl": 0.0123}),
     })  # fmt: skip
-    parity = Parity(rows=1, tokens=200, max_logit_difference=3e-5, mean_logit_difference=1e-6, greedy_agreement=0.995)
-    return Bundle(
+    parity = MergeParity(
+        rows=1, tokens=200, max_logit_difference=3e-5, mean_logit_difference=1e-6, greedy_agreement=0.995
+    )
+    return ModelBundle(
         model_digest="1" * 64, adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, run_id="run",
         merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_form="nf4+dq uint8", merge=merge,
         artifacts=tuple(forms), lineage=origin,
     )  # fmt: skip
 
 
-def written(root: Path, origin: Lineage | None, forced: Forced | None = None, merge: Merge | None = None) -> str:
-    return model_files.files_of(root, bundle(root, origin, merge), "some_model", forced)["README.md"].decode()
+def written(
+    root: Path, origin: ModelLineage | None, forced: ForcedPromotion | None = None, merge: MergeReport | None = None
+) -> str:
+    return model_files.build_model_files(root, bundle(root, origin, merge), "some_model", forced)["README.md"].decode()
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -56,7 +60,7 @@ def cells(text: str, first: str) -> list[str]:
 
 
 def test_the_card_names_the_origin_of_the_model(tmp_path: Path) -> None:
-    text = written(tmp_path, lineage(), merge=Merge(
+    text = written(tmp_path, lineage(), merge=MergeReport(
         adapters={"a" * 64: 0.5, "9" * 64: 1.0}, modules=(), changed=7, streamed=True, trials=(),
     ))  # fmt: skip
     front = yaml.safe_load(text.split("---")[1])
@@ -114,18 +118,18 @@ def test_a_bundle_without_lineage_has_a_card(tmp_path: Path) -> None:
     ("decision", "against"), [("REJECT", "the gate said REJECT"), ("PROMOTE", "the model had been rolled back")]
 )
 def test_a_forced_promotion_is_named_first(tmp_path: Path, decision: str, against: str) -> None:
-    forced = Forced.model_validate({"by": "ada", "reason": "<b>it</b> *must* | go", "decision": decision})
+    forced = ForcedPromotion.model_validate({"by": "ada", "reason": "<b>it</b> *must* | go", "decision": decision})
     text = written(tmp_path, lineage(), forced)
     said = f"**FORCED by ada although {against}: \\<b\\>it\\</b\\> \\*must\\* \\| go**"
     assert text.split("---\n")[2].split("\n\n")[:2] == ["\n# some\\_model", said]
-    guides = model_files.files_of(tmp_path, bundle(tmp_path, None), "m", forced)
+    guides = model_files.build_model_files(tmp_path, bundle(tmp_path, None), "m", forced)
     assert all(said in guides[name].decode() for name in guides if name.endswith("SERVE.md"))
     assert "FORCED" not in written(tmp_path, lineage())
 
 
 def test_texts_are_plain() -> None:
     assert (
-        model_card.words(Forced(by="ada", reason="why", decision="HOLD"))
+        model_card.describe_forced(ForcedPromotion(by="ada", reason="why", decision="HOLD"))
         == "FORCED by ada although the gate said HOLD: why"
     )
-    assert model_card.plain("a\nb \u202e c") == "a b \\\\u202e c"
+    assert model_card.escape_markdown("a\nb \u202e c") == "a b \\\\u202e c"

@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from deployable import SETTINGS, crown, few_bytes, keep, promoted
-from ratchet.config.gate import Hook
+from ratchet.config.gate import HookSettings
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
 from ratchet.stages import deploy as stage
-from ratchet.stages.deploy import Options, check, watch
+from ratchet.stages.deploy import DeployOptions, check_release, watch_champion
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
-QUIET = Options(smoke=False)
+QUIET = DeployOptions(smoke=False)
 CODE = """
 import signal, sys
 from pathlib import Path
 from ratchet.stages import deploy
 from ratchet.config.schema import Settings
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 def interrupt(number, frame):  # as the command line does
     raise KeyboardInterrupt
@@ -36,7 +36,8 @@ def interrupt(number, frame):  # as the command line does
 signal.signal(signal.SIGTERM, interrupt)
 deploy.POLL_S = 0.02
 say = lambda text: print(text.replace(chr(10), " "), flush=True)
-sys.exit(deploy.watch(Layout(Path(sys.argv[1])), Settings(), Path(sys.argv[2]), deploy.Options(smoke=False), say))
+layout, options = ProjectLayout(Path(sys.argv[1])), deploy.DeployOptions(smoke=False)
+sys.exit(deploy.watch_champion(layout, Settings(), Path(sys.argv[2]), options, say))
 """
 WAIT_S = 60.0
 
@@ -44,7 +45,7 @@ WAIT_S = 60.0
 class Watching:
     """A watch in a process of its own, and what it says."""
 
-    def __init__(self, project: Layout, served: Path) -> None:
+    def __init__(self, project: ProjectLayout, served: Path) -> None:
         command = [sys.executable, "-c", CODE, str(project.root), str(served)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._lines: queue.Queue[str] = queue.Queue()
@@ -73,17 +74,17 @@ def served(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def watching(project: Layout, served: Path) -> Iterator[Watching]:
+def watching(project: ProjectLayout, served: Path) -> Iterator[Watching]:
     found = Watching(project, served)
     yield found
     found.end()
 
 
-def version(layout: Layout, served: Path) -> int:
-    return check(layout, served / "current").version
+def version(layout: ProjectLayout, served: Path) -> int:
+    return check_release(layout, served / "current").version
 
 
-def test_a_watch_follows_promotions_and_rollbacks(project: Layout, served: Path, watching: Watching) -> None:
+def test_a_watch_follows_promotions_and_rollbacks(project: ProjectLayout, served: Path, watching: Watching) -> None:
     assert watching.said().startswith("watching ")
     assert "there is no champion yet" in watching.said()
     a = promoted(project, "a")
@@ -101,7 +102,7 @@ def test_a_watch_follows_promotions_and_rollbacks(project: Layout, served: Path,
     assert watching.process.wait(WAIT_S) == 0
 
 
-def test_a_watch_continues_after_refusals(project: Layout, served: Path, watching: Watching) -> None:
+def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, watching: Watching) -> None:
     promoted(project, "a")
     while "version 1 " not in (line := watching.said()):
         assert "watching" in line or "no champion" in line
@@ -123,7 +124,7 @@ def test_a_watch_continues_after_refusals(project: Layout, served: Path, watchin
     assert version(project, served) == 3
 
 
-def test_transient_failures_are_retried(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_failures_are_retried(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk is reported once, and retried without a new promotion."""
     promoted(project, "a")
     tries, told = [], list[str]()
@@ -142,24 +143,24 @@ def test_transient_failures_are_retried(project: Layout, served: Path, monkeypat
     monkeypatch.setattr(stage, "deploy", deploy)
     monkeypatch.setattr(stage, "AGAIN_S", 0.001)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert watch(project, SETTINGS, served, QUIET, told.append) == 0
+    assert watch_champion(project, SETTINGS, served, QUIET, told.append) == 0
     assert len(tries) == 3
     assert ["No space left" in text for text in told] == [False, True, False, False]
 
 
-def test_a_watch_takes_no_version(project: Layout, served: Path) -> None:
-    for options in (Options(version=1), Options(rollback=True)):
+def test_a_watch_takes_no_version(project: ProjectLayout, served: Path) -> None:
+    for options in (DeployOptions(version=1), DeployOptions(rollback=True)):
         with pytest.raises(SettingsError, match="--watch follows the champion"):
-            watch(project, SETTINGS, served, options, print)
+            watch_champion(project, SETTINGS, served, options, print)
 
 
-def test_a_promotion_hook_deploys(project: Layout, served: Path, tmp_path: Path) -> None:
+def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     """The other way to follow: a hook of kind command, started by promotion in the project's root."""
     promoted(project, "a")
     event = tmp_path / "event.json"
     event.write_text(json.dumps({"id": "1", "action": "promote"}))
     code = CODE.replace("sys.exit(deploy.watch(", "print(deploy.deploy(").replace(", say))", "))")
-    hook = Hook(command=(sys.executable, "-c", code, str(project.root), str(served)), retries=0)
-    outcome = hooks.tell(hook, event, project.root)
+    hook = HookSettings(command=(sys.executable, "-c", code, str(project.root), str(served)), retries=0)
+    outcome = hooks.send_event(hook, event, project.root)
     assert outcome.told, "".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert version(project, served) == 1

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from deployable import CHATML, NAME, few_bytes, keep
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.registry.deployment import server_files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA3 = (
@@ -64,7 +64,7 @@ def go(text: str, talk: Talk) -> str:
     ids=["chatml", "llama3", "a default system message", "no system message"],
 )
 def test_the_go_template_equals_jinja(template: str, system: bool, adds_first: bool) -> None:
-    text = server_files.template(template, TOKENS, adds_first)
+    text = server_files.convert_template(template, TOKENS, adds_first)
     assert text is not None
     plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(plain)  # noqa: S701 (no HTML)
@@ -88,10 +88,10 @@ def test_the_go_template_equals_jinja(template: str, system: bool, adds_first: b
     ids=["system in question", "reversed", "last only", "numbered", "no Jinja", "break out", "three quotes", "zero"],
 )
 def test_a_template_that_ollama_cannot_express(template: str) -> None:
-    assert server_files.template(template, TOKENS, adds_first=False) is None
+    assert server_files.convert_template(template, TOKENS, adds_first=False) is None
 
 
-def test_modelfile_and_commands(project: Layout) -> None:
+def test_modelfile_and_commands(project: ProjectLayout) -> None:
     source = project.root / "made"
     few_bytes(source, "a", ("hf", "gguf/q8_0", "onnx/int8"))
     bundle = keep(project, source, ("hf", "gguf/q8_0", "onnx/int8"))
@@ -117,8 +117,8 @@ def test_modelfile_and_commands(project: Layout) -> None:
 def test_a_model_without_an_ollama_template_says_so(tmp_path: Path) -> None:
     few_bytes(tmp_path, "a")
     (tmp_path / "hf" / "chat_template.jinja").write_text(SYSTEM_IN_QUESTION)
-    facts = server_files.read(tmp_path / "hf", "m")
-    text = server_files.modelfile("x.gguf", facts)
+    facts = server_files.read_facts(tmp_path / "hf", "m")
+    text = server_files.render_modelfile("x.gguf", facts)
     assert text.startswith("# Ollama cannot express this model's chat template")
     assert "TEMPLATE" not in text.replace("# Ollama", "")
 
@@ -128,12 +128,12 @@ def test_context_and_ends_from_the_files(tmp_path: Path) -> None:
     config = {"text_config": {"max_position_embeddings": 131072}, "dtype": "bfloat16"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [3, 99]}')
-    facts = server_files.read(tmp_path / "hf", "m")
+    facts = server_files.read_facts(tmp_path / "hf", "m")
     found = (facts.context_tokens, facts.limit_tokens, facts.dtype, facts.ends)
     assert found == (8192, 131072, "bfloat16", ("<|im_end|>",))
     (tmp_path / "hf" / "config.json").write_text("[]")
-    with pytest.raises(DamagedError, match=r"config\.json: no config of a model"):
-        server_files.read(tmp_path / "hf", "m")
+    with pytest.raises(DamagedFileError, match=r"config\.json: no config of a model"):
+        server_files.read_facts(tmp_path / "hf", "m")
 
 
 def test_mlflow_files_trust_no_code_and_no_hub(tmp_path: Path) -> None:

@@ -13,48 +13,53 @@ import pytest
 
 from deployable import SETTINGS, crown, keep
 from ratchet.config.schema import Settings
-from ratchet.errors import ChampionError, DamagedError
-from ratchet.registry.deployment.smoke_test import TIE_NATS, smoke
-from ratchet.stages.deploy import Options, check, deploy
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Artifact
+from ratchet.errors import ChampionError, DamagedFileError
+from ratchet.registry.deployment.smoke_test import TIE_NATS, run_smoke_test
+from ratchet.stages.deploy import DeployOptions, check_release, deploy
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ExportArtifact
 from smoke_cases import export, nothing_left, verified  # noqa: F401 (fixtures)
 
 
-def test_another_model_is_refused(export: Path, verified: dict[str, Artifact]) -> None:
+def test_another_model_is_refused(export: Path, verified: dict[str, ExportArtifact]) -> None:
     with pytest.raises(ChampionError, match=r"answers 'What is a ratchet\?' otherwise than .* from token 1 on"):
-        smoke(export / "other", verified["gguf/f32"], dated=False)
+        run_smoke_test(export / "other", verified["gguf/f32"], dated=False)
 
 
-def changed(one: Artifact, **about: Any) -> Artifact:
+def changed(one: ExportArtifact, **about: Any) -> ExportArtifact:
     """The same with another first probe."""
     first, *others = one.probes
     return one.model_copy(update={"probes": (first.model_copy(update=about), *others)})
 
 
-def test_another_token_is_accepted_for_a_tie_alone(export: Path, verified: dict[str, Artifact]) -> None:
+def test_another_token_is_accepted_for_a_tie_alone(export: Path, verified: dict[str, ExportArtifact]) -> None:
     one = verified["gguf/f32"]
     ids, margins = list(one.probes[0].answer_ids), list(one.probes[0].margins)
     ids[3], margins[3] = (ids[3] + 1) % 300, TIE_NATS / 2
-    told = smoke(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
+    told = run_smoke_test(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
     tie = "'What is a ratchet?' parts at token 4, a tie (0.025 nats) that fell otherwise here"
     assert told == f"2 of 3 answers as verified; {tie}"
     margins[3] = TIE_NATS * 2
     with pytest.raises(ChampionError, match=r"from token 4 on, where the verified one was 0\.10 nats ahead"):
-        smoke(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
+        run_smoke_test(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
 
 
-def test_another_prompt_without_dates_or_no_answers_are_refused(export: Path, verified: dict[str, Artifact]) -> None:
+def test_another_prompt_without_dates_or_no_answers_are_refused(
+    export: Path, verified: dict[str, ExportArtifact]
+) -> None:
     other = changed(verified["gguf/f32"], question="What is a pawl?")
     with pytest.raises(ChampionError, match=r"another prompt of 'What is a pawl\?'"):
-        smoke(export / "one", other, dated=False)
-    assert smoke(export / "one", other, dated=True) == "3 of 3 answers as verified"
-    with pytest.raises(DamagedError, match="no verified answers of hf"):
-        smoke(export / "one", verified["hf"].model_copy(update={"probes": ()}), dated=False)
+        run_smoke_test(export / "one", other, dated=False)
+    assert run_smoke_test(export / "one", other, dated=True) == "3 of 3 answers as verified"
+    with pytest.raises(DamagedFileError, match="no verified answers of hf"):
+        run_smoke_test(export / "one", verified["hf"].model_copy(update={"probes": ()}), dated=False)
 
 
 def kept(
-    layout: Layout, export: Path, verified: dict[str, Artifact], spoil: Callable[[Artifact], Artifact] | None = None
+    layout: ProjectLayout,
+    export: Path,
+    verified: dict[str, ExportArtifact],
+    spoil: Callable[[ExportArtifact], ExportArtifact] | None = None,
 ) -> None:
     """The model becomes champion; with spoilt answers, if that is asked for."""
     probes = {form: (spoil(one) if spoil else one).probes for form, one in verified.items()}
@@ -62,7 +67,7 @@ def kept(
 
 
 def test_a_model_with_other_answers_is_not_deployed(
-    project: Layout, export: Path, verified: dict[str, Artifact], tmp_path: Path
+    project: ProjectLayout, export: Path, verified: dict[str, ExportArtifact], tmp_path: Path
 ) -> None:
     served = tmp_path / "served"
     wrong = tuple(reversed(verified["gguf/f32"].probes[0].answer_ids))
@@ -76,8 +81,8 @@ def test_a_model_with_other_answers_is_not_deployed(
     assert "smoke test: 3 of 3 answers as verified" in text
     [entry] = (served / "deployments.jsonl").read_text().splitlines()
     assert json.loads(entry)["smoke"] == "3 of 3 answers as verified"
-    assert "hf) is current" in deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
-    assert check(project, served / "previous").form == "gguf/f32"
+    assert "hf) is current" in deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
+    assert check_release(project, served / "previous").form == "gguf/f32"
 
 
 def running(needle: bytes) -> list[int]:
@@ -93,14 +98,14 @@ def running(needle: bytes) -> list[int]:
 
 
 def test_kill_during_smoke_test_leaves_no_server(
-    project: Layout, export: Path, verified: dict[str, Artifact], tmp_path: Path
+    project: ProjectLayout, export: Path, verified: dict[str, ExportArtifact], tmp_path: Path
 ) -> None:
     """SIGKILL in the middle of a smoke test: the server ends, `current` is untouched, and repeating finishes."""
     served = tmp_path / "served"
     kept(project, export, {"hf": verified["hf"], "gguf/f32": verified["gguf/f32"]})
     code = (
         "import sys; from pathlib import Path\n"
-        "from ratchet.config.schema import Settings; from ratchet.storage.layout import Layout\n"
+        "from ratchet.config.schema import Settings; from ratchet.storage.layout import ProjectLayout as Layout\n"
         "from ratchet.stages.deploy import deploy; from ratchet.registry.deployment import smoke_test as smoke\n"
         "smoke._compared = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
         "smoke.llama_server.Server.close = lambda self: None\n"
@@ -123,4 +128,4 @@ def test_kill_during_smoke_test_leaves_no_server(
     assert running(weights) == []
     assert not (served / "current").exists()
     deploy(project, Settings(), served)
-    assert check(project, served / "current").form == "gguf/f32"
+    assert check_release(project, served / "current").form == "gguf/f32"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import signed_folder
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.registry.signing import identity, keys, signature
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 WHO, ISSUER = "ann@example.org", "https://accounts.example.org"
 
@@ -33,18 +33,18 @@ def token(**claims: object) -> str:
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts), "c2ln"])
 
 
-def test_without_a_trusted_identity_the_error_names_the_command(project: Layout) -> None:
+def test_without_a_trusted_identity_the_error_names_the_command(project: ProjectLayout) -> None:
     with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity WHO --issuer URL`"):
-        identity.signer(project)
+        identity.load_signer(project)
     keys.trust_identity(project, WHO, ISSUER)
-    keys.revoke(project, WHO, "left")
+    keys.revoke_trust(project, WHO, "left")
     with pytest.raises(SettingsError, match="trusts no identity"):
-        identity.signer(project)
+        identity.load_signer(project)
 
 
 @pytest.mark.parametrize("given", ["none", "garbage", "expired", "for another service"])
 def test_an_unusable_token_is_refused_and_not_shown(
-    project: Layout, monkeypatch: pytest.MonkeyPatch, given: str
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     made = {
@@ -54,21 +54,21 @@ def test_an_unusable_token_is_refused_and_not_shown(
         monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
     says = "put a token into SIGSTORE_ID_TOKEN" if made is None else "the token cannot be used"
     with pytest.raises(SettingsError, match=says) as raised:
-        identity.signer(project)
+        identity.load_signer(project)
     assert made is None or made not in str(raised.value)
 
 
-def test_a_valid_token_names_the_signer(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_token_names_the_signer(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     made = token()
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
-    found = identity.signer(project)
+    found = identity.load_signer(project)
     assert found.by == f"{WHO} of {ISSUER}"
     assert made not in repr(found)
 
 
 def test_without_its_servers_nothing_is_written(
-    project: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", token())
@@ -76,21 +76,21 @@ def test_without_its_servers_nothing_is_written(
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # refuses connections, with or without a network
     folder = signed_folder.make(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"promote\.signing: sigstore did not sign .* or sign with a key"):
-        signature.sign(folder, identity.signer(project))
+        signature.sign_folder(folder, identity.load_signer(project))
     assert not (folder / signature.SIGNATURE).exists()
 
 
 @pytest.mark.parametrize("certificate", ["", "AAAA", "MIIB"])
-def test_an_invalid_certificate_is_damage(project: Layout, tmp_path: Path, certificate: str) -> None:
+def test_an_invalid_certificate_is_damage(project: ProjectLayout, tmp_path: Path, certificate: str) -> None:
     """The signature of a key, made to look as if a certificate spoke for it."""
     folder = signed_folder.make(tmp_path / "model")
-    signature.sign(folder, keys.signer(project))
+    signature.sign_folder(folder, keys.load_signer(project))
     keys.trust_identity(project, WHO, ISSUER)
     path = folder / signature.SIGNATURE
     value = json.loads(path.read_text())
     value["verificationMaterial"] = {"certificate": {"rawBytes": certificate}, "tlogEntries": []}
     path.write_text(json.dumps(value))
-    found = signature.judge(folder, keys.read(project.keyring))
+    found = signature.judge_folder(folder, keys.read_keyring(project.keyring))
     assert found.state == "damaged"
-    with pytest.raises(DamagedError, match=r"model\.sig: no signature that sigstore vouches for"):
-        signature.check(folder, project)
+    with pytest.raises(DamagedFileError, match=r"model\.sig: no signature that sigstore vouches for"):
+        signature.check_signature(folder, project)

@@ -10,17 +10,17 @@ from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import ComponentType
 
 from ratchet.config import schema
-from ratchet.config.data import Prepare, Source
+from ratchet.config.data import Prepare, SourceSettings
 from ratchet.config.evaluation import Evaluate
 from ratchet.config.export import Export
-from ratchet.config.gate import Hook, Promote
+from ratchet.config.gate import HookSettings, Promote
 from ratchet.registry import lineage, pickle_scan
-from ratchet.registry.lineage import Contents, Origin
+from ratchet.registry.lineage import ModelOrigin, SbomContents
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.data import DatasetCard, Drop, Lengths, NearDuplicates
+from ratchet.storage.records.data import DatasetCard, DroppedRows, LengthDistribution, NearDuplicateReport
 
 ROW = "a row of the data that is private"
 BASE = BaseCard(
@@ -32,39 +32,40 @@ TRAINED = TrainReport(
     planned_steps=9, best_step=6, kept_step=6, validation_loss={6: 1.0}, final_train_loss=1.0, trained_tokens=70,
     input_tokens=700, trainable_parameters=10, total_parameters=1000,
 )  # fmt: skip
-LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=5, trained=6)
+LENGTHS = LengthDistribution(least=1, median=2, p95=3, greatest=4, total=5, trained=6)
 DATA = DatasetCard(
     digest="d" * 64, sources={"data/raw/rows.jsonl": "e" * 64}, base_digest="b" * 64, task="text", rows_in=9,
-    rows_out=8, dropped={"empty": Drop(count=1, examples=(ROW,))}, splits={"train": 6, "validation": 1, "test": 1},
+    rows_out=8, dropped={"empty": DroppedRows(count=1, examples=(ROW,))},
+    splits={"train": 6, "validation": 1, "test": 1},
     lengths={"train": LENGTHS}, labels={ROW: 3}, notes=(ROW,),
-    near_duplicates=NearDuplicates(threshold=0.8, shingle_words=3, clusters=0, across_splits=0, largest=()),
+    near_duplicates=NearDuplicateReport(threshold=0.8, shingle_words=3, clusters=0, across_splits=0, largest=()),
 )  # fmt: skip
 SETTINGS = schema.Settings(export=Export(data_licence="CC-BY-4.0"))
 
 
-def origin(folder: Path) -> Origin:
+def origin(folder: Path) -> ModelOrigin:
     folder.mkdir(exist_ok=True)
-    return Origin(BASE, TRAINED, DATA, pickle_scan.scan(folder), "f" * 64)
+    return ModelOrigin(BASE, TRAINED, DATA, pickle_scan.scan_directory(folder), "f" * 64)
 
 
-def contents(**changes: Any) -> Contents:
+def contents(**changes: Any) -> SbomContents:
     plain: dict[str, Any] = {
         "name": "tickets", "model_digest": "9" * 64, "base": BASE, "data_digest": DATA.digest,
         "data_rows": DATA.splits, "data_licence": "CC-BY-4.0",
     }  # fmt: skip
-    return Contents(**plain | changes)
+    return SbomContents(**plain | changes)
 
 
 @pytest.fixture(scope="module")
 def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bill of the plain contents."""
     path = tmp_path_factory.mktemp("bill") / "sbom.json"
-    assert lineage.write(contents(), path) == digests.of_file(path)
+    assert lineage.write_sbom(contents(), path) == digests.hash_file(path)
     return path
 
 
-def test_the_lineage_names_everything_that_a_model_came_from(project: Layout, tmp_path: Path) -> None:
-    found = lineage.lineage(project, SETTINGS, origin(tmp_path / "base"), "1" * 64)
+def test_the_lineage_names_everything_that_a_model_came_from(project: ProjectLayout, tmp_path: Path) -> None:
+    found = lineage.build_lineage(project, SETTINGS, origin(tmp_path / "base"), "1" * 64)
     assert (found.base, found.data_digest, found.data_rows) == (BASE, DATA.digest, DATA.splits)
     assert (found.run_id, found.kept_step, found.recipe) == (TRAINED.run_id, 6, "f" * 64)
     assert (found.data_licence, found.sbom_digest) == ("CC-BY-4.0", "1" * 64)
@@ -91,33 +92,35 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_texts_like_secrets_are_masked_everywhere(project: Layout, tmp_path: Path) -> None:
+def test_texts_like_secrets_are_masked_everywhere(project: ProjectLayout, tmp_path: Path) -> None:
     for text, wanted in SECRETS.items():
-        assert lineage.masked(text) == wanted
+        assert lineage.mask_secrets(text) == wanted
     for text in HARMLESS:
-        assert lineage.masked(text) == text
+        assert lineage.mask_secrets(text) == text
     secret = next(iter(SECRETS))
-    settings = SETTINGS.model_copy(update={"prepare": Prepare(sources=(Source.model_construct(files=secret),))})
-    found = lineage.lineage(project, settings, origin(tmp_path / "base"), "1" * 64)
+    settings = SETTINGS.model_copy(update={"prepare": Prepare(sources=(SourceSettings.model_construct(files=secret),))})
+    found = lineage.build_lineage(project, settings, origin(tmp_path / "base"), "1" * 64)
     assert found.settings["prepare"]["sources"][0]["files"] == SECRETS[secret]
 
 
-def test_no_secret_and_no_row_enters_a_bundle(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_and_no_row_enters_a_bundle(
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SIGSTORE_ID_TOKEN", "RATCHET_SIGNING_PASSWORD", "MY_SECRET"):
         monkeypatch.setenv(name, "hunter22")
     address = "https://ann:hunter22@example.org/rows.jsonl"
     settings = SETTINGS.model_copy(
         update={
-            "prepare": Prepare(sources=(Source.model_construct(files=address),)),
+            "prepare": Prepare(sources=(SourceSettings.model_construct(files=address),)),
             "evaluate": Evaluate(),
-            "promote": Promote(hooks=(Hook(webhook="https://example.org/hook?token=hunter22"),)),
+            "promote": Promote(hooks=(HookSettings(webhook="https://example.org/hook?token=hunter22"),)),
         }
     )
     folder = tmp_path / "bundle"
     folder.mkdir()
-    bill = lineage.write(contents(), folder / "sbom.json")
-    lineage.lineage(project, settings, origin(tmp_path / "base"), bill).save(folder / "bundle-lineage.json")
-    signature.sign(folder, keys.signer(project))
+    bill = lineage.write_sbom(contents(), folder / "sbom.json")
+    lineage.build_lineage(project, settings, origin(tmp_path / "base"), bill).save(folder / "bundle-lineage.json")
+    signature.sign_folder(folder, keys.load_signer(project))
     private = project.private_key.read_text().splitlines()[1]
     for path in folder.iterdir():
         text = path.read_text()
@@ -150,11 +153,11 @@ def test_the_bill_names_libraries_base_and_data(bill: Path) -> None:
 
 
 def test_equal_contents_give_equal_bytes_and_others_another_serial_number(bill: Path, tmp_path: Path) -> None:
-    lineage.write(contents(), tmp_path / "same.json")
+    lineage.write_sbom(contents(), tmp_path / "same.json")
     assert (tmp_path / "same.json").read_bytes() == bill.read_bytes()
     assert b"timestamp" not in bill.read_bytes()
     changed = BASE.model_copy(update={"licence": "my own terms", "revision": None, "source": "../models/mine"})
-    lineage.write(contents(base=changed, data_licence=None), tmp_path / "other.json")
+    lineage.write_sbom(contents(base=changed, data_licence=None), tmp_path / "other.json")
     other = json.loads((tmp_path / "other.json").read_bytes())
     assert other["serialNumber"] != json.loads(bill.read_bytes())["serialNumber"]
     parts = {part["bom-ref"]: part for part in other["components"]}

@@ -9,9 +9,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.registry.signing import keys
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,11 @@ def public_file(private: Path, password: bytes | None = None) -> Path:
     return path
 
 
-def test_a_new_pair_is_private_and_its_fingerprint_is_of_the_public_file(project: Layout, tmp_path: Path) -> None:
+def test_a_new_pair_is_private_and_its_fingerprint_is_of_the_public_file(
+    project: ProjectLayout, tmp_path: Path
+) -> None:
     subprocess.run(["git", "init", "-q"], cwd=project.root, check=True)
-    key = keys.make(project)
+    key = keys.create_key_pair(project)
     assert stat.S_IMODE(project.private_key.stat().st_mode) == 0o600
     asked = ["git", "ls-files", "--others", "--exclude-standard", ".ratchet"]
     seen = subprocess.run(asked, cwd=project.root, check=True, capture_output=True, text=True).stdout.split()
@@ -56,64 +58,68 @@ def test_a_new_pair_is_private_and_its_fingerprint_is_of_the_public_file(project
     assert summed.split()[0] == key.fingerprint
 
 
-def test_a_project_without_keys_gets_one_and_says_so_once(project: Layout) -> None:
-    assert keys.plan(project).startswith("make a key pair")
+def test_a_project_without_keys_gets_one_and_says_so_once(project: ProjectLayout) -> None:
+    assert keys.describe_signer(project).startswith("make a key pair")
     assert not project.keyring.exists()
-    first = keys.signer(project)
+    first = keys.load_signer(project)
     assert first.told is not None
     assert f"made the key pair {first.fingerprint[:16]}" in first.told
-    second = keys.signer(project)
+    second = keys.load_signer(project)
     assert (second.fingerprint, second.told) == (first.fingerprint, None)
-    assert keys.plan(project) == f"sign the model with key {first.fingerprint[:16]}"
+    assert keys.describe_signer(project) == f"sign the model with key {first.fingerprint[:16]}"
 
 
-def test_a_clone_without_a_private_key_is_refused_until_it_makes_one(project: Layout) -> None:
-    keys.make(project)
+def test_a_clone_without_a_private_key_is_refused_until_it_makes_one(project: ProjectLayout) -> None:
+    keys.create_key_pair(project)
     project.private_key.unlink()
     with pytest.raises(SettingsError, match=r"`ratchet keys --new`, then commit keys.json.*RATCHET_SIGNING_KEY"):
-        keys.signer(project)
-    mine = keys.make(project)
-    assert keys.signer(project).fingerprint == mine.fingerprint
-    assert len(keys.read(project.keyring).keys) == 2
+        keys.load_signer(project)
+    mine = keys.create_key_pair(project)
+    assert keys.load_signer(project).fingerprint == mine.fingerprint
+    assert len(keys.read_keyring(project.keyring).keys) == 2
 
 
 @pytest.mark.parametrize("password", [None, b"a long secret"], ids=["plain", "encrypted"])
 def test_a_key_from_elsewhere_signs_once_the_project_trusts_it(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: bytes | None
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: bytes | None
 ) -> None:
-    keys.make(project)
+    keys.create_key_pair(project)
     private = private_file(tmp_path / "ours.pem", password, ec.generate_private_key(ec.SECP384R1()))
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private))
     if password:
         monkeypatch.setenv(keys.PASSWORD_VARIABLE, password.decode())
     with pytest.raises(SettingsError, match=r"does not trust key \w{16}; .*openssl pkey -in ours.pem -pubout"):
-        keys.signer(project)
-    trusted = keys.trust(project, public_file(private, password))
-    assert keys.signer(project).fingerprint == trusted.fingerprint
-    keys.revoke(project, trusted.fingerprint, "left the company")
+        keys.load_signer(project)
+    trusted = keys.trust_key(project, public_file(private, password))
+    assert keys.load_signer(project).fingerprint == trusted.fingerprint
+    keys.revoke_trust(project, trusted.fingerprint, "left the company")
     with pytest.raises(SettingsError, match=rf"key {trusted.fingerprint[:16]} is revoked \(left the company\)"):
-        keys.signer(project)
+        keys.load_signer(project)
 
 
-def test_the_first_named_key_is_trusted(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_named_key_is_trusted(
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private_file(tmp_path / "ours.pem")))
-    assert keys.plan(project).startswith("trust the key in ")
-    told = keys.signer(project).told
+    assert keys.describe_signer(project).startswith("trust the key in ")
+    told = keys.load_signer(project).told
     assert told is not None
     assert told.startswith("trusts key ")
-    assert keys.signer(project).told is None
+    assert keys.load_signer(project).told is None
     assert not project.private_key.exists()
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
-def test_a_private_key_that_others_may_touch_is_refused(project: Layout, mode: int) -> None:
-    keys.make(project)
+def test_a_private_key_that_others_may_touch_is_refused(project: ProjectLayout, mode: int) -> None:
+    keys.create_key_pair(project)
     project.private_key.chmod(mode)
     with pytest.raises(SettingsError, match=rf"others may read this private key \(mode {mode:o}\).*chmod 600"):
-        keys.signer(project)
+        keys.load_signer(project)
 
 
-def test_passwords_and_keys_are_in_no_message(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passwords_and_keys_are_in_no_message(
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     private = private_file(tmp_path / "ours.pem", b"right horse")
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private))
     said = []
@@ -121,7 +127,7 @@ def test_passwords_and_keys_are_in_no_message(project: Layout, tmp_path: Path, m
         if given is not None:
             monkeypatch.setenv(keys.PASSWORD_VARIABLE, given)
         with pytest.raises(SettingsError, match=r"ours\.pem: .*RATCHET_SIGNING_PASSWORD") as raised:
-            keys.signer(project)
+            keys.load_signer(project)
         said.append(str(raised.value))
     lines = private.read_text().splitlines()[1:-1]
     assert not any(word in text for text in said for word in ("horse", *lines))
@@ -145,23 +151,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_unusable_keys_are_refused(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_unusable_keys_are_refused(
+    project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     make, says = WRONG[what]
     monkeypatch.setenv(keys.KEY_VARIABLE, str(make(tmp_path / "x.pem")))
     with pytest.raises(SettingsError, match=rf"x\.pem: .*{says}"):
-        keys.signer(project)
+        keys.load_signer(project)
     assert not project.keyring.exists()
 
 
-def test_a_trusted_key_is_not_replaced_but_a_revoked_one_is(project: Layout) -> None:
-    first = keys.make(project)
+def test_a_trusted_key_is_not_replaced_but_a_revoked_one_is(project: ProjectLayout) -> None:
+    first = keys.create_key_pair(project)
     with pytest.raises(SettingsError, match=r"there is a key already.*`ratchet keys --revoke"):
-        keys.make(project)
-    assert keys.signer(project).fingerprint == first.fingerprint
-    keys.revoke(project, first.fingerprint[:6], "too old")
-    second = keys.make(project)
-    assert keys.signer(project).fingerprint == second.fingerprint != first.fingerprint
-    known = keys.read(project.keyring)
+        keys.create_key_pair(project)
+    assert keys.load_signer(project).fingerprint == first.fingerprint
+    keys.revoke_trust(project, first.fingerprint[:6], "too old")
+    second = keys.create_key_pair(project)
+    assert keys.load_signer(project).fingerprint == second.fingerprint != first.fingerprint
+    known = keys.read_keyring(project.keyring)
     assert {key.fingerprint: key.revoked for key in known.keys} == {
         first.fingerprint: "too old", second.fingerprint: None,
     }  # fmt: skip
@@ -176,20 +184,20 @@ def test_a_trusted_key_is_not_replaced_but_a_revoked_one_is(project: Layout) -> 
     ],
     ids=["fingerprint", "key", "type"],
 )
-def test_a_keyring_that_was_edited_is_refused(project: Layout, edit: tuple[str, object], says: str) -> None:
-    keys.make(project)
+def test_a_keyring_that_was_edited_is_refused(project: ProjectLayout, edit: tuple[str, object], says: str) -> None:
+    keys.create_key_pair(project)
     value = json.loads(project.keyring.read_text())
     value["keys"][0][edit[0]] = edit[1]
     project.keyring.write_text(json.dumps(value))
-    with pytest.raises(DamagedError, match=rf"keys\.json: .*{says}"):
-        keys.signer(project)
+    with pytest.raises(DamagedFileError, match=rf"keys\.json: .*{says}"):
+        keys.load_signer(project)
 
 
-def test_keys_json_does_not_depend_on_the_order_of_trust(project: Layout, tmp_path: Path) -> None:
+def test_keys_json_does_not_depend_on_the_order_of_trust(project: ProjectLayout, tmp_path: Path) -> None:
     publics = [public_file(private_file(tmp_path / f"{n}.pem")) for n in range(3)]
-    other = Layout(tmp_path / "other")
+    other = ProjectLayout(tmp_path / "other")
     for path in publics:
-        keys.trust(project, path)
+        keys.trust_key(project, path)
     for path in reversed(publics):
-        keys.trust(other, path)
+        keys.trust_key(other, path)
     assert project.keyring.read_bytes() == other.keyring.read_bytes()

@@ -25,7 +25,7 @@ from ratchet.errors import BaseModelError
 from ratchet.registry import pickle_scan
 from ratchet.stages import base
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 
@@ -114,7 +114,7 @@ def test_a_planted_program_is_found_named_and_not_run(tmp_path: Path, trap: Path
     with pytest.raises(
         BaseModelError, match=r"(posix|nt|os) system: opening this file as a pickle would run"
     ) as raised:
-        pickle_scan.scan(folder)
+        pickle_scan.scan_directory(folder)
     assert name in str(raised.value)
     assert not trap.exists()
 
@@ -142,7 +142,7 @@ def clean(folder: Path) -> Path:
 def test_harmless_files_pass_and_pickles_are_listed(tmp_path: Path) -> None:
     folder = clean(tmp_path / "model")
     (folder / "vocab.txt").unlink()  # these two lines are how a pickle of the first protocol calls os.system
-    found = pickle_scan.scan(folder)
+    found = pickle_scan.scan_directory(folder)
     assert found.files == 14
     assert found.pickles == ("consolidated.pth", "optimizer.pt", "pytorch_model.bin")
     assert found.suspicious == ()
@@ -155,7 +155,7 @@ def test_suspicious_files_are_recorded(tmp_path: Path) -> None:
     (folder / "training_args.bin").write_bytes(torch_file({"path": Path("x")}, legacy=False))
     (folder / "data.7z").write_bytes(b"7z\xbc\xaf\x27\x1c" + bytes(50))
     (folder / "cut.npz").write_bytes(zipped(bytes(3000), "a.npy")[:60])
-    found = pickle_scan.scan(folder)
+    found = pickle_scan.scan_directory(folder)
     assert found.pickles == ("training_args.bin",)
     assert [text.partition(": ")[0] for text in found.suspicious] == [
         "cut.npz", "data.7z", "training_args.bin!archive/data.pkl",
@@ -173,10 +173,10 @@ def test_large_weights_are_not_read(tmp_path: Path) -> None:
     with (folder / "model.gguf").open("wb") as stream:
         stream.write(b"GGUF")
         stream.truncate(2**40)
-    assert pickle_scan.scan(folder).pickles == ()
+    assert pickle_scan.scan_directory(folder).pickles == ()
 
 
-def test_stage_base_refuses_before_anything_is_opened(project: Layout, trap: Path) -> None:
+def test_stage_base_refuses_before_anything_is_opened(project: ProjectLayout, trap: Path) -> None:
     folder = project.root / "data" / "their model"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("no JSON: opening it is an error")
@@ -194,16 +194,16 @@ def test_findings_of_stage_base_are_kept_beside_the_card(tmp_path: Path) -> None
     """Pickles that are harmless stop nothing, and are on record even when they were converted."""
     layout = tiny_project.write(tmp_path / "project")
     base.base(layout, tiny_project.SETTINGS, lambda _: None)
-    assert pickle_scan.recorded(layout.base) is None  # the tiny base came from nowhere
+    assert pickle_scan.load_scan(layout.base) is None  # the tiny base came from nowhere
     theirs = Path(shutil.copytree(layout.tiny_model, layout.root / "theirs"))
     weights = load_file(theirs / "model.safetensors")
     (theirs / "pytorch_model.bin").write_bytes(torch_file(weights, legacy=True))
     (theirs / "model.safetensors").unlink()
     settings = tiny_project.SETTINGS.model_copy(update={"base": Base(source="theirs", convert_pickles=True)})
     base.base(layout, settings, lambda _: None)
-    found = pickle_scan.recorded(layout.base)
+    found = pickle_scan.load_scan(layout.base)
     assert found is not None
     assert found.pickles == ("pytorch_model.bin",)
     assert found.suspicious == ()
-    assert pickle_scan.scan(layout.tiny_model, BaseCard.load(layout.base_card)).pickles == ()
-    files.verify(layout.base, "base")
+    assert pickle_scan.scan_directory(layout.tiny_model, BaseCard.load(layout.base_card)).pickles == ()
+    files.verify_sealed(layout.base, "base")

@@ -9,35 +9,35 @@ from pathlib import Path
 import pytest
 
 import signed_folder
-from ratchet.errors import DamagedError, InputError, SettingsError
+from ratchet.errors import DamagedFileError, InputError, SettingsError
 from ratchet.registry.signing import keys, signature
-from ratchet.registry.signing.signature import SIGNATURE, Judgement
+from ratchet.registry.signing.signature import SIGNATURE, SignatureVerdict
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 @pytest.fixture
-def signed(project: Layout, tmp_path: Path) -> Path:
+def signed(project: ProjectLayout, tmp_path: Path) -> Path:
     """A folder that the project's key signed."""
     folder = signed_folder.make(tmp_path / "model")
-    signature.sign(folder, keys.signer(project))
+    signature.sign_folder(folder, keys.load_signer(project))
     return folder
 
 
-def judged(folder: Path, layout: Layout) -> Judgement:
-    return signature.judge(folder, keys.read(layout.keyring))
+def judged(folder: Path, layout: ProjectLayout) -> SignatureVerdict:
+    return signature.judge_folder(folder, keys.read_keyring(layout.keyring))
 
 
 def test_a_signature_is_trusted_lists_all_files_and_does_not_depend_on_the_folder(
-    project: Layout, signed: Path, tmp_path: Path
+    project: ProjectLayout, signed: Path, tmp_path: Path
 ) -> None:
-    found = signature.check(signed, project)
+    found = signature.check_signature(signed, project)
     assert found.by == keys.own_fingerprint(project)
     assert set(found.files) == {"gruß.txt", "hf-notes.txt", "hf/manifest.json", "hf/model one.safetensors"}
-    files.seal(signed, "model")  # the seal's manifest is written afterwards, and is not covered
-    assert signature.check(signed, project) == found
+    files.seal_directory(signed, "model")  # the seal's manifest is written afterwards, and is not covered
+    assert signature.check_signature(signed, project) == found
     other = signed_folder.make(tmp_path / ".partial-other-123")
-    signature.sign(other, keys.signer(project))
+    signature.sign_folder(other, keys.load_signer(project))
     assert (other / SIGNATURE).read_bytes() == (signed / SIGNATURE).read_bytes()
     assert str(tmp_path) not in base64.b64decode(payload(signed)).decode()
 
@@ -46,8 +46,10 @@ def payload(folder: Path) -> str:
     return str(json.loads((folder / SIGNATURE).read_text())["dsseEnvelope"]["payload"])
 
 
-def test_the_reference_implementation_accepts_our_signatures(project: Layout, signed: Path, tmp_path: Path) -> None:
-    files.seal(signed, "model")
+def test_the_reference_implementation_accepts_our_signatures(
+    project: ProjectLayout, signed: Path, tmp_path: Path
+) -> None:
+    files.seal_directory(signed, "model")
     key = signed_folder.public_key(project, tmp_path / "key.pem")
     asked = ("verify", "key", str(signed), "--signature", str(signed / SIGNATURE), "--public_key", str(key))
     done = signed_folder.model_signing(signed, *asked)
@@ -58,8 +60,8 @@ def test_the_reference_implementation_accepts_our_signatures(project: Layout, si
     assert "Hash mismatch for 'hf-notes.txt'" in done.stderr
 
 
-def test_we_accept_signatures_of_the_reference_implementation(project: Layout, tmp_path: Path) -> None:
-    keys.signer(project)
+def test_we_accept_signatures_of_the_reference_implementation(project: ProjectLayout, tmp_path: Path) -> None:
+    keys.load_signer(project)
     folder = signed_folder.make(tmp_path / "model")
     out, key = str(folder / SIGNATURE), str(project.private_key)
     done = signed_folder.model_signing(folder, "sign", "key", str(folder), "--private_key", key, "--signature", out)
@@ -113,17 +115,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(project: Layout, signed: Path, damage: str) -> None:
+def test_damage_is_named(project: ProjectLayout, signed: Path, damage: str) -> None:
     inflict, says = DAMAGE[damage]
     inflict(signed)
     found = judged(signed, project)
     assert found.state == "damaged"
-    with pytest.raises(DamagedError, match=says) as raised:
-        signature.check(signed, project)
+    with pytest.raises(DamagedFileError, match=says) as raised:
+        signature.check_signature(signed, project)
     assert str(raised.value).startswith(str(signed))
 
 
-def test_every_bit_of_the_signed_statement_counts(project: Layout, signed: Path) -> None:
+def test_every_bit_of_the_signed_statement_counts(project: ProjectLayout, signed: Path) -> None:
     path, good = signed / SIGNATURE, (signed / SIGNATURE).read_text()
     value = json.loads(good)
     content = base64.b64decode(value["dsseEnvelope"]["payload"])
@@ -134,29 +136,31 @@ def test_every_bit_of_the_signed_statement_counts(project: Layout, signed: Path)
         assert judged(signed, project).state == "damaged", place
 
 
-def test_unknown_revoked_and_missing_signatures_are_not_damage(project: Layout, signed: Path, tmp_path: Path) -> None:
-    stranger = Layout(tmp_path / "elsewhere")
-    keys.make(stranger)
+def test_unknown_revoked_and_missing_signatures_are_not_damage(
+    project: ProjectLayout, signed: Path, tmp_path: Path
+) -> None:
+    stranger = ProjectLayout(tmp_path / "elsewhere")
+    keys.create_key_pair(stranger)
     name = keys.own_fingerprint(project) or ""
     found = judged(signed, stranger)
     assert (found.state, found.by) == ("unknown", name)
     with pytest.raises(SettingsError, match=rf"signed by key {name[:16]}, which is not trusted here; `ratchet keys`"):
-        signature.check(signed, stranger)
-    keys.revoke(project, name[:8], "laptop  stolen\nin Graz")
+        signature.check_signature(signed, stranger)
+    keys.revoke_trust(project, name[:8], "laptop  stolen\nin Graz")
     assert judged(signed, project).state == "revoked"
     with pytest.raises(SettingsError, match=rf"signed by key {name[:16]}, which is revoked: laptop stolen in Graz"):
-        signature.check(signed, project)
+        signature.check_signature(signed, project)
     (signed / SIGNATURE).unlink()
     assert judged(signed, project).state == "unsigned"
-    with pytest.raises(DamagedError, match=r"model: not signed \(no model.sig\)"):
-        signature.check(signed, project)
+    with pytest.raises(DamagedFileError, match=r"model: not signed \(no model.sig\)"):
+        signature.check_signature(signed, project)
 
 
-def test_a_signature_is_not_valid_for_another_key(project: Layout, signed: Path) -> None:
+def test_a_signature_is_not_valid_for_another_key(project: ProjectLayout, signed: Path) -> None:
     """A signature that claims to be of a trusted key, but was made by another."""
     trusted = keys.own_fingerprint(project)
-    keys.revoke(project, str(trusted), "lost")
-    keys.make(project)
+    keys.revoke_trust(project, str(trusted), "lost")
+    keys.create_key_pair(project)
     other = keys.own_fingerprint(project)
     resign(signed, lambda v: v["verificationMaterial"]["publicKey"].update(hint=other))  # type: ignore[index]
     found = judged(signed, project)
@@ -164,26 +168,28 @@ def test_a_signature_is_not_valid_for_another_key(project: Layout, signed: Path)
     assert "did not sign this" in found.text
 
 
-def test_digests_that_were_just_compared_are_not_computed_again(project: Layout, signed: Path) -> None:
-    known = {name: sha for name, (sha, _) in files.seal(signed, "model").files.items()}
+def test_digests_that_were_just_compared_are_not_computed_again(project: ProjectLayout, signed: Path) -> None:
+    known = {name: sha for name, (sha, _) in files.seal_directory(signed, "model").files.items()}
     flip(signed / "hf-notes.txt")
-    assert signature.judge(signed, keys.read(project.keyring), known).state == "trusted"  # the caller vouched for it
+    assert (
+        signature.judge_folder(signed, keys.read_keyring(project.keyring), known).state == "trusted"
+    )  # the caller vouched for it
     known["hf-notes.txt"] = "0" * 64
-    assert signature.judge(signed, keys.read(project.keyring), known).state == "damaged"
+    assert signature.judge_folder(signed, keys.read_keyring(project.keyring), known).state == "damaged"
 
 
-def test_the_list_is_read_without_the_files(project: Layout, signed: Path, tmp_path: Path) -> None:
+def test_the_list_is_read_without_the_files(project: ProjectLayout, signed: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "part"
     elsewhere.mkdir()
     (elsewhere / SIGNATURE).write_bytes((signed / SIGNATURE).read_bytes())
-    found = signature.require(signature.listed(elsewhere, keys.read(project.keyring)))
-    assert found == signature.check(signed, project)
+    found = signature.require_trusted(signature.read_signature(elsewhere, keys.read_keyring(project.keyring)))
+    assert found == signature.check_signature(signed, project)
     assert judged(elsewhere, project).state == "damaged"
 
 
-def test_a_link_is_not_signed_and_nothing_is_written(project: Layout, tmp_path: Path) -> None:
+def test_a_link_is_not_signed_and_nothing_is_written(project: ProjectLayout, tmp_path: Path) -> None:
     folder = signed_folder.make(tmp_path / "model")
     (folder / "x").symlink_to("/etc/hostname")
     with pytest.raises(InputError, match=r"x: a link, and only files can be signed"):
-        signature.sign(folder, keys.signer(project))
+        signature.sign_folder(folder, keys.load_signer(project))
     assert not (folder / SIGNATURE).exists()

@@ -11,9 +11,9 @@ import pytest
 from ratchet.errors import RunFailedError
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection import injectors
-from ratchet.runs.fault_injection.injectors import Command
+from ratchet.runs.fault_injection.injectors import TrainCommandProcess
 from ratchet.runs.fault_injection.plan import What
-from ratchet.runs.journal import Journal, Reader
+from ratchet.runs.journal import Journal, JournalReader
 
 NAMES = ("manifest.json", "optimizer.safetensors", "state.json", "trainable.safetensors")
 
@@ -44,7 +44,7 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
 @pytest.mark.parametrize("draw", range(8))
 def test_one_bit_of_the_newest_checkpoint_flips(run: RunPaths, draw: int) -> None:
     before = contents(run)
-    text = injectors.damage("flip a bit", run, draw)
+    text = injectors.damage_run("flip a bit", run, draw)
     (name,) = changed(before, contents(run))
     old, new = before[name], contents(run)[name]
     assert name.startswith("checkpoints/step-00000006/")
@@ -56,10 +56,10 @@ def test_one_bit_of_the_newest_checkpoint_flips(run: RunPaths, draw: int) -> Non
 @pytest.mark.parametrize("draw", range(4))
 def test_a_file_is_cut_or_removed(run: RunPaths, draw: int) -> None:
     before = contents(run)
-    injectors.damage("cut a file", run, draw)
+    injectors.damage_run("cut a file", run, draw)
     (name,) = changed(before, contents(run))
     assert before[name].startswith(contents(run)[name])
-    injectors.damage("remove a file", run, draw)
+    injectors.damage_run("remove a file", run, draw)
     assert len(contents(run)) == len(before) - 1
 
 
@@ -68,9 +68,9 @@ def test_damage_changes_shared_bytes_and_removal_one_name(run: RunPaths) -> None
     for path in list(run.checkpoint(6).iterdir()):
         path.unlink()
     os.link(older, newest)
-    injectors.damage("flip a bit", run, 0)
+    injectors.damage_run("flip a bit", run, 0)
     assert newest.read_bytes() == older.read_bytes() != bytes([4] * 52)
-    injectors.damage("remove a file", run, 0)
+    injectors.damage_run("remove a file", run, 0)
     assert not newest.exists()
     assert older.exists()
 
@@ -83,15 +83,15 @@ def test_damage_follows_from_the_draw(tmp_path: Path, what: What) -> None:
         paths.checkpoint(2).mkdir(parents=True)
         (paths.checkpoint(2) / "state.json").write_bytes(bytes(100))
         paths.journal.write_text('{"event":"attempt","t":1.0,"attempt":1}\n' * 9)
-        texts.append(injectors.damage(what, paths, draw=11))
+        texts.append(injectors.damage_run(what, paths, draw=11))
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("draw", range(8))
 def test_a_damaged_journal_keeps_its_events_and_ends_in_half_a_line(run: RunPaths, draw: int) -> None:
-    injectors.damage("damage the journal", run, draw)
+    injectors.damage_run("damage the journal", run, draw)
     content = run.journal.read_bytes()
-    reader = Reader(run.journal)
+    reader = JournalReader(run.journal)
     assert [event.data["step"] for event in reader.read()] == [1, 2, 3, 4, 5, 6]
     assert reader.damaged_lines >= 1
     assert not content.endswith(b"\n")
@@ -99,7 +99,7 @@ def test_a_damaged_journal_keeps_its_events_and_ends_in_half_a_line(run: RunPath
 
 def test_damage_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="no checkpoint"):
-        injectors.damage("flip a bit", RunPaths(tmp_path / "abc"), 0)
+        injectors.damage_run("flip a bit", RunPaths(tmp_path / "abc"), 0)
 
 
 def test_a_foreign_process_is_no_worker_and_survives(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_foreign_process_is_no_worker_and_survives(tmp_path: Path) -> None:
     with subprocess.Popen(like_a_worker, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None
         stranger.stdout.readline()
-        with Command(tmp_path, ()) as command:
+        with TrainCommandProcess(tmp_path, ()) as command:
             assert command.worker() is None
             assert not command.signal_worker(signal.SIGKILL)
             assert command.kill()
@@ -117,6 +117,6 @@ def test_a_foreign_process_is_no_worker_and_survives(tmp_path: Path) -> None:
 
 
 def test_a_command_leaves_no_process_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Command(tmp_path, ()) as command:
+    with pytest.raises(KeyboardInterrupt), TrainCommandProcess(tmp_path, ()) as command:
         raise KeyboardInterrupt
     assert command.process.returncode is not None

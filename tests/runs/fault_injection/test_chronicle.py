@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.runs.fault_injection.outcome import Chronicle, Clock, Moment
+from ratchet.runs.fault_injection.outcome import BaselineTiming, FaultTrialTimeline, TrainingMoment
 from ratchet.runs.journal import Journal
 
-CLOCK = Clock(first_step_s=10.0, steps_s={1: 10.0, 2: 12.0, 3: 14.0, 4: 16.0}, finished_s=18.0)
+CLOCK = BaselineTiming(first_step_s=10.0, steps_s={1: 10.0, 2: 12.0, 3: 14.0, 4: 16.0}, finished_s=18.0)
 
 
 class Told:
@@ -18,7 +18,7 @@ class Told:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "journal.jsonl"
         self.journal = Journal(self.path, attempt=1)
-        self.seen = Chronicle()
+        self.seen = FaultTrialTimeline()
 
     def at(self, now_s: float, kind: str, **data: Any) -> None:
         self.journal.append(kind, **data)
@@ -35,17 +35,19 @@ def told(tmp_path: Path) -> Iterator[Told]:
 @pytest.mark.parametrize(
     ("step", "started", "fraction", "moment"),
     [
-        (0, True, 0.0, Moment(0, 0.0, loading=True)),
-        (0, True, 0.5, Moment(0, 9.0, loading=True)),
-        (2, True, 0.5, Moment(2, 8.0, loading=True)),
-        (1, False, 0.0, Moment(1, 0.0)),
-        (1, False, 0.5, Moment(3, 0.0)),
-        (1, False, 0.625, Moment(3, 1.0)),
-        (4, False, 0.5, Moment(4, 1.0)),
-        (2, True, 0.75, Moment(3, 0.0)),
+        (0, True, 0.0, TrainingMoment(0, 0.0, loading=True)),
+        (0, True, 0.5, TrainingMoment(0, 9.0, loading=True)),
+        (2, True, 0.5, TrainingMoment(2, 8.0, loading=True)),
+        (1, False, 0.0, TrainingMoment(1, 0.0)),
+        (1, False, 0.5, TrainingMoment(3, 0.0)),
+        (1, False, 0.625, TrainingMoment(3, 1.0)),
+        (4, False, 0.5, TrainingMoment(4, 1.0)),
+        (2, True, 0.75, TrainingMoment(3, 0.0)),
     ],
 )
-def test_a_fraction_of_the_time_left_is_a_moment(step: int, started: bool, fraction: float, moment: Moment) -> None:
+def test_a_fraction_of_the_time_left_is_a_moment(
+    step: int, started: bool, fraction: float, moment: TrainingMoment
+) -> None:
     assert CLOCK.moment(step, started, fraction) == moment
 
 

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from ratchet.errors import DataError
-from ratchet.runs.fault_injection.outcome import Outcome, batches, differences, journal_of
+from ratchet.runs.fault_injection.outcome import (
+    TrainingFingerprint,
+    collect_batch_digests,
+    find_differences,
+    find_journal,
+)
 from ratchet.runs.journal import Journal
-from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 
 FILES = (
     "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "checkpoints/best/manifest.json",
@@ -28,7 +33,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
     return told | changes
 
 
-def tell(layout: Layout, *events: tuple[str, dict[str, Any]]) -> None:
+def tell(layout: ProjectLayout, *events: tuple[str, dict[str, Any]]) -> None:
     path = layout.experiments / "runs" / "abc" / "journal.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     journal = Journal(path, attempt=1)
@@ -42,11 +47,11 @@ def validation(number: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[[str], Layout]:
+def make(tmp_path: Path) -> Callable[[str], ProjectLayout]:
     """A finished training, as far as its outcome goes."""
 
-    def made(name: str) -> Layout:
-        layout = Layout(tmp_path / name)
+    def made(name: str) -> ProjectLayout:
+        layout = ProjectLayout(tmp_path / name)
         for number, file in enumerate(FILES):
             (layout.train / file).parent.mkdir(parents=True, exist_ok=True)
             (layout.train / file).write_bytes(bytes([number] * 100))
@@ -56,36 +61,36 @@ def make(tmp_path: Path) -> Callable[[str], Layout]:
     return made
 
 
-def change_journal(layout: Layout, number: int, **changes: Any) -> None:
-    journal = journal_of(layout)
+def change_journal(layout: ProjectLayout, number: int, **changes: Any) -> None:
+    journal = find_journal(layout)
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     lines[number] |= changes
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def other_files(layout: Layout) -> None:
+def other_files(layout: ProjectLayout) -> None:
     (layout.train / "train.json").unlink()
     (layout.train / "checkpoints" / "more.bin").write_bytes(b"")
 
 
-def other_content(layout: Layout) -> None:
+def other_content(layout: ProjectLayout) -> None:
     for file in FILES:
         (layout.train / file).write_bytes(b"other")
 
 
-def other_times(layout: Layout) -> None:
+def other_times(layout: ProjectLayout) -> None:
     change_journal(layout, 2, step_s=99.0, t=1.0, attempt=7)
     tell(layout, ("checkpoint", {"step": 4}), ("notice", {"text": "hello"}), ("attempt", {"pid": 1}))
 
 
-def without_line(layout: Layout, number: int) -> None:
-    journal = journal_of(layout)
+def without_line(layout: ProjectLayout, number: int) -> None:
+    journal = find_journal(layout)
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join(lines[:number] + lines[number + 1 :]))
 
 
 SKIPPED = {"step": 6, "action": "skip", "rows": [1], "to_step": None, "rate_scale": 1.0, "reason": ""}
-CHANGES: dict[str, tuple[Callable[[Layout], None], list[str]]] = {
+CHANGES: dict[str, tuple[Callable[[ProjectLayout], None], list[str]]] = {
     "nothing": (lambda b: None, []),
     "times, attempts and other events": (other_times, []),
     "steps repeated alike": (
@@ -114,50 +119,50 @@ CHANGES: dict[str, tuple[Callable[[Layout], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_differences_between_two_trainings(make: Callable[[str], Layout], name: str) -> None:
+def test_differences_between_two_trainings(make: Callable[[str], ProjectLayout], name: str) -> None:
     a, b = make("a"), make("b")
     change, expected = CHANGES[name]
     change(b)
-    found = differences(Outcome.of(a), Outcome.of(b))
+    found = find_differences(TrainingFingerprint.of(a), TrainingFingerprint.of(b))
     assert len(found) == len(expected), found
     assert all(words in text for text, words in zip(found, expected, strict=True)), found
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("bit", [0, 399, 799], ids=lambda bit: f"bit{bit}")
-def test_a_flipped_bit_in_any_file_is_a_difference(make: Callable[[str], Layout], file: str, bit: int) -> None:
+def test_a_flipped_bit_in_any_file_is_a_difference(make: Callable[[str], ProjectLayout], file: str, bit: int) -> None:
     a, b = make("a"), make("b")
     content = bytearray((b.train / file).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     (b.train / file).write_bytes(content)
-    assert differences(Outcome.of(a), Outcome.of(b)) == [f"{file}: other content"]
+    assert find_differences(TrainingFingerprint.of(a), TrainingFingerprint.of(b)) == [f"{file}: other content"]
 
 
-def test_outcome_holds_every_file_each_step_once_and_missing_steps(make: Callable[[str], Layout]) -> None:
+def test_outcome_holds_every_file_each_step_once_and_missing_steps(make: Callable[[str], ProjectLayout]) -> None:
     b = make("b")
     tell(b, ("step", step(5)), ("step", step(6)))
-    found = Outcome.of(b)
+    found = TrainingFingerprint.of(b)
     assert found.files.keys() == set(FILES)
-    assert batches(found) == {number: f"{number:012x}" for number in range(1, STEPS + 1)}
+    assert collect_batch_digests(found) == {number: f"{number:012x}" for number in range(1, STEPS + 1)}
     assert found.contradictions == ()
     without_line(b, 2)
-    assert Outcome.of(b).contradictions == ("step 3 is nowhere in the journal",)
+    assert TrainingFingerprint.of(b).contradictions == ("step 3 is nowhere in the journal",)
 
 
 def test_the_journal_does_not_depend_on_the_environment(
-    make: Callable[[str], Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = make("a")
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
-    assert journal_of(a).is_relative_to(a.root)
+    assert find_journal(a).is_relative_to(a.root)
 
 
-def test_a_project_without_exactly_one_run_is_refused(make: Callable[[str], Layout], tmp_path: Path) -> None:
+def test_a_project_without_exactly_one_run_is_refused(make: Callable[[str], ProjectLayout], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 runs"):
-        Outcome.of(Layout(tmp_path / "empty"))
+        TrainingFingerprint.of(ProjectLayout(tmp_path / "empty"))
     b = make("b")
     other = b.experiments / "runs" / "def"
     other.mkdir()
     (other / "journal.jsonl").write_text("")
     with pytest.raises(DataError, match="2 runs"):
-        Outcome.of(b)
+        TrainingFingerprint.of(b)

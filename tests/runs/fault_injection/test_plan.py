@@ -7,15 +7,15 @@ import pytest
 
 from ratchet.errors import SettingsError
 from ratchet.runs.fault_injection import plan
-from ratchet.runs.fault_injection.plan import DOWN, LATEST, MOST_KILLS, ROWS, Shape, Trial
+from ratchet.runs.fault_injection.plan import DOWN, LATEST, MOST_KILLS, ROWS, FaultTrial, TrainingShape
 
-SHAPE = Shape(steps=24, validate_every_steps=8, fitting_tokens=60)
+SHAPE = TrainingShape(steps=24, validate_every_steps=8, fitting_tokens=60)
 
 
 def drawn(
-    seed: int = 0, kills: int = 5, shape: Shape = SHAPE, names: tuple[str, ...] = tuple(ROWS)
-) -> tuple[Trial, ...]:
-    return plan.draw(seed, plan.counts(names, kills), shape)
+    seed: int = 0, kills: int = 5, shape: TrainingShape = SHAPE, names: tuple[str, ...] = tuple(ROWS)
+) -> tuple[FaultTrial, ...]:
+    return plan.draw_plan(seed, plan.allocate_counts(names, kills), shape)
 
 
 def test_a_plan_depends_on_the_seed_and_a_row_on_no_other_row() -> None:

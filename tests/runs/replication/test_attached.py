@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from ratchet.runs.journal import Event
+from ratchet.runs.journal import JournalEvent
 from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.lease import Claim, State
-from ratchet.runs.replication.manifests import Beginning, JournalCopy, Sealed
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.remote_status import There
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.lease import LeaseRecord, State
+from ratchet.runs.replication.manifests import JournalStart, JournalUploader, ReplicaManifest
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.remote_status import RemoteRunSource
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
 RUN = "0123456789ab"
-NAMES = RunNames(RUN)
+NAMES = RunObjectNames(RUN)
 
 
-class Counted(Store):
+class Counted(ReplicaStore):
     """A folder that says how many bytes of journals were read."""
 
     journal_bytes = 0
@@ -33,22 +33,22 @@ class Counted(Store):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Counted:
-    return Counted(str(tmp_path / "mirror"), Terms(patience_s=5.0), lambda: False)
+    return Counted(str(tmp_path / "mirror"), TransferLimits(patience_s=5.0), lambda: False)
 
 
-def holder(store: Store, token: int, state: State, goes_on: tuple[int, int] | None = None) -> None:
-    made = Claim(token, f"node-{token}", state, 1, "2026-11-02T12:00:00+00:00", goes_on)
+def holder(store: ReplicaStore, token: int, state: State, goes_on: tuple[int, int] | None = None) -> None:
+    made = LeaseRecord(token, f"node-{token}", state, 1, "2026-11-02T12:00:00+00:00", goes_on)
     store.write(NAMES.claim(token, made.node), made.as_bytes())
 
 
-def reports(store: Store, token: int, last_t: float) -> None:
+def reports(store: ReplicaStore, token: int, last_t: float) -> None:
     told: dict[str, Any] = {"bytes_sent": 1, "bytes_skipped": 0, "send_s": 1.0, "outages": 0, "last": last_t}
     store.write(NAMES.node(f"node-{token}"), json.dumps(told | {"node": f"node-{token}"}).encode())
 
 
 def lines(numbers: Sequence[int]) -> bytes:
     figures = {"loss": 1.0, "learning_rate": 0.1, "step_s": 1.0, "input_tokens": 5, "trained_tokens": 5}
-    return b"".join(Event("step", 1e9 + n, 1, {"step": n, **figures}).line() for n in numbers)
+    return b"".join(JournalEvent("step", 1e9 + n, 1, {"step": n, **figures}).line() for n in numbers)
 
 
 def append(path: Path, numbers: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ def test_only_what_is_new_is_read_however_often_pieces_are_put_together(tmp_path
     path = tmp_path / "journal.jsonl"
     path.touch()
     holder(store, 1, "holding")
-    copy, run, seen = JournalCopy(path, store, NAMES, 1, Beginning()), There(store, RUN), []
+    copy, run, seen = JournalUploader(path, store, NAMES, 1, JournalStart()), RemoteRunSource(store, RUN), []
     run.look()
     assert not run.new
     for first in range(1, 201, 5):
@@ -82,13 +82,13 @@ def test_the_whole_run_is_read_again_after_a_change_of_holder(tmp_path: Path, st
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     append(first, range(1, 8))
     holder(store, 1, "holding")
-    JournalCopy(first, store, NAMES, 1, Beginning()).copy()
-    run = There(store, RUN)
+    JournalUploader(first, store, NAMES, 1, JournalStart()).copy()
+    run = RemoteRunSource(store, RUN)
     run.look()
     length = len(lines(range(1, 5)))
     holder(store, 2, "holding", (1, length))  # it had got four steps, and continues from there
     append(second, range(1, 7))
-    JournalCopy(second, store, NAMES, 2, Beginning((1, length), length)).copy()
+    JournalUploader(second, store, NAMES, 2, JournalStart((1, length), length)).copy()
     run.look()
     assert [event.data["step"] for event in run.new] == [1, 2, 3, 4, 5, 6]
     assert run.vitals.progress.step == 6
@@ -97,7 +97,7 @@ def test_the_whole_run_is_read_again_after_a_change_of_holder(tmp_path: Path, st
 
 def test_who_holds_a_run_and_reports_trains_it(store: Counted) -> None:
     holder(store, 1, "holding")
-    run = There(store, RUN)
+    run = RemoteRunSource(store, RUN)
     run.look()
     assert not run.aside.running  # its claim is old, and it has not reported
     reports(store, 1, time.time() - 20)
@@ -107,21 +107,21 @@ def test_who_holds_a_run_and_reports_trains_it(store: Counted) -> None:
     run.look()
     assert not run.aside.running
     store.write(NAMES.spec, b"{}")
-    assert remote_status.held(store) == [RUN]
+    assert remote_status.list_held_runs(store) == [RUN]
     holder(store, 1, "released")
-    assert remote_status.held(store) == []
+    assert remote_status.list_held_runs(store) == []
 
 
 def test_durable_and_finished_are_reported(store: Counted) -> None:
     holder(store, 1, "holding")
     reports(store, 1, time.time())
-    store.write(NAMES.checkpoint(1, 4), Sealed("checkpoint", 4, {}).as_bytes())
-    run = There(store, RUN)
+    store.write(NAMES.checkpoint(1, 4), ReplicaManifest("checkpoint", 4, {}).as_bytes())
+    run = RemoteRunSource(store, RUN)
     run.look()
     assert run.aside.mirror is not None
     assert run.aside.mirror.durable_steps == (4,)
     assert (run.aside.mirror.result, run.aside.finished) == (False, False)
-    store.write(NAMES.result(1), Sealed("result", 9, {}).as_bytes())
+    store.write(NAMES.result(1), ReplicaManifest("result", 9, {}).as_bytes())
     run.look()
     assert (run.aside.mirror.result, run.aside.finished, run.aside.running) == (True, True, False)
-    assert remote_status.held(store) == []
+    assert remote_status.list_held_runs(store) == []

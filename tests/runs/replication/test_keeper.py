@@ -11,10 +11,10 @@ from keeper_cases import (
     node,  # noqa: F401 (a fixture)
 )
 from machines import NAMES, Node, settings, store, wait_until
-from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
+from ratchet.errors import InterruptedRunError, LockHeldError, MirrorError, SettingsError
 from ratchet.runs import replication_protocol, status
 from ratchet.runs.replication import lease, manifests, replicator
-from ratchet.runs.replication.lease import Claim
+from ratchet.runs.replication.lease import LeaseRecord
 from ratchet.storage import files
 from snapshots import contents
 
@@ -57,10 +57,10 @@ def test_the_run_moves_from_machine_to_machine_and_only_new_content_is_sent(tmp_
 def test_a_document_that_names_files_elsewhere_is_damage() -> None:
     entry = {"sha256": "0" * 64, "bytes": 1}
     good = {"format": 1, "kind": "checkpoint", "step": 2, "refers_to": [], "files": {"a/b": entry}}
-    assert manifests.Sealed.from_bytes(json.dumps(good).encode(), "x").files == {"a/b": ("0" * 64, 1)}
+    assert manifests.ReplicaManifest.from_bytes(json.dumps(good).encode(), "x").files == {"a/b": ("0" * 64, 1)}
     for bad in ({"files": {"../a": entry}}, {"files": {"/a": entry}}, {"files": {"a": {"sha256": "../x", "bytes": 1}}}):
-        with pytest.raises(files.DamagedError):
-            manifests.Sealed.from_bytes(json.dumps(good | bad).encode(), "x")
+        with pytest.raises(files.DamagedFileError):
+            manifests.ReplicaManifest.from_bytes(json.dumps(good | bad).encode(), "x")
 
 
 def test_the_same_machine_resumes_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
@@ -157,7 +157,7 @@ def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_
 def test_a_run_that_another_machine_trains_is_refused_until_it_has_a_result(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
-    with pytest.raises(BusyError, match="one machine at a time"):
+    with pytest.raises(LockHeldError, match="one machine at a time"):
         node("second").take()
     first.finish()
     first.settled()
@@ -167,7 +167,7 @@ def test_a_run_that_another_machine_trains_is_refused_until_it_has_a_result(tmp_
     assert third.paths.is_finished()
     assert third.keeper.settle(0.0) is None
     assert third.keeper.lost() is None
-    assert lease.keys(store(tmp_path), NAMES)[-1][0] == 1, "a finished run needs no lease"
+    assert lease.list_keys(store(tmp_path), NAMES)[-1][0] == 1, "a finished run needs no lease"
 
 
 def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
@@ -213,7 +213,7 @@ def test_an_outage_is_reported_at_its_beginning_and_end_and_everything_arrives(
     first.save(6)
     missing = first.keeper.settle(1.0) or ""
     assert "the checkpoint of step 6 (the newest there is of step 2)" in missing
-    assert replication_protocol.unsent(first.paths) == set(), "no launch file says that there is a mirror"
+    assert replication_protocol.find_unsent_steps(first.paths) == set(), "no launch file says that there is a mirror"
     (tmp_path / "mirror").unlink()
     away.rename(tmp_path / "mirror")
     first.settled()
@@ -282,13 +282,13 @@ def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: N
         first.save(step)
         first.settled()
     first.keeper._lease._ended.set()
-    later = Claim(5, "later-1", "holding", 1, "2026-01-01T00:00:00+00:00")
+    later = LeaseRecord(5, "later-1", "holding", 1, "2026-01-01T00:00:00+00:00")
     store(tmp_path).write(NAMES.claim(5, "later-1"), later.as_bytes())
     upload = first.keeper._upload
     assert upload is not None
     before = objects(tmp_path)
     upload._tidier._keep = 1
-    with pytest.raises(BusyError):
+    with pytest.raises(LockHeldError):
         upload._tidier.tidy()
     assert objects(tmp_path) == before
 
@@ -299,9 +299,9 @@ def test_status_and_report_say_how_far_the_mirror_is(tmp_path: Path, node: Nodes
     first.settled()
     first.save(4)
     first.settled()
-    assert "mirror      step 4 durable, 0 steps behind" in status.describe(first.paths)
-    assert status.of(first.paths).mirrored_step == 4
-    found = replication_protocol.read(first.paths)
+    assert "mirror      step 4 durable, 0 steps behind" in status.describe_run(first.paths)
+    assert status.read_progress(first.paths).mirrored_step == 4
+    found = replication_protocol.read_replication_state(first.paths)
     assert found is not None
     assert found.describe(9) == "step 4 durable, 5 steps behind"
     away = found.model_copy(update={"failed_since": 100.0}).describe(4, 160.0)
@@ -334,7 +334,7 @@ def test_a_checkpoint_that_is_sealed_again_is_copied_again(tmp_path: Path, node:
     first.settled()
     first.save(4, best=2)  # stopped before its validation, and sealed again with it
     first.settled()
-    assert manifests.read(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
+    assert manifests.read_replica_manifest(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
     first.save(6)  # and the objects of the new seal are not removed as unneeded
     first.settled()
     made = contents(first.paths.checkpoint(4))

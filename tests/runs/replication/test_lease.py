@@ -18,18 +18,19 @@ from lease_cases import (
     quiet,
     store,
 )
-from ratchet.errors import BusyError, InterruptedRunError
+from ratchet.errors import InterruptedRunError, LockHeldError
 from ratchet.runs.replication import lease as claims
-from ratchet.runs.replication.lease import Claim, Lease, Watch
+from ratchet.runs.replication.lease import LeaseRecord, ReplicaLease, StalenessTracker
 
 SHORT_S = 1.0
 HOLDER = """
 import sys, time
-from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.store import Store, Terms
-store = Store(sys.argv[1], Terms(patience_s=5), lambda: False)
-lease = Lease(store, RunNames(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import ReplicaStore
+from ratchet.runs.replication.store import TransferLimits
+store = ReplicaStore(sys.argv[1], TransferLimits(patience_s=5), lambda: False)
+lease = ReplicaLease(store, RunObjectNames(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
 lease.take(lambda: False, lambda text: None)
 print("holds", lease.token, flush=True)
 while lease.lost() is None:
@@ -56,19 +57,19 @@ def line(holder: subprocess.Popen[str]) -> str:
     return holder.stdout.readline()
 
 
-def test_a_run_that_is_held_is_refused_at_once_with_who_holds_it(tmp_path: Path, held: list[Lease]) -> None:
+def test_a_run_that_is_held_is_refused_at_once_with_who_holds_it(tmp_path: Path, held: list[ReplicaLease]) -> None:
     first = lease(tmp_path, "first-1", SHORT_S)
     held.append(first)
     first.take(never, quiet)
-    with pytest.raises(BusyError, match=r"machine first-1 trains it, since 20\d\d"):
+    with pytest.raises(LockHeldError, match=r"machine first-1 trains it, since 20\d\d"):
         lease(tmp_path, "second-2", SHORT_S).take(never, quiet)
     assert first.is_sure()
     assert first.lost() is None
-    assert claims.keys(store(tmp_path), NAMES) == [(1, "first-1")], "who was refused leaves no claim"
+    assert claims.list_keys(store(tmp_path), NAMES) == [(1, "first-1")], "who was refused leaves no claim"
 
 
 def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_again(
-    tmp_path: Path, held: list[Lease]
+    tmp_path: Path, held: list[ReplicaLease]
 ) -> None:
     first = lease(tmp_path, "first-1", LONG_S)
     first.take(never, quiet)
@@ -82,7 +83,7 @@ def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_agai
 
 
 def test_a_token_is_above_all_written_ones_and_its_claim_says_where_its_journal_begins(
-    tmp_path: Path, held: list[Lease]
+    tmp_path: Path, held: list[ReplicaLease]
 ) -> None:
     store(tmp_path).write(NAMES.checkpoint(7, 40), b"{}")
     one = lease(tmp_path, "one-1", LONG_S)
@@ -90,22 +91,22 @@ def test_a_token_is_above_all_written_ones_and_its_claim_says_where_its_journal_
     one.take(after(2), quiet)
     assert one.token == 8
     one.go_on_from((3, 1234))
-    claim = Claim.from_bytes(store(tmp_path).read(NAMES.claim(8, "one-1")) or b"")
+    claim = LeaseRecord.from_bytes(store(tmp_path).read(NAMES.claim(8, "one-1")) or b"")
     assert claim is not None
     assert claim.goes_on == (3, 1234)
 
 
 def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
-    tmp_path: Path, held: list[Lease]
+    tmp_path: Path, held: list[ReplicaLease]
 ) -> None:
-    silent = Claim(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
+    silent = LeaseRecord(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
     store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
     told: list[str] = []
     with pytest.raises(InterruptedRunError):
         lease(tmp_path, "second-2", LONG_S).take(after(2), told.append)
     assert "gone-1" in told[0]
     assert "600 s" in told[0]
-    assert claims.keys(store(tmp_path), NAMES) == [(1, "gone-1")]
+    assert claims.list_keys(store(tmp_path), NAMES) == [(1, "gone-1")]
     third = lease(tmp_path, "third-3", LONG_S)
     held.append(third)
     third.take(after(2), quiet, earlier=(1, "gone-1"))
@@ -114,9 +115,9 @@ def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"state": "holding"}', b"\xff\xfe"])
 def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
-    tmp_path: Path, held: list[Lease], garbage: bytes
+    tmp_path: Path, held: list[ReplicaLease], garbage: bytes
 ) -> None:
-    assert Claim.from_bytes(garbage) is None
+    assert LeaseRecord.from_bytes(garbage) is None
     store(tmp_path).write(NAMES.claim(1, "odd-1"), garbage)
     second = lease(tmp_path, "second-2", LONG_S)
     with pytest.raises(InterruptedRunError):
@@ -135,12 +136,12 @@ def test_a_holder_without_its_claim_has_lost_the_run_and_does_not_write_it_again
         time.sleep(0.01)
     assert "removed" in str(one.lost())
     one.release()
-    assert claims.keys(store(tmp_path), NAMES) == []
+    assert claims.list_keys(store(tmp_path), NAMES) == []
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_run_out(
-    tmp_path: Path, held: list[Lease], sent: signal.Signals
+    tmp_path: Path, held: list[ReplicaLease], sent: signal.Signals
 ) -> None:
     holder = process(tmp_path, "holder-1", SHORT_S)
     try:
@@ -160,7 +161,7 @@ def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_ru
 
 
 def test_a_watch_measures_by_its_own_looks() -> None:
-    watch = Watch()
+    watch = StalenessTracker()
     assert watch.still_for("x", b"1") == 0.0
     assert not watch.moved("x")
     assert watch.still_for("x", b"2") == 0.0

@@ -18,7 +18,7 @@ from member_cases import (
     state,
     train,
 )
-from ratchet.errors import BusyError
+from ratchet.errors import LockHeldError
 from ratchet.runs import replication_protocol
 from ratchet.runs.replication import lease, manifests
 
@@ -27,14 +27,14 @@ def test_no_machine_takes_the_run_before_it_trains_and_then_one_does(tmp_path: P
     first, second = member("first"), member("second")
     save(2, first, second)
     time.sleep(1.2)
-    assert lease.keys(store(tmp_path), NAMES) == []
+    assert lease.list_keys(store(tmp_path), NAMES) == []
     assert "no machine copies it at the moment" in (first.keeper.settle(0.1) or "")
     train(first, second)
     wait_until(lambda: copies(first) or copies(second))
     for one in (first, second):
         one.settled()
     assert [copies(one) for one in (first, second)].count(True) == 1
-    assert manifests.read(store(tmp_path), NAMES.checkpoint(1, 2)).step == 2
+    assert manifests.read_replica_manifest(store(tmp_path), NAMES.checkpoint(1, 2)).step == 2
     assert state(tmp_path) == ["holding"]
 
 
@@ -42,7 +42,7 @@ def test_checkpoints_stay_on_all_machines_until_the_mirror_has_them(tmp_path: Pa
     first, second = pair(member)
     save(2, first, second)
     second.settled()
-    noted = replication_protocol.read(second.paths)
+    noted = replication_protocol.read_replication_state(second.paths)
     assert noted is not None
     assert (noted.token, noted.durable_steps) == (0, (2,))
     second.save(4)
@@ -79,7 +79,7 @@ def test_machines_that_come_after_all_were_lost_do_not_wait_for_the_lease(tmp_pa
 def test_a_run_that_a_stranger_trains_is_refused(tmp_path: Path) -> None:
     alone = Node(tmp_path, "alone", settings(tmp_path)).take()
     refused = Node(tmp_path, "refused", together(tmp_path))
-    with pytest.raises(BusyError, match=f"is none of those that meet at {PLACE}"):
+    with pytest.raises(LockHeldError, match=f"is none of those that meet at {PLACE}"):
         refused.take()
     for one in (alone, refused):
         one.leave()

@@ -13,14 +13,14 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from ratchet.errors import DamagedError, MirrorError, SettingsError
+from ratchet.errors import DamagedFileError, MirrorError, SettingsError
 from ratchet.runs.replication import file_backends
-from ratchet.runs.replication.backend import Body, Progress, Throttle
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.backend import BandwidthThrottle, ThrottledBody, TransferProgress
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.files import Entry
 from s3_server import S3Server
 
-TERMS = Terms(patience_s=30.0, timeout_s=10.0, first_wait_s=0.001, longest_wait_s=0.05)
+TERMS = TransferLimits(patience_s=30.0, timeout_s=10.0, first_wait_s=0.001, longest_wait_s=0.05)
 SIZES = (0, 1, 70_000, 8 << 20, (16 << 20) + 3)
 
 
@@ -32,8 +32,8 @@ class Place:
     files: Callable[[], dict[str, bytes]]
     put: Callable[[str, bytes], None]
 
-    def store(self, terms: Terms = TERMS) -> Store:
-        return Store(self.url, terms, lambda: False)
+    def store(self, terms: TransferLimits = TERMS) -> ReplicaStore:
+        return ReplicaStore(self.url, terms, lambda: False)
 
 
 def folder(root: Path, url: str) -> Place:
@@ -128,7 +128,7 @@ def test_an_altered_file_is_not_sent_and_an_object_of_another_size_is_replaced(p
     entry = made(source, 1000)
     content = source.read_bytes()
     source.write_bytes(b"x" * 1000)
-    with pytest.raises(DamagedError, match="content differs from its manifest"):
+    with pytest.raises(DamagedFileError, match="content differs from its manifest"):
         store.send("objects/x", source, entry)
     assert place.files() == {}
     source.write_bytes(content)
@@ -144,11 +144,11 @@ def test_a_damaged_or_missing_object_is_never_fetched(place: Place, tmp_path: Pa
     target.parent.mkdir()
     for damage in (b"", b"y" * 1000, b"y" * 2000):
         place.put("objects/x", damage)
-        with pytest.raises(DamagedError, match="objects/x"):
+        with pytest.raises(DamagedFileError, match="objects/x"):
             store.fetch("objects/x", target, entry)
-    with pytest.raises(DamagedError, match="missing"):
+    with pytest.raises(DamagedFileError, match="missing"):
         store.fetch("objects/missing", target, entry)
-    with pytest.raises(DamagedError, match="missing"):
+    with pytest.raises(DamagedFileError, match="missing"):
         list(store.blocks("objects/missing"))
     assert list(target.parent.iterdir()) == []
 
@@ -170,7 +170,7 @@ def test_many_threads_share_a_store(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_partial_file_of_a_dead_writer_is_removed_after_a_day(tmp_path: Path) -> None:
-    store = Store(str(tmp_path), TERMS, lambda: False)
+    store = ReplicaStore(str(tmp_path), TERMS, lambda: False)
     for name, age_s in (("old", 2 * 86_400), ("new", 60)):
         path = tmp_path / "objects" / f".partial-{name}"
         path.parent.mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def test_a_partial_file_of_a_dead_writer_is_removed_after_a_day(tmp_path: Path) 
 )
 def test_a_url_that_cannot_be_meant_is_refused(url: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said) as raised:
-        Store(url, TERMS, lambda: False)
+        ReplicaStore(url, TERMS, lambda: False)
     assert "planted" not in str(raised.value)
 
 
@@ -205,7 +205,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(SettingsError, match="install gcsfs"):
-        file_backends.opened("gs://bucket/prefix")
+        file_backends.open_filesystem("gs://bucket/prefix")
 
 
 @pytest.mark.parametrize("folder", ["{here}/file/mirror", "/proc/mirror"])
@@ -213,11 +213,11 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path, folder:
     (tmp_path / "file").write_bytes(b"")
     url = folder.format(here=tmp_path)
     with pytest.raises(SettingsError, match=rf"machine\.mirror {url}: cannot .*no such bucket, region or folder"):
-        Store(url, TERMS, lambda: False).check()
+        ReplicaStore(url, TERMS, lambda: False).check()
 
 
 def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
-    store = Store("ftp://nobody.invalid/x", Terms(patience_s=0.0), lambda: False)
+    store = ReplicaStore("ftp://nobody.invalid/x", TransferLimits(patience_s=0.0), lambda: False)
     with pytest.raises(MirrorError, match=r"machine\.mirror ftp://nobody\.invalid/x: cannot .*\(1 try"):
         store.check()
 
@@ -225,12 +225,14 @@ def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
 def test_a_place_that_can_only_be_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratchet.config.machine.NO_MIRRORS", set())  # one that fsspec gets tomorrow
     with pytest.raises(SettingsError, match=r"machine\.mirror https://127\.0\.0\.1:9/x: cannot .*nobody may write it"):
-        Store("https://127.0.0.1:9/x", TERMS, lambda: False).check()
+        ReplicaStore("https://127.0.0.1:9/x", TERMS, lambda: False).check()
 
 
 def test_a_stopping_process_tries_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    store = Store(str(tmp_path / "file"), Terms(patience_s=1e9, first_wait_s=1e9, longest_wait_s=1e9), lambda: True)
+    store = ReplicaStore(
+        str(tmp_path / "file"), TransferLimits(patience_s=1e9, first_wait_s=1e9, longest_wait_s=1e9), lambda: True
+    )
     with pytest.raises(MirrorError, match=r"cannot write a/b.*\(1 try"):
         store.write("a/b", b"x")
 
@@ -242,7 +244,7 @@ def test_a_cap_is_kept_on_average() -> None:
         nonlocal now
         now += seconds
 
-    throttle = Throttle(1000.0, lambda: now, sleep)
+    throttle = BandwidthThrottle(1000.0, lambda: now, sleep)
     assert throttle.at_once_bytes == 250
     for _ in range(41):
         throttle.take(250)
@@ -251,7 +253,7 @@ def test_a_cap_is_kept_on_average() -> None:
 
 def test_a_body_waits_for_its_turn_where_it_is_sent_and_not_where_it_is_signed() -> None:
     slept: list[float] = []
-    body = Body(b"x" * 1000, Throttle(1000.0, lambda: 0.0, slept.append), Progress())
+    body = ThrottledBody(b"x" * 1000, BandwidthThrottle(1000.0, lambda: 0.0, slept.append), TransferProgress())
 
     async def signed() -> bytes:
         return body.read()

@@ -9,9 +9,9 @@ import tiny_project
 from behind_proxy import Mirror
 from faulty_proxy import Fault
 from ratchet.cli.command_line import main
-from ratchet.runs.directory import newest
-from ratchet.runs.journal import Reader
-from ratchet.storage.layout import Layout
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.journal import JournalReader
+from ratchet.storage.layout import ProjectLayout
 from s3_server import KEY_ID, SECRET, TOKEN
 
 WRONG = {
@@ -33,8 +33,8 @@ def refused(tmp_path: Path, calm: None, capsys: pytest.CaptureFixture[str]) -> C
         assert code == 2, said
         assert "Traceback" not in said
         assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in said]
-        run = newest(layout.runs)
-        assert run is None or not [event for event in Reader(run.journal).read() if event.kind == "attempt"]
+        run = find_newest_run(layout.runs)
+        assert run is None or not [event for event in JournalReader(run.journal).read() if event.kind == "attempt"]
         assert not layout.train.exists()
         return said
 
@@ -57,12 +57,12 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
     said = refused("s3://another-bucket/mirror")
     assert "machine.mirror s3://another-bucket/mirror: cannot " in said
     assert "NoSuchBucket" in said and "there is no such bucket" in said
-    status = tiny_project.ratchet(Layout(tmp_path / "project"), "status").stdout
+    status = tiny_project.ratchet(ProjectLayout(tmp_path / "project"), "status").stdout
     assert "not running; the last start was refused: machine.mirror s3://another-bucket/mirror: cannot " in status
 
 
 def test_status_and_reset_name_a_refused_mirror(
-    project: Layout, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: ProjectLayout, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["--project", str(project.root)]
     for verb in (["status"], ["reset", "0123", "--yes"]):

@@ -9,10 +9,10 @@ import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.replication import restore
-from ratchet.runs.replication.backend import StoppedError, Watch
-from ratchet.runs.replication.restore import Arrival
+from ratchet.runs.replication.backend import TransferStoppedError, TransferWatchdog
+from ratchet.runs.replication.restore import DownloadProgress
 from ratchet.stages import reset
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 
 def trained(root: Path, name: str, *steps: int) -> Node:
@@ -47,7 +47,7 @@ def test_progress_of_a_fetch_is_reported(
 
 def test_progress_of_a_quick_fetch_is_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
-    one = Arrival("run", lambda: False, told.append)
+    one = DownloadProgress("run", lambda: False, told.append)
     one.expect("checkpoint of step 2", 100)
     for _ in range(10):
         one.come(10)
@@ -68,9 +68,9 @@ def test_a_request_to_stop_ends_the_fetch_and_the_next_start_repeats_it(tmp_path
 
 def test_a_hanging_call_ends_on_a_request_to_stop() -> None:
     hangs, stop = threading.Event(), threading.Event()
-    watch = Watch(timeout_s=600.0, slowest_bytes_s=1024.0, stopping=stop.is_set)
+    watch = TransferWatchdog(timeout_s=600.0, slowest_bytes_s=1024.0, stopping=stop.is_set)
     threading.Timer(0.3, stop.set).start()
-    with pytest.raises(StoppedError):
+    with pytest.raises(TransferStoppedError):
         watch.call(lambda _: hangs.wait())
     hangs.set()
     assert watch.call(lambda _: 5) == 5, "what is quick is done all the same"
@@ -113,7 +113,7 @@ def test_reset_removes_it_with_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     back = trained(tmp_path, "first")
     assert aside(back)
     monkeypatch.setenv("RATCHET_RUNS", str(back.paths.root.parent))
-    assert "removed" in reset.reset(Layout(tmp_path / "project"), NAMES.run_id, yes=True)
+    assert "removed" in reset.reset(ProjectLayout(tmp_path / "project"), NAMES.run_id, yes=True)
     assert list(back.paths.root.parent.iterdir()) == []
 
 

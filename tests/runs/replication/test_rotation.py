@@ -11,12 +11,12 @@ import snapshots
 from machines import wait_until
 from ratchet.config.schema import Machine
 from ratchet.runs import replication_protocol
-from ratchet.runs.directory import Launch, Run, RunPaths
-from ratchet.runs.replication_protocol import Mirrored
+from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
+from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.storage import files
 from ratchet.storage.records.base import BaseCard
-from ratchet.training.async_checkpoint import Saver
-from ratchet.training.train_state import State
+from ratchet.training.async_checkpoint import AsyncCheckpointer
+from ratchet.training.train_state import TrainState
 
 BASE = BaseCard(
     source="tiny", revision=None, digest="b" * 64, files={}, architecture="Any", parameters=1, licence=None
@@ -32,18 +32,20 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def launch(paths: RunPaths, mirror: str | None) -> None:
-    Launch(machine=Machine(mirror=mirror), base_path="/base", data_path="/data", base=BASE).save(paths.launch)
+    TrainingLaunchSpec(machine=Machine(mirror=mirror), base_path="/base", data_path="/data", base=BASE).save(
+        paths.launch
+    )
 
 
 def note(paths: RunPaths, *durable: int, in_flight: int | None = None) -> None:
-    Mirrored(
+    ReplicationState(
         place="s3://bucket/folder", token=1, node="one-1", lock=(1, 2), durable_steps=durable, in_flight=in_flight
     ).save(paths.mirror)
 
 
-def saved(run: Run, *steps: int) -> Saver:
+def saved(run: Run, *steps: int) -> AsyncCheckpointer:
     """A saver that has sealed these and keeps one."""
-    saver = Saver(run.paths, run.journal, snapshots.identity(), 1, State())
+    saver = AsyncCheckpointer(run.paths, run.journal, snapshots.identity(), 1, TrainState())
     for step in steps:
         saver.offer(snapshots.snapshot(step), 0.0)
         assert saver.drain(30, lambda: None)
@@ -83,7 +85,7 @@ def test_a_note_that_cannot_be_read_keeps_everything(run: Run) -> None:
     run.paths.mirror.write_text("{")
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [2, 4, 6]
-    assert replication_protocol.unsent(run.paths) == {2, 4, 6}
+    assert replication_protocol.find_unsent_steps(run.paths) == {2, 4, 6}
     saver.close()
 
 

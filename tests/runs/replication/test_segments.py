@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from ratchet.runs.replication import manifests
-from ratchet.runs.replication.lease import Claim
-from ratchet.runs.replication.manifests import Beginning, JournalCopy
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.lease import LeaseRecord
+from ratchet.runs.replication.manifests import JournalStart, JournalUploader
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
-NAMES = RunNames("abcdef012345")
+NAMES = RunObjectNames("abcdef012345")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "mirror"), Terms(patience_s=2), lambda: False)
+def store(tmp_path: Path) -> ReplicaStore:
+    return ReplicaStore(str(tmp_path / "mirror"), TransferLimits(patience_s=2), lambda: False)
 
 
 def lines(count: int, seed: int = 1) -> bytes:
@@ -26,16 +26,16 @@ def lines(count: int, seed: int = 1) -> bytes:
     return b"".join(b'{"n": %d, "x": "%s"}\n' % (n, b"y" * draw.randrange(30)) for n in range(count))
 
 
-def copy_of(path: Path, store: Store, token: int, start: int = 0) -> JournalCopy:
-    return JournalCopy(path, store, NAMES, token, Beginning(start=start))
+def copy_of(path: Path, store: ReplicaStore, token: int, start: int = 0) -> JournalUploader:
+    return JournalUploader(path, store, NAMES, token, JournalStart(start=start))
 
 
-def holds(store: Store, token: int, goes_on: tuple[int, int] | None) -> None:
-    claim = Claim(token, f"node-{token}", "holding", 1, "now", goes_on)
+def holds(store: ReplicaStore, token: int, goes_on: tuple[int, int] | None) -> None:
+    claim = LeaseRecord(token, f"node-{token}", "holding", 1, "now", goes_on)
     store.write(NAMES.claim(token, claim.node), claim.as_bytes())
 
 
-def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: Path, store: Store) -> None:
+def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: Path, store: ReplicaStore) -> None:
     path, whole = tmp_path / "journal", lines(200)
     path.write_bytes(b"")
     copy = copy_of(path, store, 1)
@@ -49,12 +49,12 @@ def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: 
         last = path.read_bytes().rfind(b"\n") + 1
         assert copy.end == last
         assert copy.behind() == 0
-        assert manifests.recover(store, NAMES).content == path.read_bytes()[:last]
-    found = manifests.recover(store, NAMES)
+        assert manifests.recover_journal(store, NAMES).content == path.read_bytes()[:last]
+    found = manifests.recover_journal(store, NAMES)
     assert (found.content, found.origin) == (whole, (1, len(whole)))
 
 
-def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Path, store: Store) -> None:
+def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Path, store: ReplicaStore) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"")
     copy, flushes = copy_of(path, store, 1), 600
@@ -64,10 +64,10 @@ def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Pat
         copy.copy()
     assert len(store.list(NAMES.folder("journal"))) < 4 * manifests.MERGED
     assert copy.bytes_sent < 5 * path.stat().st_size
-    assert manifests.recover(store, NAMES).content == path.read_bytes()
+    assert manifests.recover_journal(store, NAMES).content == path.read_bytes()
 
 
-def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, store: Store) -> None:
+def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, store: ReplicaStore) -> None:
     path = tmp_path / "journal"
     path.write_bytes(lines(10, 1))
     copy_of(path, store, 1).copy()
@@ -77,15 +77,15 @@ def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, sto
     path.write_bytes(path.read_bytes() + lines(5, 2))
     copy_of(path, store, 3, first).copy()
     whole = path.read_bytes()
-    assert manifests.recover(store, NAMES).content == whole
+    assert manifests.recover_journal(store, NAMES).content == whole
     # The first one comes back, and writes what is not part of the run any more.
     store.write(NAMES.journal(1, first, first + 4), b"odd\n")
-    assert manifests.recover(store, NAMES).content == whole
-    assert manifests.recover(store, NAMES).origin == (3, len(whole))
+    assert manifests.recover_journal(store, NAMES).content == whole
+    assert manifests.recover_journal(store, NAMES).origin == (3, len(whole))
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "gap"])
-def test_a_damaged_piece_ends_the_journal_there(tmp_path: Path, store: Store, damage: str) -> None:
+def test_a_damaged_piece_ends_the_journal_there(tmp_path: Path, store: ReplicaStore, damage: str) -> None:
     for start, end, content in ((0, 6, b"aaaaa\n"), (6, 12, b"bbbbb\n"), (12, 18, b"ccccc\n")):
         store.write(NAMES.journal(1, start, end), content)
     second = NAMES.journal(1, 6, 12)
@@ -95,19 +95,19 @@ def test_a_damaged_piece_ends_the_journal_there(tmp_path: Path, store: Store, da
         store.remove([second])
     if damage == "gap":
         store.write(NAMES.journal(1, 7, 12), b"bbbb\n")
-    found = manifests.recover(store, NAMES)
+    found = manifests.recover_journal(store, NAMES)
     assert (found.content, found.origin) == (b"aaaaa\n", (1, 6))
 
 
-def test_overlapping_pieces_are_read_once(store: Store) -> None:
+def test_overlapping_pieces_are_read_once(store: ReplicaStore) -> None:
     store.write(NAMES.journal(1, 0, 6), b"aaaaa\n")
     store.write(NAMES.journal(1, 0, 12), b"aaaaa\nbbbbb\n")
     store.write(NAMES.journal(1, 6, 18), b"bbbbb\nccccc\n")
-    assert manifests.recover(store, NAMES).content == b"aaaaa\nbbbbb\nccccc\n"
+    assert manifests.recover_journal(store, NAMES).content == b"aaaaa\nbbbbb\nccccc\n"
 
 
 def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_second_look(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"")
@@ -124,9 +124,9 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
             copy.copy()
         return read(name)
 
-    reader = Store(str(tmp_path / "mirror"), Terms(patience_s=2), lambda: False)
+    reader = ReplicaStore(str(tmp_path / "mirror"), TransferLimits(patience_s=2), lambda: False)
     monkeypatch.setattr(reader, "read", meanwhile)
-    assert manifests.recover(reader, NAMES).content == path.read_bytes()
+    assert manifests.recover_journal(reader, NAMES).content == path.read_bytes()
     assert len(store.list(NAMES.folder("journal"))) == 1
 
 
@@ -135,16 +135,16 @@ def steps(*told: tuple[int, float]) -> bytes:
     return "".join(line % (time.time(), step, loss) for step, loss in told).encode()
 
 
-def continued(tmp_path: Path, store: Store, here: bytes) -> bytes:
+def continued(tmp_path: Path, store: ReplicaStore, here: bytes) -> bytes:
     """The mirror's journal after a machine with another journal became the holder and wrote one more step."""
     path = tmp_path / "journal"
     path.write_bytes(here)
-    begins = manifests.joined(path, store, NAMES)
+    begins = manifests.join_journal(path, store, NAMES)
     holds(store, 2, begins.origin)
-    copy = JournalCopy(path, store, NAMES, 2, begins)
+    copy = JournalUploader(path, store, NAMES, 2, begins)
     path.write_bytes(here + b"last\n")
     copy.copy()
-    return manifests.recover(store, NAMES).content
+    return manifests.recover_journal(store, NAMES).content
 
 
 ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
@@ -163,7 +163,7 @@ ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
     ids=["behind", "ahead", "done otherwise", "from its end", "nothing here", "nothing there"],
 )
 def test_another_machines_journal_is_continued(
-    tmp_path: Path, store: Store, there: bytes, here: bytes, added: bytes
+    tmp_path: Path, store: ReplicaStore, there: bytes, here: bytes, added: bytes
 ) -> None:
     if there:
         store.write(NAMES.journal(1, 0, len(there)), there)
@@ -172,8 +172,8 @@ def test_another_machines_journal_is_continued(
     assert re.sub(r'"t":[0-9.]+', "", found) == re.sub(r'"t":[0-9.]+', "", expected)
 
 
-def test_the_same_journal_is_continued_where_it_ends(tmp_path: Path, store: Store) -> None:
-    assert manifests.recover(store, NAMES) == manifests.Recovered(b"", None)
+def test_the_same_journal_is_continued_where_it_ends(tmp_path: Path, store: ReplicaStore) -> None:
+    assert manifests.recover_journal(store, NAMES) == manifests.RecoveredJournal(b"", None)
     told = steps((1, 0.9), (2, 0.8))
     store.write(NAMES.journal(1, 0, len(told)), told)
     assert continued(tmp_path, store, told + ATTEMPT) == told + ATTEMPT + b"last\n"

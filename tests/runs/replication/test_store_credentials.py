@@ -7,8 +7,8 @@ import pytest
 
 from behind_proxy import FAULTS, ONCE, QUICK, Mirror
 from faulty_proxy import Fault, Request
-from ratchet.errors import DamagedError, MirrorError, SettingsError
-from ratchet.runs.replication.store import Store
+from ratchet.errors import DamagedFileError, MirrorError, SettingsError
+from ratchet.runs.replication.store import ReplicaStore
 from s3_server import KEY_ID, SECRET, TOKEN
 
 WRONG = {
@@ -31,7 +31,7 @@ def test_missing_bucket_network_and_credentials_have_different_messages_at_the_s
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingsError, match=r"NoSuchBucket.*there is no such bucket"):
-        Store("s3://another-bucket/mirror", QUICK, lambda: False).check()
+        ReplicaStore("s3://another-bucket/mirror", QUICK, lambda: False).check()
     mirror.proxy.down = True
     with pytest.raises(MirrorError):
         mirror.store(ONCE).check()
@@ -78,7 +78,7 @@ def test_credentials_are_in_no_message(
     def told_by(call: Callable[[], object]) -> None:
         try:
             call()
-        except (MirrorError, SettingsError, DamagedError) as error:
+        except (MirrorError, SettingsError, DamagedFileError) as error:
             told.extend([str(error), repr(error), repr(error.__cause__)])
 
     for call in calls:

@@ -10,15 +10,15 @@ import pytest
 
 from ratchet.cli import command_line
 from ratchet.config.schema import Machine
-from ratchet.errors import BusyError, DataError, SettingsError
-from ratchet.runs.journal import Event
+from ratchet.errors import DataError, LockHeldError, SettingsError
+from ratchet.runs.journal import JournalEvent
 from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.lease import Claim, State
-from ratchet.runs.replication.manifests import Sealed
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.store import Store, Terms
+from ratchet.runs.replication.lease import LeaseRecord, State
+from ratchet.runs.replication.manifests import ReplicaManifest
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages import reset
-from ratchet.stages.status import mirrored
+from ratchet.stages.status import replica_status
 
 RUN, OTHER = "a1b2c3d4e5f6", "a1ffffffffff"
 LEASE_S = 2.0
@@ -30,20 +30,20 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(url: str) -> Store:
-    return Store(url, Terms(patience_s=5.0), lambda: False)
+def store(url: str) -> ReplicaStore:
+    return ReplicaStore(url, TransferLimits(patience_s=5.0), lambda: False)
 
 
-def told(store: Store, token: int, start: int, *events: tuple[str, float, dict[str, Any]]) -> int:
+def told(store: ReplicaStore, token: int, start: int, *events: tuple[str, float, dict[str, Any]]) -> int:
     """Put a piece of journal into the mirror; returns where it ends."""
-    content = b"".join(Event(kind, t, 1, data).line() for kind, t, data in events)
-    store.write(RunNames(RUN).journal(token, start, start + len(content)), content)
+    content = b"".join(JournalEvent(kind, t, 1, data).line() for kind, t, data in events)
+    store.write(RunObjectNames(RUN).journal(token, start, start + len(content)), content)
     return start + len(content)
 
 
-def claim(store: Store, token: int, node: str, state: State, goes_on: tuple[int, int] | None = None) -> None:
-    made = Claim(token, node, state, 1, "2026-11-02T12:00:00+00:00", goes_on)
-    store.write(RunNames(RUN).claim(token, node), made.as_bytes())
+def claim(store: ReplicaStore, token: int, node: str, state: State, goes_on: tuple[int, int] | None = None) -> None:
+    made = LeaseRecord(token, node, state, 1, "2026-11-02T12:00:00+00:00", goes_on)
+    store.write(RunObjectNames(RUN).claim(token, node), made.as_bytes())
 
 
 def step(number: int, t: float) -> tuple[str, float, dict[str, Any]]:
@@ -52,9 +52,9 @@ def step(number: int, t: float) -> tuple[str, float, dict[str, Any]]:
     }  # fmt: skip
 
 
-def filled(store: Store, state: State = "holding") -> None:
+def filled(store: ReplicaStore, state: State = "holding") -> None:
     """Two machines: the first did 3 steps and is gone, the second went on from step 2 and has come to 4."""
-    names, now = RunNames(RUN), time.time()
+    names, now = RunObjectNames(RUN), time.time()
     store.write(names.spec, b"{}")
     t = now - 100
     sealed = {"size_bytes": 10, "block_s": 0.1, "seconds": 0.2, "best": False}
@@ -72,7 +72,7 @@ def filled(store: Store, state: State = "holding") -> None:
         step(3, t + 75), step(4, t + 85), ("checkpoint", t + 85, sealed | {"step": 4}),
     )  # fmt: skip
     for token, number in ((1, 2), (2, 4)):
-        store.write(names.checkpoint(token, number), Sealed("checkpoint", number, {}).as_bytes())
+        store.write(names.checkpoint(token, number), ReplicaManifest("checkpoint", number, {}).as_bytes())
     report = {"bytes_sent": 1_000_000, "bytes_skipped": 500_000, "send_s": 1.0, "outages": 1}
     for node, last in (("first-00000001", t + 35), ("second-00000002", now - 3)):
         text = json.dumps(report | {"node": node, "token": 1, "started": t, "last": last, "step": 2})
@@ -80,9 +80,9 @@ def filled(store: Store, state: State = "holding") -> None:
     store.write(names.node("garbled"), b"{")
 
 
-def test_a_run_is_described_from_its_mirror_alone(store: Store) -> None:
+def test_a_run_is_described_from_its_mirror_alone(store: ReplicaStore) -> None:
     filled(store)
-    text = remote_status.describe(store, RUN)
+    text = remote_status.describe_remote_run(store, RUN)
     first, *rest = text.splitlines()
     assert first == f"run {RUN}: held by machine second-00000002 since 2026-11-02T12:00:00+00:00"
     told_lines = {line.split()[0]: " ".join(line.split()[1:]) for line in rest}
@@ -94,47 +94,49 @@ def test_a_run_is_described_from_its_mirror_alone(store: Store) -> None:
     assert told_lines["upload"] == "2.0 MB sent at 8.0 Mbps, 1.0 MB were there already, 2 outages"
 
 
-def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: Store) -> None:
+def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: ReplicaStore) -> None:
     filled(store)
-    names = RunNames(RUN)
-    store.write(names.checkpoint(1, 9), Sealed("checkpoint", 9, {}).as_bytes())  # by one that did not know
+    names = RunObjectNames(RUN)
+    store.write(names.checkpoint(1, 9), ReplicaManifest("checkpoint", 9, {}).as_bytes())  # by one that did not know
     told(store, 1, 10_000, step(9, time.time()))
-    found = remote_status.of(store, RUN)
+    found = remote_status.read_remote_run(store, RUN)
     assert found.standing.durable == (2, 4)
     assert found.progress.step == 4
 
 
 @pytest.mark.parametrize(("state", "says"), [("released", "stopped; machine second-00000002"), ("holding", "held by")])
-def test_all_runs_are_listed_each_on_a_line(store: Store, url: str, tmp_path: Path, state: State, says: str) -> None:
+def test_all_runs_are_listed_each_on_a_line(
+    store: ReplicaStore, url: str, tmp_path: Path, state: State, says: str
+) -> None:
     (tmp_path / "mirror").mkdir()
-    assert mirrored(Machine(mirror=url), True, None) == "no run in this mirror yet"
+    assert replica_status(Machine(mirror=url), True, None) == "no run in this mirror yet"
     filled(store, state)
-    store.write(RunNames(OTHER).spec, b"{}")
-    lines = mirrored(Machine(), url, None).splitlines()
+    store.write(RunObjectNames(OTHER).spec, b"{}")
+    lines = replica_status(Machine(), url, None).splitlines()
     assert lines[0].startswith(f"run {RUN}: {says}")
     assert "step 4 of 40" in lines[0]
     assert lines[1] == f"run {OTHER}: not begun; step 0 of ?, no checkpoint yet"
 
 
-def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: Store) -> None:
+def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: ReplicaStore) -> None:
     filled(store, "released")
     told(store, 2, 20_000, step(5, time.time()))  # the result came before its checkpoint
-    store.write(RunNames(RUN).result(1), b"garbled")
-    store.write(RunNames(RUN).result(2), Sealed("result", 5, {}).as_bytes())
-    assert remote_status.line(store, RUN).startswith(f"run {RUN}: finished")
-    assert remote_status.of(store, RUN).standing.durable == (2, 5)
-    assert "durable     step 5" in remote_status.describe(store, RUN)
+    store.write(RunObjectNames(RUN).result(1), b"garbled")
+    store.write(RunObjectNames(RUN).result(2), ReplicaManifest("result", 5, {}).as_bytes())
+    assert remote_status.summarize_run(store, RUN).startswith(f"run {RUN}: finished")
+    assert remote_status.read_remote_run(store, RUN).standing.durable == (2, 5)
+    assert "durable     step 5" in remote_status.describe_remote_run(store, RUN)
 
 
-def test_a_run_that_was_refused_says_why(store: Store) -> None:
+def test_a_run_that_was_refused_says_why(store: ReplicaStore) -> None:
     claim(store, 1, "first-00000001", "released")
-    assert remote_status.line(store, RUN).startswith(
+    assert remote_status.summarize_run(store, RUN).startswith(
         f"run {RUN}: not begun; machine first-00000001 has released it; step 0"
     )
     died = {"exit_code": 2, "class": "data", "decision": "GiveUp", "text": "train.adapter: bitsandbytes is missing"}
     told(store, 1, 0, ("attempt", 1.0, {"pid": 1, "code_version": "1"}), ("died", 2.0, died))
     says = "stopped; machine first-00000001 has released it: attempt 1: data, train.adapter: bitsandbytes is missing"
-    assert remote_status.line(store, RUN).startswith(f"run {RUN}: {says}; step 0 of ?")
+    assert remote_status.summarize_run(store, RUN).startswith(f"run {RUN}: {says}; step 0 of ?")
 
 
 def test_a_missing_folder_is_not_an_empty_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,34 +147,34 @@ def test_a_missing_folder_is_not_an_empty_mirror(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_run_is_named_by_its_beginning(store: Store, url: str) -> None:
+def test_a_run_is_named_by_its_beginning(store: ReplicaStore, url: str) -> None:
     filled(store)
-    store.write(RunNames(OTHER).spec, b"{}")
-    assert mirrored(Machine(mirror=url), "a1b2", None).startswith(f"run {RUN}: ")
-    assert mirrored(Machine(), url, "a1b2").startswith(f"run {RUN}: ")
+    store.write(RunObjectNames(OTHER).spec, b"{}")
+    assert replica_status(Machine(mirror=url), "a1b2", None).startswith(f"run {RUN}: ")
+    assert replica_status(Machine(), url, "a1b2").startswith(f"run {RUN}: ")
     with pytest.raises(DataError, match="2 runs of that name"):
-        mirrored(Machine(mirror=url), "a1", None)
+        replica_status(Machine(mirror=url), "a1", None)
     with pytest.raises(DataError, match=f"no run of that name in the mirror; there are: {RUN}, {OTHER}"):
-        mirrored(Machine(), url, "b")
+        replica_status(Machine(), url, "b")
     several, others = [f"a0{number:010x}" for number in range(7)], [f"b{number:011x}" for number in range(30)]
     for run in (*several, *others):
-        store.write(RunNames(run).spec, b"{}")
+        store.write(RunObjectNames(run).spec, b"{}")
     listed = re.escape(", ".join(several[:6]))
     with pytest.raises(DataError, match=rf"a: 9 runs of that name .*: {listed} and 3 more; write more of the id$"):
-        mirrored(Machine(mirror=url), "a", None)
+        replica_status(Machine(mirror=url), "a", None)
     with pytest.raises(DataError, match=rf"c: no run of that name .*: {listed} and 33 more$"):
-        mirrored(Machine(mirror=url), "c", None)
+        replica_status(Machine(mirror=url), "c", None)
 
 
 def test_without_any_mirror_it_says_what_to_do() -> None:
     with pytest.raises(SettingsError, match=r"Set machine\.mirror"):
-        mirrored(Machine(), True, None)
+        replica_status(Machine(), True, None)
     with pytest.raises(SettingsError, match=r"--mirror folder: is taken for a run.*or name it: .* --mirror /FOLDER"):
-        mirrored(Machine(), "folder", None)
+        replica_status(Machine(), "folder", None)
 
 
 def test_from_a_machine_without_a_project(
-    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: ReplicaStore, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(store)
     monkeypatch.chdir(tmp_path)
@@ -183,37 +185,37 @@ def test_from_a_machine_without_a_project(
 
 
 def removed(url: str, run: str | None = RUN) -> str:
-    return reset.reset_mirror(Machine(lease_s=LEASE_S), url, run, yes=True)
+    return reset.reset_replica(Machine(lease_s=LEASE_S), url, run, yes=True)
 
 
 @pytest.mark.parametrize("state", ["released", "holding"])
-def test_an_idle_run_is_removed_and_others_stay(store: Store, url: str, state: State) -> None:
+def test_an_idle_run_is_removed_and_others_stay(store: ReplicaStore, url: str, state: State) -> None:
     filled(store, state)  # `holding`: its machine is gone, and the claim has to run out
-    store.write(RunNames(OTHER).spec, b"{}")
+    store.write(RunObjectNames(OTHER).spec, b"{}")
     text = removed(url, "a1b")
     assert "step        4 of 40" in text
     assert text.endswith("removed from the mirror")
-    assert remote_status.runs(store) == [OTHER]
-    assert list(store.list(RunNames(RUN).root)) == []
+    assert remote_status.list_remote_runs(store) == [OTHER]
+    assert list(store.list(RunObjectNames(RUN).root)) == []
 
 
-def test_a_run_that_a_machine_trains_is_not_removed(store: Store, url: str) -> None:
-    from ratchet.runs.replication.lease import Lease
+def test_a_run_that_a_machine_trains_is_not_removed(store: ReplicaStore, url: str) -> None:
+    from ratchet.runs.replication.lease import ReplicaLease
 
-    names = RunNames(RUN)
+    names = RunObjectNames(RUN)
     filled(store, "released")
-    lease = Lease(store, names, "third-00000003", LEASE_S)
+    lease = ReplicaLease(store, names, "third-00000003", LEASE_S)
     lease.take(lambda: False, lambda _: None)
     try:
-        with pytest.raises(BusyError, match="machine third-00000003 trains it"):
+        with pytest.raises(LockHeldError, match="machine third-00000003 trains it"):
             removed(url)
         assert lease.lost() is None
     finally:
         lease.release()
-    assert remote_status.of(store, RUN).progress.step == 4
+    assert remote_status.read_remote_run(store, RUN).progress.step == 4
 
 
-def test_nothing_is_removed_without_asking(store: Store, url: str) -> None:
+def test_nothing_is_removed_without_asking(store: ReplicaStore, url: str) -> None:
     filled(store, "released")
     questions: list[str] = []
 
@@ -221,8 +223,8 @@ def test_nothing_is_removed_without_asking(store: Store, url: str) -> None:
         questions.append(question)
         return "n"
 
-    assert reset.reset_mirror(Machine(), url, RUN, yes=False, ask=no) == f"run {RUN} was kept"
+    assert reset.reset_replica(Machine(), url, RUN, yes=False, ask=no) == f"run {RUN} was kept"
     assert "durable     step 4" in questions[0]
-    assert remote_status.runs(store) == [RUN]
+    assert remote_status.list_remote_runs(store) == [RUN]
     with pytest.raises(SettingsError, match="reset --mirror: which run"):
         removed(url, None)

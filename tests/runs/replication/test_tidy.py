@@ -6,8 +6,8 @@ import pytest
 
 from machines import NAMES, Node, store, wait_until
 from ratchet.errors import MirrorError
-from ratchet.runs.replication.garbage_collection import Tidied, Tidier
-from ratchet.runs.replication.store import Store
+from ratchet.runs.replication.garbage_collection import GarbageCollectionResult, ReplicaGarbageCollector
+from ratchet.runs.replication.store import ReplicaStore
 from tidy_cases import (
     first,  # noqa: F401 (a fixture)
     objects_of,
@@ -28,15 +28,15 @@ def test_a_removed_object_is_noticed_and_sent_again(tmp_path: Path, first: Node)
 
 def test_nothing_is_broken_where_all_is_there(tmp_path: Path, first: Node) -> None:
     first.keeper._upload.end()
-    tidier = Tidier(store(tmp_path), NAMES, 1, first.keeper._lease)
+    tidier = ReplicaGarbageCollector(store(tmp_path), NAMES, 1, first.keeper._lease)
     only = objects_of(first, 2) - objects_of(first, 4)
-    assert tidier.tidy() == Tidied(1 + len(only), frozenset())
-    assert tidier.tidy() == Tidied(0, frozenset())
+    assert tidier.tidy() == GarbageCollectionResult(1 + len(only), frozenset())
+    assert tidier.tidy() == GarbageCollectionResult(0, frozenset())
     assert objects_there(tmp_path) == objects_of(first, 4)
 
 
 def test_a_request_to_remove_is_asked_for_at_each_try(tmp_path: Path) -> None:
-    here: Store = store(tmp_path)
+    here: ReplicaStore = store(tmp_path)
     here.write("a", b"1")
     here.write("b", b"2")
     left = iter([None])

@@ -4,7 +4,7 @@ import datasets
 import evaluate
 
 
-def info(about: str, citation: str = "") -> evaluate.MetricInfo:
+def metric_info(about: str, citation: str = "") -> evaluate.MetricInfo:
     """What a module tells the library `evaluate` of itself: its own docstring, and sources."""
     text = datasets.Value("string")
     return evaluate.MetricInfo(

@@ -27,7 +27,7 @@ _MLP_BIASES = tuple(f"mlp.{one}_proj.bias" for one in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufModelFamily:
     """One model_type of transformers, in llama.cpp."""
 
     title: str
@@ -49,31 +49,33 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(
+    "llama": GgufModelFamily(
         "Llama", MODEL_ARCH.LLAMA, ropes=("default", "linear", "yarn", "llama3"), interleaved=True,
         biases=_ATTENTION_BIASES + _MLP_BIASES,
     ),
-    "mistral": Family("Mistral", MODEL_ARCH.LLAMA, ropes=("default", "linear", "yarn", "llama3"), interleaved=True),
-    "qwen2": Family("Qwen2", MODEL_ARCH.QWEN2, biases=_ATTENTION_BIASES[:3]),
-    "qwen3": Family("Qwen3", MODEL_ARCH.QWEN3),
-    "gemma": Family("Gemma", MODEL_ARCH.GEMMA, _GELU, ("default",), norm_offset=1.0, always_tied=True),
-    "gemma2": Family(
+    "mistral": GgufModelFamily(
+        "Mistral", MODEL_ARCH.LLAMA, ropes=("default", "linear", "yarn", "llama3"), interleaved=True
+    ),
+    "qwen2": GgufModelFamily("Qwen2", MODEL_ARCH.QWEN2, biases=_ATTENTION_BIASES[:3]),
+    "qwen3": GgufModelFamily("Qwen3", MODEL_ARCH.QWEN3),
+    "gemma": GgufModelFamily("Gemma", MODEL_ARCH.GEMMA, _GELU, ("default",), norm_offset=1.0, always_tied=True),
+    "gemma2": GgufModelFamily(
         "Gemma 2", MODEL_ARCH.GEMMA2, _GELU, ("default",), norm_offset=1.0, always_tied=True, window_period=2,
         scale_of_hidden_at=46,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": GgufModelFamily(
         "Gemma 3 (text)", MODEL_ARCH.GEMMA3, _GELU, ("default", "linear"), norm_offset=1.0, window_period=6,
         scale_of_hidden_at=62,
     ),
-    "phi3": Family("Phi-3", MODEL_ARCH.PHI3, ropes=("default", "longrope")),
+    "phi3": GgufModelFamily("Phi-3", MODEL_ARCH.PHI3, ropes=("default", "longrope")),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """One model, as llama.cpp has to know it."""
 
-    family: Family
+    family: GgufModelFamily
     config: Any
     """Of transformers."""
     head_width: int
@@ -105,12 +107,12 @@ class Architecture:
         }
 
 
-def is_carried(directory: Path) -> bool:
+def is_supported(directory: Path) -> bool:
     """Whether the writer here knows the architecture of a model's directory. Raises BaseModelError: no config."""
-    return base_model.config_of(directory)["model_type"] in FAMILIES
+    return base_model.read_config(directory)["model_type"] in FAMILIES
 
 
-def of(directory: Path) -> Architecture:
+def read_architecture(directory: Path) -> GgufArchitecture:
     """What config.json means.
 
     Raises:
@@ -118,7 +120,7 @@ def of(directory: Path) -> Architecture:
             otherwise than transformers does.
         SettingsError: an architecture that is not carried.
     """
-    kind = base_model.config_of(directory)["model_type"]
+    kind = base_model.read_config(directory)["model_type"]
     if kind not in FAMILIES:
         raise SettingsError(
             f"export.gguf: {kind}: the writer here carries {', '.join(one.title for one in FAMILIES.values())}; name a "
@@ -129,14 +131,14 @@ def of(directory: Path) -> Architecture:
     _require_same_arithmetic(family, config, where)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     if family.arch is MODEL_ARCH.PHI3 and head * config.num_attention_heads != config.hidden_size:
-        raise _other(where, f"head_dim {head}", "the hidden size divided by the heads")
-    rope = _rope(config)
+        raise _unsupported_error(where, f"head_dim {head}", "the hidden size divided by the heads")
+    rope = _rope_parameters(config)
     _require_rope(family, rope, where)
     rotary = int(head * rope.get("partial_rotary_factor", 1.0))
-    context, notes = _context(family, config, rope)
+    context, notes = _context_limit(family, config, rope)
     extra, factor = _rope_tensors(config, rope, rotary)
     tied = family.always_tied or bool(config.tie_word_embeddings)
-    return Architecture(family, config, head, rotary, context, tied, extra, factor, notes)
+    return GgufArchitecture(family, config, head, rotary, context, tied, extra, factor, notes)
 
 
 def _config(directory: Path) -> Any:
@@ -151,67 +153,69 @@ def _config(directory: Path) -> Any:
         ) from None
 
 
-def _other(where: str, found: str, wanted: str) -> BaseModelError:
+def _unsupported_error(where: str, found: str, wanted: str) -> BaseModelError:
     return BaseModelError(
         f"{where}: {found}: llama.cpp computes this architecture with {wanted} only, so a GGUF file would answer "
         "otherwise than the model; export no GGUF of it"
     )
 
 
-def _require_same_arithmetic(family: Family, config: Any, where: str) -> None:
+def _require_same_arithmetic(family: GgufModelFamily, config: Any, where: str) -> None:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in family.activations:
-        raise _other(where, f"activation {activation}", family.activations[0])
+        raise _unsupported_error(where, f"activation {activation}", family.activations[0])
     for name, part in (("attention_bias", "self_attn"), ("mlp_bias", "mlp")):
         if getattr(config, name, False) and not any(one.startswith(part) for one in family.biases):
-            raise _other(where, f"{name}: true", f"{name}: false")
+            raise _unsupported_error(where, f"{name}: true", f"{name}: false")
     if getattr(config, "use_bidirectional_attention", False):
-        raise _other(where, "use_bidirectional_attention: true", "causal attention")
+        raise _unsupported_error(where, "use_bidirectional_attention: true", "causal attention")
     if family.always_tied and not config.tie_word_embeddings:
-        raise _other(where, "tie_word_embeddings: false", "a head that is the embedding")
+        raise _unsupported_error(where, "tie_word_embeddings: false", "a head that is the embedding")
     if family.window_period:
         _require_windows(family, config, where)
 
 
-def _require_windows(family: Family, config: Any, where: str) -> None:
+def _require_windows(family: GgufModelFamily, config: Any, where: str) -> None:
     period, layers = family.window_period, config.num_hidden_layers
     types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
     if list(config.layer_types) != types or not config.sliding_window:
-        raise _other(where, "layer_types", f"a window in all but every {period}th layer")
+        raise _unsupported_error(where, "layer_types", f"a window in all but every {period}th layer")
     hidden = config.hidden_size // config.num_attention_heads
     scale = hidden if layers == family.scale_of_hidden_at else config.head_dim
     if config.query_pre_attn_scalar != scale:
-        raise _other(where, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", f"{scale}")
+        raise _unsupported_error(where, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", f"{scale}")
     caps = (config.attn_logit_softcapping, config.final_logit_softcapping)
     if family.arch is MODEL_ARCH.GEMMA2 and None in caps:
-        raise _other(where, "no soft-capping", "soft-capping of attention and logits")
+        raise _unsupported_error(where, "no soft-capping", "soft-capping of attention and logits")
     if family.arch is MODEL_ARCH.GEMMA3 and any(caps):
-        raise _other(where, "soft-capping", "none")
+        raise _unsupported_error(where, "soft-capping", "none")
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope_parameters(config: Any) -> dict[str, Any]:
     """Rotary parameters of the layers that see everything."""
     found: dict[str, Any] = config.rope_parameters
     full: dict[str, Any] = found.get("full_attention", found)
     return full
 
 
-def _require_rope(family: Family, rope: dict[str, Any], where: str) -> None:
+def _require_rope(family: GgufModelFamily, rope: dict[str, Any], where: str) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in family.ropes:
-        raise _other(where, f"rope_type {kind}", " or ".join(family.ropes))
+        raise _unsupported_error(where, f"rope_type {kind}", " or ".join(family.ropes))
     if family.arch is not MODEL_ARCH.PHI3 and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _other(where, f"partial_rotary_factor {rope['partial_rotary_factor']}", "heads that are rotated whole")
+        raise _unsupported_error(
+            where, f"partial_rotary_factor {rope['partial_rotary_factor']}", "heads that are rotated whole"
+        )
     if kind == "yarn":
         own = rope.get("attention_factor")
         usual = 0.1 * math.log(rope["factor"]) + 1.0  # Peng et al. 2023, YaRN, equation 22
         if own is not None and not math.isclose(own, usual, rel_tol=1e-6):
-            raise _other(where, f"attention_factor {own}", f"{usual:.6g}")
+            raise _unsupported_error(where, f"attention_factor {own}", f"{usual:.6g}")
         if rope.get("mscale") or rope.get("mscale_all_dim") or rope.get("truncate") is False:
-            raise _other(where, "mscale or truncate", "YaRN as published")
+            raise _unsupported_error(where, "mscale or truncate", "YaRN as published")
 
 
-def _context(family: Family, config: Any, rope: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+def _context_limit(family: GgufModelFamily, config: Any, rope: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Tokens up to which llama.cpp computes what transformers does; what has to be said about it."""
     context = int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None)
@@ -247,9 +251,9 @@ def _rope_tensors(
     return {}, None
 
 
-def declare(writer: GGUFWriter, model: Architecture) -> None:
+def write_metadata(writer: GGUFWriter, model: GgufArchitecture) -> None:
     """Tell a file's reader about the model; the writer knows its architecture already."""
-    config, rope = model.config, _rope(model.config)
+    config, rope = model.config, _rope_parameters(model.config)
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.layers)
@@ -262,7 +266,7 @@ def declare(writer: GGUFWriter, model: Architecture) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(model.rotary)
     writer.add_rope_freq_base(rope["rope_theta"])
-    _declare_rope_scaling(writer, model, rope)
+    _write_rope_scaling(writer, model, rope)
     if model.family.window_period:
         writer.add_sliding_window(config.sliding_window)
     if model.family.arch is MODEL_ARCH.GEMMA2:
@@ -272,7 +276,7 @@ def declare(writer: GGUFWriter, model: Architecture) -> None:
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
-def _declare_rope_scaling(writer: GGUFWriter, model: Architecture, rope: dict[str, Any]) -> None:
+def _write_rope_scaling(writer: GGUFWriter, model: GgufArchitecture, rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

@@ -32,14 +32,14 @@ LOG_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Tools:
+class LlamaCppTools:
     """What there is of llama.cpp."""
 
     quantize: Path | None
     convert: Path | None
 
 
-def find(llama_cpp: Path | None) -> Tools:
+def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
     """Look for both tools in a directory that the user names, and for llama-quantize on PATH.
 
     Raises:
@@ -48,27 +48,27 @@ def find(llama_cpp: Path | None) -> Tools:
     on_path = shutil.which(QUANTIZE)
     quantize = Path(on_path) if on_path else None
     if llama_cpp is None:
-        return Tools(quantize, None)
+        return LlamaCppTools(quantize, None)
     if not llama_cpp.is_dir():
         raise SettingsError(f"machine.llama_cpp: {llama_cpp}: no such directory; name one that holds llama.cpp")
-    own, convert = _within(llama_cpp, QUANTIZE, os.X_OK), _within(llama_cpp, CONVERT, os.R_OK)
+    own, convert = _find_in_directory(llama_cpp, QUANTIZE, os.X_OK), _find_in_directory(llama_cpp, CONVERT, os.R_OK)
     if own is None and convert is None:
         places = ", ".join(str(llama_cpp / place) for place in PLACES)
         raise SettingsError(
             f"machine.llama_cpp: neither {QUANTIZE} nor {CONVERT} in {places}; build llama.cpp (`cmake -B build && "
             f"cmake --build build --target {QUANTIZE}`), or set machine.llama_cpp: null"
         )
-    return Tools(own or quantize, convert)
+    return LlamaCppTools(own or quantize, convert)
 
 
-def require(tools: Tools, kinds: Sequence[GgufType]) -> None:
+def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
     """Raise SettingsError where a type needs llama-quantize and there is none."""
     needed = [kind for kind in kinds if kind in TYPES]
     if needed and tools.quantize is None:
-        raise _missing(needed[0])
+        raise _missing_tool_error(needed[0])
 
 
-def quantize(tools: Tools, source: Path, target: Path, kind: GgufType, threads: int) -> None:
+def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufType, threads: int) -> None:
     """Make a smaller file of an F32 one, as llama.cpp's own tool does it.
 
     A row that cannot be cut into the blocks of a K-quant (256 weights) gets another type of about that size: the tool
@@ -78,11 +78,11 @@ def quantize(tools: Tools, source: Path, target: Path, kind: GgufType, threads: 
         SettingsError: there is no such tool, or it fails; with its last words.
     """
     if tools.quantize is None:
-        raise _missing(kind)
-    _run(tools.quantize, [str(tools.quantize), str(source)], [kind.upper(), str(threads)], target)
+        raise _missing_tool_error(kind)
+    _run_tool(tools.quantize, [str(tools.quantize), str(source)], [kind.upper(), str(threads)], target)
 
 
-def convert(tools: Tools, directory: Path, target: Path, kind: GgufType = "f32") -> None:
+def convert_to_gguf(tools: LlamaCppTools, directory: Path, target: Path, kind: GgufType = "f32") -> None:
     """Write a GGUF file of a Hugging Face directory with the converter of a llama.cpp checkout, offline.
 
     It is run by this interpreter, which has torch, transformers and sentencepiece.
@@ -98,22 +98,22 @@ def convert(tools: Tools, directory: Path, target: Path, kind: GgufType = "f32")
     if kind not in CONVERTED:
         raise SettingsError(f"export.gguf.types: {CONVERT} does not write {kind}, but {', '.join(sorted(CONVERTED))}")
     command = [sys.executable, str(tools.convert), str(directory), "--outtype", kind, "--outfile"]
-    _run(tools.convert, command, [], target)
+    _run_tool(tools.convert, command, [], target)
 
 
-def _missing(kind: GgufType) -> SettingsError:
+def _missing_tool_error(kind: GgufType) -> SettingsError:
     return SettingsError(
         f"export.gguf.types: {kind} is made by llama.cpp's {QUANTIZE}, which is not on PATH; install llama.cpp, or "
         "name its directory in machine.llama_cpp, or choose a type that needs no tool (q8_0, q4_0)"
     )
 
 
-def _within(root: Path, name: str, access: int) -> Path | None:
+def _find_in_directory(root: Path, name: str, access: int) -> Path | None:
     found = (root / place / name for place in PLACES)
     return next((path.absolute() for path in found if path.is_file() and os.access(path, access)), None)
 
 
-def _run(tool: Path, before: list[str], after: list[str], target: Path) -> None:
+def _run_tool(tool: Path, before: list[str], after: list[str], target: Path) -> None:
     """Let a tool write `target`, which is whole or not there: the name of the file goes between both lists."""
     partial = target.with_name(f"{files.PARTIAL}{target.name}")
     environment = {name: os.environ[name] for name in KEPT if name in os.environ} | OFFLINE
@@ -129,9 +129,9 @@ def _run(tool: Path, before: list[str], after: list[str], target: Path) -> None:
                     f"{tool}: cannot be started ({error.strerror}); is it made for this machine?"
                 ) from None
             if done.returncode != 0 or not _is_gguf(partial):
-                raise SettingsError(f"{tool}: failed ({_end(done.returncode)}): {_last_line(log)}")
+                raise SettingsError(f"{tool}: failed ({_describe_exit(done.returncode)}): {_last_line(log)}")
         disk.fsync(partial)
-        files.publish(partial, target)
+        files.publish_directory(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -150,7 +150,7 @@ def _last_line(log: IO[bytes]) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _end(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == 0:
         return "it wrote no GGUF file"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -44,7 +44,7 @@ UNREADABLE = (ValueError, NotImplementedError, KeyError, IndexError, TypeError, 
 """What that loader raises for files that it was not written for."""
 
 
-def difference(
+def compare_logits(
     path: Path, merged: Path, rows: Sequence[Sequence[int]], logits: Logits
 ) -> tuple[float | None, str | None]:
     """Largest difference of a logit between the file as transformers reads it and the merged model.
@@ -60,11 +60,11 @@ def difference(
         the loader needed to be told.
     """
     try:
-        if why := _too_large(path):
+        if why := _describe_memory_shortage(path):
             return None, why
-        with _quiet():
-            config, note = _config(path, merged)
-            found = _logits(path, config, rows)
+        with _silence_loader():
+            config, note = _read_config(path, merged)
+            found = _compute_logits(path, config, rows)
     except UNREADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -75,20 +75,20 @@ def difference(
     return (worst, note) if math.isfinite(worst) else (None, "logits are not finite")
 
 
-def _too_large(path: Path) -> str | None:
+def _describe_memory_shortage(path: Path) -> str | None:
     needed = COPIES * 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
-    there = capacity.of_host()
+    there = capacity.measure_host()
     free = there.available_bytes - capacity.resident_bytes()
     if needed <= free:
         return None
     return f"transformers' GGUF loader needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
 
 
-def _config(path: Path, merged: Path) -> tuple[Any, str | None]:
+def _read_config(path: Path, merged: Path) -> tuple[Any, str | None]:
     """Settings as the loader reads them, or those of the merged model where it loses some."""
     read = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     true = AutoConfig.from_pretrained(merged, local_files_only=True)
-    lost = sorted(_lost(read.to_dict(), true.to_dict()))
+    lost = sorted(_lost_settings(read.to_dict(), true.to_dict()))
     if not lost:
         return read, None
     if read.model_type != true.model_type:
@@ -97,22 +97,22 @@ def _config(path: Path, merged: Path) -> tuple[Any, str | None]:
     return true, f"transformers' GGUF loader does not read {', '.join(lost)} from the file; it was told"
 
 
-def _lost(read: dict[str, Any], true: dict[str, Any]) -> Iterator[str]:
+def _lost_settings(read: dict[str, Any], true: dict[str, Any]) -> Iterator[str]:
     for name in (read.keys() | true.keys()) - IDLE:
-        if name in true and not _alike(read.get(name), true[name]):
+        if name in true and not _is_nearly_equal(read.get(name), true[name]):
             yield name
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _is_nearly_equal(a: Any, b: Any) -> bool:
     """Equal, but for what float32 makes of a number."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return all(_alike(a.get(key), b.get(key)) for key in a.keys() | b.keys())
+        return all(_is_nearly_equal(a.get(key), b.get(key)) for key in a.keys() | b.keys())
     if isinstance(a, float) or isinstance(b, float):
         return isinstance(a, float | int) and isinstance(b, float | int) and math.isclose(a, b, rel_tol=1e-6)
     return bool(a == b) or (not a and not b)
 
 
-def _logits(path: Path, config: Any, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _compute_logits(path: Path, config: Any, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     model, told = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, config=config, dtype=torch.float32, output_loading_info=True,
         local_files_only=True, trust_remote_code=False,
@@ -130,7 +130,7 @@ def _logits(path: Path, config: Any, rows: Sequence[Sequence[int]]) -> list[torc
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_loader() -> Iterator[None]:
     """What matters is returned or raised; its progress bar goes to standard error and has no other switch."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -49,7 +49,7 @@ _CASE_NOTE = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class PreTokenizerRule:
     """One of llama.cpp's."""
 
     name: str
@@ -60,20 +60,20 @@ class Rule:
 
 
 RULES = (
-    Rule("gpt-2", (GPT2,)),
-    Rule("smollm", (r"\p{N}", GPT2)),
-    Rule("llama-bpe", (LLAMA3,), whole_words=True),
-    Rule("smaug-bpe", (LLAMA3,)),
-    Rule("qwen2", (QWEN2,)),
-    Rule("qwen35", (QWEN35,)),
-    Rule("deepseek-v3", DEEPSEEK3),
-    Rule("deepseek-coder", DEEPSEEK_CODER),
-    Rule("tekken", (TEKKEN,), whole_words=True, note=_CASE_NOTE),
-    Rule("gpt-4o", (O200K,), note=_CASE_NOTE),
+    PreTokenizerRule("gpt-2", (GPT2,)),
+    PreTokenizerRule("smollm", (r"\p{N}", GPT2)),
+    PreTokenizerRule("llama-bpe", (LLAMA3,), whole_words=True),
+    PreTokenizerRule("smaug-bpe", (LLAMA3,)),
+    PreTokenizerRule("qwen2", (QWEN2,)),
+    PreTokenizerRule("qwen35", (QWEN35,)),
+    PreTokenizerRule("deepseek-v3", DEEPSEEK3),
+    PreTokenizerRule("deepseek-coder", DEEPSEEK_CODER),
+    PreTokenizerRule("tekken", (TEKKEN,), whole_words=True, note=_CASE_NOTE),
+    PreTokenizerRule("gpt-4o", (O200K,), note=_CASE_NOTE),
 )
 
 
-def find(written: Mapping[str, Any], where: str) -> Rule:
+def find_rule(written: Mapping[str, Any], where: str) -> PreTokenizerRule:
     """The rule that divides texts as a tokenizer does.
 
     Args:
@@ -87,17 +87,21 @@ def find(written: Mapping[str, Any], where: str) -> Rule:
     found = [rule for rule in RULES if rule.patterns == patterns]
     if not found:
         shown = "; ".join(patterns)
-        raise unrepresentable(where, f"it divides texts by {shown if len(shown) <= 400 else shown[:400] + ' ...'}")
+        raise unrepresentable_error(
+            where, f"it divides texts by {shown if len(shown) <= 400 else shown[:400] + ' ...'}"
+        )
     whole_words = bool(written["model"].get("ignore_merges"))
     for rule in found:
         if rule.whole_words == whole_words:
             return rule
-    if not _reaches_all(written):  # then it makes no difference
-        raise unrepresentable(where, f"ignore_merges is {str(whole_words).lower()}, with the rule `{found[0].name}`")
+    if not _is_reachable_by_merges(written):  # then it makes no difference
+        raise unrepresentable_error(
+            where, f"ignore_merges is {str(whole_words).lower()}, with the rule `{found[0].name}`"
+        )
     return found[0]
 
 
-def unrepresentable(where: str, what: str) -> BaseModelError:
+def unrepresentable_error(where: str, what: str) -> BaseModelError:
     """What to raise for a tokenizer that llama.cpp would imitate wrongly."""
     return BaseModelError(
         f"{where}: GGUF cannot represent this tokenizer: {what}, and llama.cpp has nothing that does the same; "
@@ -106,20 +110,20 @@ def unrepresentable(where: str, what: str) -> BaseModelError:
 
 
 def _patterns(pre_tokenizer: Mapping[str, Any] | None, where: str) -> tuple[str, ...]:
-    steps = _steps(pre_tokenizer)
+    steps = _pre_tokenizer_steps(pre_tokenizer)
     if not steps or steps[-1]["type"] != "ByteLevel":
-        raise unrepresentable(where, f"its pre-tokenizer ends with {steps[-1]['type'] if steps else 'nothing'}")
+        raise unrepresentable_error(where, f"its pre-tokenizer ends with {steps[-1]['type'] if steps else 'nothing'}")
     found = [_pattern(step, where) for step in steps[:-1]]
     if steps[-1].get("add_prefix_space"):
-        raise unrepresentable(where, "it puts a space before every text (add_prefix_space)")
+        raise unrepresentable_error(where, "it puts a space before every text (add_prefix_space)")
     return (*found, GPT2) if steps[-1].get("use_regex", True) else tuple(found)
 
 
-def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+def _pre_tokenizer_steps(pre_tokenizer: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     if pre_tokenizer is None:
         return []
     if pre_tokenizer["type"] == "Sequence":
-        return [step for one in pre_tokenizer["pretokenizers"] for step in _steps(one)]
+        return [step for one in pre_tokenizer["pretokenizers"] for step in _pre_tokenizer_steps(one)]
     return [pre_tokenizer]
 
 
@@ -132,25 +136,25 @@ def _pattern(step: Mapping[str, Any], where: str) -> str:
         # "Removed" of what does not match: nothing, where the pattern matches everything
         if kept == ("Isolated", False) or (kept == ("Removed", True) and pattern.endswith(_SPACES)):
             return pattern
-    raise unrepresentable(where, f"its pre-tokenizer has {_shown(step)}")
+    raise unrepresentable_error(where, f"its pre-tokenizer has {_format_step(step)}")
 
 
-def _shown(step: Mapping[str, Any]) -> str:
+def _format_step(step: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in step.items())
 
 
-def pairs(merges: Sequence[str | Sequence[str]]) -> list[tuple[str, str]]:
+def parse_merges(merges: Sequence[str | Sequence[str]]) -> list[tuple[str, str]]:
     """Merges of tokenizer.json, which writes each as one text or as two."""
     divided = (one.split(" ", 1) if isinstance(one, str) else one for one in merges)
     return [(left, right) for left, right in divided]
 
 
-def _reaches_all(written: Mapping[str, Any]) -> bool:
+def _is_reachable_by_merges(written: Mapping[str, Any]) -> bool:
     """Whether merges make every entry that words can be, so that taking one whole changes nothing."""
     from tokenizers import models
 
     vocabulary = written["model"]["vocab"]
-    bpe = models.BPE(dict(vocabulary), pairs(written["model"]["merges"]))
+    bpe = models.BPE(dict(vocabulary), parse_merges(written["model"]["merges"]))
     words = vocabulary.keys() - {one["content"] for one in written["added_tokens"]}
     return all(len(bpe.tokenize(word)) == 1 for word in words)
 
@@ -173,18 +177,18 @@ _UNRANKED = -1000.0
 """Of entries that no merge makes; only single characters, bytes and added tokens are among them."""
 
 
-def _alphabet() -> frozenset[str]:
+def _byte_alphabet() -> frozenset[str]:
     """The characters that stand for bytes in a byte-level vocabulary (Radford et al. 2019)."""
     from tokenizers import pre_tokenizers
 
     return frozenset(pre_tokenizers.ByteLevel.alphabet())
 
 
-ALPHABET = _alphabet()
+ALPHABET = _byte_alphabet()
 
 
 @dataclass(frozen=True)
-class Cut:
+class GgufTokenizerModel:
     """How texts are cut: a kind of tokenizer that llama.cpp has, and what it needs."""
 
     model: str
@@ -217,16 +221,16 @@ class Cut:
         return [order.get(text, _UNRANKED) if types[i] == normal else _UNRANKED for i, text in enumerate(tokens)]
 
 
-def steps(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+def sequence_steps(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     """Parts of a sequence, in order; one that is none is its only part."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        return [step for one in part[key] for step in steps(one, key)]
+        return [step for one in part[key] for step in sequence_steps(one, key)]
     return [part]
 
 
-def read_pieces(written: Mapping[str, Any], starts_plain: bool | None, where: str) -> Cut:
+def read_byte_fallback(written: Mapping[str, Any], starts_plain: bool | None, where: str) -> GgufTokenizerModel:
     """How a tokenizer with byte fallback cuts texts.
 
     Args:
@@ -239,8 +243,10 @@ def read_pieces(written: Mapping[str, Any], starts_plain: bool | None, where: st
     """
     model = written["model"]
     if missing := [i for i in range(256) if f"<0x{i:02X}>" not in model["vocab"]]:
-        raise unrepresentable(where, f"<0x{missing[0]:02X}> is no entry, so not every text can be written in bytes")
-    prefix, replaces = _spaces(written, where)
+        raise unrepresentable_error(
+            where, f"<0x{missing[0]:02X}> is no entry, so not every text can be written in bytes"
+        )
+    prefix, replaces = _space_placement(written, where)
     notes: tuple[str, ...] = ()
     if prefix == "always":
         notes = ("llama.cpp puts a space before a text that begins with a space, too; transformers does not",)
@@ -249,41 +255,43 @@ def read_pieces(written: Mapping[str, Any], starts_plain: bool | None, where: st
         notes = (f"transformers puts a space before a text that begins without special token, llama.cpp {where_not}",)
     if replaces and any(one["normalized"] and SPACE in one["content"] for one in written["added_tokens"]):
         notes += (f"a {SPACE} that stands in a text counts as a space for transformers, and as a letter for llama.cpp",)
-    merges = pairs(model["merges"])
+    merges = parse_merges(model["merges"])
     added = {one["content"] for one in written["added_tokens"]}
-    _require_all_ways(model["vocab"].keys() - added, merges, where)
+    _require_complete_merges(model["vocab"].keys() - added, merges, where)
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    return Cut(
+    return GgufTokenizerModel(
         "llama", "default", ranks=ranks, unknown=model.get("unk_token"), notes=notes, unescaped=replaces,
         space_prefix=prefix in ("all", "always") or (prefix == "first" and starts_plain is None),
         space_before_chat=prefix == "first" and starts_plain is True,
     )  # fmt: skip
 
 
-def _spaces(written: Mapping[str, Any], where: str) -> tuple[str, bool]:
+def _space_placement(written: Mapping[str, Any], where: str) -> tuple[str, bool]:
     """Where a space is put first: nowhere, all (fragments), always (but before a space), first; and who writes ▁."""
-    normal = [_normal(one) for one in steps(written["normalizer"], "normalizers")]
-    cuts = steps(written["pre_tokenizer"], "pretokenizers")
+    normal = [_describe_normalizer(one) for one in sequence_steps(written["normalizer"], "normalizers")]
+    cuts = sequence_steps(written["pre_tokenizer"], "pretokenizers")
     replace = f"Replace ' ' {SPACE}"
     if normal in ([replace], [f"Prepend {SPACE}", replace]):
         idle = all(one["type"] == "Split" and one["pattern"] == {"String": " "} for one in cuts)  # no space is left
         if not idle:
-            raise unrepresentable(where, f"its pre-tokenizer has {cuts[0]['type']}")
+            raise unrepresentable_error(where, f"its pre-tokenizer has {cuts[0]['type']}")
         if len(normal) == 2 and (found := [one["content"] for one in written["added_tokens"] if one["normalized"]]):
-            raise unrepresentable(where, f"{found[0]} is found only where a space would be put before it (normalized)")
+            raise unrepresentable_error(
+                where, f"{found[0]} is found only where a space would be put before it (normalized)"
+            )
         return ("all" if len(normal) == 2 else "nowhere"), True
     if not normal and len(cuts) == 1 and cuts[0]["type"] == "Metaspace":
         if cuts[0]["replacement"] != SPACE or cuts[0].get("split", True):
-            raise unrepresentable(where, "it divides texts at spaces before it merges (Metaspace, split)")
+            raise unrepresentable_error(where, "it divides texts at spaces before it merges (Metaspace, split)")
         scheme = str(cuts[0]["prepend_scheme"])
         return {"never": "nowhere"}.get(scheme, scheme), False
     shown = ", ".join([*normal, *(one["type"] for one in cuts)]) or "nothing"
-    raise unrepresentable(where, f"what it does with spaces ({shown})")
+    raise unrepresentable_error(where, f"what it does with spaces ({shown})")
 
 
-def _normal(step: Mapping[str, Any]) -> str:
+def _describe_normalizer(step: Mapping[str, Any]) -> str:
     if step["type"] == "Prepend":
         return f"Prepend {step['prepend']}"
     if step["type"] == "Replace" and "String" in step["pattern"]:
@@ -291,7 +299,7 @@ def _normal(step: Mapping[str, Any]) -> str:
     return str(step["type"])
 
 
-def _require_all_ways(pieces: set[str], merges: Sequence[tuple[str, str]], where: str) -> None:
+def _require_complete_merges(pieces: set[str], merges: Sequence[tuple[str, str]], where: str) -> None:
     """llama.cpp joins any two neighbours that make a piece: each such pair must be a merge, too."""
     known = set(merges)
     for piece in pieces:
@@ -300,7 +308,7 @@ def _require_all_ways(pieces: set[str], merges: Sequence[tuple[str, str]], where
         for i in range(1, len(piece)):
             pair = (piece[:i], piece[i:])
             if pair not in known and pair[0] in pieces and pair[1] in pieces:
-                raise unrepresentable(where, f"{pair[0]!r} and {pair[1]!r} are never merged to {piece!r}")
+                raise unrepresentable_error(where, f"{pair[0]!r} and {pair[1]!r} are never merged to {piece!r}")
 
 
 # The tokenizer of a GGUF file: entries, their kinds, merges or scores, and when a text gets which token before it.
@@ -322,7 +330,7 @@ _NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """What a file says about its tokenizer."""
 
     model: str
@@ -343,7 +351,7 @@ class Vocabulary:
     notes: tuple[str, ...] = field(default=())
 
 
-def read_vocabulary(directory: Path, size: int) -> Vocabulary:
+def read_vocabulary(directory: Path, size: int) -> GgufVocabulary:
     """The tokenizer of a model's directory.
 
     Args:
@@ -357,55 +365,61 @@ def read_vocabulary(directory: Path, size: int) -> Vocabulary:
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     where = f"{directory}: tokenizer"
     if written["model"]["type"] != "BPE":
-        raise unrepresentable(where, f"it is a {written['model']['type']}")
+        raise unrepresentable_error(where, f"it is a {written['model']['type']}")
     if parts := [one for one in ("continuing_subword_prefix", "end_of_word_suffix") if written["model"].get(one)]:
-        raise unrepresentable(where, f"it has a {parts[0]}")
+        raise unrepresentable_error(where, f"it has a {parts[0]}")
     added = {one["id"]: one for one in written["added_tokens"]}
-    strips = _strips(list(added.values()), where)
-    opening = _Opening(tokenizer, where)
-    if any(one["type"] == "ByteLevel" for one in steps(written["pre_tokenizer"], "pretokenizers")):
-        cut = _byte_level(written, where)
+    strips = _strips_spaces(list(added.values()), where)
+    opening = _SpecialTokenPlacement(tokenizer, where)
+    if any(one["type"] == "ByteLevel" for one in sequence_steps(written["pre_tokenizer"], "pretokenizers")):
+        cut = _read_byte_level(written, where)
     else:
-        cut = read_pieces(written, opening.starts_plain, where)
+        cut = read_byte_fallback(written, opening.starts_plain, where)
     tokens, types = _entries(written["model"]["vocab"], added, cut, size, where)
-    special, notes = _special(tokenizer, tokens, directory)
-    return Vocabulary(
+    special, notes = _special_token_ids(tokenizer, tokens, directory)
+    return GgufVocabulary(
         cut.model, cut.pre, tokens, types, cut.merges, cut.scores_of(tokens, types), special, opening.add_bos,
-        opening.add_eos, cut.space_prefix, _template(tokenizer, cut.space_before_chat), strips,
+        opening.add_eos, cut.space_prefix, _adapt_chat_template(tokenizer, cut.space_before_chat), strips,
         (*cut.notes, *opening.notes, *notes, *(_STRIP_NOTES if strips else ())),
     )  # fmt: skip
 
 
-def _byte_level(written: Mapping[str, Any], where: str) -> Cut:
+def _read_byte_level(written: Mapping[str, Any], where: str) -> GgufTokenizerModel:
     model, notes = written["model"], []
-    rule = find(written, where)
-    normalizers = steps(written["normalizer"], "normalizers")
+    rule = find_rule(written, where)
+    normalizers = sequence_steps(written["normalizer"], "normalizers")
     if any(one["type"] != "NFC" for one in normalizers):
-        raise unrepresentable(where, f"it changes texts first ({', '.join(one['type'] for one in normalizers)})")
+        raise unrepresentable_error(where, f"it changes texts first ({', '.join(one['type'] for one in normalizers)})")
     if normalizers:
         notes.append("llama.cpp does not compose characters (NFC) first: a text in decomposed form is cut otherwise")
     if rule.note:
         notes.append(rule.note)
     if missing := ALPHABET - model["vocab"].keys():
-        raise unrepresentable(where, f"{len(missing)} of 256 bytes are no entries")
-    merges = [" ".join(pair) for pair in pairs(model["merges"])]
-    return Cut("gpt2", rule.name, merges=merges, notes=tuple(notes))
+        raise unrepresentable_error(where, f"{len(missing)} of 256 bytes are no entries")
+    merges = [" ".join(pair) for pair in parse_merges(model["merges"])]
+    return GgufTokenizerModel("gpt2", rule.name, merges=merges, notes=tuple(notes))
 
 
-def _strips(added: Sequence[Mapping[str, Any]], where: str) -> bool:
+def _strips_spaces(added: Sequence[Mapping[str, Any]], where: str) -> bool:
     """Whether special tokens swallow the spaces after them. llama.cpp has one such rule; any other is refused."""
     for one in added:
         if one["single_word"] or one["lstrip"]:
-            raise unrepresentable(where, f"{one['content']} is found by {'lstrip' if one['lstrip'] else 'single_word'}")
+            raise unrepresentable_error(
+                where, f"{one['content']} is found by {'lstrip' if one['lstrip'] else 'single_word'}"
+            )
     stripping = {one["content"] for one in added if one["rstrip"]}
     everything = {one["content"] for one in added}
     if stripping and (stripping != everything - _NOT_STRIPPED or not everything >= {*_NOT_STRIPPED, "</s>"}):
-        raise unrepresentable(where, f"{min(stripping)} swallows the spaces after it (rstrip), others do not")
+        raise unrepresentable_error(where, f"{min(stripping)} swallows the spaces after it (rstrip), others do not")
     return bool(stripping)
 
 
 def _entries(
-    vocabulary: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], cut: Cut, size: int, where: str
+    vocabulary: Mapping[str, int],
+    added: Mapping[int, Mapping[str, Any]],
+    cut: GgufTokenizerModel,
+    size: int,
+    where: str,
 ) -> tuple[list[str], list[int]]:
     tokens = [f"[PAD{i}]" for i in range(size)]
     types = [int(TokenType.UNUSED)] * size
@@ -423,11 +437,11 @@ def _entries(
         types[tokens.index(cut.unknown)] = int(TokenType.UNKNOWN)
     if len(set(tokens)) < size:
         twice = next(text for i, text in enumerate(tokens) if text in tokens[:i])
-        raise unrepresentable(where, f"two of its entries are {twice!r}")
+        raise unrepresentable_error(where, f"two of its entries are {twice!r}")
     return tokens, types
 
 
-class _Opening:
+class _SpecialTokenPlacement:
     """What stands before and after a text, and how a conversation begins."""
 
     def __init__(self, tokenizer: Any, where: str) -> None:
@@ -435,10 +449,10 @@ class _Opening:
         whole: list[int] = tokenizer("a")["input_ids"]
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
         if at is None:
-            raise unrepresentable(where, "tokens around a text change how it is cut")
+            raise unrepresentable_error(where, "tokens around a text change how it is cut")
         before, after = whole[:at], whole[at + len(plain) :]
         self.notes: tuple[str, ...] = ()
-        chat = _rendered(tokenizer, where)
+        chat = _render_conversation(tokenizer, where)
         self.starts_plain: bool | None = None if chat is None else not _starts_special(tokenizer, chat)
         """With a word that a space may be put before; None: there is no chat template."""
         self.add_bos = before == [tokenizer.bos_token_id]
@@ -451,7 +465,7 @@ class _Opening:
             self.notes += (f"{tokenizer.bos_token} is put before no text: the chat template begins without it",)
 
 
-def _rendered(tokenizer: Any, where: str) -> str | None:
+def _render_conversation(tokenizer: Any, where: str) -> str | None:
     """A short conversation; None without a chat template."""
     if not tokenizer.chat_template:
         return None
@@ -469,11 +483,13 @@ def _starts_special(tokenizer: Any, text: str) -> bool:
     return text.startswith((" ", *(one.content for one in tokenizer.added_tokens_decoder.values())))
 
 
-def _special(tokenizer: Any, tokens: Sequence[str], directory: Path) -> tuple[dict[str, int], tuple[str, ...]]:
+def _special_token_ids(
+    tokenizer: Any, tokens: Sequence[str], directory: Path
+) -> tuple[dict[str, int], tuple[str, ...]]:
     """Ids by their part; llama.cpp knows three ends, and those whose names look like ends."""
     ids = {part: getattr(tokenizer, f"{part}_token_id") for part in ("bos", "eos", "unk", "pad")}
     found = {part: int(i) for part, i in ids.items() if i is not None and i < len(tokens)}
-    ends = _ends(directory)
+    ends = _read_end_token_ids(directory)
     if "eos" not in found:
         if not ends:
             raise BaseModelError(f"{directory}: neither the tokenizer nor generation_config.json says what ends a text")
@@ -490,7 +506,7 @@ def _special(tokenizer: Any, tokens: Sequence[str], directory: Path) -> tuple[di
     return found, tuple(notes)
 
 
-def _ends(directory: Path) -> list[int]:
+def _read_end_token_ids(directory: Path) -> list[int]:
     file = directory / "generation_config.json"
     if not file.is_file():
         return []
@@ -501,7 +517,7 @@ def _ends(directory: Path) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else [int(one) for one in value]
 
 
-def _template(tokenizer: Any, space_first: bool) -> str | list[dict[str, str]] | None:
+def _adapt_chat_template(tokenizer: Any, space_first: bool) -> str | list[dict[str, str]] | None:
     found = tokenizer.chat_template
     if not found:
         return None
@@ -516,7 +532,7 @@ def _template(tokenizer: Any, space_first: bool) -> str | list[dict[str, str]] |
     return [{"name": name, "template": text} for name, text in named.items()]
 
 
-def declare(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+def write_metadata(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
     """Write it into a file's metadata."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from ratchet.config.export import GgufType, PlainType
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.export.gguf import architectures, tokenizer
-from ratchet.export.gguf.architectures import CONVERTER, Architecture
-from ratchet.export.gguf.tokenizer import Vocabulary
+from ratchet.export.gguf.architectures import CONVERTER, GgufArchitecture
+from ratchet.export.gguf.tokenizer import GgufVocabulary
 from ratchet.models import base_model
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress
@@ -66,7 +66,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """One tensor of the file."""
 
     name: str
@@ -90,15 +90,15 @@ def block_width(type_: GgufType) -> int:
     return int(GGML_QUANT_SIZES[TYPES[type_][0]][0])
 
 
-def plan(directory: Path, model: Architecture, type_: PlainType) -> list[Tensor]:
+def plan_tensors(directory: Path, model: GgufArchitecture, type_: PlainType) -> list[GgufTensor]:
     """Every tensor, in an order that does not depend on how the model's files are divided.
 
     Raises:
         BaseModelError: a tensor is missing, unknown, of another shape than config.json says, or twice there.
     """
     names = get_tensor_name_map(model.family.arch, model.layers)
-    found: dict[str, Tensor] = {}
-    for stored, (file, shape) in sorted(_stored(directory).items()):
+    found: dict[str, GgufTensor] = {}
+    for stored, (file, shape) in sorted(_read_tensor_headers(directory).items()):
         if _UNSTORED.search(stored) or (stored == "lm_head.weight" and model.tied):
             continue
         name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
@@ -108,18 +108,18 @@ def plan(directory: Path, model: Architecture, type_: PlainType) -> list[Tensor]
             )
         if name in found:
             raise BaseModelError(f"{file}: {stored} and {found[name].stored} are the same tensor to llama.cpp")
-        found[name] = _tensor(name, shape, stored, file, model, TYPES[type_][0])
-    found |= {name: Tensor(name, array.shape, Q.F32, None) for name, array in model.extra.items()}
+        found[name] = _plan_tensor(name, shape, stored, file, model, TYPES[type_][0])
+    found |= {name: GgufTensor(name, array.shape, Q.F32, None) for name, array in model.extra.items()}
     _require_complete(directory, model, found)
-    return sorted(found.values(), key=_place)
+    return sorted(found.values(), key=_sort_key)
 
 
-def _stored(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+def _read_tensor_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """File and shape of every tensor, from the headers alone."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    for file in (directory / name for name in base_model.weight_files(directory)):
+    for file in (directory / name for name in base_model.list_weight_files(directory)):
         try:
             with safe_open(str(file), framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - no mapping
@@ -133,19 +133,19 @@ def _stored(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     return found
 
 
-def _tensor(
-    name: str, shape: tuple[int, ...], stored: str, file: Path, model: Architecture, wanted: GGMLQuantizationType
-) -> Tensor:
+def _plan_tensor(
+    name: str, shape: tuple[int, ...], stored: str, file: Path, model: GgufArchitecture, wanted: GGMLQuantizationType
+) -> GgufTensor:
     heads = 0
     if model.family.interleaved and (found := re.search(r"attn_([qk])\.", name)):
         heads = model.config.num_attention_heads if found[1] == "q" else model.key_heads
         if shape[0] != heads * model.head_width:
             raise BaseModelError(f"{file}: {stored} has {shape[0]} rows, {heads} heads of {model.head_width} were due")
     offset = model.family.norm_offset if name.endswith("norm.weight") else 0.0
-    return Tensor(name, shape, _type(name, shape, wanted, model.tied), stored, file, heads, offset)
+    return GgufTensor(name, shape, _tensor_type(name, shape, wanted, model.tied), stored, file, heads, offset)
 
 
-def _type(name: str, shape: tuple[int, ...], wanted: GGMLQuantizationType, tied: bool) -> GGMLQuantizationType:
+def _tensor_type(name: str, shape: tuple[int, ...], wanted: GGMLQuantizationType, tied: bool) -> GGMLQuantizationType:
     if len(shape) < 2:
         return Q.F32
     if name in (EMBEDDING, HEAD) and wanted in TERNARY:
@@ -155,7 +155,7 @@ def _type(name: str, shape: tuple[int, ...], wanted: GGMLQuantizationType, tied:
     return wanted if shape[-1] % GGML_QUANT_SIZES[wanted][0] == 0 else Q.F16
 
 
-def _require_complete(directory: Path, model: Architecture, found: dict[str, Tensor]) -> None:
+def _require_complete(directory: Path, model: GgufArchitecture, found: dict[str, GgufTensor]) -> None:
     """Every block holds what any of them holds; there is an embedding, a last norm, and a head if it is none."""
     parts = {match[2] for match in map(_BLOCK.fullmatch, found) if match}
     due = {f"blk.{i}.{part}" for i in range(model.layers) for part in parts}
@@ -172,14 +172,14 @@ def _require_complete(directory: Path, model: Architecture, found: dict[str, Ten
         )
 
 
-def _place(tensor: Tensor) -> tuple[int, int, str]:
+def _sort_key(tensor: GgufTensor) -> tuple[int, int, str]:
     """Before the blocks: embedding and what is computed; after them: the last norm, the head."""
     if block := _BLOCK.fullmatch(tensor.name):
         return 1, int(block[1]), block[2]
     return (2 if tensor.name in (LAST_NORM, HEAD) else 0), 0, tensor.name
 
 
-def blocks(tensor: Tensor, model: Architecture) -> Iterator[memoryview]:
+def encode_tensor(tensor: GgufTensor, model: GgufArchitecture) -> Iterator[memoryview]:
     """The bytes of a tensor, a piece at a time. Raises BaseModelError: numbers that its type cannot hold."""
     if tensor.file is None:
         yield model.extra[tensor.name].data.cast("B")
@@ -188,16 +188,16 @@ def blocks(tensor: Tensor, model: Architecture) -> Iterator[memoryview]:
 
     with safe_open(str(tensor.file), framework="pt") as tensors:
         part = tensors.get_slice(tensor.stored)
-        for rows in _pieces(tensor, model.head_width):
+        for rows in _row_slices(tensor, model.head_width):
             values = part[rows].float().numpy() + np.float32(tensor.offset)
             if tensor.heads:
-                values = neighbours(values, len(values) // model.head_width)
+                values = interleave_halves(values, len(values) // model.head_width)
             _require_numbers(tensor, values)
             held: NDArray[Any] = np.ascontiguousarray(quants.quantize(values, tensor.type))
             yield held.data.cast("B")
 
 
-def _pieces(tensor: Tensor, head_width: int) -> Iterator[slice]:
+def _row_slices(tensor: GgufTensor, head_width: int) -> Iterator[slice]:
     """Whole heads where rows of heads change places."""
     unit = head_width if tensor.heads else 1
     row_bytes = 4 * math.prod(tensor.shape[1:])
@@ -205,7 +205,7 @@ def _pieces(tensor: Tensor, head_width: int) -> Iterator[slice]:
     return (slice(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step))
 
 
-def neighbours(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def interleave_halves(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Rows [heads x (first half, second half)] in the order [heads x (pairs of both)].
 
     transformers rotates dimension i of a head with i + width / 2, llama.cpp's Llama i with i + 1, as Su et al. 2021
@@ -215,7 +215,7 @@ def neighbours(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _require_numbers(tensor: Tensor, values: NDArray[np.float32]) -> None:
+def _require_numbers(tensor: GgufTensor, values: NDArray[np.float32]) -> None:
     largest = np.abs(values).max(initial=0.0)
     if not np.isfinite(largest):
         raise BaseModelError(f"{tensor.file}: {tensor.stored} holds NaN or infinity; a model with such weights is none")
@@ -226,7 +226,7 @@ def _require_numbers(tensor: Tensor, values: NDArray[np.float32]) -> None:
         )
 
 
-def report(tensors: list[Tensor], type_: PlainType) -> tuple[str, ...]:
+def describe_type_exceptions(tensors: list[GgufTensor], type_: PlainType) -> tuple[str, ...]:
     """What is in another type than the file's, for people."""
     wanted = TYPES[type_][0]
     others: dict[str, list[str]] = {}
@@ -251,12 +251,12 @@ def report(tensors: list[Tensor], type_: PlainType) -> tuple[str, ...]:
 CARD = "README.md"
 
 
-def is_carried(directory: Path) -> bool:
+def is_supported(directory: Path) -> bool:
     """Whether the writer here knows the model's architecture. Raises BaseModelError when it is no model's directory."""
-    return architectures.is_carried(directory)
+    return architectures.is_supported(directory)
 
 
-def require(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) -> None:
+def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) -> None:
     """Refuse before long work what cannot be written after it.
 
     Args:
@@ -268,9 +268,9 @@ def require(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) 
         SettingsError: an architecture that is not carried, and no converter at hand; a type that no matrix can have.
         BaseModelError: config or tokenizer cannot be read, or llama.cpp has nothing that does what they say.
     """
-    if not is_carried(directory) and llama_cpp is not None and (llama_cpp / CONVERTER).is_file():
+    if not is_supported(directory) and llama_cpp is not None and (llama_cpp / CONVERTER).is_file():
         return
-    model = architectures.of(directory)
+    model = architectures.read_architecture(directory)
     tokenizer.read_vocabulary(directory, model.config.vocab_size)
     for type_ in types:
         if type_ in TYPES:
@@ -283,7 +283,7 @@ def require(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) 
                 )
 
 
-def write(directory: Path, target: Path, type_: PlainType, progress: Progress) -> tuple[str, ...]:
+def write_gguf(directory: Path, target: Path, type_: PlainType, progress: Progress) -> tuple[str, ...]:
     """Write a merged model as one file.
 
     Args:
@@ -296,27 +296,27 @@ def write(directory: Path, target: Path, type_: PlainType, progress: Progress) -
         what somebody who uses the file should know: what is in another type, what llama.cpp does otherwise.
 
     Raises:
-        BaseModelError: see `require`; or a tensor is missing, strange, or holds what the type cannot.
+        BaseModelError: see `require_exportable`; or a tensor is missing, strange, or holds what the type cannot.
     """
-    model = architectures.of(directory)
+    model = architectures.read_architecture(directory)
     vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    tensors = plan(directory, model, type_)
-    header = _header(directory, model, vocabulary, tensors, type_)
-    total = len(header) + sum(_padded(one.size_bytes) for one in tensors)
-    files.write_blocks(target, _told(_content(header, tensors, model), progress, f"gguf {type_}", total))
-    return (*report(tensors, type_), *model.notes, *vocabulary.notes)
+    tensors = plan_tensors(directory, model, type_)
+    header = _encode_header(directory, model, vocabulary, tensors, type_)
+    total = len(header) + sum(_align_size(one.size_bytes) for one in tensors)
+    files.write_blocks(target, _report_progress(_encode_file(header, tensors, model), progress, f"gguf {type_}", total))
+    return (*describe_type_exceptions(tensors, type_), *model.notes, *vocabulary.notes)
 
 
-def size_bytes(directory: Path, type_: PlainType) -> int:
-    """Of the file that `write` would make, exactly. Raises as `write`."""
-    model = architectures.of(directory)
+def gguf_size_bytes(directory: Path, type_: PlainType) -> int:
+    """Of the file that `write_gguf` would make, exactly. Raises as `write_gguf`."""
+    model = architectures.read_architecture(directory)
     vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    tensors = plan(directory, model, type_)
-    header = _header(directory, model, vocabulary, tensors, type_)
-    return len(header) + sum(_padded(one.size_bytes) for one in tensors)
+    tensors = plan_tensors(directory, model, type_)
+    header = _encode_header(directory, model, vocabulary, tensors, type_)
+    return len(header) + sum(_align_size(one.size_bytes) for one in tensors)
 
 
-class _Memory(GGUFWriter):  # type: ignore[misc]  # the package is not followed
+class _InMemoryGgufWriter(GGUFWriter):  # type: ignore[misc]  # the package is not followed
     """The package's writer for everything before the weights, which it writes into memory."""
 
     def open_output_file(self, path: Path | None = None) -> None:
@@ -331,15 +331,19 @@ class _Memory(GGUFWriter):  # type: ignore[misc]  # the package is not followed
         return found
 
 
-def _header(
-    directory: Path, model: Architecture, vocabulary: Vocabulary, tensors: Iterable[Tensor], type_: PlainType
+def _encode_header(
+    directory: Path,
+    model: GgufArchitecture,
+    vocabulary: GgufVocabulary,
+    tensors: Iterable[GgufTensor],
+    type_: PlainType,
 ) -> bytes:
-    writer = _Memory(None, MODEL_ARCH_NAMES[model.family.arch])
+    writer = _InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
     _declare_origin(writer, directory, vocabulary.strips)
     writer.add_file_type(TYPES[type_][1])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    architectures.declare(writer, model)
-    tokenizer.declare(writer, vocabulary)
+    architectures.write_metadata(writer, model)
+    tokenizer.write_metadata(writer, vocabulary)
     for one in tensors:
         # whatever array type is said, the type of the blocks is the last argument
         writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), one.size_bytes, one.type)
@@ -349,9 +353,9 @@ def _header(
 
 def _declare_origin(writer: GGUFWriter, directory: Path, strips: bool) -> None:
     """Name, licence and base, from the model card."""
-    title, front = _card(directory / CARD)
+    title, front = _read_card(directory / CARD)
     writer.add_type("model")
-    writer.add_name(name_for(title, strips))
+    writer.add_name(gguf_model_name(title, strips))
     if licence := front.get("license"):
         writer.add_license(str(licence))
     if name := front.get("license_name"):
@@ -362,14 +366,14 @@ def _declare_origin(writer: GGUFWriter, directory: Path, strips: bool) -> None:
         writer.add_base_model_repo_url(0, f"https://huggingface.co/{base}")
 
 
-def name_for(title: str, strips: bool) -> str:
+def gguf_model_name(title: str, strips: bool) -> str:
     """A name under which llama.cpp treats spaces after special tokens as the tokenizer does: it goes by `phi-3`."""
     if strips == any(one in title.lower() for one in tokenizer.STRIPPED_BY_NAME):
         return title
     return f"{title} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
-def _card(file: Path) -> tuple[str, dict[str, str]]:
+def _read_card(file: Path) -> tuple[str, dict[str, str]]:
     """Title and front matter of a model card as `modelcard` writes it: texts there are JSON."""
     if not file.is_file():
         return "model", {}
@@ -380,18 +384,18 @@ def _card(file: Path) -> tuple[str, dict[str, str]]:
     return (heading[1].strip() if heading else "model"), {key: json.loads(value) for key, value in lines}
 
 
-def _padded(size: int) -> int:
+def _align_size(size: int) -> int:
     return size + -size % int(GGUF_DEFAULT_ALIGNMENT)
 
 
-def _content(header: bytes, tensors: Iterable[Tensor], model: Architecture) -> Iterator[bytes | memoryview]:
+def _encode_file(header: bytes, tensors: Iterable[GgufTensor], model: GgufArchitecture) -> Iterator[bytes | memoryview]:
     yield header
     for one in tensors:
-        yield from blocks(one, model)
-        yield bytes(_padded(one.size_bytes) - one.size_bytes)
+        yield from encode_tensor(one, model)
+        yield bytes(_align_size(one.size_bytes) - one.size_bytes)
 
 
-def _told(
+def _report_progress(
     pieces: Iterable[bytes | memoryview], progress: Progress, what: str, total: int
 ) -> Iterator[list[bytes | memoryview]]:
     done = 0

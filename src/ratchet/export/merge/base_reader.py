@@ -9,12 +9,12 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
-from ratchet.export.merge.request import Recipe
+from ratchet.export.merge.request import MergeRecipe
 from ratchet.models import loading, vocabulary, weights
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRowInitialization:
     """How a tensor with a row for each token is begun anew in some rows."""
 
     count: int
@@ -25,7 +25,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Form:
+class BaseStorageFormat:
     """How each parameter of the base is held before an update is added."""
 
     dtypes: Mapping[str, torch.dtype]
@@ -36,17 +36,17 @@ class Form:
     """Stored tensors that are in 4 bits in the files already."""
     turned: frozenset[str]
     """Parameters that lie as [inputs, outputs], and are quantised the other way round."""
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, TokenRowInitialization]
     """Of parameters with a row for each token."""
 
 
-class Values:
+class BaseWeightReader:
     """Reads stored tensors and makes of them the numbers to which updates are added."""
 
-    def __init__(self, recipe: Recipe, form: Form) -> None:
+    def __init__(self, recipe: MergeRecipe, form: BaseStorageFormat) -> None:
         self._recipe = recipe
         self._form = form
-        self._lazy = weights.Reader(recipe.base).tensors()
+        self._lazy = weights.WeightReader(recipe.base).tensors()
         self._computed_in = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
 
     def read(self, name: str, place: str) -> Tensor:
@@ -93,13 +93,16 @@ class Values:
         value: Tensor = dequantize_4bit(held.data, held.quant_state).to(self._form.dtypes[place])
         return value.T if place in self._form.turned else value
 
-    def _grown(self, rows: Rows, tensor: Tensor) -> Tensor:
-        """With rows for new tokens, which begin as `vocabulary.grow` begins them: computed in the type of the base."""
+    def _grown(self, rows: TokenRowInitialization, tensor: Tensor) -> Tensor:
+        """Add rows for new tokens, which begin as `vocabulary.grow_embeddings` begins them.
+
+        They are computed in the type of the base.
+        """
         if not rows.starts:
             return tensor.float()
         held = torch.zeros(rows.count, *tensor.shape[1:], dtype=self._computed_in, device=tensor.device)
         held[: rows.stored] = tensor
-        vocabulary.begin(held, rows.starts, rows.stored)
+        vocabulary.initialize_rows(held, rows.starts, rows.stored)
         if tensor.dtype == held.dtype:
             return held.float()
         value = torch.zeros(held.shape, dtype=torch.float32, device=tensor.device)

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from ratchet.export.merge import adapter_layout
-from ratchet.export.merge.adapter_layout import Change
-from ratchet.export.merge.request import Recipe, require_modules
+from ratchet.export.merge.adapter_layout import ParameterUpdate
+from ratchet.export.merge.request import MergeRecipe, require_changed_modules
 from ratchet.models.device import Model
 
 
-class Updates:
+class AdapterUpdates:
     """Everything that a recipe's adapters change."""
 
-    def __init__(self, parts: list[tuple[float, dict[str, Change]]]) -> None:
+    def __init__(self, parts: list[tuple[float, dict[str, ParameterUpdate]]]) -> None:
         self._parts = parts
 
     @classmethod
-    def read(cls, recipe: Recipe, plain: Model, another: Callable[[], Model]) -> "Updates":
+    def read(cls, recipe: MergeRecipe, plain: Model, another: Callable[[], Model]) -> "AdapterUpdates":
         """Read every adapter of a recipe, and leave out modules that it does not name.
 
         Args:
@@ -33,9 +33,9 @@ class Updates:
         """
         parts = []
         for part in recipe.parts:
-            found = adapter_layout.changes(part.adapter, plain, another(), recipe.card.digest)
+            found = adapter_layout.read_updates(part.adapter, plain, another(), recipe.card.digest)
             parts.append((part.weight, found))
-        require_modules(recipe.modules, {one.module for _, changes in parts for one in changes.values()})
+        require_changed_modules(recipe.modules, {one.module for _, changes in parts for one in changes.values()})
         return cls([(weight, {n: c for n, c in found.items() if recipe.takes(c.module)}) for weight, found in parts])
 
     @property

@@ -1,12 +1,12 @@
 """What is to be merged, as others say it, and whether it can be."""
 
-from ratchet.export.merge.plan import plan_of
-from ratchet.export.merge.request import MergeBase, Part, Recipe, matches
+from ratchet.export.merge.plan import plan_merge
+from ratchet.export.merge.request import MergeBase, MergeRecipe, WeightedAdapter, matches_module
 
-__all__ = ["MergeBase", "Part", "Recipe", "matches", "require"]
+__all__ = ["MergeBase", "MergeRecipe", "WeightedAdapter", "matches_module", "require_mergeable"]
 
 
-def require(recipe: Recipe) -> None:
+def require_mergeable(recipe: MergeRecipe) -> None:
     """Refuse what can be refused before any weight of the base is read.
 
     Raises:
@@ -14,4 +14,4 @@ def require(recipe: Recipe) -> None:
         DamagedError: an adapter cannot be read, or holds NaN.
         SettingsError: the recipe asks for what these files do not have.
     """
-    plan_of(recipe)
+    plan_merge(recipe)

@@ -18,7 +18,7 @@ MergeBase = Literal["dequantized", "original"]
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedAdapter:
     """One adapter of several."""
 
     adapter: Path
@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MergeRecipe:
     """Everything that decides what the merged model is."""
 
     base: Path
@@ -36,7 +36,7 @@ class Recipe:
     card: BaseCard
     train: Train
     """Says how the base's weights were held while the adapter learned."""
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedAdapter, ...]
     modules: tuple[str, ...]
     """Names or regular expressions of modules whose updates are merged; empty: all."""
     merge_base: MergeBase
@@ -59,17 +59,17 @@ class Recipe:
         Args:
             module: full name of a module of the base; of fused experts, that of their parameter.
         """
-        return not self.modules or any(matches(pattern, module) for pattern in self.modules)
+        return not self.modules or any(matches_module(pattern, module) for pattern in self.modules)
 
 
-def matches(pattern: str, module: str) -> bool:
+def matches_module(pattern: str, module: str) -> bool:
     """Whether a pattern means a module: it is its name, the end of it, or a regular expression of the whole name."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(pattern, module) is not None
 
 
-def require_sense(recipe: Recipe) -> None:
+def validate_recipe(recipe: MergeRecipe) -> None:
     """Raises SettingsError when the recipe itself makes no sense, whatever base and adapters are."""
     if not recipe.parts:
         raise SettingsError("export: no adapter is named, so there is nothing to merge")
@@ -85,11 +85,11 @@ def require_sense(recipe: Recipe) -> None:
             ) from None
 
 
-def require_modules(patterns: Iterable[str], updated: Iterable[str]) -> None:
+def require_changed_modules(patterns: Iterable[str], updated: Iterable[str]) -> None:
     """Raises SettingsError, with the nearest names, when a pattern means no module that an adapter has changed."""
     names = sorted(updated)
     for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
+        if not any(matches_module(pattern, name) for name in names):
             parts = pattern.count(".") + 1
             ends = sorted({".".join(name.split(".")[-parts:]) for name in names})
             near = difflib.get_close_matches(pattern, ends, n=4, cutoff=0.5)

@@ -29,7 +29,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor that is to be written."""
 
     name: str
@@ -42,17 +42,17 @@ class Entry:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
-def size_bytes(entries: Sequence[Entry], shard_bytes: int) -> int:
-    """Of all files that `write` makes of them."""
-    found = _shards(entries, shard_bytes)
+def shard_files_size_bytes(entries: Sequence[TensorEntry], shard_bytes: int) -> int:
+    """Of all files that `write_shards` makes of them."""
+    found = _divide_into_shards(entries, shard_bytes)
     names = _file_names(len(found))
-    index = len(_index(found, names)) if len(found) > 1 else 0
-    return index + sum(len(_header(shard)) + _sum(shard) for shard in found)
+    index = len(_encode_index(found, names)) if len(found) > 1 else 0
+    return index + sum(len(_encode_header(shard)) + _sum_entry_bytes(shard) for shard in found)
 
 
-def write(
+def write_shards(
     directory: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     tensors: Iterator[tuple[str, Tensor]],
     shard_bytes: int,
     beat: Callable[[int], None],
@@ -71,16 +71,16 @@ def write(
     """
     if sys.byteorder != "little":
         raise RuntimeError("tensors lie in memory as big-endian numbers here, and safetensors hold little-endian ones")
-    found = _shards(entries, shard_bytes)
+    found = _divide_into_shards(entries, shard_bytes)
     names = _file_names(len(found))
     done = 0
     for name, shard in zip(names, found, strict=True):
 
-        def blocks(shard: Sequence[Entry] = shard) -> Iterator[list[bytes | memoryview]]:
+        def blocks(shard: Sequence[TensorEntry] = shard) -> Iterator[list[bytes | memoryview]]:
             nonlocal done
-            yield [_header(shard)]
+            yield [_encode_header(shard)]
             for entry in shard:
-                for piece in _pieces(_checked(entry, next(tensors))):
+                for piece in _tensor_chunks(_check_tensor(entry, next(tensors))):
                     size = len(piece)
                     yield [piece]
                     done += size
@@ -88,12 +88,12 @@ def write(
 
         files.write_blocks(directory / name, blocks())
     if len(found) > 1:
-        files.write_atomic(directory / INDEX, _index(found, names))
+        files.write_atomic(directory / INDEX, _encode_index(found, names))
 
 
-def _shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
+def _divide_into_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:
     """Entries file by file: one is filled until the next tensor would be too much."""
-    found: list[list[Entry]] = [[]]
+    found: list[list[TensorEntry]] = [[]]
     room = shard_bytes
     for entry in entries:
         if found[-1] and entry.size_bytes > room:
@@ -110,17 +110,17 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _index(found: Sequence[Sequence[Entry]], names: Sequence[str]) -> bytes:
+def _encode_index(found: Sequence[Sequence[TensorEntry]], names: Sequence[str]) -> bytes:
     placed = {entry.name: name for name, shard in zip(names, found, strict=True) for entry in shard}
-    total = sum(map(_sum, found))
+    total = sum(map(_sum_entry_bytes, found))
     return (json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2, sort_keys=True)).encode()
 
 
-def _sum(shard: Sequence[Entry]) -> int:
+def _sum_entry_bytes(shard: Sequence[TensorEntry]) -> int:
     return sum(entry.size_bytes for entry in shard)
 
 
-def _header(shard: Sequence[Entry]) -> bytes:
+def _encode_header(shard: Sequence[TensorEntry]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in shard:
@@ -132,14 +132,14 @@ def _header(shard: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _checked(entry: Entry, found: tuple[str, Tensor]) -> Tensor:
+def _check_tensor(entry: TensorEntry, found: tuple[str, Tensor]) -> Tensor:
     name, tensor = found
     if (name, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
         raise RuntimeError(f"{name} {tuple(tensor.shape)} {tensor.dtype} came where {entry} was announced")
     return tensor
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+def _tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor as it lies in memory, some at a time; each is valid until the next is asked for, so that
     whoever still holds the last does not hold the tensor."""
     numbers = tensor.detach().contiguous().reshape(-1)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ratchet.export.merge import shards, tensor_names
-from ratchet.export.merge.base_reader import Values
-from ratchet.export.merge.plan import Plan, dtype_of, plan_of, untie
-from ratchet.export.merge.request import Recipe
-from ratchet.export.merge.shards import Entry
+from ratchet.export.merge.base_reader import BaseWeightReader
+from ratchet.export.merge.plan import MergePlan, output_dtype, plan_merge, untie_embeddings
+from ratchet.export.merge.request import MergeRecipe
+from ratchet.export.merge.shards import TensorEntry
 from ratchet.models import base_model, frozen_weights, loading, weights
 from ratchet.models.device import Model
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress
 
 
-def merged(recipe: Recipe, plan: Plan) -> tuple[dict[str, Tensor], bool]:
+def merge_in_memory(recipe: MergeRecipe, plan: MergePlan) -> tuple[dict[str, Tensor], bool]:
     """Every tensor of the merged model, on the CPU, by the name under which transformers writes it.
 
     Returns:
@@ -37,31 +37,31 @@ def merged(recipe: Recipe, plan: Plan) -> tuple[dict[str, Tensor], bool]:
     else:
         base = loading.load_plain(recipe.base, torch.float32, recipe.device, recipe.card.remote_code)
     plan.model._weight_conversions = base._weight_conversions  # as they were read, so they are written
-    values, own = Values(recipe, plan.form), dict(base.named_parameters(remove_duplicate=False))
+    values, own = BaseWeightReader(recipe, plan.form), dict(base.named_parameters(remove_duplicate=False))
     held, ties, found = base.state_dict(), dict(plan.model.all_tied_weights_keys), {}
     if any(own[a] is not own[b] or not plan.updates.are_same(a, b) for a, b in ties.items()):
         ties = {}
-        untie(plan.model)
+        untie_embeddings(plan.model)
     with torch.no_grad():
         for name, place in plan.model.state_dict().items():
             if name in ties:
                 continue
-            value = _number(base, plan.model, name) if name in own else held[name].clone()
+            value = _loaded_parameter(base, plan.model, name) if name in own else held[name].clone()
             if not dequantized:
                 value = values.as_trained(name, value)
             value = plan.updates.applied(name, value)
             if value.shape != place.shape:
                 raise RuntimeError(f"{name}: {tuple(value.shape)}, not {tuple(place.shape)}")
-            found[name] = value.to(dtype_of(recipe, value, name in own)).cpu()
-    return tensor_names.written(plan.model, found), bool(ties)
+            found[name] = value.to(output_dtype(recipe, value, name in own)).cpu()
+    return tensor_names.convert_to_stored(plan.model, found), bool(ties)
 
 
-def _number(base: Model, model: Model, name: str) -> Tensor:
+def _loaded_parameter(base: Model, model: Model, name: str) -> Tensor:
     """A parameter of the loaded base in float32, in memory of its own, laid out as the plain model has it."""
     path, _, leaf = name.rpartition(".")
     if leaf != "weight":
         return base.get_parameter(name).detach().to(torch.float32, copy=True)
-    value = frozen_weights.weight_of(base.get_submodule(path)).clone()
+    value = frozen_weights.dense_weight(base.get_submodule(path)).clone()
     return value.T if isinstance(model.get_submodule(path), frozen_weights.TRANSPOSED) else value
 
 
@@ -79,7 +79,7 @@ _GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What was written."""
 
     changed: int
@@ -90,13 +90,13 @@ class Merged:
     """Whether embeddings and head are one tensor, and are stored once."""
 
 
-def size_bytes(recipe: Recipe) -> int:
-    """Size of the files of weights that `merge` will write. Raises as `recipe.require`."""
-    plan = plan_of(recipe)
-    return shards.size_bytes(_entries(recipe, plan), recipe.shard_bytes)
+def merged_size_bytes(recipe: MergeRecipe) -> int:
+    """Size of the files of weights that `merge_model` will write. Raises as `recipe.require_mergeable`."""
+    plan = plan_merge(recipe)
+    return shards.shard_files_size_bytes(_plan_entries(recipe, plan), recipe.shard_bytes)
 
 
-def merge(recipe: Recipe, directory: Path, progress: Progress) -> Merged:
+def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> MergeResult:
     """Write the merged model: weights, config.json and generation_config.json; no tokenizer and no card.
 
     A head that was tied to the embeddings stays tied unless an adapter has made one of them different: then both are
@@ -108,62 +108,68 @@ def merge(recipe: Recipe, directory: Path, progress: Progress) -> Merged:
         progress: told the bytes that are written, and of how many.
 
     Raises:
-        BaseModelError, DamagedError, SettingsError: as `recipe.require`.
+        BaseModelError, DamagedError, SettingsError: as `recipe.require_mergeable`.
     """
-    plan = plan_of(recipe)
+    plan = plan_merge(recipe)
     files.make_directory(directory)
     with torch.no_grad():
-        entries, tensors, tied = (_streamed if plan.pieces is not None else _as_a_whole)(recipe, plan)
+        entries, tensors, tied = (_stream_tensors if plan.pieces is not None else _merge_whole_model)(recipe, plan)
         total = sum(entry.size_bytes for entry in entries)
-        shards.write(directory, entries, tensors, recipe.shard_bytes, lambda done: progress("merge", done, total))
-    weights.give_back()
+        shards.write_shards(
+            directory, entries, tensors, recipe.shard_bytes, lambda done: progress("merge", done, total)
+        )
+    weights.trim_heap()
     _write_config(recipe, plan, directory)
-    return Merged(len(plan.updates.names), plan.pieces is not None, tied)
+    return MergeResult(len(plan.updates.names), plan.pieces is not None, tied)
 
 
-def _entries(recipe: Recipe, plan: Plan) -> list[Entry]:
+def _plan_entries(recipe: MergeRecipe, plan: MergePlan) -> list[TensorEntry]:
     """What will be written; under the parameters' own names where those of the files are not known yet."""
     if plan.pieces is not None:
         return plan.entries
     own = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
     ties = plan.model.all_tied_weights_keys if plan.tied else {}
     held = {name: one for name, one in plan.model.state_dict().items() if name not in ties}
-    return [Entry(name, tuple(one.shape), dtype_of(recipe, one, name in own)) for name, one in held.items()]
+    return [TensorEntry(name, tuple(one.shape), output_dtype(recipe, one, name in own)) for name, one in held.items()]
 
 
-def _streamed(recipe: Recipe, plan: Plan) -> tuple[list[Entry], Iterator[tuple[str, Tensor]], bool]:
-    return plan.entries, _tensors(recipe, plan), plan.tied
+def _stream_tensors(
+    recipe: MergeRecipe, plan: MergePlan
+) -> tuple[list[TensorEntry], Iterator[tuple[str, Tensor]], bool]:
+    return plan.entries, _iterate_tensors(recipe, plan), plan.tied
 
 
-def _as_a_whole(recipe: Recipe, plan: Plan) -> tuple[list[Entry], Iterator[tuple[str, Tensor]], bool]:
-    found, tied = merged(recipe, plan)
-    entries = [Entry(name, tuple(one.shape), one.dtype) for name, one in found.items()]
+def _merge_whole_model(
+    recipe: MergeRecipe, plan: MergePlan
+) -> tuple[list[TensorEntry], Iterator[tuple[str, Tensor]], bool]:
+    found, tied = merge_in_memory(recipe, plan)
+    entries = [TensorEntry(name, tuple(one.shape), one.dtype) for name, one in found.items()]
     entries.sort(key=lambda entry: -entry.dtype.itemsize)
     return entries, ((entry.name, found.pop(entry.name)) for entry in entries), tied
 
 
-def _tensors(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(recipe: MergeRecipe, plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that is written, in the order of the plan; none is held after the next is asked for."""
-    values = Values(recipe, plan.form)
+    values = BaseWeightReader(recipe, plan.form)
     own = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
     for piece in plan.pieces or ():
         read = piece.group.parameters(plan.model, values.read)
         made = {}
         for name, place in piece.places.items():
             value = plan.updates.applied(place, values.as_trained(name, read.pop(name)))
-            made[place] = value.to(dtype_of(recipe, value, place in own)).cpu()
+            made[place] = value.to(output_dtype(recipe, value, place in own)).cpu()
             del value
         if piece.renamed:
             found = {entry.name: made.pop(place) for entry, place in zip(piece.entries, list(made), strict=True)}
         else:
-            found = tensor_names.written(plan.model, made)
+            found = tensor_names.convert_to_stored(plan.model, made)
         del made, read
         while found:
             name = next(iter(found))
             yield name, found.pop(name)
 
 
-def _write_config(recipe: Recipe, plan: Plan, directory: Path) -> None:
+def _write_config(recipe: MergeRecipe, plan: MergePlan, directory: Path) -> None:
     """config.json and generation_config.json as transformers writes them, and code that the base brings along."""
     config = copy.deepcopy(plan.model.config)
     config.dtype = str(recipe.dtype).removeprefix("torch.")
@@ -175,7 +181,7 @@ def _write_config(recipe: Recipe, plan: Plan, directory: Path) -> None:
     elif plan.model.can_generate():
         plan.model.generation_config.save_pretrained(str(directory))
     if recipe.card.remote_code:
-        for name in base_model.names_beside_weights(recipe.base, code=True):
+        for name in base_model.list_companion_files(recipe.base, code=True):
             if name.endswith(".py"):
                 files.make_directory((directory / name).parent)
                 files.write_atomic(directory / name, (recipe.base / name).read_bytes())

@@ -33,7 +33,7 @@ class UnknownNamesError(BaseModelError):
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Stored tensors, and the parameters that they become together: mostly one and one."""
 
     first: str
@@ -59,7 +59,7 @@ class Group:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
-def groups_of(model: Model, stored: Iterable[str]) -> list[Group]:
+def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
     """Every group of the model, in the order in which transformers loads them. Notes on it how names are reverted.
 
     Args:
@@ -74,7 +74,7 @@ def groups_of(model: Model, stored: Iterable[str]) -> list[Group]:
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     places, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Group] = {}
+    found: dict[str, TensorGroup] = {}
     for name in sorted(stored, key=dot_natural_key):
         place, pattern = rename_source_key(name, renamings, converters, prefix, places)
         if place not in places and name in places:
@@ -84,26 +84,26 @@ def groups_of(model: Model, stored: Iterable[str]) -> list[Group]:
         group = found.get(place)
         if group is not None and (pattern is None or group.converter is not by_pattern[pattern]):
             raise UnknownNamesError(f"{name} and {group.stored[0][1]} are both for {place}")
-        begun = group or Group(place, (), by_pattern[pattern] if pattern is not None else None)
+        begun = group or TensorGroup(place, (), by_pattern[pattern] if pattern is not None else None)
         found[place] = replace(begun, stored=(*begun.stored, (pattern or name, name)))
     model._weight_conversions = [one for one in mapping if one.was_used()]  # as its loader notes it for its writer
     return list(found.values())
 
 
-def without_data(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> Read:
+def meta_tensor_reader(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> Read:
     """A reader that gives tensors of these shapes on the meta device, in the type of the parameter they are for."""
     return lambda name, place: torch.empty(shapes[name], dtype=dtypes[place], device="meta")
 
 
-def written(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_to_stored(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of whole groups as transformers writes them: under the names, and in the pieces, of its files."""
     made: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return made
 
 
-def renamed(model: Model, tensors: dict[str, Tensor]) -> dict[str, str] | None:
+def stored_names(model: Model, tensors: dict[str, Tensor]) -> dict[str, str] | None:
     """The name of each parameter in transformers' files; None where writing does more than to rename."""
     if any(isinstance(one, WeightConverter) for one in model._weight_conversions):
         return None
-    made = {id(tensor): name for name, tensor in written(model, tensors).items()}
+    made = {id(tensor): name for name, tensor in convert_to_stored(model, tensors).items()}
     return {name: made[id(tensor)] for name, tensor in tensors.items()}

@@ -13,21 +13,21 @@ from ratchet.config.export import OnnxType
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.export.onnx import int8, tracing
 from ratchet.export.onnx import tracing as onnx_graph
-from ratchet.export.onnx.tracing import Tensor, Traced
+from ratchet.export.onnx.tracing import OnnxTensor, TracedGraph
 from ratchet.models import base_model, loading, weights
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress
 
 
-class Weights:
+class OnnxWeightReader:
     """Reads a parameter from the model's files when it is asked for.
 
     Where the files name their tensors otherwise than the model's class does, which old checkpoints do, the model is
     loaded as a whole, for only transformers knows what became of each.
     """
 
-    def __init__(self, directory: Path, traced: Traced) -> None:
-        reader = weights.Reader(directory)
+    def __init__(self, directory: Path, traced: TracedGraph) -> None:
+        reader = weights.WeightReader(directory)
         names: dict[str, list[str]] = {name: [] for name in traced.weights}
         for name, first in traced.names.items():
             names[first].append(name)
@@ -72,14 +72,14 @@ _NODE_BYTES = 6000
 """More than the graph takes for one tensor of the model."""
 
 
-def require(directory: Path) -> None:
+def require_exportable(directory: Path) -> None:
     """Ask, from config.json alone, whether a model of this kind can be exported.
 
     Raises:
         SettingsError: it cannot; says which can.
         BaseModelError: there is no config that could be read.
     """
-    config = _config(directory)
+    config = _read_config(directory)
     kind = str(config.get("model_type"))
     if kind not in CARRIED:
         named = ", ".join(config.get("architectures") or ()) or "no class named"
@@ -94,7 +94,7 @@ def require(directory: Path) -> None:
         )
 
 
-def write(directory: Path, target: Path, type: OnnxType, progress: Progress) -> None:
+def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress) -> None:
     """Export a merged model. Of weights, one at a time is in memory.
 
     Args:
@@ -107,56 +107,56 @@ def write(directory: Path, target: Path, type: OnnxType, progress: Progress) -> 
         SettingsError: this kind of model is not carried.
         BaseModelError: it cannot be traced, its files are incomplete, or it has no tokenizer.json.
     """
-    require(directory)
+    require_exportable(directory)
     if not (directory / _TOKENIZER).is_file():
         raise BaseModelError(
             f"{directory}: no {_TOKENIZER}, without which nobody but transformers could use the model; use a base with "
             "a fast tokenizer, or leave export.onnx.types empty"
         )
     progress("tracing the model for ONNX", 0, 1)
-    traced = tracing.trace(directory)
+    traced = tracing.trace_model(directory)
     progress("tracing the model for ONNX", 1, 1)
-    tensors = _tidy(traced, Weights(directory, traced))
+    tensors = _clean_traced_graph(traced, OnnxWeightReader(directory, traced))
     if type == "int8":
-        tensors = int8.quantise(traced.model, tensors)
+        tensors = int8.quantize_graph(traced.model, tensors)
     files.make_directory(target)
-    onnx_graph.write(traced.model, onnx_graph.in_order(traced.model.graph, tensors), target, progress)
+    onnx_graph.write_graph(traced.model, onnx_graph.sort_tensors(traced.model.graph, tensors), target, progress)
     for name in _BESIDE:
         if (directory / name).is_file():
             files.write_blocks(target / name, [[(directory / name).read_bytes()]])
 
 
-def _tidy(traced: Traced, weights: Weights) -> list[Tensor]:
+def _clean_traced_graph(traced: TracedGraph, weights: OnnxWeightReader) -> list[OnnxTensor]:
     """Clean the traced graph, and say what it reads that its inputs no longer give."""
     graph = traced.model.graph
     asked = {value.name for value in graph.input}
     names = [name for name in traced.weights if name in asked]
     buffers = {name: buffer.numpy() for name, buffer in traced.buffers.items() if name in asked}
-    onnx_graph.clean(traced.model)
-    onnx_graph.demote(traced.model, {*names, *buffers})
+    onnx_graph.clean_graph(traced.model)
+    onnx_graph.remove_weight_inputs(traced.model, {*names, *buffers})
     onnx_graph.split_products(graph, names)
-    turned = onnx_graph.fold_transposed(graph, names)
+    turned = onnx_graph.fold_transpositions(graph, names)
     return [
-        *(_weight(name, traced.weights[name], weights, name in turned) for name in names),
-        *(_buffer(name, buffer) for name, buffer in buffers.items()),
+        *(_weight_tensor(name, traced.weights[name], weights, name in turned) for name in names),
+        *(_buffer_tensor(name, buffer) for name, buffer in buffers.items()),
     ]
 
 
-def _weight(name: str, shape: tuple[int, ...], weights: Weights, is_turned: bool) -> Tensor:
+def _weight_tensor(name: str, shape: tuple[int, ...], weights: OnnxWeightReader, is_turned: bool) -> OnnxTensor:
     if is_turned:
-        return Tensor(name, shape[::-1], np.float32, lambda: weights.array(name).T)
-    return Tensor(name, shape, np.float32, lambda: weights.array(name))
+        return OnnxTensor(name, shape[::-1], np.float32, lambda: weights.array(name).T)
+    return OnnxTensor(name, shape, np.float32, lambda: weights.array(name))
 
 
-def _buffer(name: str, values: NDArray[Any]) -> Tensor:
-    return Tensor(name, values.shape, values.dtype, lambda: values)
+def _buffer_tensor(name: str, values: NDArray[Any]) -> OnnxTensor:
+    return OnnxTensor(name, values.shape, values.dtype, lambda: values)
 
 
-def size_bytes(directory: Path, type: OnnxType) -> int:
-    """What `write` will take at most, from the headers of the model's files."""
-    shapes = base_model.shapes(directory)
+def onnx_size_bytes(directory: Path, type: OnnxType) -> int:
+    """What `write_onnx` will take at most, from the headers of the model's files."""
+    shapes = base_model.read_tensor_shapes(directory)
     found = sum(_stored_bytes(shape, type) for shape in shapes.values())
-    if type == "int8" and _config(directory).get("tie_word_embeddings", True):
+    if type == "int8" and _read_config(directory).get("tie_word_embeddings", True):
         matrices = [shape for shape in shapes.values() if len(shape) == 2]
         found += max((_stored_bytes(shape, type) for shape in matrices), default=0)
     beside = sum(path.stat().st_size for name in _BESIDE if (path := directory / name).is_file())
@@ -165,11 +165,11 @@ def size_bytes(directory: Path, type: OnnxType) -> int:
 
 def _stored_bytes(shape: tuple[int, ...], type: OnnxType) -> int:
     numbers = int(np.prod(shape, dtype=np.int64))
-    block = int8.block_of(shape[-1]) if len(shape) == 2 else None
+    block = int8.block_width(shape[-1]) if len(shape) == 2 else None
     return 4 * numbers if type == "fp32" or block is None else numbers + 4 * (numbers // block)
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         found = json.loads(path.read_bytes())

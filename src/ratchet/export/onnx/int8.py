@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
 from ratchet.export.onnx import tracing
-from ratchet.export.onnx.tracing import Tensor
+from ratchet.export.onnx.tracing import OnnxTensor
 
 BLOCK = 32
 """Numbers that share a scale; half as many where the width is no multiple of it."""
@@ -27,12 +27,12 @@ _SLICE_NUMBERS = 2**22
 """Quantised at once: what is needed beside the matrix and its 8 bits stays small."""
 
 
-def block_of(inner: int) -> int | None:
+def block_width(inner: int) -> int | None:
     """Numbers that share a scale in a matrix of this inner width; None: it stays float32."""
     return next((size for size in (BLOCK, BLOCK // 2) if inner % size == 0), None)
 
 
-def quantise(model: ModelProto, tensors: Iterable[Tensor]) -> list[Tensor]:
+def quantize_graph(model: ModelProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
     """Put the matrices of a float32 graph into 8 bits; returns the tensors that it then reads, and others."""
     known = {one.name: one for one in tensors}
     turned = {
@@ -40,18 +40,20 @@ def quantise(model: ModelProto, tensors: Iterable[Tensor]) -> list[Tensor]:
         for node in model.graph.node
         if node.op_type == "Transpose" and node.input[0] in known
     }
-    found: dict[str, Tensor] = {}
+    found: dict[str, OnnxTensor] = {}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if node.op_type == "Transpose" and node.output[0] in turned:
             continue  # put back below where somebody still needs it
-        source = _matrix_of(node, known, turned)
+        source = _matrix_name(node, known, turned)
         if source is None:
             nodes.append(node)
             continue
         matrix = known[source]
         made, parts = (
-            _product(node, matrix, node.input[1] in turned) if node.op_type == "MatMul" else _rows(node, matrix)
+            _quantize_product(node, matrix, node.input[1] in turned)
+            if node.op_type == "MatMul"
+            else _quantize_embedding(node, matrix)
         )
         nodes += made
         found |= {one.name: one for one in parts}
@@ -59,7 +61,7 @@ def quantise(model: ModelProto, tensors: Iterable[Tensor]) -> list[Tensor]:
     return [*known.values(), *found.values()]
 
 
-def _matrix_of(node: NodeProto, known: dict[str, Tensor], turned: dict[str, str]) -> str | None:
+def _matrix_name(node: NodeProto, known: dict[str, OnnxTensor], turned: dict[str, str]) -> str | None:
     """Name of the weight that a product or the look-up of tokens reads, if it can be put into 8 bits."""
     if node.op_type == "MatMul":
         name = turned.get(node.input[1], node.input[1])
@@ -70,7 +72,7 @@ def _matrix_of(node: NodeProto, known: dict[str, Tensor], turned: dict[str, str]
         return None
     matrix = known.get(name)
     fits = matrix is not None and len(matrix.shape) == 2 and matrix.type == np.float32
-    return name if matrix is not None and fits and block_of(matrix.shape[inner]) else None
+    return name if matrix is not None and fits and block_width(matrix.shape[inner]) else None
 
 
 def _with_transposed(nodes: Sequence[NodeProto], turned: dict[str, str]) -> list[NodeProto]:
@@ -86,13 +88,13 @@ def _with_transposed(nodes: Sequence[NodeProto], turned: dict[str, str]) -> list
     return found
 
 
-def _product(node: NodeProto, matrix: Tensor, is_turned: bool) -> tuple[list[NodeProto], list[Tensor]]:
+def _quantize_product(node: NodeProto, matrix: OnnxTensor, is_turned: bool) -> tuple[list[NodeProto], list[OnnxTensor]]:
     """A product with a matrix [inner, outer] in 8 bits, cut along its first axis."""
     values = (lambda: matrix.values().T) if is_turned else matrix.values
     shape = matrix.shape[::-1] if is_turned else matrix.shape
-    kept, scale = _tensors(f"{matrix.name}.product", shape, 0, values)
+    kept, scale = _quantized_tensors(f"{matrix.name}.product", shape, 0, values)
     wide = f"{node.output[0]}_weight"
-    block = block_of(shape[0])
+    block = block_width(shape[0])
     restored = helper.make_node(
         "DequantizeLinear", [kept.name, scale.name], [wide], f"{node.name}_weight", axis=0, block_size=block
     )
@@ -100,9 +102,9 @@ def _product(node: NodeProto, matrix: Tensor, is_turned: bool) -> tuple[list[Nod
     return [restored, product], [kept, scale]
 
 
-def _rows(node: NodeProto, matrix: Tensor) -> tuple[list[NodeProto], list[Tensor]]:
+def _quantize_embedding(node: NodeProto, matrix: OnnxTensor) -> tuple[list[NodeProto], list[OnnxTensor]]:
     """Rows of an embedding [tokens, width] in 8 bits, of which only those that are asked for become float32."""
-    kept, scale = _tensors(f"{matrix.name}.rows", matrix.shape, 1, matrix.values)
+    kept, scale = _quantized_tensors(f"{matrix.name}.rows", matrix.shape, 1, matrix.values)
     made = [
         helper.make_node(
             "Gather", [one.name, node.input[1]], [f"{node.output[0]}_{part}"], f"{node.name}_{part}", axis=0
@@ -115,23 +117,25 @@ def _rows(node: NodeProto, matrix: Tensor) -> tuple[list[NodeProto], list[Tensor
         list(node.output),
         node.name,
         axis=2,
-        block_size=block_of(matrix.shape[1]),
+        block_size=block_width(matrix.shape[1]),
     )
     return [*made, restored], [kept, scale]
 
 
-def _tensors(name: str, shape: tuple[int, ...], axis: int, values: Callable[[], NDArray[Any]]) -> tuple[Tensor, Tensor]:
+def _quantized_tensors(
+    name: str, shape: tuple[int, ...], axis: int, values: Callable[[], NDArray[Any]]
+) -> tuple[OnnxTensor, OnnxTensor]:
     """The 8 bits and the scales of a matrix; both are computed at once, when the first is written."""
-    block = block_of(shape[axis]) or BLOCK
+    block = block_width(shape[axis]) or BLOCK
     scales = tuple(size // block if place == axis else size for place, size in enumerate(shape))
-    once = _Once(values, axis, block)
+    once = _LazyQuantizer(values, axis, block)
     return (
-        Tensor(f"{name}.int8", shape, np.int8, once.values),
-        Tensor(f"{name}.scale", scales, np.float32, once.scales),
+        OnnxTensor(f"{name}.int8", shape, np.int8, once.values),
+        OnnxTensor(f"{name}.scale", scales, np.float32, once.scales),
     )
 
 
-class _Once:
+class _LazyQuantizer:
     """Quantises when the values are asked for, and keeps the scales, which are small, until they are."""
 
     def __init__(self, values: Callable[[], NDArray[Any]], axis: int, block: int) -> None:
@@ -141,16 +145,16 @@ class _Once:
         self._scales: NDArray[np.float32] | None = None
 
     def values(self) -> NDArray[np.int8]:
-        found, self._scales = to_int8(self._values(), self._axis, self._block)
+        found, self._scales = quantize_matrix(self._values(), self._axis, self._block)
         return found
 
     def scales(self) -> NDArray[np.float32]:
         found = self._scales
         self._scales = None
-        return to_int8(self._values(), self._axis, self._block)[1] if found is None else found
+        return quantize_matrix(self._values(), self._axis, self._block)[1] if found is None else found
 
 
-def to_int8(matrix: NDArray[Any], axis: int, block: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def quantize_matrix(matrix: NDArray[Any], axis: int, block: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """A matrix in blocks along an axis, symmetric: value = number x scale, number from -127 to 127, no zero point.
 
     Args:

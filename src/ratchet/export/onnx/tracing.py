@@ -39,7 +39,7 @@ _INLINE_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Tensor:
+class OnnxTensor:
     """A tensor that will be written: computed when its turn comes, and forgotten after it."""
 
     name: str
@@ -54,7 +54,7 @@ class Tensor:
         return int(np.prod(self.shape, dtype=np.int64)) * int(np.dtype(self.type).itemsize)
 
 
-def clean(model: ModelProto) -> None:
+def clean_graph(model: ModelProto) -> None:
     """Take out what is for developers or of this machine, and name the free dimensions of inputs and outputs."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
@@ -102,7 +102,7 @@ def _name_dimensions(value: ValueInfoProto) -> None:
             dimension.dim_param = names[place]
 
 
-def demote(model: ModelProto, names: Iterable[str]) -> None:
+def remove_weight_inputs(model: ModelProto, names: Iterable[str]) -> None:
     """Take weights from the inputs of a graph: they will be tensors of its file."""
     wanted = set(names)
     kept = [value for value in model.graph.input if value.name not in wanted]
@@ -110,7 +110,7 @@ def demote(model: ModelProto, names: Iterable[str]) -> None:
     model.graph.input.extend(kept)
 
 
-def reads(graph: GraphProto) -> dict[str, list[NodeProto]]:
+def index_readers(graph: GraphProto) -> dict[str, list[NodeProto]]:
     """Nodes that read each value, in order."""
     found: dict[str, list[NodeProto]] = {}
     for node in graph.node:
@@ -119,7 +119,7 @@ def reads(graph: GraphProto) -> dict[str, list[NodeProto]]:
     return found
 
 
-def fold_transposed(graph: GraphProto, weights: Iterable[str]) -> set[str]:
+def fold_transpositions(graph: GraphProto, weights: Iterable[str]) -> set[str]:
     """Drop the transposition of matrices that are read in no other way: they are stored transposed instead.
 
     torch's linear layers multiply with the transpose. Left in the graph, every start of a runtime would transpose all
@@ -128,11 +128,11 @@ def fold_transposed(graph: GraphProto, weights: Iterable[str]) -> set[str]:
     Returns:
         Names of the weights to be stored transposed.
     """
-    readers = reads(graph)
+    readers = index_readers(graph)
     turned = {}
     for name in weights:
         nodes = readers.get(name, [])
-        if nodes and all(node.op_type == "Transpose" and _order(node) == [1, 0] for node in nodes):
+        if nodes and all(node.op_type == "Transpose" and _read_permutation(node) == [1, 0] for node in nodes):
             turned[name] = [node.output[0] for node in nodes]
     renamed = {output: name for name, outputs in turned.items() for output in outputs}
     kept = [node for node in graph.node if node.output[0] not in renamed]
@@ -143,7 +143,7 @@ def fold_transposed(graph: GraphProto, weights: Iterable[str]) -> set[str]:
     return set(turned)
 
 
-def _order(node: NodeProto) -> list[int]:
+def _read_permutation(node: NodeProto) -> list[int]:
     return list(next((one.ints for one in node.attribute if one.name == "perm"), ()))
 
 
@@ -176,7 +176,7 @@ def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
     graph.node.extend(copies)
 
 
-def in_order(graph: GraphProto, tensors: Iterable[Tensor]) -> list[Tensor]:
+def sort_tensors(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
     """Tensors in the order in which the graph reads them; what it does not read is left out."""
     place: dict[str, int] = {}
     for node in graph.node:
@@ -185,7 +185,7 @@ def in_order(graph: GraphProto, tensors: Iterable[Tensor]) -> list[Tensor]:
     return sorted((one for one in tensors if one.name in place), key=lambda one: place[one.name])
 
 
-def write(model: ModelProto, tensors: Sequence[Tensor], directory: Path, progress: Progress) -> None:
+def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Path, progress: Progress) -> None:
     """The graph and, beside it, its weights: one after the other, none longer in memory than it is written."""
     offset = 0
     for tensor in tensors:
@@ -194,9 +194,9 @@ def write(model: ModelProto, tensors: Sequence[Tensor], directory: Path, progres
         entry.data_type = helper.np_dtype_to_tensor_dtype(np.dtype(tensor.type))
         entry.dims.extend(tensor.shape)
         if tensor.size_bytes <= _INLINE_BYTES:
-            entry.raw_data = _bytes(tensor)
+            entry.raw_data = _tensor_bytes(tensor)
             continue
-        offset = _aligned(offset)
+        offset = _align_offset(offset)
         entry.data_location = TensorProto.EXTERNAL
         for key, value in (("location", DATA), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
             entry.external_data.add(key=key, value=value)
@@ -205,18 +205,20 @@ def write(model: ModelProto, tensors: Sequence[Tensor], directory: Path, progres
     files.write_blocks(directory / FILE, [[model.SerializeToString(deterministic=True)]])
 
 
-def _blocks(tensors: Sequence[Tensor], total_bytes: int, progress: Progress) -> Iterator[Sequence[bytes | memoryview]]:
+def _blocks(
+    tensors: Sequence[OnnxTensor], total_bytes: int, progress: Progress
+) -> Iterator[Sequence[bytes | memoryview]]:
     written = 0
     for tensor in tensors:
         if tensor.size_bytes <= _INLINE_BYTES:
             continue
-        gap = _aligned(written) - written
+        gap = _align_offset(written) - written
         written += gap + tensor.size_bytes
-        yield [bytes(gap), _bytes(tensor)]
+        yield [bytes(gap), _tensor_bytes(tensor)]
         progress("writing weights for onnxruntime", written, total_bytes)
 
 
-def _bytes(tensor: Tensor) -> bytes | memoryview:
+def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
     """Its numbers, in the order of bytes that the format asks for."""
     values = np.asarray(tensor.values(), dtype=np.dtype(tensor.type).newbyteorder("<"), order="C")
     if values.shape != tensor.shape:
@@ -224,7 +226,7 @@ def _bytes(tensor: Tensor) -> bytes | memoryview:
     return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
 
 
-def _aligned(offset: int) -> int:
+def _align_offset(offset: int) -> int:
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -246,7 +248,7 @@ _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A step without its weights."""
 
     model: ModelProto
@@ -259,7 +261,7 @@ class Traced:
     """Every name that a parameter has in the model, and that in `weights`: tied ones have several."""
 
 
-class _Step(nn.Module):  # type: ignore[misc]  # torch is not followed
+class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is not followed
     """The model with a cache of plain tensors: key and value of each layer, [batch, heads, past, head size].
 
     The cache never drops what left a sliding window: masks are made for absolute positions, so the step is right beyond
@@ -288,7 +290,7 @@ class _Step(nn.Module):  # type: ignore[misc]  # torch is not followed
         return found.logits, [[layer.keys, layer.values] for layer in cache.layers]
 
 
-def trace(directory: Path) -> Traced:
+def trace_model(directory: Path) -> TracedGraph:
     """The step of the model whose config lies in a directory, in float32.
 
     Raises:
@@ -297,22 +299,22 @@ def trace(directory: Path) -> Traced:
     plan = model_spec.load(directory)
     plan.require_causal()
     try:
-        with _quiet(), torch.no_grad():
-            return _trace(plan)
+        with _silence_tracing(), torch.no_grad():
+            return _trace_step(plan)
     except Exception as error:  # the model's own code, torch's tracer and its translator: each may raise anything
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
         raise BaseModelError(
-            f"{directory}: torch cannot export a {plan.class_name} to ONNX: {_reason(error)}; "
+            f"{directory}: torch cannot export a {plan.class_name} to ONNX: {_root_cause(error)}; "
             "leave export.onnx.types empty, or export to GGUF"
         ) from error
 
 
-def _trace(plan: model_spec.Blueprint) -> Traced:
+def _trace_step(plan: model_spec.ModelSpec) -> TracedGraph:
     shapes = _cache_shapes(plan)
-    inputs, free = _example(shapes)
-    model = _hollow(plan)
-    step = _Step(model, "position_ids" in inspect.signature(model.forward).parameters)
+    inputs, free = _example_inputs(shapes)
+    model = _build_hollow_model(plan)
+    step = _DecodingStepModule(model, "position_ids" in inspect.signature(model.forward).parameters)
     program = torch.export.export(step, (), inputs, dynamic_shapes=free, strict=False)
     written: Any = torch.onnx.export(
         program,
@@ -324,7 +326,7 @@ def _trace(plan: model_spec.Blueprint) -> Traced:
         optimize=False,
         verbose=False,
     )
-    names = _names(model)
+    names = _canonical_names(model)
     graph = written.model.graph
     known = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
     known |= {f"{_STEP}{name}": first for name, first in names.items()}
@@ -334,7 +336,7 @@ def _trace(plan: model_spec.Blueprint) -> Traced:
         value.name = known[name]
         graph.inputs.append(value)
     written.optimize()
-    return Traced(
+    return TracedGraph(
         model=written.model_proto,
         weights={name: tuple(one.shape) for name, one in model.named_parameters()},
         buffers=dict(model.named_buffers()),
@@ -342,15 +344,15 @@ def _trace(plan: model_spec.Blueprint) -> Traced:
     )
 
 
-def _names(model: Any) -> dict[str, str]:
+def _canonical_names(model: Any) -> dict[str, str]:
     """Every name of every parameter, and the one of them that stands for it: tied ones have several."""
     first = {id(one): name for name, one in model.named_parameters()}
     return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
 
 
-def _hollow(plan: model_spec.Blueprint) -> Any:
+def _build_hollow_model(plan: model_spec.ModelSpec) -> Any:
     """The model with buffers as they are computed, and parameters that are address space without memory."""
-    with no_init_weights(), model_spec.plain_linears(plan.config):
+    with no_init_weights(), model_spec.use_plain_linears(plan.config):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(plan.config), dtype=torch.float32, attn_implementation="eager"
         )
@@ -358,7 +360,7 @@ def _hollow(plan: model_spec.Blueprint) -> Any:
     return model.float().eval().requires_grad_(False)
 
 
-def _cache_shapes(plan: model_spec.Blueprint) -> list[list[tuple[int, int]]]:
+def _cache_shapes(plan: model_spec.ModelSpec) -> list[list[tuple[int, int]]]:
     """Heads and head size of keys and of values, layer by layer: what a step without data leaves in its cache."""
     cache = DynamicCache()
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
@@ -367,7 +369,7 @@ def _cache_shapes(plan: model_spec.Blueprint) -> list[list[tuple[int, int]]]:
     return [[(one.shape[1], one.shape[3]) for one in (layer.keys, layer.values)] for layer in cache.layers]
 
 
-def _example(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs to trace with, and which of their dimensions are free."""
     batch, length, past = _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST
     inputs = {
@@ -393,7 +395,7 @@ def cache_names(prefix: str, layers: int) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_tracing() -> Iterator[None]:
     """Without what torch and transformers say to their developers; errors stay.
 
     torch lists the operators of torchvision that it lacks, and warns of a class of its own that it still uses, and of
@@ -415,7 +417,7 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _reason(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The first line of what went wrong at the bottom, without colours."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.errors import DamagedError
-from ratchet.storage.records.export import Closeness
+from ratchet.errors import DamagedFileError
+from ratchet.storage.records.export import DistributionDistance
 
 LIKELY_SHARE = 1000.0
 """A token counts as likely above an even share, 1 / vocabulary, divided by this."""
@@ -23,7 +23,7 @@ LogProbabilities = NDArray[np.float32]
 
 
 @dataclass
-class _Sums:
+class _DivergenceTotals:
     """Of everything that was compared so far."""
 
     rows: int = 0
@@ -57,9 +57,9 @@ class _Sums:
             self.positions += 1
 
 
-def closeness(
+def measure_closeness(
     reference: Iterable[LogProbabilities], found: Iterable[LogProbabilities], targets: Iterable[Sequence[int]]
-) -> Closeness:  # fmt: skip
+) -> DistributionDistance:  # fmt: skip
     """Compare two forms' log-probabilities, row by row; either may be a generator, and is then held a row at a time.
 
     `mean_difference` is the mean of |difference| over the same likely tokens as `max_difference`; the divergence is
@@ -76,19 +76,19 @@ def closeness(
         DamagedError: the form gives something else than log-probabilities of the same vocabulary.
         ValueError: nothing to compare, or not equally many rows.
     """
-    sums = _Sums()
+    sums = _DivergenceTotals()
     for row, (expected, given, tokens) in enumerate(zip(reference, found, targets, strict=True)):
         if expected.shape != given.shape:
-            raise DamagedError(
+            raise DamagedFileError(
                 f"row {row}: log-probabilities of shape {given.shape} where base + adapter has {expected.shape} "
                 "(positions, vocabulary): not the same model; export again"
             )
         if np.isnan(given).any() or np.isposinf(given).any():
-            raise DamagedError(f"row {row}: a log-probability is no number; the form or its runtime is at fault")
+            raise DamagedFileError(f"row {row}: a log-probability is no number; the form or its runtime is at fault")
         sums.add(expected, given, tokens)
     if not sums.positions:
         raise ValueError("no position to compare")
-    return Closeness(
+    return DistributionDistance(
         rows=sums.rows,
         positions=sums.positions,
         max_difference=sums.greatest,
@@ -117,19 +117,19 @@ factor, and scores are large numbers. In float32 that does not matter."""
 CURE = "; a fault of the merge: report it, with the architecture"
 
 
-def rounding(*dtypes: torch.dtype) -> float:
+def rounding_error(*dtypes: torch.dtype) -> float:
     """What storing and computing in these types makes of a module's output, beyond the order of float32 sums."""
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     return ROUNDINGS * coarsest if coarsest > torch.finfo(torch.float32).eps else 0.0
 
 
-def tolerance_of(*dtypes: torch.dtype) -> float:
+def module_tolerance(*dtypes: torch.dtype) -> float:
     """Difference over scale that a module is allowed whose weights are stored, and computed with, in these types."""
-    return SUMS + rounding(*dtypes)
+    return SUMS + rounding_error(*dtypes)
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleDeviation:
     """One module or layer at the position that speaks for it."""
 
     name: str
@@ -150,7 +150,7 @@ class Part:
 
 
 @dataclass
-class Compared:
+class ModuleComparison:
     """One module or layer at all positions that were compared."""
 
     name: str
@@ -171,28 +171,31 @@ class Compared:
             DamagedError: they have not the same shape.
         """
         if expected.shape != found.shape:
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{self.name}: {tuple(found.shape)} values in the merged model, {tuple(expected.shape)} in base + "
                 f"adapter (positions, features){CURE}"
             )
         self.differences.append((found - expected).abs().amax(-1))
         self.scales.append(expected.abs().amax(-1) if scales is None else scales)
 
-    def part(self) -> Part:
+    def part(self) -> ModuleDeviation:
         """The position that speaks for it."""
         differences, scales = torch.cat(self.differences), torch.cat(self.scales)
         scales = scales.clamp(min=1e-3 * float(scales.max()))  # for a position at which next to nothing comes out
-        every = [Part(self.name, float(d), float(s), self.allowed) for d, s in zip(differences, scales, strict=True)]
+        every = [
+            ModuleDeviation(self.name, float(d), float(s), self.allowed)
+            for d, s in zip(differences, scales, strict=True)
+        ]
         every.sort(key=lambda part: part.excess)
         return every[(len(every) - 1) // 2 if self.typical else -1]
 
 
-def refuse(parts: Sequence[Part]) -> None:
+def require_within_tolerance(parts: Sequence[ModuleDeviation]) -> None:
     """Raises DamagedError, with the one that is furthest off, when any is."""
     off = sorted((part for part in parts if not part.excess <= 1), key=lambda part: (-part.excess, part.name))
     if off:
         worst, others = off[0], len(off) - 1
-        raise DamagedError(
+        raise DamagedFileError(
             f"the merged model is not base + adapter: given the same input, {worst.name} is off by "
             f"{worst.difference:.2g} where base + adapter gives values up to {worst.scale:.2g} (allowed: "
             f"{worst.allowed:.2g} of that)" + (f"; {others} more are off" if others else "") + CURE

@@ -15,11 +15,20 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ratchet.errors import DamagedError, first_line
+from ratchet.errors import DamagedFileError, first_line
 from ratchet.export.verification import reference
-from ratchet.export.verification.divergence import CURE, SCORES, SUMS, Compared, Part, refuse, rounding, tolerance_of
+from ratchet.export.verification.divergence import (
+    CURE,
+    SCORES,
+    SUMS,
+    ModuleComparison,
+    ModuleDeviation,
+    module_tolerance,
+    require_within_tolerance,
+    rounding_error,
+)
 from ratchet.models.device import Model
-from ratchet.models.model_spec import blocks_of
+from ratchet.models.model_spec import find_blocks
 from ratchet.storage.records.export import MergeCheck, ModuleDifference
 
 ROWS = 2
@@ -32,7 +41,7 @@ Tokens = Sequence[int]
 
 
 @dataclass
-class Leaf:
+class LeafRecording:
     """A module that does the same at every position, what it was given and what it gave."""
 
     inputs: Tensor
@@ -42,7 +51,7 @@ class Leaf:
 
 
 @dataclass
-class Layer:
+class LayerRecording:
     """A decoder layer, row by row."""
 
     inputs: list[Tensor] = field(default_factory=list)
@@ -52,14 +61,14 @@ class Layer:
 
 
 @dataclass
-class Recording:
+class ActivationRecording:
     """Base + adapter at work. Tensors are on the CPU."""
 
     rows: list[list[int]]
     dtype: torch.dtype
     """That it was computed in."""
-    leaves: dict[str, Leaf] = field(default_factory=dict)
-    layers: dict[str, Layer] = field(default_factory=dict)
+    leaves: dict[str, LeafRecording] = field(default_factory=dict)
+    layers: dict[str, LayerRecording] = field(default_factory=dict)
     """In their order."""
     last: list[Tensor] = field(default_factory=list)
     """Of each row, what the last layer gave: [1, tokens, width]."""
@@ -69,47 +78,47 @@ class Recording:
     """The same of the base without the adapter."""
 
 
-def record(model: Model, rows: Sequence[Tokens]) -> Recording:
+def record_activations(model: Model, rows: Sequence[Tokens]) -> ActivationRecording:
     """Run base + adapter on the beginnings of a few rows, evenly chosen.
 
     Args:
-        model: of peft, in evaluation mode; see `reference.in_float32` for a sharper look.
+        model: of peft, in evaluation mode; see `reference.compute_in_float32` for a sharper look.
         rows: token ids of real rows, at least one.
 
     Raises:
         DamagedError: base + adapter computes what is no number.
     """
     base = model.get_base_model()
-    found = Recording([list(row[:TOKENS]) for row in spread(list(rows), ROWS)], _dtype_of(base))
-    leaves, layers = dict(leaves_of(base)), decoder_layers(base)
-    found.layers = {name: Layer() for name, _ in layers}
-    with torch.no_grad(), _listening(found, leaves, layers):
+    found = ActivationRecording([list(row[:TOKENS]) for row in spread_items(list(rows), ROWS)], _compute_dtype(base))
+    leaves, layers = dict(leaf_modules(base)), decoder_layers(base)
+    found.layers = {name: LayerRecording() for name, _ in layers}
+    with torch.no_grad(), _recording_hooks(found, leaves, layers):
         for row in found.rows:
-            found.logits.append(logits_of(model, row))
-    with torch.no_grad(), reference.bare(model):
-        found.bare_logits = [logits_of(model, row) for row in found.rows]
+            found.logits.append(position_logits(model, row))
+    with torch.no_grad(), reference.disable_adapters(model):
+        found.bare_logits = [position_logits(model, row) for row in found.rows]
     _require_numbers(found)
     return found
 
 
-def logits_of(model: Model, row: Tokens) -> Tensor:
+def position_logits(model: Model, row: Tokens) -> Tensor:
     """Logits of a short row at the positions that are kept: [positions, vocabulary] in float32, on the CPU."""
     logits = model(input_ids=torch.tensor([list(row)], device=model.device), use_cache=False).logits
-    return kept(logits[0])
+    return select_positions(logits[0])
 
 
-def kept(states: Tensor) -> Tensor:
+def select_positions(states: Tensor) -> Tensor:
     """Of [tokens, ...] the positions that are kept, in float32, on the CPU."""
-    return states[places(len(states))].detach().float().cpu()
+    return states[position_indices(len(states))].detach().float().cpu()
 
 
-def places(count: int) -> list[int]:
+def position_indices(count: int) -> list[int]:
     """Which of so many positions are kept: evenly over them, the last one included."""
     number = min(count, POSITIONS)
     return [(i + 1) * count // number - 1 for i in range(number)]
 
 
-def spread(items: list[Any], wanted: int) -> list[Any]:
+def spread_items(items: list[Any], wanted: int) -> list[Any]:
     """At most so many, evenly over all."""
     number = min(len(items), wanted)
     return [items[i * len(items) // number] for i in range(number)]
@@ -120,24 +129,24 @@ def spread(items: list[Any], wanted: int) -> list[Any]:
 
 def decoder_layers(base: Model) -> list[tuple[str, nn.Module]]:
     """Names and modules of the layers that hidden states go through one after the other; empty where none are found."""
-    name, layers = blocks_of(base)
+    name, layers = find_blocks(base)
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
 
 
-def leaves_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def leaf_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Linear layers, embeddings and norms by their names in the base, each with the adapters around it."""
     if reference.is_adapted(module):
-        if _is_leaf(_below(module)) and not isinstance(module, ParamWrapper):
+        if _is_leaf(_unwrap_module(module)) and not isinstance(module, ParamWrapper):
             yield name, module
         return
     if _is_leaf(module):
         yield name, module
         return
     for child_name, child in module.named_children():
-        yield from leaves_of(child, f"{name}.{child_name}".lstrip("."))
+        yield from leaf_modules(child, f"{name}.{child_name}".lstrip("."))
 
 
-def _below(module: Any) -> Any:
+def _unwrap_module(module: Any) -> Any:
     if hasattr(module, "get_base_layer"):
         return module.get_base_layer()
     return module.original_module
@@ -156,8 +165,8 @@ def _is_leaf(module: Any) -> bool:
 
 
 @contextmanager
-def _listening(
-    found: Recording, leaves: dict[str, nn.Module], layers: Sequence[tuple[str, nn.Module]]
+def _recording_hooks(
+    found: ActivationRecording, leaves: dict[str, nn.Module], layers: Sequence[tuple[str, nn.Module]]
 ) -> Iterator[None]:  # fmt: skip
     hooks: list[Any] = []
     for name, module in leaves.items():
@@ -172,7 +181,7 @@ def _listening(
             hook.remove()
 
 
-def _on_leaf(found: Recording, name: str) -> Callable[..., None]:
+def _on_leaf(found: ActivationRecording, name: str) -> Callable[..., None]:
     def hear(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if len(args) != 1 or kwargs or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
             return  # it looks at more than one position; the layer that it stands in is compared as a whole
@@ -180,72 +189,74 @@ def _on_leaf(found: Recording, name: str) -> Callable[..., None]:
         given = given.reshape(-1, given.shape[-1]) if given.is_floating_point() else given.reshape(-1)
         if not len(given) or len(given) != len(gave):
             return
-        chosen = places(len(given))
-        one = Leaf(given[chosen].cpu(), gave[chosen].float().cpu())
+        chosen = position_indices(len(given))
+        one = LeafRecording(given[chosen].cpu(), gave[chosen].float().cpu())
         if (before := found.leaves.get(name)) is not None:
-            one = Leaf(torch.cat([before.inputs, one.inputs]), torch.cat([before.outputs, one.outputs]))
+            one = LeafRecording(torch.cat([before.inputs, one.inputs]), torch.cat([before.outputs, one.outputs]))
         if len(one.outputs) <= ROWS * POSITIONS:  # a module that is used several times is heard the first times
             found.leaves[name] = one
 
     return hear
 
 
-def _before_layer(found: Recording, name: str) -> Callable[..., None]:
+def _before_layer(found: ActivationRecording, name: str) -> Callable[..., None]:
     def hear(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer = found.layers[name]
         if len(layer.inputs) == len(found.logits):  # else it is used again for the same row
-            layer.inputs.append(given_states(args, kwargs).detach().clone().cpu())  # it may write into what it is given
+            layer.inputs.append(input_states(args, kwargs).detach().clone().cpu())  # it may write into what it is given
 
     return hear
 
 
-def _after_layer(found: Recording, name: str, is_last: bool) -> Callable[..., None]:
+def _after_layer(found: ActivationRecording, name: str, is_last: bool) -> Callable[..., None]:
     def hear(_: Any, __: Any, output: Any) -> None:
-        layer, states = found.layers[name], hidden(output)
+        layer, states = found.layers[name], hidden_states(output)
         if len(layer.outputs) == len(found.logits):
-            layer.outputs.append(kept(states[0]))
+            layer.outputs.append(select_positions(states[0]))
             if is_last:
                 found.last.append(states.detach().clone().cpu())
 
     return hear
 
 
-def hidden(output: Any) -> Tensor:
+def hidden_states(output: Any) -> Tensor:
     """Hidden states of what a decoder layer gives: alone, or first of several."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
 
-def given_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def input_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Hidden states of what a decoder layer is given."""
     states: Tensor = args[0] if args else kwargs["hidden_states"]
     return states
 
 
-def _dtype_of(base: Model) -> torch.dtype:
+def _compute_dtype(base: Model) -> torch.dtype:
     """The type that a model computes in: that of its norms and embeddings; layers in 4 bits hold bytes."""
     return next(one.dtype for one in base.parameters() if one.is_floating_point() and not hasattr(one, "quant_state"))
 
 
-def _require_numbers(found: Recording) -> None:
+def _require_numbers(found: ActivationRecording) -> None:
     """Raises DamagedError, with the first module or layer whose output holds NaN or infinity."""
     parts = [(name, [leaf.outputs]) for name, leaf in found.leaves.items()]
     parts += [(name, layer.outputs) for name, layer in found.layers.items()]
     parts += [("the base without the adapter", found.bare_logits), ("base + adapter", found.logits)]
     for name, tensors in parts:
         if not all(bool(torch.isfinite(one).all()) for one in tensors):
-            raise DamagedError(f"{name}: base + adapter computes what is no number on a row of the data; train again")
+            raise DamagedFileError(
+                f"{name}: base + adapter computes what is no number on a row of the data; train again"
+            )
 
 
 # Verification of a merge: each module and each decoder layer of the merged model is given what the same one of
 # base + adapter was given, and must give what it gave. So errors do not add up, and the one that is off has a name.
 
-__all__ = ["Recording", "check", "record"]
+__all__ = ["ActivationRecording", "check_merge", "record_activations"]
 
 LISTED = 8
 
 
-def check(recording: Recording, merged: Model, dtype: torch.dtype) -> MergeCheck:
+def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtype) -> MergeCheck:
     """Hold a merged model against what was recorded of base + adapter, computed from the same weights.
 
     Linear layers, embeddings and norms are compared in float32, whatever they are stored in; decoder layers run in the
@@ -261,13 +272,13 @@ def check(recording: Recording, merged: Model, dtype: torch.dtype) -> MergeCheck
         DamagedError: it equals the base although the adapter does something; a module is not there; or one is off,
             and is named.
     """
-    tolerance = tolerance_of(dtype, recording.dtype)
+    tolerance = module_tolerance(dtype, recording.dtype)
     with torch.no_grad():
-        moved = _moved(recording, merged)
-        leaves = list(_leaves(recording, merged, tolerance))
-        refuse(leaves)
-        layers = _layers(recording, merged, rounding(dtype, recording.dtype, merged.dtype))
-        refuse(layers)
+        moved = _measure_adapter_effect(recording, merged)
+        leaves = list(_compare_leaves(recording, merged, tolerance))
+        require_within_tolerance(leaves)
+        layers = _compare_layers(recording, merged, rounding_error(dtype, recording.dtype, merged.dtype))
+        require_within_tolerance(layers)
     worst = sorted((*leaves, *layers), key=lambda part: (-part.excess, part.name))[:LISTED]
     return MergeCheck(
         modules=len(leaves),
@@ -278,7 +289,7 @@ def check(recording: Recording, merged: Model, dtype: torch.dtype) -> MergeCheck
     )
 
 
-def _moved(recording: Recording, merged: Model) -> float:
+def _measure_adapter_effect(recording: ActivationRecording, merged: Model) -> float:
     """Largest difference of a logit to the bare base; 0 where the adapter changes nothing.
 
     Raises:
@@ -287,14 +298,14 @@ def _moved(recording: Recording, merged: Model) -> float:
     with_adapter, bare = torch.cat(recording.logits), torch.cat(recording.bare_logits)
     if torch.equal(with_adapter, bare):
         return 0.0
-    found = torch.cat([logits_of(merged, row) for row in recording.rows])
+    found = torch.cat([position_logits(merged, row) for row in recording.rows])
     if found.shape != bare.shape:
-        raise DamagedError(
+        raise DamagedFileError(
             f"the merged model has {found.shape[-1]} logits where base + adapter has {bare.shape[-1]}{CURE}"
         )
     moved, missed = float((found - bare).abs().max()), float((found - with_adapter).abs().max())
     if moved < 0.1 * missed:  # rounding to bfloat16 moves it a little, too
-        raise DamagedError(
+        raise DamagedFileError(
             f"the merge equals the base: no update arrived. Its logits are within {moved:.2g} of the base's, which the "
             f"adapter moves by {float((with_adapter - bare).abs().max()):.2g}{CURE}"
         )
@@ -304,24 +315,26 @@ def _moved(recording: Recording, merged: Model) -> float:
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
-def _leaves(recording: Recording, merged: Model, tolerance: float) -> Iterator[Part]:
+def _compare_leaves(recording: ActivationRecording, merged: Model, tolerance: float) -> Iterator[ModuleDeviation]:
     modules = dict(merged.named_modules())
     for name, leaf in recording.leaves.items():
         module = modules.get(name)
         if module is None:
-            raise DamagedError(f"the merged model has no module {name}, which base + adapter has{CURE}")
+            raise DamagedFileError(f"the merged model has no module {name}, which base + adapter has{CURE}")
         try:
-            found = _ran(module, leaf)
+            found = _run_leaf(module, leaf)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise DamagedError(f"the merged model's {name} does not take its input ({first_line(error)})") from error
-        compared = Compared(name, tolerance)
+            raise DamagedFileError(
+                f"the merged model's {name} does not take its input ({first_line(error)})"
+            ) from error
+        compared = ModuleComparison(name, tolerance)
         compared.add(leaf.outputs, found)
         yield compared.part()
 
 
-def _ran(module: nn.Module, leaf: Leaf) -> Tensor:
+def _run_leaf(module: nn.Module, leaf: LeafRecording) -> Tensor:
     parameter = next(module.parameters())
     if parameter.dtype != torch.float32:
         module = copy.deepcopy(module).float()
@@ -335,13 +348,13 @@ def _ran(module: nn.Module, leaf: Leaf) -> Tensor:
 
 
 @dataclass
-class _Run:
+class _LayerwiseReplay:
     """The merged model's layers, each given what was recorded."""
 
-    recording: Recording
+    recording: ActivationRecording
     rounding: float
     row: int = 0
-    compared: dict[str, Compared] = field(default_factory=dict)
+    compared: dict[str, ModuleComparison] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
     @property
@@ -349,17 +362,17 @@ class _Run:
         """Difference over scale."""
         return SUMS + SCORES * self.rounding
 
-    def of(self, name: str) -> Compared:
+    def of(self, name: str) -> ModuleComparison:
         """What is gathered under a name."""
-        return self.compared.setdefault(name, Compared(name, self.allowed, typical=self.rounding > 0))
+        return self.compared.setdefault(name, ModuleComparison(name, self.allowed, typical=self.rounding > 0))
 
     def before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The recorded states in the place of those that came; those before the first layer are compared."""
         if name in self.seen:
             return None
-        recorded, came = self.recording.layers[name].inputs[self.row], given_states(args, kwargs)
+        recorded, came = self.recording.layers[name].inputs[self.row], input_states(args, kwargs)
         if name == next(iter(self.recording.layers)):
-            self.of(f"what {name} is given").add(kept(recorded[0]), kept(came[0]))
+            self.of(f"what {name} is given").add(select_positions(recorded[0]), select_positions(came[0]))
         states = recorded.to(came, copy=True)  # it may write into what it is given
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
@@ -368,30 +381,30 @@ class _Run:
         if name in self.seen:
             return None
         self.seen.add(name)
-        layer, states = self.recording.layers[name], hidden(output)
-        expected, given = layer.outputs[self.row], kept(layer.inputs[self.row][0])
+        layer, states = self.recording.layers[name], hidden_states(output)
+        expected, given = layer.outputs[self.row], select_positions(layer.inputs[self.row][0])
         size = expected.abs().amax(-1)
         added = (expected - given).abs().amax(-1) if given.shape == expected.shape else size
         # What rounding makes of the sum of both counts too, in the type that the layer runs in.
         floor = 4 * torch.finfo(states.dtype).eps / self.allowed * size
-        self.of(name).add(expected, kept(states[0]), torch.maximum(added, floor))
+        self.of(name).add(expected, select_positions(states[0]), torch.maximum(added, floor))
         if name != next(reversed(self.recording.layers)):
             return None
         last = self.recording.last[self.row].to(states)
         return (last, *output[1:]) if isinstance(output, tuple) else last
 
 
-def _layers(recording: Recording, merged: Model, by_rounding: float) -> list[Part]:
+def _compare_layers(recording: ActivationRecording, merged: Model, by_rounding: float) -> list[ModuleDeviation]:
     """Every decoder layer, what comes before the first and what comes after the last."""
     modules = dict(decoder_layers(merged))
     if modules.keys() != recording.layers.keys():
-        raise DamagedError(f"the merged model has {len(modules)} layers, base + adapter {len(recording.layers)}")
-    run = _Run(recording, by_rounding)
-    with _running(run, modules):
+        raise DamagedFileError(f"the merged model has {len(modules)} layers, base + adapter {len(recording.layers)}")
+    run = _LayerwiseReplay(recording, by_rounding)
+    with _replay_hooks(run, modules):
         for row, ids in enumerate(recording.rows):
             run.row = row
             run.seen.clear()
-            found = logits_of(merged, ids)
+            found = position_logits(merged, ids)
             run.of(f"what follows {next(reversed(modules))}" if modules else "the model").add(
                 recording.logits[row], found
             )
@@ -399,7 +412,7 @@ def _layers(recording: Recording, merged: Model, by_rounding: float) -> list[Par
 
 
 @contextmanager
-def _running(run: _Run, modules: dict[str, nn.Module]) -> Iterator[None]:
+def _replay_hooks(run: _LayerwiseReplay, modules: dict[str, nn.Module]) -> Iterator[None]:
     hooks = []
     for name, module in modules.items():
         before = lambda _, args, kwargs, name=name: run.before(name, args, kwargs)  # noqa: E731

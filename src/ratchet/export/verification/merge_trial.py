@@ -7,19 +7,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ratchet.errors import DamagedError
-from ratchet.export.verification.divergence import closeness
-from ratchet.export.verification.layers import Recording, check
+from ratchet.errors import DamagedFileError
+from ratchet.export.verification.divergence import measure_closeness
+from ratchet.export.verification.layers import ActivationRecording, check_merge
 from ratchet.export.verification.parity import log_softmax, logits_at
-from ratchet.export.verification.probe_inputs import Material
+from ratchet.export.verification.probe_inputs import ProbeInputs
 from ratchet.models.device import Model
-from ratchet.storage.records.export import MergeTrial, Parity, Progress
+from ratchet.storage.records.export import MergeParity, MergeTrial, Progress
 
 Logits = NDArray[np.float32]
 """[positions, vocabulary]."""
 
 
-def logits_of(model: Model, material: Material, progress: Progress) -> list[Logits]:
+def reference_logits(model: Model, material: ProbeInputs, progress: Progress) -> list[Logits]:
     """Logits of base + adapter as it was trained, of each row at its positions."""
     total, found = len(material.rows), []
     for row, (ids, positions) in enumerate(zip(material.rows, material.positions, strict=True)):
@@ -29,13 +29,13 @@ def logits_of(model: Model, material: Material, progress: Progress) -> list[Logi
     return found
 
 
-def trial(
+def measure_merge(
     merge_base: Literal["dequantized", "original"],
     merged: Model,
     dtype: torch.dtype,
     trained: Sequence[Logits],
-    recording: Recording,
-    material: Material,
+    recording: ActivationRecording,
+    material: ProbeInputs,
 ) -> MergeTrial:
     """Measure a merged model that was read back from disk.
 
@@ -43,14 +43,14 @@ def trial(
         merge_base: weights that the updates were added to.
         merged: the plain model.
         dtype: type of its stored weights.
-        trained: logits of the model that was trained, by `logits_of`, whatever it was merged into.
+        trained: logits of the model that was trained, by `reference_logits`, whatever it was merged into.
         recording: of base + adapter computed from the weights that were merged (`reference.combined(recipe, base)`).
         material: rows and positions.
 
     Raises:
         DamagedError: a module of the merged model is off, or it has another vocabulary.
     """
-    checked = check(recording, merged, dtype)
+    checked = check_merge(recording, merged, dtype)
     greatest, total, elements, agreeing, count = 0.0, 0.0, 0, 0, 0
     kl = 0.0
     for ids, positions, targets, expected in zip(
@@ -58,16 +58,18 @@ def trial(
     ):  # fmt: skip
         found = logits_at(merged, ids, positions)
         if found.shape != expected.shape:
-            raise DamagedError(f"the merged model has {found.shape[-1]} logits, the trained one {expected.shape[-1]}")
+            raise DamagedFileError(
+                f"the merged model has {found.shape[-1]} logits, the trained one {expected.shape[-1]}"
+            )
         differences = np.abs(found.astype(np.float64) - expected)
         greatest = max(greatest, float(differences.max()))
         total += float(differences.sum())
         elements += differences.size
-        close = closeness([log_softmax(expected)], [log_softmax(found)], [targets])
+        close = measure_closeness([log_softmax(expected)], [log_softmax(found)], [targets])
         agreeing += round(close.greedy_agreement * close.positions)
         kl += close.kl * close.positions
         count += close.positions
-    parity = Parity(
+    parity = MergeParity(
         rows=len(material.rows),
         tokens=count,
         max_logit_difference=greatest,

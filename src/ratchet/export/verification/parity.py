@@ -12,25 +12,25 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.export.verification.divergence import closeness
-from ratchet.export.verification.probe_inputs import Material
+from ratchet.export.verification.divergence import measure_closeness
+from ratchet.export.verification.probe_inputs import ProbeInputs
 from ratchet.gate import paired_test
 from ratchet.models import scoring
-from ratchet.models.chunked_loss import Pass
+from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.device import Model
-from ratchet.models.runtimes.runtime import Runtime
-from ratchet.storage.records.export import Closeness, Progress, TaskScore
+from ratchet.models.runtimes.runtime import ModelRuntime
+from ratchet.storage.records.export import DistributionDistance, Progress, TaskScore
 
 Score = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """Expected and given answers, pair by pair, to a score each, higher is better. The evaluation's own measure is passed
 in by whoever calls: what counts as right is defined in one place."""
 
-_PLAN = paired_test.Plan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
+_PLAN = paired_test.PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
 """Two one-sided bounds of 97.5 % are a two-sided interval of 95 %; the rest as section gate has it by default."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class FormatAnswers:
     """What one form answered, row by row."""
 
     tokens: Sequence[Sequence[int]]
@@ -39,7 +39,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Task:
+class ParityTask:
     """What was asked, and how answers to it are scored."""
 
     metric: str
@@ -49,7 +49,7 @@ class Task:
     """Rows of one group are no independent samples; None: a group of its own."""
 
 
-def task_score(task: Task, answers: Answers, reference: Answers) -> TaskScore | None:
+def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
     """Score answers beside those of base + adapter to the same prompts; None when nothing was asked.
 
     The interval of the difference is the gate's: Tango's score interval for right and wrong, else the BCa bootstrap,
@@ -61,7 +61,7 @@ def task_score(task: Task, answers: Answers, reference: Answers) -> TaskScore | 
     if not task.expected:
         return None
     new, old = ([float(one) for one in task.score(task.expected, who.texts)] for who in (answers, reference))
-    found = paired_test.compare(paired_test.Pairs(new, old, "higher", groups=task.groups), 0.0, _PLAN)
+    found = paired_test.compare(paired_test.PairedScores(new, old, "higher", groups=task.groups), 0.0, _PLAN)
     same = sum(list(a) == list(b) for a, b in zip(answers.tokens, reference.tokens, strict=True))
     return TaskScore(
         metric=task.metric,
@@ -81,7 +81,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceOutputs:
     """What base + adapter says to all of it."""
 
     log_probabilities: list[NDArray[np.float32]]
@@ -92,10 +92,10 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Found:
+class ParityResult:
     """What one form showed."""
 
-    closeness: Closeness
+    closeness: DistributionDistance
     task: TaskScore | None
     texts_tokenised: int
     texts: int
@@ -103,18 +103,19 @@ class Found:
     """Median over answers, each asked alone, its prompt included; 0 where nothing was asked."""
 
 
-def reference_of(runtime: Runtime, material: Material, progress: Progress) -> Reference:
+def collect_reference(runtime: ModelRuntime, material: ProbeInputs, progress: Progress) -> ReferenceOutputs:
     """Ask base + adapter."""
-    return Reference(
-        log_probabilities=list(_distributions(runtime, material, progress)),
-        answers=_answers(runtime, material, progress)[0],
+    return ReferenceOutputs(
+        log_probabilities=list(_compute_distributions(runtime, material, progress)),
+        answers=_generate_answers(runtime, material, progress)[0],
         texts=[runtime.token_ids(text) for text in material.texts],
     )
 
 
-def examine(
-    runtime: Runtime, reference: Reference, material: Material, decode: Decode, score: Score, progress: Progress
-) -> Found:  # fmt: skip
+def examine_format(
+    runtime: ModelRuntime, reference: ReferenceOutputs, material: ProbeInputs, decode: Decode, score: Score,
+    progress: Progress,
+) -> ParityResult:  # fmt: skip
     """Ask a form the same, and compare.
 
     Args:
@@ -124,16 +125,18 @@ def examine(
     Raises:
         DamagedError: the form has another vocabulary, or gives no numbers.
     """
-    given = _distributions(runtime, material, progress)
-    close = closeness(reference.log_probabilities, given, material.targets)
-    answers, speed = _answers(runtime, material, progress)
-    task = Task(material.metric, material.expected, score, material.groups or None)
-    both = (Answers(tokens, [decode(one).strip() for one in tokens]) for tokens in (answers, reference.answers))
+    given = _compute_distributions(runtime, material, progress)
+    close = measure_closeness(reference.log_probabilities, given, material.targets)
+    answers, speed = _generate_answers(runtime, material, progress)
+    task = ParityTask(material.metric, material.expected, score, material.groups or None)
+    both = (FormatAnswers(tokens, [decode(one).strip() for one in tokens]) for tokens in (answers, reference.answers))
     same = sum(runtime.token_ids(text) == ids for text, ids in zip(material.texts, reference.texts, strict=True))
-    return Found(close, task_score(task, *both), same, len(material.texts), speed)
+    return ParityResult(close, score_task(task, *both), same, len(material.texts), speed)
 
 
-def _distributions(runtime: Runtime, material: Material, progress: Progress) -> Iterator[NDArray[np.float32]]:
+def _compute_distributions(
+    runtime: ModelRuntime, material: ProbeInputs, progress: Progress
+) -> Iterator[NDArray[np.float32]]:
     total = len(material.rows)
     for row, (ids, positions) in enumerate(zip(material.rows, material.positions, strict=True)):
         progress("distributions", row, total)
@@ -141,7 +144,9 @@ def _distributions(runtime: Runtime, material: Material, progress: Progress) -> 
     progress("distributions", total, total)
 
 
-def _answers(runtime: Runtime, material: Material, progress: Progress) -> tuple[list[list[int]], float]:
+def _generate_answers(
+    runtime: ModelRuntime, material: ProbeInputs, progress: Progress
+) -> tuple[list[list[int]], float]:
     """Answers, and the median of their tokens per second."""
     answers, speeds, total = [], [], len(material.prompts)
     for row, prompt in enumerate(material.prompts):
@@ -158,7 +163,7 @@ def _answers(runtime: Runtime, material: Material, progress: Progress) -> tuple[
 # A transformers or peft model in memory, asked as every other runtime is: what the exported forms are held against.
 
 
-class TorchModel:
+class TorchRuntime:
     """Implements `runtimes.runtime.Runtime` over a model in evaluation mode, on any device, in its own arithmetic."""
 
     def __init__(self, model: Model, tokenizer: Any) -> None:
@@ -208,7 +213,7 @@ def logits_at(model: Model, ids: Sequence[int], positions: Sequence[int]) -> NDA
     found: list[Tensor] = []
     with torch.no_grad():
         row = torch.tensor([list(ids)], device=model.device)
-        for start, logits in Pass(model, row, (first, last)).pieces():
+        for start, logits in ForwardPass(model, row, (first, last)).pieces():
             inside = [one - start for one in positions if start <= one < start + logits.shape[1]]
             found.append(logits[0, inside].float().cpu())
     gathered: NDArray[np.float32] = torch.cat(found).numpy()

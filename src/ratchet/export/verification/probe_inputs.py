@@ -17,7 +17,7 @@ Metric = Literal["accuracy", "exact_match", "token_f1"]
 
 
 @dataclass(frozen=True)
-class Material:
+class ProbeInputs:
     """Asked of base + adapter once, and of each exported form."""
 
     rows: list[list[int]]
@@ -40,7 +40,7 @@ class Material:
     """That every form's own tokenizer must cut into the same tokens: hard ones, and prompts."""
 
 
-def material(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int]) -> Material:
+def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int]) -> ProbeInputs:
     """Choose from the test rows, evenly over all of them; the same rows give the same material.
 
     Prompts are those of rows that the evaluation answers, written as it writes them. Where the chosen rows have more
@@ -58,28 +58,30 @@ def material(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int])
     """
     wanted, count = settings.export, len(test)
     answered = min(count, settings.evaluate.generate_rows or count)
-    rows = [test[i] for i in spread(count, wanted.parity_rows)]
-    asked = [test[i] for i in spread(answered, wanted.task_rows)]
+    rows = [test[i] for i in spread_indices(count, wanted.parity_rows)]
+    asked = [test[i] for i in spread_indices(answered, wanted.task_rows)]
     conversations = [Conversation.from_json(row["conversation"]) for row in asked]
     learned = [(row["input_ids"], found) for row in rows if (found := _answer_positions(row["labels"]))]
     if not learned:
         raise DataError("no test row has an answer token to compare at; prepare more test rows (prepare.split.test)")
-    chosen = _thinned(learned, wanted.parity_positions)
-    return Material(
+    chosen = _thin_positions(learned, wanted.parity_positions)
+    return ProbeInputs(
         rows=[list(ids) for ids, _ in chosen],
         positions=[found for _, found in chosen],
         targets=[[ids[one + 1] for one in found] for ids, found in chosen],
-        prompts=[tokenization.prompt_ids(tokenizer, conversation.question) for conversation in conversations],
+        prompts=[tokenization.encode_prompt(tokenizer, conversation.question) for conversation in conversations],
         expected=[conversation.response.strip() for conversation in conversations],
-        metric=metric_of(settings),
+        metric=task_metric(settings),
         ends=list(ends),
         max_new_tokens=settings.evaluate.max_new_tokens,
         groups=[row["group"] for row in asked],
-        texts=texts(tokenizer, [tokenization.prompt_ids(tokenizer, one.question) for one in conversations[:PROMPTS]]),
+        texts=build_probe_texts(
+            tokenizer, [tokenization.encode_prompt(tokenizer, one.question) for one in conversations[:PROMPTS]]
+        ),
     )
 
 
-def texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
+def build_probe_texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
     """Hard texts and prompts as text, as they stand in conversations: behind a special token.
 
     At the very beginning of a text SentencePiece puts a space, and formats differ in whether a file can say so; in a
@@ -89,14 +91,14 @@ def texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
     return [*(before + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
-def metric_of(settings: Settings) -> Metric:
+def task_metric(settings: Settings) -> Metric:
     """By what answers are scored: labels by accuracy; texts by token F1 if it is measured, else by equality."""
     if settings.prepare.task == "labels":
         return "accuracy"
     return "token_f1" if "token_f1" in settings.evaluate.measures else "exact_match"
 
 
-def spread(count: int, wanted: int) -> list[int]:
+def spread_indices(count: int, wanted: int) -> list[int]:
     """At most `wanted` of the indices below `count`, ascending, evenly over all of them."""
     kept = min(count, wanted)
     return [i * count // kept for i in range(kept)]
@@ -107,11 +109,11 @@ def _answer_positions(labels: Sequence[int]) -> list[int]:
     return [place - 1 for place, label in enumerate(labels) if place and label != MASKED]
 
 
-def _thinned(rows: Sequence[tuple[Any, list[int]]], budget: int) -> list[tuple[Any, list[int]]]:
+def _thin_positions(rows: Sequence[tuple[Any, list[int]]], budget: int) -> list[tuple[Any, list[int]]]:
     """As many positions as the budget allows: short rows keep all of theirs, longer ones an equal share."""
-    rows = [rows[i] for i in spread(len(rows), budget)]
+    rows = [rows[i] for i in spread_indices(len(rows), budget)]
     left, share = budget, {}
     for done, i in enumerate(sorted(range(len(rows)), key=lambda i: (len(rows[i][1]), i))):
         share[i] = min(len(rows[i][1]), left // (len(rows) - done))
         left -= share[i]
-    return [(ids, [found[k] for k in spread(len(found), share[i])]) for i, (ids, found) in enumerate(rows)]
+    return [(ids, [found[k] for k in spread_indices(len(found), share[i])]) for i, (ids, found) in enumerate(rows)]

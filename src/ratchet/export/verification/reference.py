@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.export.merge.recipe import MergeBase, Part, Recipe
+from ratchet.export.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.device import Model
 
@@ -32,7 +32,7 @@ _REPLACED = "_replaced_by_adapters"
 _Replaced = list[tuple[nn.Parameter, Tensor]]
 
 
-def combined(recipe: Recipe, base: MergeBase = "dequantized") -> Model:
+def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> Model:
     """The base with what a recipe adds to it, unmerged, frozen, in evaluation mode.
 
     Args:
@@ -48,27 +48,27 @@ def combined(recipe: Recipe, base: MergeBase = "dequantized") -> Model:
     if base == "original":
         train = train.model_copy(update={"quantization": "none", "compute_dtype": "float32"})
     model = loading.load(recipe.base, recipe.card, train, recipe.device)
-    replaced = _replaceable(model, recipe)
+    replaced = _copy_replaceable(model, recipe)
     first, *others = recipe.parts
     model = adapters.load(model, first.adapter)
     weights = {adapter_format.ADAPTER: first.weight}
-    sums = _changed(replaced, first.weight)
+    sums = _extract_changes(replaced, first.weight)
     for number, part in enumerate(others, start=2):
         weights[f"part{number}"] = part.weight
-        _load_beside(model, part, f"part{number}")
-        sums = [a + b for a, b in zip(sums, _changed(replaced, part.weight), strict=True)]
+        _load_further_adapter(model, part, f"part{number}")
+        sums = [a + b for a, b in zip(sums, _extract_changes(replaced, part.weight), strict=True)]
     if others or first.weight != 1:
-        _put_together(model, weights)
+        _combine_adapters(model, weights)
     for (parameter, was), change in zip(replaced, sums, strict=True):
         parameter.data = (was.float() + change).to(was.dtype)
     setattr(model, _REPLACED, replaced)
     if recipe.modules:
-        _only(model, recipe)
+        _keep_named_modules(model, recipe)
     return model.requires_grad_(False).eval()
 
 
 @contextmanager
-def bare(model: Model) -> Iterator[None]:
+def disable_adapters(model: Model) -> Iterator[None]:
     """Within: the base alone, with its own biases and embeddings in the place of those that an adapter has replaced."""
     replaced: _Replaced = getattr(model, _REPLACED, [])
     now = [parameter.data for parameter, _ in replaced]
@@ -84,7 +84,7 @@ def bare(model: Model) -> Iterator[None]:
             parameter.data = data
 
 
-def in_float32(model: Model) -> Model:
+def compute_in_float32(model: Model) -> Model:
     """The same numbers, computed with in float32: so that a merge is told from the rounding of bfloat16.
 
     Weights in 4 bits stay so, and are dequantised for each product as in training: to the type that was computed in,
@@ -92,7 +92,7 @@ def in_float32(model: Model) -> Model:
     """
     for module in model.modules():
         if isinstance(module, Linear4bit) and module.compute_dtype not in (None, torch.float32):
-            module.forward = _Dequantised(module)
+            module.forward = _DequantizedForward(module)
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.float()
@@ -104,7 +104,7 @@ def in_float32(model: Model) -> Model:
     return model
 
 
-class _Dequantised:
+class _DequantizedForward:
     """Forward pass of a layer in 4 bits, in float32, with weights as its own pass rounds them."""
 
     def __init__(self, layer: Linear4bit) -> None:
@@ -122,13 +122,13 @@ class _Dequantised:
 # ----------------------------------------------------------------------------------------------------- several adapters
 
 
-def _load_beside(model: Model, part: Part, name: str) -> None:
+def _load_further_adapter(model: Model, part: WeightedAdapter, name: str) -> None:
     """Load a further adapter under a name, in the type that it was saved in, and make sure that all of it is there."""
     saved = adapter_format.read(part.adapter)
     try:
         config = PeftConfig.from_pretrained(str(part.adapter))
         config.inference_mode, config.bias = True, "none"  # peft would refuse a second one with biases, and loads them
-        with adapters.without_remarks():
+        with adapters.suppress_peft_warnings():
             model.add_adapter(name, config)
             model.load_adapter(str(part.adapter), adapter_name=name, is_trainable=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -147,14 +147,14 @@ def _load_beside(model: Model, part: Part, name: str) -> None:
         parameter.data = tensor.to(parameter.device)  # peft has made it that of the base, or float32
 
 
-def _replaceable(base: Model, recipe: Recipe) -> _Replaced:
+def _copy_replaceable(base: Model, recipe: MergeRecipe) -> _Replaced:
     """Parameters of the base that peft puts others in the place of (biases, whole embeddings), as they are before."""
     saved = {key.replace(".base_layer.", ".") for part in recipe.parts for key in adapter_format.read(part.adapter)}
     named = base.named_parameters()
     return [(one, one.detach().clone()) for name, one in named if f"base_model.model.{name}" in saved]
 
 
-def _changed(replaced: _Replaced, weight: float) -> list[Tensor]:
+def _extract_changes(replaced: _Replaced, weight: float) -> list[Tensor]:
     """What an adapter that was just loaded made of the base's own parameters, times its weight; they are put back."""
     changes = [weight * (parameter.detach().float() - was.float()) for parameter, was in replaced]
     for parameter, was in replaced:
@@ -162,7 +162,7 @@ def _changed(replaced: _Replaced, weight: float) -> list[Tensor]:
     return changes
 
 
-def _put_together(model: Model, weights: dict[str, float]) -> None:
+def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
     """Make every adapted module of a model compute with all adapters, each by its weight."""
     for module in list(model.get_base_model().modules()):
         if isinstance(module, ParamWrapper):  # its parameter goes into what is no linear function of it
@@ -171,14 +171,14 @@ def _put_together(model: Model, weights: dict[str, float]) -> None:
                 module.scaling[name] *= weights[name]
             module.set_adapter(names, inference_mode=True)
         elif isinstance(module, LoraLayer):
-            module.forward = _Together(module, weights)
+            module.forward = _WeightedAdaptersForward(module, weights)
         elif isinstance(module, TrainableTokensWrapper):
             _add_token_rows(module, weights)
         elif isinstance(module, ModulesToSaveWrapper):
             _add_saved_modules(module, weights)
 
 
-class _Together:
+class _WeightedAdaptersForward:
     """Forward pass of one of peft's layers with several adapters: base(x) + sum of w_i (adapter_i(x) - base(x))."""
 
     def __init__(self, layer: Any, weights: dict[str, float]) -> None:
@@ -239,7 +239,7 @@ def _add_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
 # ------------------------------------------------------------------------------------------------------------- a subset
 
 
-def _only(model: Model, recipe: Recipe) -> None:
+def _keep_named_modules(model: Model, recipe: MergeRecipe) -> None:
     """Take the adapters off every module that the recipe does not name."""
     for path, module in list(model.get_base_model().named_modules()):
         if isinstance(module, LoraLayer):

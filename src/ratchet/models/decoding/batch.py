@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ratchet.models.chunked_loss import Pass
+from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.device import Model
-from ratchet.models.likelihoods import LEAST_HEADER_TOKENS, can_be_repeated
+from ratchet.models.likelihoods import LEAST_HEADER_TOKENS, is_plain_kv_cache
 
 Finish = Literal["stop", "length", "context", "memory", "invalid"]
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DecodingRequest:
     """One prompt."""
 
     place: int
@@ -30,7 +30,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class DecodingResult:
     """What became of it."""
 
     place: int
@@ -49,7 +49,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingOptions:
     """How answers are made."""
 
     max_new_tokens: int
@@ -66,10 +66,10 @@ class Decoding:
 
 
 @dataclass(eq=False)
-class Row:
+class DecodingRow:
     """A prompt and what it has got."""
 
-    asked: Asked
+    asked: DecodingRequest
     limit: int
     """Tokens that it may get; fewer than the settings say if the context ends before."""
     header: tuple[int, ...] = ()
@@ -98,12 +98,12 @@ class Row:
         self.scale = max(self.scale, scale)
 
 
-def order(row: Row) -> tuple[int, int]:
+def longest_first_key(row: DecodingRow) -> tuple[int, int]:
     """Longest first: what does not fit shows itself early, and rows that join are never longer than the others were."""
     return -row.tokens, row.asked.place
 
 
-def header(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def find_shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """What all prompts begin with, if that is worth computing once; each has a token behind it."""
     if len(prompts) < 2:
         return ()
@@ -113,7 +113,7 @@ def header(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return shared if len(shared) >= LEAST_HEADER_TOKENS else ()
 
 
-def context(model: Model) -> int | None:
+def get_context_length(model: Model) -> int | None:
     """Tokens that a text may have; None: the model says nothing."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = whole.config.get_text_config()
@@ -136,14 +136,14 @@ BeforePass = Callable[[int], None]
 """Called with the padded tokens (rows x columns, those with keys already included) of each pass before it is made."""
 
 
-class Rows(Protocol):
+class DecodingBatch(Protocol):
     """Rows with what the model keeps of them. After an exception rows are as before, or are to be thrown away."""
 
     joins: bool
     """Whether rows may be added to others; otherwise all begin together, and prompts have one length."""
 
     def add(self, rows: Sequence[Sequence[int]], header: tuple[int, ...]) -> Tensor:
-        """Read new rows, which all begin with `header`; logits of their last tokens, [rows, vocabulary]."""
+        """Read new rows, which all begin with `find_shared_prefix`; logits of their last tokens, [rows, vocabulary]."""
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """One more token for each row, in their order; logits [rows, vocabulary]."""
@@ -155,7 +155,7 @@ class Rows(Protocol):
         """Padded tokens that are held."""
 
 
-class Last(Pass):
+class LastPositionPass(ForwardPass):
     """A pass of which the logits of the last position are wanted."""
 
     def __init__(self, model: Model, ids: Tensor, given: dict[str, Any], cache: Any = None, keep: bool = False):
@@ -168,20 +168,20 @@ class Last(Pass):
         return found[:, 0]
 
 
-def plain(model: Model, ids: Sequence[int]) -> Tensor:
+def compute_reference_logits(model: Model, ids: Sequence[int]) -> Tensor:
     """Logits [1, vocabulary] after a text by itself: one row, no filling, no cache. What decides in doubt."""
-    return Last(model, torch.tensor([list(ids)], device=model.device), {}).logits()
+    return LastPositionPass(model, torch.tensor([list(ids)], device=model.device), {}).logits()
 
 
-class Columns:
+class KvCacheBatch:
     """Rows of a model whose cache is keys and values alone."""
 
     def __init__(self, model: Model, pad: int, before_pass: BeforePass, joins: bool = True) -> None:
         """`joins`: tell mask and positions, so that rows of several lengths lie together."""
         self.joins = joins
         self._model, self._pad, self._before_pass = model, pad, before_pass
-        self._place = _Place()
-        self._cache = Cache(layer_class_to_replicate=lambda: _Layer(self._place))
+        self._place = _CacheWindow()
+        self._cache = Cache(layer_class_to_replicate=lambda: _KvCacheLayer(self._place))
         self._lengths: list[int] = []
         self._end = 0
         self._header: tuple[int, ...] = ()
@@ -246,23 +246,25 @@ class Columns:
             given["position_ids"] = position[:, -width:].clamp(min=0).to(device)
             given["attention_mask"] = (position >= 0).long().to(device)
         tokens = torch.tensor([list(row) for row in ids], device=device)
-        return Last(self._model, tokens, given, self._cache).logits()
+        return LastPositionPass(self._model, tokens, given, self._cache).logits()
 
     def _read_header(self, header: tuple[int, ...]) -> None:
         self._before_pass(len(header))
-        begun = Last(self._model, torch.tensor([header], device=self._model.device), {}, DynamicCache(), keep=True)
-        if not can_be_repeated(begun.cache):
+        begun = LastPositionPass(
+            self._model, torch.tensor([header], device=self._model.device), {}, DynamicCache(), keep=True
+        )
+        if not is_plain_kv_cache(begun.cache):
             raise TypeError(f"{type(begun.cache).__name__} is no cache of keys and values alone")
         self._header_layers = [(layer.keys, layer.values) for layer in begun.cache.layers]
         self._header = header
         for i, (keys, values) in enumerate(self._header_layers):
             if i >= len(self._cache.layers):
-                self._cache.layers.append(_Layer(self._place))
+                self._cache.layers.append(_KvCacheLayer(self._place))
             self._layers[i].reserve(keys, values)
 
     @property
-    def _layers(self) -> list["_Layer"]:
-        found: list[_Layer] = self._cache.layers
+    def _layers(self) -> list["_KvCacheLayer"]:
+        found: list[_KvCacheLayer] = self._cache.layers
         return found
 
     def _put_header(self, row: int, length: int, count: int) -> None:
@@ -297,7 +299,7 @@ class Columns:
             layer.grow()
 
 
-class _Place:
+class _CacheWindow:
     """Where a pass reads and writes, the same for all layers."""
 
     def __init__(self) -> None:
@@ -309,7 +311,7 @@ class _Place:
         self.some, self.begin, self.end, self.width = some, begin, end, width
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: [rows, heads, columns, size of a head]."""
 
     is_sliding = False
@@ -317,7 +319,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     values: Tensor
     is_initialized: bool
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _CacheWindow) -> None:
         super().__init__()
         self._place = place
 
@@ -369,7 +371,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return new
 
 
-class Whole:
+class UniformLengthBatch:
     """Rows of one length of a model with a cache of its own kind: it stays as it is until the last of them ends."""
 
     joins = False
@@ -406,10 +408,10 @@ class Whole:
         return list(places)
 
     def _run(self, ids: Tensor) -> Tensor:
-        return Last(self._model, ids.to(self._model.device), self._given, keep=True).logits()
+        return LastPositionPass(self._model, ids.to(self._model.device), self._given, keep=True).logits()
 
 
-class Alone:
+class UncachedBatch:
     """Each row by itself, read anew for each token: a model with no cache that could be used."""
 
     joins = True
@@ -440,5 +442,5 @@ class Alone:
         found = []
         for text in texts:
             self._before_pass(len(text))
-            found.append(plain(self._model, text))
+            found.append(compute_reference_logits(self._model, text))
         return torch.cat(found)

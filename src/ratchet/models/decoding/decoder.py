@@ -9,46 +9,59 @@ import torch
 from torch import Tensor
 
 from ratchet.models import oom
-from ratchet.models.chunked_loss import Pass
+from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.decoding.batch import (
-    Answered,
-    Asked,
     BeforePass,
-    Decoding,
+    DecodingBatch,
+    DecodingOptions,
+    DecodingRequest,
+    DecodingResult,
+    DecodingRow,
     Finish,
-    Row,
-    Rows,
-    context,
-    header,
-    order,
-    plain,
+    compute_reference_logits,
+    find_shared_prefix,
+    get_context_length,
+    longest_first_key,
 )
-from ratchet.models.decoding.batching_probe import MORE_TOKENS, Way, difference, try_out
-from ratchet.models.decoding.token_choice import DECIMALS, MARGIN, Chooser, Chosen, decided, eps_of, units
+from ratchet.models.decoding.batching_probe import (
+    MORE_TOKENS,
+    BatchingMethod,
+    choose_batching_method,
+    relative_logit_difference,
+)
+from ratchet.models.decoding.token_choice import (
+    DECIMALS,
+    MARGIN,
+    TokenChoices,
+    TokenSampler,
+    coarsest_epsilon,
+    default_error_units,
+    is_rounding_certain,
+)
 from ratchet.models.device import Model
 from ratchet.models.memory import capacity, parameters
 
 Told = Callable[[str, dict[str, Any]], None]
 
 
-class Settler:
+class ExactTokenSelector:
     """Settles tokens and mean log-probabilities of rows; `figures` counts what was chosen, and what was in doubt."""
 
-    def __init__(self, model: Model, settings: Decoding, told: Told, before_pass: BeforePass) -> None:
+    def __init__(self, model: Model, settings: DecodingOptions, told: Told, before_pass: BeforePass) -> None:
         self.figures = {"chosen": 0, "doubted": 0, "means_anew": 0}
         self._model, self._settings, self._told, self._before = model, settings, told, before_pass
-        self._chooser = Chooser(settings.temperature, settings.top_p)
-        self._eps = eps_of(model)
-        self._units = units(self._eps)
+        self._chooser = TokenSampler(settings.temperature, settings.top_p)
+        self._eps = coarsest_epsilon(model)
+        self._units = default_error_units(self._eps)
         self._alone = False
 
-    def learn(self, way: Way) -> None:
+    def learn(self, way: BatchingMethod) -> None:
         """How far the model was off when it was tried out."""
         self._alone = way.name == "alone"
         self._units = max(self._units, MARGIN * way.seen)
         self._told("way", {"way": way.name, "seen_units": way.seen, "bound_units": 0.0 if self._alone else self._units})
 
-    def choose(self, rows: Sequence[Row], logits: Tensor) -> Chosen:
+    def choose(self, rows: Sequence[DecodingRow], logits: Tensor) -> TokenChoices:
         """A token for each row; by its plain pass, where it is in doubt.
 
         Args:
@@ -62,16 +75,16 @@ class Settler:
                 continue
             self.figures["doubted"] += 1
             self._before(row.tokens)
-            own = plain(self._model, row.text())
+            own = compute_reference_logits(self._model, row.text())
             one = self._chooser.choose(own, draws[i : i + 1], 0.0)
             row.spoilt |= not chosen.finite[i]
             if chosen.finite[i] and one.finite[0]:
-                self._seen(difference(logits[i], own[0]) / self._eps)
+                self._seen(relative_logit_difference(logits[i], own[0]) / self._eps)
             for name in ("tokens", "nats", "finite", "scales"):
                 getattr(chosen, name)[i] = getattr(one, name)[0]
         return chosen
 
-    def ended(self, rows: Sequence[Row], chosen: Chosen) -> dict[int, Answered]:
+    def ended(self, rows: Sequence[DecodingRow], chosen: TokenChoices) -> dict[int, DecodingResult]:
         """Of the rows that end with what was chosen, by index. Rows stay as they are: a pass may yet fail."""
         found = {}
         for i, row in enumerate(rows):
@@ -85,7 +98,7 @@ class Settler:
                 finish = "length" if row.limit == self._settings.max_new_tokens else "context"
             if finish is not None:
                 scale = max(row.scale, chosen.scales[i])
-                found[i] = Answered(row.asked.place, tuple(ids), finish, self._mean(row, ids, nats, scale))
+                found[i] = DecodingResult(row.asked.place, tuple(ids), finish, self._mean(row, ids, nats, scale))
         return found
 
     @property
@@ -99,18 +112,20 @@ class Settler:
             self._told("bound", {"seen_units": seen_units, "bound_units": self._units})
             self._units = MARGIN * seen_units
 
-    def _mean(self, row: Row, ids: Sequence[int], nats: float, scale: float) -> float:
+    def _mean(self, row: DecodingRow, ids: Sequence[int], nats: float, scale: float) -> float:
         """Mean log-probability, rounded; by one plain pass over the whole text, where rounding is in doubt."""
         if not ids:
             return 0.0
         bound = self._units * self._eps  # where tokens were read alone, too: one pass over them all sums otherwise
-        if self._settings.exact and not decided(nats / len(ids), len(ids), bound * scale):
+        if self._settings.exact and not is_rounding_certain(nats / len(ids), len(ids), bound * scale):
             self.figures["means_anew"] += 1
             whole = [*row.asked.ids, *ids]
             self._before(len(whole) - 1)
             text = torch.tensor([whole], device=self._model.device)
             first, last = len(row.asked.ids) - 1, len(whole) - 1
-            nats = -float(Pass(self._model, text[:, :-1], (first, last)).nll(text[:, first + 1 :]).double().sum())
+            nats = -float(
+                ForwardPass(self._model, text[:, :-1], (first, last)).nll(text[:, first + 1 :]).double().sum()
+            )
         return round(nats / len(ids), DECIMALS) + 0.0
 
 
@@ -129,7 +144,7 @@ READ_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Budget:
+class PaddedTokenBudget:
     """Padded tokens (rows x columns) that may be held at once; a single row is decoded whatever its length."""
 
     tokens: int
@@ -140,14 +155,14 @@ class Budget:
     grown: bool = False
     """Whether the last change made it larger: a failure then doubles the wait."""
 
-    def shrunk(self, failed_tokens: int, repeated: bool) -> "Budget":
+    def shrunk(self, failed_tokens: int, repeated: bool) -> "PaddedTokenBudget":
         """After `failed_tokens` did not fit; `repeated`: no pass has fitted since the failure before."""
         before = min(self.tokens, failed_tokens)
         tokens = before // 2 if repeated else min(before, int(SHRINK * failed_tokens))
         wait = min(LONGEST_WAIT_PASSES, 2 * self.wait_passes) if self.grown else self.wait_passes
-        return Budget(max(1, tokens), failed_tokens, wait_passes=wait)
+        return PaddedTokenBudget(max(1, tokens), failed_tokens, wait_passes=wait)
 
-    def after_good_pass(self, limits: bool) -> "Budget":
+    def after_good_pass(self, limits: bool) -> "PaddedTokenBudget":
         """After a pass that fitted; `limits`: prompts wait because of the budget. What failed is tried again: the want
         may have been another process's."""
         good = self.good_passes + limits
@@ -161,36 +176,36 @@ def forecast_tokens(model: Model, rows: int, drawn: bool) -> int:
     prompts, in a share of the memory that is free beside the weights; at least 1."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = whole.config.get_text_config()
-    weights = sum(tensor.nbytes for tensor in parameters.tensors_of(model))
-    room = SHARE * (capacity.of(model.device).available_bytes - weights)
-    room -= rows_bytes(model, rows, 0, drawn) + READ_TOKENS * _bytes_of_read(config)
-    return max(1, int(room // bytes_of_token(model, config)))
+    weights = sum(tensor.nbytes for tensor in parameters.list_unique_tensors(model))
+    room = SHARE * (capacity.measure_device(model.device).available_bytes - weights)
+    room -= decoding_bytes(model, rows, 0, drawn) + READ_TOKENS * _prefill_bytes_per_token(config)
+    return max(1, int(room // kv_cache_bytes_per_token(model, config)))
 
 
-def rows_bytes(model: Model, rows: int, tokens: int, drawn: bool) -> int:
+def decoding_bytes(model: Model, rows: int, tokens: int, drawn: bool) -> int:
     """What so many rows with so many padded tokens take: keys and values, logits with what choosing takes."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = whole.config.get_text_config()
-    return rows * int(config.vocab_size) * (40 if drawn else 12) + tokens * bytes_of_token(model, config)
+    return rows * int(config.vocab_size) * (40 if drawn else 12) + tokens * kv_cache_bytes_per_token(model, config)
 
 
-def bytes_of_token(model: Model, config: Any) -> int:
+def kv_cache_bytes_per_token(model: Model, config: Any) -> int:
     """Keys and values of one token in all layers, and half as much again: buffers are larger than what is in them."""
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(getattr(config, "num_attention_heads", None) or 1)
-    key_heads = _most(getattr(config, "num_key_value_heads", None) or heads)
+    key_heads = _largest_setting(getattr(config, "num_key_value_heads", None) or heads)
     head = int(getattr(config, "head_dim", None) or -(-hidden // heads))
     types = [tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()]
     return 3 * layers * key_heads * head * int(max(types, default=torch.float32.itemsize))
 
 
-def _bytes_of_read(config: Any) -> int:
+def _prefill_bytes_per_token(config: Any) -> int:
     """Of one token in the widest layer, in float32."""
     hidden = int(config.hidden_size)
-    return 4 * (8 * hidden + 3 * _most(getattr(config, "intermediate_size", None) or 4 * hidden))
+    return 4 * (8 * hidden + 3 * _largest_setting(getattr(config, "intermediate_size", None) or 4 * hidden))
 
 
-def _most(found: Any) -> int:
+def _largest_setting(found: Any) -> int:
     """Some models say it layer by layer."""
     return int(max(found) if isinstance(found, list | tuple) else found)
 
@@ -204,7 +219,7 @@ def _most(found: Any) -> int:
 # decides.
 # So neither the batch nor a restart nor memory that ran out changes a byte of an answer (docs/generation.md).
 
-__all__ = ["Answered", "Asked", "Decoder", "Decoding", "Finish"]
+__all__ = ["BatchDecoder", "DecodingOptions", "DecodingRequest", "DecodingResult", "Finish"]
 
 CPU_ROWS, GPU_ROWS = 64, 256
 """Rows that are decoded at once at most, if the settings do not say."""
@@ -220,11 +235,11 @@ TRIAL_TOKENS = 8
 """Of a prompt with which the model is tried out when memory does not suffice for whole ones."""
 
 
-class Decoder:
+class BatchDecoder:
     """Answers prompts with one model. `figures` holds counts of what was done so far."""
 
     def __init__(
-        self, model: Model, settings: Decoding, budget_tokens: int | None, told: Told, beat: Callable[[], None],
+        self, model: Model, settings: DecodingOptions, budget_tokens: int | None, told: Told, beat: Callable[[], None],
         before_pass: BeforePass = lambda _: None,
     ) -> None:  # fmt: skip
         """Takes the model as it is, in evaluation mode.
@@ -238,19 +253,21 @@ class Decoder:
         """
         self.model, self.settings = model, settings
         self._told, self._beat, self._before = told, beat, before_pass
-        self._settler = Settler(model, settings, told, before_pass)
+        self._settler = ExactTokenSelector(model, settings, told, before_pass)
         self._counts = {"passes": 0, "answers": 0, "answer_tokens": 0}
         self._most_rows = settings.rows or (CPU_ROWS if model.device.type == "cpu" else GPU_ROWS)
-        self._idle_bytes = capacity.held_bytes(model.device)
-        self._budget = Budget(budget_tokens or forecast_tokens(model, self._most_rows, settings.temperature > 0))
-        self._before_failures: Budget | None = None
+        self._idle_bytes = capacity.allocated_bytes(model.device)
+        self._budget = PaddedTokenBudget(
+            budget_tokens or forecast_tokens(model, self._most_rows, settings.temperature > 0)
+        )
+        self._before_failures: PaddedTokenBudget | None = None
         self._limited = False
-        self._context = context(model)
-        self._way: Way | None = None
-        self._rows: Rows | None = None
-        self._active: list[Row] = []
-        self._waiting: list[Row] = []
-        self._reading: list[Row] = []
+        self._context = get_context_length(model)
+        self._way: BatchingMethod | None = None
+        self._rows: DecodingBatch | None = None
+        self._active: list[DecodingRow] = []
+        self._waiting: list[DecodingRow] = []
+        self._reading: list[DecodingRow] = []
 
     @property
     def figures(self) -> dict[str, int]:
@@ -258,7 +275,7 @@ class Decoder:
         (`doubted`); means of log-probabilities computed anew."""
         return {**self._counts, **self._settler.figures}
 
-    def answers(self, prompts: Iterator[Asked], stop: Callable[[], bool]) -> Iterator[Answered]:
+    def answers(self, prompts: Iterator[DecodingRequest], stop: Callable[[], bool]) -> Iterator[DecodingResult]:
         """Answers as they are finished, in any order.
 
         Args:
@@ -279,7 +296,7 @@ class Decoder:
             else:
                 return
 
-    def _take(self, window: Sequence[Asked]) -> list[Answered]:
+    def _take(self, window: Sequence[DecodingRequest]) -> list[DecodingResult]:
         """Prompts wait from now on, but for those that fill the context."""
         rows, full = [], []
         for asked in window:
@@ -289,16 +306,16 @@ class Decoder:
             if self._context is not None:
                 limit = min(limit, self._context - len(asked.ids))
             if limit < 1:
-                full.append(Answered(asked.place, (), "context", 0.0))
+                full.append(DecodingResult(asked.place, (), "context", 0.0))
             else:
-                rows.append(Row(asked, limit))
-        shared = header([row.asked.ids for row in rows])
+                rows.append(DecodingRow(asked, limit))
+        shared = find_shared_prefix([row.asked.ids for row in rows])
         for row in rows:
             row.header = shared
-        self._waiting = sorted([*self._waiting, *rows], key=order)
+        self._waiting = sorted([*self._waiting, *rows], key=longest_first_key)
         return full
 
-    def _turn(self) -> list[Answered]:
+    def _turn(self) -> list[DecodingResult]:
         """One pass, and what ended with it; or what follows from memory that ran out."""
         try:
             with torch.no_grad():
@@ -308,7 +325,7 @@ class Decoder:
                 self._reading = self._next(self._rows)
                 found = self._read(self._rows) if self._reading else self._step(self._rows)
         except Exception as error:
-            if not oom.is_exhausted(error):
+            if not oom.is_out_of_memory(error):
                 raise
         else:
             self._set(self._budget.after_good_pass(self._limited))
@@ -317,7 +334,7 @@ class Decoder:
             return found
         return self._make_smaller()
 
-    def _tried(self) -> Way:
+    def _tried(self) -> BatchingMethod:
         """The way in which this model decodes rows together, found on the longest prompt and another; on less where
         memory does not suffice."""
         most = None if self._context is None else max(1, self._context - MORE_TOKENS)
@@ -330,24 +347,24 @@ class Decoder:
             try:
                 return self._learn(prompts, shared[: min(map(len, prompts)) - 1])
             except Exception as error:
-                if not oom.is_exhausted(error):
+                if not oom.is_out_of_memory(error):
                     raise
-            oom.release()
+            oom.release_memory()
         return self._learn((small, small[:2]), ())
 
-    def _learn(self, prompts: Sequence[Sequence[int]], shared: tuple[int, ...]) -> Way:
-        self._way = try_out(self.model, prompts, shared, self.settings.pad, self._before)
+    def _learn(self, prompts: Sequence[Sequence[int]], shared: tuple[int, ...]) -> BatchingMethod:
+        self._way = choose_batching_method(self.model, prompts, shared, self.settings.pad, self._before)
         self._settler.learn(self._way)
         return self._way
 
-    def _next(self, rows: Rows) -> list[Row]:
+    def _next(self, rows: DecodingBatch) -> list[DecodingRow]:
         """Prompts to be read now: as many as have room, if worth a pass. Notes whether room was what lacked."""
         self._limited = False
         if self._active and not rows.joins:
             return []
         expected, held = self._expected(), len(self._active)
         longest = max((row.after(expected) for row in self._active), default=0)
-        group: list[Row] = []
+        group: list[DecodingRow] = []
         for row in self._waiting[: self._most_rows - held]:
             longest = max(longest, row.after(expected))
             first = group[0] if group else row
@@ -366,7 +383,7 @@ class Decoder:
             return self.settings.max_new_tokens
         return 1 + int(EXPECTED * self._counts["answer_tokens"] / self._counts["answers"])
 
-    def _read(self, rows: Rows) -> list[Answered]:
+    def _read(self, rows: DecodingBatch) -> list[DecodingResult]:
         group = self._reading
         logits = rows.add([row.text() for row in group], group[0].header)
         chosen = self._settler.choose(group, logits)
@@ -375,12 +392,14 @@ class Decoder:
         self._active += group
         return self._commit(rows, len(self._active) - len(group), chosen, ended)
 
-    def _step(self, rows: Rows) -> list[Answered]:
+    def _step(self, rows: DecodingBatch) -> list[DecodingResult]:
         logits = rows.step([row.ids[-1] for row in self._active])
         chosen = self._settler.choose(self._active, logits)
         return self._commit(rows, 0, chosen, self._settler.ended(self._active, chosen))
 
-    def _commit(self, rows: Rows, first: int, chosen: Chosen, ended: dict[int, Answered]) -> list[Answered]:
+    def _commit(
+        self, rows: DecodingBatch, first: int, chosen: TokenChoices, ended: dict[int, DecodingResult]
+    ) -> list[DecodingResult]:
         """Rows from `first` on take what was chosen for them; those that ended leave."""
         spoilt = False
         for i, row in enumerate(self._active[first:]):
@@ -404,30 +423,30 @@ class Decoder:
             failed_tokens = len(self._active) * max(row.tokens + 1 for row in self._active)
             self._set(self._budget.shrunk(failed_tokens, repeated=False))
         self._begin_anew()
-        oom.release()
+        oom.release_memory()
 
     def _begin_anew(self) -> None:
         """Rows under way wait again, with the tokens they have."""
-        self._waiting = sorted([*self._waiting, *self._active], key=order)
+        self._waiting = sorted([*self._waiting, *self._active], key=longest_first_key)
         self._active, self._reading, self._rows = [], [], None
 
-    def _make_smaller(self) -> list[Answered]:
+    def _make_smaller(self) -> list[DecodingResult]:
         """Memory ran out: a smaller budget, and the same rows again; a row that was alone is given up."""
         under_way = [*self._active, *self._reading] or self._waiting[:1]
         failed_tokens = len(under_way) * max(row.tokens + 1 for row in under_way)
         self._begin_anew()
-        oom.release()
+        oom.release_memory()
         if len(under_way) == 1:
             self._waiting.remove(under_way[0])
             self._set(self._before_failures or self._budget)
             self._before_failures = None
-            return [Answered(under_way[0].asked.place, (), "memory", 0.0)]
+            return [DecodingResult(under_way[0].asked.place, (), "memory", 0.0)]
         smaller = self._budget.shrunk(failed_tokens, self._before_failures is not None)
         self._before_failures = self._before_failures or smaller
         self._set(smaller)
         return []
 
-    def _set(self, budget: Budget) -> None:
+    def _set(self, budget: PaddedTokenBudget) -> None:
         """Tell if it changed."""
         if budget.tokens != self._budget.tokens:
             action = "grow" if budget.tokens > self._budget.tokens else "shrink"
@@ -439,9 +458,9 @@ class Decoder:
         if self._counts["passes"] % TOLD_EVERY == 1:
             held: dict[str, Any] = {"rows": len(self._active), "tokens": self._rows.tokens() if self._rows else 0}
             held |= {"waiting": len(self._waiting), "budget_tokens": self._budget.tokens}
-            found = capacity.of(self.model.device)
+            found = capacity.measure_device(self.model.device)
             held |= {"available_bytes": found.available_bytes, "device_bytes": found.total_bytes}
-            held["held_bytes"] = capacity.held_bytes(self.model.device)
-            rows = rows_bytes(self.model, held["rows"], held["tokens"], self.settings.temperature > 0)
+            held["held_bytes"] = capacity.allocated_bytes(self.model.device)
+            rows = decoding_bytes(self.model, held["rows"], held["tokens"], self.settings.temperature > 0)
             held["forecast_bytes"] = self._idle_bytes + rows
             self._told("batch", {**held, **self.figures})

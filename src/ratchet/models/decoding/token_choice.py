@@ -18,7 +18,7 @@ from ratchet.models.device import Model
 from ratchet.storage import digests
 
 
-class Draw:
+class GumbelLogitsWarper:
     """Turns greedy decoding of a batch into drawing; one of transformers' logits processors by its shape.
 
     Args:
@@ -35,27 +35,27 @@ class Draw:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits [rows, vocabulary] with noise."""
         step = input_ids.shape[1] - self.columns
-        noise = gumbels([(stream, step) for stream in self.streams], scores.shape[1])
+        noise = batched_gumbel_noise([(stream, step) for stream in self.streams], scores.shape[1])
         return scores.float() / self.temperature + noise.to(scores.device)
 
 
-def stream(seed: int, row: str, sample: int) -> str:
+def noise_stream_key(seed: int, row: str, sample: int) -> str:
     """What the noise of one answer depends on. `row` is a fingerprint of what is asked."""
-    return digests.of_json(["gumbel", seed, row, sample])
+    return digests.hash_json(["gumbel", seed, row, sample])
 
 
-def gumbel(of: str, step: int, count: int) -> Tensor:
+def gumbel_noise(of: str, step: int, count: int) -> Tensor:
     """Standard Gumbel noise, float32 [count], a function of the arguments; made on the CPU, for GPUs draw otherwise."""
-    return gumbels([(of, step)], count)[0]
+    return batched_gumbel_noise([(of, step)], count)[0]
 
 
-def gumbels(of: Sequence[tuple[str, int]], count: int) -> Tensor:
+def batched_gumbel_noise(of: Sequence[tuple[str, int]], count: int) -> Tensor:
     """The same for several streams, each at its step: float32 [streams, count]."""
     # In float32 one number in 2**24 would be 0 or next to 1, and decide for a token that nobody believes in.
     uniform = torch.empty(len(of), count, dtype=torch.float64)
     generator = torch.Generator()
     for row, (stream, step) in zip(uniform, of, strict=True):
-        generator.manual_seed(int(digests.of_bytes(f"{stream}/{step}".encode())[:16], 16))
+        generator.manual_seed(int(digests.hash_bytes(f"{stream}/{step}".encode())[:16], 16))
         torch.rand(count, dtype=torch.float64, generator=generator, out=row)
     return uniform.log_().neg_().log_().neg_().float()
 
@@ -90,7 +90,7 @@ _NOISE = 40.0
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TokenChoices:
     """For each row of logits."""
 
     tokens: list[int]
@@ -104,14 +104,14 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Chooser:
+class TokenSampler:
     """Takes tokens from logits."""
 
     temperature: float
     """0: the likeliest."""
     top_p: float
 
-    def choose(self, logits: Tensor, draws: Sequence[tuple[str, int]], bound: float) -> Chosen:
+    def choose(self, logits: Tensor, draws: Sequence[tuple[str, int]], bound: float) -> TokenChoices:
         """Choose a token for each row.
 
         Args:
@@ -131,25 +131,25 @@ class Chooser:
             x = torch.where(finite.unsqueeze(1), x, 0.0)
         off = bound * scale
         if self.temperature == 0:
-            tokens, sure = _likeliest(x, 2 * off if bound else None)
+            tokens, sure = _argmax_with_lead(x, 2 * off if bound else None)
         else:
             tokens, sure = self._drawn(x, draws, off if bound else None)
         nats = x.gather(1, tokens.unsqueeze(1)).squeeze(1).double() - x.logsumexp(dim=-1).double()
-        return Chosen(tokens.tolist(), nats.tolist(), (sure & finite).tolist(), finite.tolist(), scale.tolist())
+        return TokenChoices(tokens.tolist(), nats.tolist(), (sure & finite).tolist(), finite.tolist(), scale.tolist())
 
     def _drawn(self, x: Tensor, draws: Sequence[tuple[str, int]], off: Tensor | None) -> tuple[Tensor, Tensor]:
-        noise = gumbels(draws, x.shape[1]).to(x.device)
+        noise = batched_gumbel_noise(draws, x.shape[1]).to(x.device)
         heated = x / self.temperature
         off = None if off is None else off / self.temperature
         # These very sums are rounded, too: to half an eps of their size, before and after.
         rounding = torch.finfo(torch.float32).eps * (heated.abs().nan_to_num(posinf=0.0).amax(dim=-1) + _NOISE)
         lead = None if off is None else 2 * (off + rounding)
         if self.top_p >= 1:
-            return _likeliest(heated + noise, lead)
+            return _argmax_with_lead(heated + noise, lead)
         ordered, index = heated.double().sort(dim=-1, descending=True, stable=True)
         possible, certain = self._nucleus(ordered, off)
         scores = torch.where(possible, ordered.float() + noise.gather(1, index), -math.inf)
-        place, sure = _likeliest(scores, lead)
+        place, sure = _argmax_with_lead(scores, lead)
         sure &= certain.gather(1, place.unsqueeze(1)).squeeze(1)
         return index.gather(1, place.unsqueeze(1)).squeeze(1), sure
 
@@ -173,7 +173,7 @@ class Chooser:
         return possible, certain
 
 
-def _likeliest(scores: Tensor, lead: Tensor | None) -> tuple[Tensor, Tensor]:
+def _argmax_with_lead(scores: Tensor, lead: Tensor | None) -> tuple[Tensor, Tensor]:
     """Index of the greatest of each row, the first of equals; and whether it leads the second by more than `lead`."""
     tokens = scores.argmax(dim=-1)
     if lead is None:
@@ -182,18 +182,18 @@ def _likeliest(scores: Tensor, lead: Tensor | None) -> tuple[Tensor, Tensor]:
     return tokens, two[:, 0] - two[:, -1] > lead if two.shape[1] == 2 else lead >= 0
 
 
-def units(eps: float) -> float:
+def default_error_units(eps: float) -> float:
     """How many of them a logit may be off before anything is known of the model."""
     return FINE_EPSILONS if eps <= torch.finfo(torch.float32).eps else COARSE_EPSILONS
 
 
-def decided(mean: float, tokens: int, bound: float) -> bool:
+def is_rounding_certain(mean: float, tokens: int, bound: float) -> bool:
     """Whether a mean log-probability is rounded in one way only, where a token's may be off by `bound`."""
     off = bound * max(MEAN_SHARE, tokens**-0.5)
     return bool(round(mean - off, DECIMALS) == round(mean + off, DECIMALS))
 
 
-def eps_of(model: Model) -> float:
+def coarsest_epsilon(model: Model) -> float:
     """Of the coarsest numbers that the model computes in."""
     types = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
     types |= {one.compute_dtype for one in model.modules() if isinstance(_compute_dtype(one), torch.dtype)}

@@ -16,7 +16,7 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Neighbouring gradients in one flat tensor; what hooks ask of torch.distributed.GradBucket, it answers."""
 
     number: int
@@ -60,26 +60,26 @@ class Bucket:
             parameter.grad.copy_(view.view_as(parameter))
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+def build_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[GradientBucket]:
     """All buckets of these parameters. They share one piece of memory: one of them is in use at a time.
 
     Args:
         parameters: in an order that is the same on every rank and in every attempt.
         bucket_bytes: most that a bucket holds; a parameter that is larger has one for itself.
     """
-    groups = list(_groups(parameters, bucket_bytes))
+    groups = list(_group_parameters(parameters, bucket_bytes))
     sizes = [sum(one.numel() for one in group) for group in groups]
     if not sizes:
         return []
     flat = torch.empty(max(sizes), dtype=torch.float32, device=parameters[0].device)
     last = len(groups) - 1
     return [
-        Bucket(number, group, flat[:size], number == last)
+        GradientBucket(number, group, flat[:size], number == last)
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
     ]
 
 
-def _groups(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[tuple[nn.Parameter, ...]]:
+def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[tuple[nn.Parameter, ...]]:
     group: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
@@ -102,25 +102,26 @@ Memory = dict[str, Tensor]
 never written again: each sum makes new ones, so what was before a sum can be gone back to."""
 
 
-class Method(Protocol):
+class CompressionMethod(Protocol):
     """One way of adding up a bucket over ranks, with what it remembers."""
 
     memory: Memory
     group: Any
     """torch's process group."""
 
-    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
         """Make the bucket's buffer the sum over ranks.
 
         Yields:
-            Operations of torch that are under way (its `Work`); each has to be completed before the next is asked for.
+            Operations of torch that are under way (its `MemoryWorkload`); the caller completes each before it asks for
+            the next.
         """
 
-    def sent_bytes(self, bucket: Bucket) -> int:
+    def sent_bytes(self, bucket: GradientBucket) -> int:
         """What one `reduce` of this bucket makes a rank send; the first and the hundredth send alike."""
 
 
-def communication_hook(method: Method, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def communication_hook(method: CompressionMethod, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A hook for DistributedDataParallel.register_comm_hook, with the method as its state: leaves the mean.
 
     It waits where it stands. Torch's own hooks go on in callbacks of futures, which run on threads of the process
@@ -134,32 +135,32 @@ def communication_hook(method: Method, bucket: dist.GradBucket) -> torch.futures
     return future
 
 
-def of_all_reduce(world: int, size_bytes: int) -> int:
+def all_reduce_bytes(world: int, size_bytes: int) -> int:
     """Sent by each rank, on a ring: a share to add, a share to tell, world - 1 times each (Patarasuk and Yuan 2009)."""
     return 2 * (world - 1) * size_bytes // world
 
 
-def of_all_gather(world: int, size_bytes: int) -> int:
+def all_gather_bytes(world: int, size_bytes: int) -> int:
     """Sent by each rank, whose own part has `size_bytes`, on a ring: every other rank's part but one passes through."""
     return (world - 1) * size_bytes
 
 
-def of_all_to_all(world: int, size_bytes: int) -> int:
+def all_to_all_bytes(world: int, size_bytes: int) -> int:
     """Sent by each rank of a tensor of `size_bytes`: all of it but its own share."""
     return (world - 1) * size_bytes // world
 
 
-def error_name(number: int) -> str:
+def residual_name(number: int) -> str:
     """Of what bucket `number` has left unsent on this rank: as many numbers as the bucket has."""
     return f"error.{number}"
 
 
-def owned_name(number: int) -> str:
+def owned_residual_name(number: int) -> str:
     """Of what this rank has left unsent of the share of bucket `number` that it adds up (int8)."""
     return f"owned.{number}"
 
 
-def factor_name(number: int) -> str:
+def right_factor_name(number: int) -> str:
     """Of the right-hand matrices of bucket `number`, the same on every rank (PowerSGD)."""
     return f"q.{number}"
 
@@ -177,58 +178,58 @@ SMALLEST = -110
 """Numbers that are all below 2^-110 stay small: 2^125 is the largest scale that float32 has room for."""
 
 
-class Whole:
+class Fp32AllReduce:
     """An all-reduce of float32."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.memory: Memory = {}
 
-    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
         yield dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
 
-    def sent_bytes(self, bucket: Bucket) -> int:
-        return of_all_reduce(self.group.size(), FLOAT_BYTES * bucket.buffer().numel())
+    def sent_bytes(self, bucket: GradientBucket) -> int:
+        return all_reduce_bytes(self.group.size(), FLOAT_BYTES * bucket.buffer().numel())
 
 
-class Bf16:
+class Bf16AllReduce:
     """An all-reduce of bfloat16. What rounding takes off is lost."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.memory: Memory = {}
 
-    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
         half = bucket.buffer().to(torch.bfloat16).div_(self.group.size())
         yield dist.all_reduce(half, group=self.group, async_op=True)
         bucket.buffer().copy_(half).mul_(self.group.size())
 
-    def sent_bytes(self, bucket: Bucket) -> int:
-        return of_all_reduce(self.group.size(), HALF_BYTES * bucket.buffer().numel())
+    def sent_bytes(self, bucket: GradientBucket) -> int:
+        return all_reduce_bytes(self.group.size(), HALF_BYTES * bucket.buffer().numel())
 
 
-class Fp16:
+class Fp16AllReduce:
     """An all-reduce of float16, after one of the largest number."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.memory: Memory = {}
 
-    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
         buffer = bucket.buffer()
         largest = buffer.abs().max().reshape(1)
         yield dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        scale = _scale(largest)
+        scale = _fp16_scale(largest)
         half = (buffer * scale).to(torch.float16).div_(self.group.size())
         yield dist.all_reduce(half, group=self.group, async_op=True)
         buffer.copy_(half).mul_(self.group.size()).div_(scale)
 
-    def sent_bytes(self, bucket: Bucket) -> int:
+    def sent_bytes(self, bucket: GradientBucket) -> int:
         world = self.group.size()
-        return of_all_reduce(world, HALF_BYTES * bucket.buffer().numel()) + of_all_reduce(world, FLOAT_BYTES)
+        return all_reduce_bytes(world, HALF_BYTES * bucket.buffer().numel()) + all_reduce_bytes(world, FLOAT_BYTES)
 
 
-def _scale(largest: Tensor) -> Tensor:
+def _fp16_scale(largest: Tensor) -> Tensor:
     """Power of two that brings the largest number below 2^15; 1 where there is none, or no finite one."""
     exponent = torch.frexp(largest).exponent.clamp_min(SMALLEST)
     usable = torch.isfinite(largest) & (largest > 0)

@@ -6,26 +6,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ratchet.config.train import Compression
-from ratchet.errors import DamagedError
-from ratchet.models.gradient_compression.compressors import Int8, PowerSgd, TopK, share_of
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.errors import DamagedFileError
+from ratchet.models.gradient_compression.compressors import (
+    Int8Compressor,
+    PowerSgdCompressor,
+    TopKCompressor,
+    rank_share_size,
+)
 from ratchet.models.gradient_compression.methods import (
-    Bf16,
-    Bucket,
-    Fp16,
+    Bf16AllReduce,
+    CompressionMethod,
+    Fp16AllReduce,
+    Fp32AllReduce,
+    GradientBucket,
     Memory,
-    Method,
-    Whole,
-    buckets_of,
-    error_name,
-    factor_name,
-    owned_name,
+    build_buckets,
+    owned_residual_name,
+    residual_name,
+    right_factor_name,
 )
 
 State = Mapping[str, Tensor]
 
 
-def regrouped(states: Sequence[State], world: int, rank: int, sizes: Sequence[int], block: int) -> Memory:
+def reshard_residuals(states: Sequence[State], world: int, rank: int, sizes: Sequence[int], block: int) -> Memory:
     """What one rank of a new group remembers.
 
     Errors of rank s go to rank s modulo the new number of ranks; the shares that were added up are cut anew; factors
@@ -40,18 +45,20 @@ def regrouped(states: Sequence[State], world: int, rank: int, sizes: Sequence[in
     """
     found: Memory = {}
     for number, count in enumerate(sizes):
-        if error_name(number) in states[0]:
-            errors = [one[error_name(number)] for one in states[rank::world]]
-            found[error_name(number)] = torch.stack([torch.zeros_like(states[0][error_name(number)]), *errors]).sum(0)
-        if owned_name(number) in states[0]:
-            every = torch.cat([one[owned_name(number)] for one in states])[:count]
-            found[owned_name(number)] = _share(every, rank, share_of(count, world, block))
-        if factor_name(number) in states[0]:
-            found[factor_name(number)] = states[0][factor_name(number)]
+        if residual_name(number) in states[0]:
+            errors = [one[residual_name(number)] for one in states[rank::world]]
+            found[residual_name(number)] = torch.stack(
+                [torch.zeros_like(states[0][residual_name(number)]), *errors]
+            ).sum(0)
+        if owned_residual_name(number) in states[0]:
+            every = torch.cat([one[owned_residual_name(number)] for one in states])[:count]
+            found[owned_residual_name(number)] = _take_rank_share(every, rank, rank_share_size(count, world, block))
+        if right_factor_name(number) in states[0]:
+            found[right_factor_name(number)] = states[0][right_factor_name(number)]
     return found
 
 
-def _share(every: Tensor, rank: int, size: int) -> Tensor:
+def _take_rank_share(every: Tensor, rank: int, size: int) -> Tensor:
     """The rank's part of a bucket, zeros where it reaches beyond."""
     part = every[rank * size : (rank + 1) * size]
     return torch.cat([part, part.new_zeros(size - part.numel())])
@@ -63,7 +70,7 @@ SUMS = "sums"
 """In a state: how many sums there were, int64."""
 
 
-class Waited(Protocol):
+class PendingCollective(Protocol):
     """What is waited for: a collective operation of torch (Work)."""
 
     def is_completed(self) -> bool: ...
@@ -71,15 +78,15 @@ class Waited(Protocol):
     def wait(self) -> Any: ...
 
 
-class Wire:
+class GradientReducer:
     """Adds up gradients over ranks. `sum` is called by all ranks; one bucket is under way at a time."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         group: Any,
-        settings: Compression,
-        wait: Callable[[Waited], None] = lambda work: work.wait(),
+        settings: GradientCompressionSettings,
+        wait: Callable[[PendingCollective], None] = lambda work: work.wait(),
         whole_sums: int = 0,
     ) -> None:
         """Lay out the buckets.
@@ -98,11 +105,11 @@ class Wire:
         self.sent_bytes = 0
         """By this rank, since it was made: payloads, by the formulas of method.py; not what TCP adds (3 to 5 %)."""
         self._wait = wait
-        self._buckets = buckets_of([parameter for _, parameter in parameters], settings.bucket_bytes)
+        self._buckets = build_buckets([parameter for _, parameter in parameters], settings.bucket_bytes)
         self._device = self._buckets[0].buffer().device if self._buckets else torch.device("cpu")
-        self._whole = Whole(group)
+        self._whole = Fp32AllReduce(group)
         self._whole_sums = whole_sums
-        self._method = _method(settings, group)
+        self._method = _build_method(settings, group)
         self._sums = 0
         self._before = (self._sums, dict(self._method.memory))
 
@@ -114,7 +121,7 @@ class Wire:
             return ""
         if self._world == 1:
             return f"train.compression.method: {name}: there is one rank, so nothing is sent and nothing compressed"
-        if isinstance(self._method, PowerSgd) and not any(map(self._method.factor_count, self._buckets)):
+        if isinstance(self._method, PowerSgdCompressor) and not any(map(self._method.factor_count, self._buckets)):
             return (
                 f"train.compression.rank: {self.settings.rank}: no gradient would be smaller as matrices of this rank, "
                 "so all are sent whole; set it below train.rank"
@@ -137,7 +144,7 @@ class Wire:
             RuntimeError: another rank is gone (what `wait` makes of it).
         """
         self._before = (self._sums, dict(self._method.memory))
-        method: Method = self._whole if self._sums < self._whole_sums else self._method
+        method: CompressionMethod = self._whole if self._sums < self._whole_sums else self._method
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for bucket in self._buckets:
             bucket.fill()
@@ -151,14 +158,14 @@ class Wire:
         if not bool(finite):
             self.forget()
 
-    def _send(self, method: Method, bucket: Bucket) -> None:
+    def _send(self, method: CompressionMethod, bucket: GradientBucket) -> None:
         for work in method.reduce(bucket):
             self._wait(work)
         self.sent_bytes += method.sent_bytes(bucket)
 
-    def _deliver(self, bucket: Bucket) -> None:
+    def _deliver(self, bucket: GradientBucket) -> None:
         """Alone: add what was left unsent when there were more ranks."""
-        for name in (error_name(bucket.index()), owned_name(bucket.index())):
+        for name in (residual_name(bucket.index()), owned_residual_name(bucket.index())):
             if name in self._method.memory:
                 bucket.buffer().add_(self._method.memory.pop(name)[: bucket.buffer().numel()])
 
@@ -188,7 +195,7 @@ class Wire:
             memory: Memory = {name: tensor for name, tensor in states[self._rank].items() if name != SUMS}
         else:
             sizes = [bucket.buffer().numel() for bucket in self._buckets]
-            memory = regrouped(states, self._world, self._rank, sizes, self.settings.block)
+            memory = reshard_residuals(states, self._world, self._rank, sizes, self.settings.block)
         self._remember(int(states[0][SUMS]), memory)
 
     def _remember(self, sums: int, memory: Memory) -> None:
@@ -200,13 +207,13 @@ class Wire:
         for rank, state in enumerate(states):
             for name, tensor in state.items():
                 if expected.get(name) != tensor.numel():
-                    raise DamagedError(
+                    raise DamagedFileError(
                         f"state of gradient compression ({self.settings.method}), rank {rank} of {len(states)}: {name} "
                         f"has {tensor.numel()} numbers, expected {expected.get(name, 'no such tensor')}; it is of "
                         "other settings or parameters"
                     )
             if missing := {SUMS, *states[0]} - state.keys():
-                raise DamagedError(
+                raise DamagedFileError(
                     f"state of gradient compression ({self.settings.method}), rank {rank} of {len(states)}: "
                     f"{', '.join(sorted(missing))} is missing"
                 )
@@ -217,25 +224,25 @@ class Wire:
         for bucket in self._buckets:
             count, number = bucket.buffer().numel(), bucket.index()
             if self.settings.method in ("int8", "powersgd", "topk"):
-                found[error_name(number)] = count
-            if isinstance(self._method, Int8):
-                found[owned_name(number)] = share_of(count, world, self.settings.block)
-            if isinstance(self._method, PowerSgd):
-                found[factor_name(number)] = self._method.factor_count(bucket)
+                found[residual_name(number)] = count
+            if isinstance(self._method, Int8Compressor):
+                found[owned_residual_name(number)] = rank_share_size(count, world, self.settings.block)
+            if isinstance(self._method, PowerSgdCompressor):
+                found[right_factor_name(number)] = self._method.factor_count(bucket)
         return found
 
 
-def _method(settings: Compression, group: Any) -> Method:
+def _build_method(settings: GradientCompressionSettings, group: Any) -> CompressionMethod:
     match settings.method:
         case "bf16":
-            return Bf16(group)
+            return Bf16AllReduce(group)
         case "fp16":
-            return Fp16(group)
+            return Fp16AllReduce(group)
         case "int8":
-            return Int8(group, settings.block)
+            return Int8Compressor(group, settings.block)
         case "powersgd":
-            return PowerSgd(group, settings.rank)
+            return PowerSgdCompressor(group, settings.rank)
         case "topk":
-            return TopK(group, settings.share)
+            return TopKCompressor(group, settings.share)
         case "none":
-            return Whole(group)
+            return Fp32AllReduce(group)

@@ -18,7 +18,7 @@ _GROUPS = (
 
 
 @dataclass(frozen=True)
-class Capacity:
+class MemoryCapacity:
     """Memory of one device, in bytes."""
 
     total_bytes: int
@@ -26,19 +26,19 @@ class Capacity:
     """What this process could hold in all, with what it holds already."""
 
 
-def of(device: "torch.device") -> Capacity:
+def measure_device(device: "torch.device") -> MemoryCapacity:
     """Of the device that trains."""
     if device.type != "cuda":
-        return of_host()
+        return measure_host()
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    return Capacity(int(total), int(free) + torch.cuda.memory_reserved(device))
+    return MemoryCapacity(int(total), int(free) + torch.cuda.memory_reserved(device))
 
 
-def of_host(cgroup: Path = _CGROUP) -> Capacity:
+def measure_host(cgroup: Path = _CGROUP) -> MemoryCapacity:
     """Of this machine, or of the container if that allows less."""
-    machine = _fields(Path("/proc/meminfo"))
+    machine = _read_kilobyte_fields(Path("/proc/meminfo"))
     own = resident_bytes()
     total, available = machine["MemTotal"], machine["MemAvailable"] + own
     for limit, used, statistics, cache in _GROUPS:
@@ -47,15 +47,15 @@ def of_host(cgroup: Path = _CGROUP) -> Capacity:
             words = (line.split() for line in (cgroup / statistics).read_text().splitlines())
             taken -= {name: int(count) for name, count in words}[cache]  # given back when memory is wanted
             total, available = min(total, most), min(available, most - taken + own)
-    return Capacity(total, max(0, available))
+    return MemoryCapacity(total, max(0, available))
 
 
 def resident_bytes() -> int:
     """Memory of this process now (RSS)."""
-    return _fields(Path("/proc/self/status"))["VmRSS"]
+    return _read_kilobyte_fields(Path("/proc/self/status"))["VmRSS"]
 
 
-def held_bytes(device: "torch.device") -> int:
+def allocated_bytes(device: "torch.device") -> int:
     """What this process holds of the device's memory now; of a GPU with what its allocator keeps for later."""
     if device.type != "cuda":
         return resident_bytes()
@@ -65,11 +65,11 @@ def held_bytes(device: "torch.device") -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most that it was since it began, or since `forget_peak`."""
-    return _fields(Path("/proc/self/status"))["VmHWM"]
+    """The most that it was since it began, or since `reset_peak`."""
+    return _read_kilobyte_fields(Path("/proc/self/status"))["VmHWM"]
 
 
-def forget_peak() -> bool:
+def reset_peak() -> bool:
     """Begin a new `peak_resident_bytes` from now on (proc(5), clear_refs); whether the kernel does that."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:  # noqa: PTH123 (nothing may be truncated)
@@ -79,7 +79,7 @@ def forget_peak() -> bool:
     return True
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _read_kilobyte_fields(path: Path) -> dict[str, int]:
     """`Name:  123 kB` lines, in bytes."""
     lines = (line.split() for line in path.read_text(encoding="ascii", errors="replace").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}

@@ -14,17 +14,17 @@ from bitsandbytes.nn import Linear4bit
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.config.units import MIB, written
+from ratchet.config.units import MIB, format_bytes
 from ratchet.models import targets, weights
 from ratchet.models.loading import Model, pick_dtype
 from ratchet.models.memory import capacity, meta_model, parameters, trace
 from ratchet.models.memory import ranks as communication
 from ratchet.models.memory import ranks as sharding
-from ratchet.models.memory.malloc import Heap
-from ratchet.models.memory.parameters import Stored
-from ratchet.models.memory.trace import GRANULE_BYTES, Batch, Device
-from ratchet.models.model_spec import Blueprint
-from ratchet.models.teacher import Beside, manner
+from ratchet.models.memory.malloc import MallocSimulator
+from ratchet.models.memory.parameters import BaseTensorSizes
+from ratchet.models.memory.trace import GRANULE_BYTES, BatchShape, Device
+from ratchet.models.model_spec import ModelSpec
+from ratchet.models.teacher import OnlineTeacher, derive_teacher_settings
 from ratchet.storage.records.training import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 
 SMALLEST_8BIT = 4096
@@ -44,7 +44,7 @@ Parts = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Work:
+class MemoryWorkload:
     """The largest micro-batches of a training."""
 
     rows: int
@@ -66,10 +66,10 @@ class Work:
     """Processes that compute a step together, on all machines."""
     sharing: int = 1
     """Processes of the like that live in the same memory: ranks of one machine, on CPUs."""
-    teacher: Blueprint | None = None
+    teacher: ModelSpec | None = None
     """That is in memory too, and asked about every micro-batch (train.distill)."""
 
-    def single_row(self) -> "Work":
+    def single_row(self) -> "MemoryWorkload":
         """The same with a row at a time."""
         return replace(self, rows=1, validation_rows=min(1, self.validation_rows))
 
@@ -77,7 +77,7 @@ class Work:
         """Rows of a step that one rank computes, where a step has `batch_rows`: the largest part."""
         return -(-batch_rows // self.ranks)
 
-    def among(self, ranks: int, sharing: int, batch_rows: int) -> "Work":
+    def among(self, ranks: int, sharing: int, batch_rows: int) -> "MemoryWorkload":
         """The same of one of so many ranks: no micro-batch is larger than its part of a step.
 
         Args:
@@ -89,7 +89,7 @@ class Work:
         return replace(other, rows=min(self.rows, other.of_step(batch_rows)))
 
 
-def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) -> MemoryForecast:
+def forecast(blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> MemoryForecast:
     """What a training process of this kind will hold at most, phase by phase.
 
     Args:
@@ -101,10 +101,10 @@ def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work
     Raises:
         SettingsError: the settings do not fit the model.
     """
-    return Need(blueprint, settings, machine, work).forecast()
+    return MemoryForecastBuilder(blueprint, settings, machine, work).forecast()
 
 
-def dtype_of(settings: Train, device: Device) -> torch.dtype:
+def resolve_compute_dtype(settings: Train, device: Device) -> torch.dtype:
     """The type of matrix products; where the GPU is not at hand, `auto` is taken for bfloat16."""
     if device == "cuda" and settings.compute_dtype == "auto" and not torch.cuda.is_available():
         return torch.bfloat16
@@ -112,15 +112,15 @@ def dtype_of(settings: Train, device: Device) -> torch.dtype:
 
 
 @dataclass
-class Need:
+class MemoryForecastBuilder:
     """One forecast in the making."""
 
-    blueprint: Blueprint
+    blueprint: ModelSpec
     settings: Train
     machine: Machine
-    work: Work
+    work: MemoryWorkload
 
-    def of(self, work: Work) -> "Need":
+    def of(self, work: MemoryWorkload) -> "MemoryForecastBuilder":
         """The same for other micro-batches of as many ranks, with the models that are there."""
         other = copy.copy(self)
         other.work = work
@@ -129,21 +129,21 @@ class Need:
     def __post_init__(self) -> None:
         device, ranks = self.work.device, self.work.ranks
         self.on_gpu = device == "cuda"
-        self.dtype = dtype_of(self.settings, device)
+        self.dtype = resolve_compute_dtype(self.settings, device)
         self.replica = meta_model.build(self.blueprint, self.settings, self.dtype, device, self.work.new_tokens)
         self.granule = GRANULE_BYTES[device]
-        self.teacher: Beside | None = None
-        self.frozen: Stored | None = None
+        self.teacher: OnlineTeacher | None = None
+        self.frozen: BaseTensorSizes | None = None
         if self.work.teacher is not None:
             self.teacher, self.frozen = self._held(self.work.teacher)
         self.adapters = self.replica.sum_of(self._adapter_bytes)
         self.optimizer = self.replica.sum_of(self._optimizer_bytes)
         self.gradients = self.replica.sum_of(self._gradient_bytes)
-        self.sums = communication.communication_memory(
+        self.sums = communication.measure_communication_memory(
             self.replica.learning(), self.settings.compression, ranks, device
         )
-        shared = sharding.is_shared(self.machine, ranks)
-        self.shards = sharding.shard_base(self.replica, ranks, self.granule) if shared else None
+        shared = sharding.is_base_sharded(self.machine, ranks)
+        self.shards = sharding.compute_shard_sizes(self.replica, ranks, self.granule) if shared else None
 
     def forecast(self) -> MemoryForecast:
         """Phase by phase."""
@@ -161,13 +161,12 @@ class Need:
             ("baseline", {}),
             ("loaded", self._loaded()),
             ("adapters", self._attached()),
-            ("first_step", _greatest(begun | first, resting | summing, held | updating)),
-            ("steady", _greatest(kept | steady, kept | summing, kept | updating, kept | copying)),
+            ("first_step", _elementwise_greatest(begun | first, resting | summing, held | updating)),
+            ("steady", _elementwise_greatest(kept | steady, kept | summing, kept | updating, kept | copying)),
             ("evaluation", kept | evaluation),
         ]
         found = tuple(
-            PhaseMemory(phase=name, parts=_without_zeros((used if parts else libraries) | parts))
-            for name, parts in phases
+            PhaseMemory(phase=name, parts=_drop_zeros((used if parts else libraries) | parts)) for name, parts in phases
         )
         peak = max(one.total_bytes for one in found)
         return MemoryForecast(
@@ -180,8 +179,10 @@ class Need:
             shard_base=self.shards is not None,
             phases=found,
             host_bytes=self._host_bytes() if self.on_gpu else peak,
-            trainable_parameters=parameters.trainable_parameters(self.blueprint, self.settings, self.work.new_tokens),
-            total_parameters=parameters.total_parameters(self.blueprint, self.settings, self.work.new_tokens),
+            trainable_parameters=parameters.count_trainable_parameters(
+                self.blueprint, self.settings, self.work.new_tokens
+            ),
+            total_parameters=parameters.count_total_parameters(self.blueprint, self.settings, self.work.new_tokens),
             notes=self._notes(),
         )
 
@@ -229,10 +230,12 @@ class Need:
         """Of a tensor as it comes from a file, of base and teacher."""
         return max(one.largest_source_bytes for one in (self.replica.stored, self.frozen) if one)
 
-    def _held(self, blueprint: Blueprint) -> tuple[Beside, Stored]:
+    def _held(self, blueprint: ModelSpec) -> tuple[OnlineTeacher, BaseTensorSizes]:
         """The teacher without its weights, and what these take."""
-        model, stored = meta_model.frozen(blueprint, manner(self.settings), self.dtype)
-        return Beside(model, blueprint.embedding_rows, self.settings.distill, blueprint.directory or Path()), stored
+        model, stored = meta_model.build_frozen(blueprint, derive_teacher_settings(self.settings), self.dtype)
+        return OnlineTeacher(
+            model, blueprint.embedding_rows, self.settings.distill, blueprint.directory or Path()
+        ), stored
 
     def _adapter_bytes(self, model: Model) -> int:
         learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
@@ -279,8 +282,8 @@ class Need:
 
     # -------------------------------------------------------------------------------------------------- what is traced
 
-    def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> Batch:
-        return Batch(rows, tokens, rows * max(1, min(learned, tokens - 1)), packed, self.work.device)
+    def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> BatchShape:
+        return BatchShape(rows, tokens, rows * max(1, min(learned, tokens - 1)), packed, self.work.device)
 
     def _at_work(self) -> tuple[Parts, Parts, Parts]:
         """First step, later steps, validation: each without what lies there all the time."""
@@ -292,19 +295,19 @@ class Need:
         )
         # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
         several = work.of_step(self.settings.batch_rows) > work.rows
-        sums = [trace.step(model, batch, several, checkpointing, self.teacher) for model in models]
-        seen = [trace.evaluation(model, checked) for model in models] if work.validation_rows else []
+        sums = [trace.trace_micro_batch(model, batch, several, checkpointing, self.teacher) for model in models]
+        seen = [trace.trace_evaluation(model, checked) for model in models] if work.validation_rows else []
         step, evaluation = self.replica.highest(sums), self.replica.highest(seen)
         gathered = {"gathered layers": sharding.GATHERED * self.shards.layer_bytes} if self.shards else {}
         if self.on_gpu:
             return step | gathered, step | gathered, evaluation | gathered
-        heaps = [Heap(weights.TRIM_EVERY_BYTES) for _ in models]
+        heaps = [MallocSimulator(weights.TRIM_EVERY_BYTES) for _ in models]
         started, went_on = (self.replica.resident_bytes(heaps, sums) for _ in range(2))
         ended = self.replica.resident_bytes(heaps, seen) if seen else 0
         # What was gathered is given back so often, and not before.
         left = min(weights.TRIM_EVERY_BYTES, 2 * self.shards.whole_bytes) if self.shards else 0
         found = (step, started), (step, went_on), (evaluation, ended)
-        first, steady, checking = (_with_heap(live, resident + left) | gathered for live, resident in found)
+        first, steady, checking = (_add_heap_overhead(live, resident + left) | gathered for live, resident in found)
         return first, steady, checking
 
     # ------------------------------------------------------------------------------------------------------- the device
@@ -331,7 +334,7 @@ class Need:
                 notes.append("communication: what NCCL holds itself is not counted")
         if self.shards:
             travels = sharding.PASSES * self.shards.whole_bytes * (self.work.ranks - 1) // self.work.ranks
-            notes.append(f"the base is shared: {written(travels)} of it travel to each rank for a micro-batch")
+            notes.append(f"the base is shared: {format_bytes(travels)} of it travel to each rank for a micro-batch")
         if self.settings.optimizer == "paged_adamw_8bit":
             notes.append("optimizer: counted on the device; paged states may move to the host's memory")
         if left := self.replica.stored.left_plain:
@@ -339,16 +342,16 @@ class Need:
         return tuple(notes)
 
 
-def _with_heap(live: Parts, resident_bytes: int) -> Parts:
+def _add_heap_overhead(live: Parts, resident_bytes: int) -> Parts:
     """With what the allocator holds beyond what lives."""
     return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
-def _greatest(*found: Parts) -> Parts:
+def _elementwise_greatest(*found: Parts) -> Parts:
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def _without_zeros(parts: Parts) -> Parts:
+def _drop_zeros(parts: Parts) -> Parts:
     return {name: count for name, count in parts.items() if count}
 
 
@@ -356,7 +359,7 @@ def _without_zeros(parts: Parts) -> Parts:
 
 
 @dataclass(frozen=True)
-class Way:
+class MemoryFallback:
     """One of them."""
 
     machine: Machine
@@ -364,28 +367,31 @@ class Way:
     """What it does and what that takes, for people."""
 
 
-def ways(settings: Train, machine: Machine, ranks: int) -> Iterator[Way]:
+def list_fallbacks(settings: Train, machine: Machine, ranks: int) -> Iterator[MemoryFallback]:
     """All that are left to be chosen: what costs least comes first, all at once last."""
     found = []
     if machine.activation_checkpointing == "auto":
         cost = "activations are recomputed, which takes a third more time"
         found.append(({"activation_checkpointing": True}, cost))
-    if machine.shard_base == "auto" and ranks > 1 and targets.unshareable(settings) is None:
+    if machine.shard_base == "auto" and ranks > 1 and targets.sharding_obstacle(settings) is None:
         cost = f"the base is shared among {ranks} ranks, so that its layers travel for every pass forward and backward"
         found.append(({"shard_base": True}, cost))
     for values, cost in found:
-        yield Way(machine.model_copy(update=values), cost)
+        yield MemoryFallback(machine.model_copy(update=values), cost)
     if len(found) > 1:
         together = {name: value for values, _ in found for name, value in values.items()}
-        yield Way(machine.model_copy(update=together), "; ".join(cost for _, cost in found))
+        yield MemoryFallback(machine.model_copy(update=together), "; ".join(cost for _, cost in found))
 
 
-def first_that_fits(
-    blueprint: Blueprint, settings: Train, machine: Machine, work: Work, available_bytes: int
-) -> Way | None:  # fmt: skip
-    """The cheapest of `ways` with which a row at a time fits into so much for each rank; None when none does."""
+def choose_fallback(
+    blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
+) -> MemoryFallback | None:  # fmt: skip
+    """The cheapest of `list_fallbacks` with which a row at a time fits into so much for each rank.
+
+    None when no fallback does.
+    """
     single = work.single_row()
-    for way in ways(settings, machine, work.ranks):
+    for way in list_fallbacks(settings, machine, work.ranks):
         found = forecast(blueprint, settings, way.machine, single)
         if found.needed_bytes(work.sharing) <= available_bytes:
             return way
@@ -399,7 +405,7 @@ LONGEST_TOKENS = 131_072
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFittingSizes:
     """The most that fits of each, with the others as they are; None where not even the least does."""
 
     micro_batch_rows: int | None
@@ -407,18 +413,18 @@ class Largest:
     rank: int | None
 
 
-def find(
-    blueprint: Blueprint, settings: Train, machine: Machine, work: Work, available_bytes: int
-) -> Largest:  # fmt: skip
+def find_largest_sizes(
+    blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
+) -> LargestFittingSizes:  # fmt: skip
     """The most rows, tokens of a row, and rank whose need is within `available_bytes`: each alone, the others as given.
 
     Rows go up to what a rank computes of a step, tokens to what the model was made for, the rank to the smallest side
     of a matrix. Tokens are found to within 1 %.
     """
 
-    need = Need(blueprint, settings, machine, work)
+    need = MemoryForecastBuilder(blueprint, settings, machine, work)
 
-    def needed(other: Work) -> int:
+    def needed(other: MemoryWorkload) -> int:
         return need.of(other).forecast().needed_bytes(work.sharing)
 
     def with_rows(rows: int) -> int:
@@ -439,14 +445,16 @@ def find(
 
     chosen = targets.choose(blueprint.layers, settings.targets, blueprint.others)
     longest = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TOKENS
-    return Largest(
-        micro_batch_rows=_greatest_that_fits(with_rows, available_bytes, work.of_step(settings.batch_rows)),
-        row_tokens=_greatest_that_fits(with_tokens, available_bytes, int(longest), least=2, tolerance=0.01),
-        rank=_greatest_that_fits(with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)),
+    return LargestFittingSizes(
+        micro_batch_rows=_search_greatest_fitting(with_rows, available_bytes, work.of_step(settings.batch_rows)),
+        row_tokens=_search_greatest_fitting(with_tokens, available_bytes, int(longest), least=2, tolerance=0.01),
+        rank=_search_greatest_fitting(
+            with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)
+        ),
     )
 
 
-def _greatest_that_fits(
+def _search_greatest_fitting(
     need: Callable[[int], int], available_bytes: int, limit: int, least: int = 1, tolerance: float = 0.0
 ) -> int | None:
     """The greatest number up to `limit` that needs no more than there is; None when not even `least` does.

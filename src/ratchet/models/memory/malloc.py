@@ -32,7 +32,7 @@ was fitted: to resident memory of trainings with and without checkpointing, see 
 
 
 @dataclass(frozen=True)
-class Event:
+class AllocationEvent:
     """One thing that happens to blocks."""
 
     key: Hashable
@@ -42,7 +42,7 @@ class Event:
     """The part of the graph that a block of a forward pass belongs to; with a negative size and no key: which dies."""
 
 
-class Heap:
+class MallocSimulator:
     """The main heap of a process. Addresses are offsets from its beginning.
 
     Args:
@@ -66,7 +66,7 @@ class Heap:
         """Pages of the heap that were touched and not given back, and mapped blocks."""
         return self._touched + self._mapped
 
-    def replay(self, events: Iterable[Event]) -> int:
+    def replay(self, events: Iterable[AllocationEvent]) -> int:
         """Let it all happen; returns the most that was resident meanwhile."""
         self.peak_bytes = self.resident_bytes
         alive: set[Hashable] = set()
@@ -85,7 +85,7 @@ class Heap:
             self._settle(graph)
         return self.peak_bytes
 
-    def _allocate(self, event: Event) -> None:
+    def _allocate(self, event: AllocationEvent) -> None:
         needed = max(SMALLEST, -(-(event.size_bytes + HEADER) // 16) * 16)
         start, size = self._found(needed + SPARE)
         if start is None:
@@ -117,8 +117,8 @@ class Heap:
             return start, found
         if self._end - self._top < size + SMALLEST:
             if size >= self._threshold:
-                return None, _pages(size + HEADER)
-            self._end += _pages(size + PADDING + SMALLEST - (self._end - self._top))
+                return None, _round_up_to_pages(size + HEADER)
+            self._end += _round_up_to_pages(size + PADDING + SMALLEST - (self._end - self._top))
         start, self._top = self._top, self._top + size
         self._touched = max(self._touched, self._top)
         return start, size
@@ -161,5 +161,5 @@ class Heap:
         bisect.insort(self._by_size, (size, start))
 
 
-def _pages(size: int) -> int:
+def _round_up_to_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE

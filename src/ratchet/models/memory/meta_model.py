@@ -22,10 +22,10 @@ from ratchet.config.train import Train
 from ratchet.models import adapters, targets
 from ratchet.models.loading import Model
 from ratchet.models.memory import parameters
-from ratchet.models.memory.malloc import Heap
-from ratchet.models.memory.parameters import Stored
-from ratchet.models.memory.trace import Device, Ledger, Peak, Segment
-from ratchet.models.model_spec import Blueprint, blocks_of, layers_of
+from ratchet.models.memory.malloc import MallocSimulator
+from ratchet.models.memory.parameters import BaseTensorSizes
+from ratchet.models.memory.trace import AllocationTrace, Device, MemoryPeak, Segment
+from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
 
 SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
 """Periods of the two models that stand for a longer one. Three are the fewest: the last block is computed where it is
@@ -39,7 +39,7 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number")
 
 
 @dataclass(frozen=True)
-class Replica:
+class ExtrapolatedMetaModel:
     """Models with adapters on the meta device, and how many periods each has beside the real one."""
 
     models: tuple[Model, ...]
@@ -48,7 +48,7 @@ class Replica:
     """Of the short, the long and the real one; none where the real one is there itself."""
     ends: tuple[tuple[int, int], ...]
     """For each model: blocks counted from the first, and blocks counted from the last; others lie between."""
-    stored: Stored
+    stored: BaseTensorSizes
     """Bytes of the real one's base."""
 
     def extended(self, values: tuple[int, ...]) -> int:
@@ -69,7 +69,7 @@ class Replica:
         if not self.periods:
             return [one for _, one in found]
         short, long, real = self.periods
-        (_, fewer), (stack, more) = (blocks_of(one) for one in self.models)
+        (_, fewer), (stack, more) = (find_blocks(one) for one in self.models)
         period = (len(more) - len(fewer)) // (long - short)
         repeated = tuple(f"{stack}.{number}." for number in range(ends[0], ends[0] + period))
         there = [one for name, one in found if name.startswith(repeated)]
@@ -77,26 +77,26 @@ class Replica:
         parameters = [one for _, one in found]
         return parameters[:end] + (real - long) * there + parameters[end:]
 
-    def highest(self, accounts: Sequence[Ledger]) -> dict[str, int]:
+    def highest(self, accounts: Sequence[AllocationTrace]) -> dict[str, int]:
         """Parts of the greatest peak that any segment of the real model's step has; nothing without accounts."""
         best: dict[str, int] = {}
         if accounts:
-            found = [_by_place(*one) for one in zip(accounts, self.models, self.ends, strict=True)]
+            found = [_key_peaks_by_position(*one) for one in zip(accounts, self.models, self.ends, strict=True)]
             for place, first in found[0].items():
                 peaks = [one[place].parts for one in found]
                 parts = {part: self.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
                 best = max(best, parts, key=lambda one: sum(one.values()))
         return best
 
-    def resident_bytes(self, heaps: Sequence[Heap], accounts: Sequence[Ledger]) -> int:
+    def resident_bytes(self, heaps: Sequence[MallocSimulator], accounts: Sequence[AllocationTrace]) -> int:
         """Pages that the real process has touched when all this has happened in it too."""
         return self.extended(tuple(heap.replay(one.events) for heap, one in zip(heaps, accounts, strict=True)))
 
 
-def _by_place(account: Ledger, model: Model, ends: tuple[int, int]) -> dict[Segment, Peak]:
+def _key_peaks_by_position(account: AllocationTrace, model: Model, ends: tuple[int, int]) -> dict[Segment, MemoryPeak]:
     """Peaks by a name of their place that is the same in a shorter and a longer model; those between are left out."""
-    count = len(blocks_of(model)[1])
-    found: dict[Segment, Peak] = {}
+    count = len(find_blocks(model)[1])
+    found: dict[Segment, MemoryPeak] = {}
     for (direction, place, number), peak in account.peaks.items():
         if place != "block" or number < ends[0]:
             found[direction, place, number] = peak
@@ -106,7 +106,7 @@ def _by_place(account: Ledger, model: Model, ends: tuple[int, int]) -> dict[Segm
 
 
 @dataclass(frozen=True)
-class _Repetition:
+class _BlockRepetition:
     """Blocks `first` to `first + period * count` repeat; `first` before them and `rest` after them do not."""
 
     first: int
@@ -121,8 +121,8 @@ class _Repetition:
 
 
 def build(
-    blueprint: Blueprint, settings: Train, dtype: torch.dtype, device: Device, new_tokens: int = 0
-) -> Replica:  # fmt: skip
+    blueprint: ModelSpec, settings: Train, dtype: torch.dtype, device: Device, new_tokens: int = 0
+) -> ExtrapolatedMetaModel:  # fmt: skip
     """The model that these settings train, or what stands for it.
 
     Args:
@@ -141,46 +141,46 @@ def build(
         return blueprint.model(dtype, settings.attention)
 
     def finished(model: Model) -> Model:
-        if names := parameters.stored(model, settings).quantized:
-            _quantize(model, names, settings, dtype)
-        return _attached(model, settings, new_tokens)
+        if names := parameters.measure_base_sizes(model, settings).quantized:
+            _quantize_on_meta(model, names, settings, dtype)
+        return _attach_adapter(model, settings, new_tokens)
 
     whole = plain()
-    stored = parameters.stored(whole, settings)
-    repetition = _repetition(whole, settings)
+    stored = parameters.measure_base_sizes(whole, settings)
+    repetition = _find_repetition(whole, settings)
     lengths = SHORT_AND_LONG[device]
     if repetition is None or repetition.count <= lengths[1]:
-        return Replica((finished(whole),), (), ((len(blocks_of(whole)[1]), 0),), stored)
+        return ExtrapolatedMetaModel((finished(whole),), (), ((len(find_blocks(whole)[1]), 0),), stored)
     models, ends = [], []
     for periods, model in zip(lengths, (plain(), whole), strict=True):
-        if not _shorten(model, repetition, periods, settings):
-            return Replica((finished(plain()),), (), ((len(blocks_of(whole)[1]), 0),), stored)
+        if not _remove_periods(model, repetition, periods, settings):
+            return ExtrapolatedMetaModel((finished(plain()),), (), ((len(find_blocks(whole)[1]), 0),), stored)
         models.append(finished(model))
         # Two periods from the end, for the last block is like no other one.
         ends.append((repetition.first + repetition.period, 2 * repetition.period + repetition.rest))
-    return Replica(tuple(models), (*lengths, repetition.count), tuple(ends), stored)
+    return ExtrapolatedMetaModel(tuple(models), (*lengths, repetition.count), tuple(ends), stored)
 
 
-def frozen(blueprint: Blueprint, settings: Train, dtype: torch.dtype) -> tuple[Model, Stored]:
+def build_frozen(blueprint: ModelSpec, settings: Train, dtype: torch.dtype) -> tuple[Model, BaseTensorSizes]:
     """A model without an adapter as it is held for forward passes, all of it, on the meta device; and its bytes.
 
     Raises:
         SettingsError: a matrix cannot be held in tensors of train.quantization_storage.
     """
     model = blueprint.model(dtype, settings.attention)
-    stored = parameters.stored(model, settings)
+    stored = parameters.measure_base_sizes(model, settings)
     if stored.quantized:
-        _quantize(model, stored.quantized, settings, dtype)
+        _quantize_on_meta(model, stored.quantized, settings, dtype)
     return model.requires_grad_(False), stored
 
 
-def _quantize(model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype) -> None:
+def _quantize_on_meta(model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype) -> None:
     """Put these modules into bitsandbytes' own layers, with weights and constants of the right sizes."""
     for name in names:
         module = model.get_submodule(name)
         inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
         layer: Any = Linear4bit(inputs, outputs, module.bias is not None, dtype, device="meta")
-        layer.weight = _packed(layer, settings, dtype)
+        layer.weight = _pack_on_meta(layer, settings, dtype)
         layer.bias = module.bias
         layer.source_cls = type(module)  # as transformers notes it
         layer.support_avx512bf16_for_cpu = False
@@ -188,7 +188,7 @@ def _quantize(model: Model, names: tuple[str, ...], settings: Train, dtype: torc
     model.is_loaded_in_4bit = True
 
 
-def _packed(layer: Linear4bit, settings: Train, dtype: torch.dtype) -> Params4bit:
+def _pack_on_meta(layer: Linear4bit, settings: Train, dtype: torch.dtype) -> Params4bit:
     def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
@@ -216,7 +216,7 @@ def _packed(layer: Linear4bit, settings: Train, dtype: torch.dtype) -> Params4bi
     )  # fmt: skip
 
 
-def _attached(model: Model, settings: Train, new_tokens: int) -> Model:
+def _attach_adapter(model: Model, settings: Train, new_tokens: int) -> Model:
     # PiSSA begins with other values in matrices of the same shapes; on meta there is nothing to decompose.
     settings = settings.model_copy(update={"initialization": "zero"})
     # peft makes its matrices where torch makes tensors, and only then moves them to where the model is.
@@ -228,32 +228,32 @@ def _attached(model: Model, settings: Train, new_tokens: int) -> Model:
 # --------------------------------------------------------------------------------------------------------- repetition
 
 
-def _repetition(model: Model, settings: Train) -> _Repetition | None:
+def _find_repetition(model: Model, settings: Train) -> _BlockRepetition | None:
     """How the blocks repeat, with as short a period and as few odd ones before it as can be; None if they do not."""
-    name, blocks = blocks_of(model)
-    words = _words(model, name, blocks, settings)
+    name, blocks = find_blocks(model)
+    words = _block_signatures(model, name, blocks, settings)
     for period in range(1, len(words) // 2):
         for first in range(len(words) - 2 * period + 1):
             if words[first:-period] == words[first + period :]:
                 count, rest = divmod(len(words) - first, period)
-                return _Repetition(first, period, count, rest)
+                return _BlockRepetition(first, period, count, rest)
     return None
 
 
-def _words(model: Model, name: str, blocks: nn.ModuleList, settings: Train) -> list[str]:
+def _block_signatures(model: Model, name: str, blocks: nn.ModuleList, settings: Train) -> list[str]:
     """A text for each block; blocks with equal texts need equal memory."""
     adapters: dict[str, list[str]] = {str(number): [] for number in range(len(blocks))}
-    for layer in targets.choose(layers_of(model), settings.targets):
+    for layer in targets.choose(list_layers(model), settings.targets):
         if layer.name.startswith(f"{name}."):
             number, _, rest = layer.name.removeprefix(f"{name}.").partition(".")
-            adapters[number].append(f"{rest} {targets.rank_of(layer, settings)}")
+            adapters[number].append(f"{rest} {targets.layer_rank(layer, settings)}")
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     kinds = list(kinds) + [None] * (len(blocks) - len(kinds))
-    return [f"{kinds[number]} {adapters[str(number)]} {_word(block)}" for number, block in enumerate(blocks)]
+    return [f"{kinds[number]} {adapters[str(number)]} {_block_signature(block)}" for number, block in enumerate(blocks)]
 
 
-def _word(block: nn.Module) -> str:
+def _block_signature(block: nn.Module) -> str:
     """Classes, plain attributes but for the block's number, and shapes."""
     found = []
     for name, module in block.named_modules():
@@ -268,10 +268,10 @@ def _word(block: nn.Module) -> str:
     return "\n".join(found)
 
 
-def _shorten(model: Model, repetition: _Repetition, periods: int, settings: Train) -> bool:
+def _remove_periods(model: Model, repetition: _BlockRepetition, periods: int, settings: Train) -> bool:
     """Take blocks out, until there are so many periods; False if the adapters would then be other ones than before."""
-    name, blocks = blocks_of(model)
-    words = _words(model, name, blocks, settings)
+    name, blocks = find_blocks(model)
+    words = _block_signatures(model, name, blocks, settings)
     kept = repetition.kept(periods)
     shorter = nn.ModuleList(blocks[number] for number in kept)
     config = model.config.get_text_config()
@@ -279,4 +279,4 @@ def _shorten(model: Model, repetition: _Repetition, periods: int, settings: Trai
         config.layer_types = [config.layer_types[number] for number in kept]
     config.num_hidden_layers = len(kept)
     model.set_submodule(name, shorter)
-    return _words(model, name, shorter, settings) == [words[number] for number in kept]
+    return _block_signatures(model, name, shorter, settings) == [words[number] for number in kept]

@@ -31,8 +31,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models.device import Model
-from ratchet.models.model_spec import Blueprint, Layer, layers_of
-from ratchet.models.targets import choose, rank_of
+from ratchet.models.model_spec import LayerSpec, ModelSpec, list_layers
+from ratchet.models.targets import choose, layer_rank
 
 _BLOCK = 64
 """Elements to a constant; what bitsandbytes takes unless told otherwise, and transformers does not tell."""
@@ -43,7 +43,7 @@ _NESTED_CODE_BYTES = 256 * _FLOAT32
 
 
 @dataclass(frozen=True)
-class Stored:
+class BaseTensorSizes:
     """The tensors of a base as it is trained against. Bytes are those of the tensors, not of the allocator's blocks."""
 
     quantized_bytes: int
@@ -73,48 +73,48 @@ class Stored:
         return sum(-(-size // granule_bytes) * granule_bytes * count for size, count in self.tensor_sizes)
 
 
-def stored_bytes(blueprint: Blueprint, settings: Train, compute_bytes: int) -> Stored:
+def estimate_base_sizes(blueprint: ModelSpec, settings: Train, compute_bytes: int) -> BaseTensorSizes:
     """What the base takes when its matrix products are in a type of so many bytes (2 or 4)."""
     wanted = settings.compute_dtype
     half = torch.float16 if wanted == "float16" else torch.bfloat16
-    return stored(blueprint.model({2: half, 4: torch.float32}[compute_bytes]), settings)
+    return measure_base_sizes(blueprint.model({2: half, 4: torch.float32}[compute_bytes]), settings)
 
 
-def stored(model: Model, settings: Train) -> Stored:
+def measure_base_sizes(model: Model, settings: Train) -> BaseTensorSizes:
     """The same for a model that is at hand, on the meta device or any other, in plain weights of the type computed in.
 
-    A model that was loaded in 4 bits is measured with `tensors_of` instead.
+    A model that was loaded in 4 bits is measured with `list_unique_tensors` instead.
 
     Raises:
         SettingsError: a matrix cannot be held in tensors of train.quantization_storage.
     """
     quantizes = settings.quantization != "none"
-    names = frozenset(quantized_names(model)) if quantizes else frozenset[str]()
+    names = frozenset(list_quantized_modules(model)) if quantizes else frozenset[str]()
     packed = {id(model.get_submodule(name).weight): name for name in names}
     quantized: Counter[int] = Counter()
     constants: Counter[int] = Counter()
     plain: Counter[int] = Counter()
     largest = 0
-    for tensor in tensors_of(model):
+    for tensor in list_unique_tensors(model):
         largest = max(largest, tensor.nbytes)
         if id(tensor) in packed:
             quantized[_packed_bytes(tensor.numel(), settings, packed[id(tensor)])] += 1
-            constants.update(_constants(tensor.numel(), settings.double_quantization))
+            constants.update(_constant_sizes(tensor.numel(), settings.double_quantization))
         else:
             plain[tensor.nbytes] += 1
-    return Stored(
-        quantized_bytes=_sum(quantized),
-        constants_bytes=_sum(constants),
-        plain_bytes=_sum(plain),
+    return BaseTensorSizes(
+        quantized_bytes=_total_size(quantized),
+        constants_bytes=_total_size(constants),
+        plain_bytes=_total_size(plain),
         largest_plain_bytes=max(plain, default=0),
         largest_source_bytes=largest,
         quantized=tuple(name for name, _ in model.named_modules() if name in names),
-        left_plain=_left_plain(model, names) if quantizes else (),
+        left_plain=_list_unquantized_tensors(model, names) if quantizes else (),
         tensor_sizes=tuple(sorted((quantized + constants + plain).items())),
     )
 
 
-def tensors_of(model: Model) -> list[Tensor]:
+def list_unique_tensors(model: Model) -> list[Tensor]:
     """Every tensor of a model once: parameters, buffers, and what 4-bit weights are read with."""
     found: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -125,15 +125,15 @@ def tensors_of(model: Model) -> list[Tensor]:
     return list(found.values())
 
 
-def quantized_parameters(model: Model) -> int:
+def count_quantized_parameters(model: Model) -> int:
     """Weights of a loaded model that are in 4 bits."""
     return sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, Linear4bit))
 
 
-def quantized_names(model: Model) -> list[str]:
+def list_quantized_modules(model: Model) -> list[str]:
     """Modules of a plain model that are in 4 bits when it is loaded so, by transformers' own rules
     (integrations.bitsandbytes.replace_with_bnb_linear); in the order of its modules."""
-    keep = HfQuantizer.get_modules_to_not_convert(model, _skipped(model.config), model._keep_in_fp32_modules)
+    keep = HfQuantizer.get_modules_to_not_convert(model, _skipped_modules(model.config), model._keep_in_fp32_modules)
     return [
         name
         for name, module in model.named_modules()
@@ -141,35 +141,37 @@ def quantized_names(model: Model) -> list[str]:
     ]
 
 
-def trainable_parameters(blueprint: Blueprint, settings: Train, new_tokens: int = 0) -> int:
+def count_trainable_parameters(blueprint: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
     """Parameters that learn: the adapters', and the rows of so many added tokens."""
     chosen = choose(blueprint.layers, settings.targets, blueprint.others)
-    return sum(_adapter_parameters(layer, settings) for layer in chosen) + _row_parameters(blueprint, new_tokens)
+    return sum(_count_adapter_parameters(layer, settings) for layer in chosen) + _count_row_parameters(
+        blueprint, new_tokens
+    )
 
 
-def total_parameters(blueprint: Blueprint, settings: Train, new_tokens: int = 0) -> int:
+def count_total_parameters(blueprint: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
     """Base and adapter together; for AdaLoRA with peft's `ranknum`, one number a layer that does not learn."""
-    total = blueprint.parameters + trainable_parameters(blueprint, settings, new_tokens)
+    total = blueprint.parameters + count_trainable_parameters(blueprint, settings, new_tokens)
     if settings.adapter == "adalora":
         total += len(choose(blueprint.layers, settings.targets, blueprint.others))
     return total
 
 
-def _adapter_parameters(layer: Layer, settings: Train) -> int:
+def _count_adapter_parameters(layer: LayerSpec, settings: Train) -> int:
     """A [r, inputs] and B [outputs, r] (LoRA); magnitudes of the outputs (DoRA); r singular values (AdaLoRA)."""
-    rank = rank_of(layer, settings)
+    rank = layer_rank(layer, settings)
     matrices = rank * layer.count * (layer.inputs + layer.outputs)
     return matrices + {"lora": 0, "dora": layer.outputs, "adalora": rank}[settings.adapter]
 
 
-def _row_parameters(blueprint: Blueprint, new_tokens: int) -> int:
+def _count_row_parameters(blueprint: ModelSpec, new_tokens: int) -> int:
     """peft trains the rows of new tokens as a tensor beside the embedding; a head that is tied shares it."""
     head = [layer for layer in blueprint.layers if layer.role == "head"]
     width = head[0].inputs if head else 0
     return new_tokens * width * (1 if blueprint.tied_head else 2)
 
 
-def _skipped(config: Any) -> list[str] | None:
+def _skipped_modules(config: Any) -> list[str] | None:
     """Modules that a checkpoint in 4 bits names as left out; None for transformers' own choice."""
     held = getattr(config, "quantization_config", None) or {}
     told: dict[str, Any] = held if isinstance(held, dict) else held.to_dict()
@@ -186,7 +188,7 @@ def _packed_bytes(elements: int, settings: Train, name: str) -> int:
     return packed_bytes
 
 
-def _constants(elements: int, double: bool) -> list[int]:
+def _constant_sizes(elements: int, double: bool) -> list[int]:
     """Bytes of each tensor that a 4-bit matrix of so many elements is read with."""
     blocks = -(-elements // _BLOCK)
     if not double:
@@ -194,11 +196,11 @@ def _constants(elements: int, double: bool) -> list[int]:
     return [blocks, _CODE_BYTES, _FLOAT32, -(-blocks // _NESTED_BLOCK) * _FLOAT32, _NESTED_CODE_BYTES]
 
 
-def _left_plain(model: Model, names: frozenset[str]) -> tuple[str, ...]:
+def _list_unquantized_tensors(model: Model, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(
-        layer.name for layer in layers_of(model) if layer.role in ("attention", "mlp") and layer.name not in names
+        layer.name for layer in list_layers(model) if layer.role in ("attention", "mlp") and layer.name not in names
     )
 
 
-def _sum(sizes: Counter[int]) -> int:
+def _total_size(sizes: Counter[int]) -> int:
     return sum(size * count for size, count in sizes.items())

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ratchet.config.schema import Machine
-from ratchet.config.train import Compression
+from ratchet.config.train import GradientCompressionSettings
 from ratchet.models.device import Model
-from ratchet.models.gradient_compression.reducer import Wire
-from ratchet.models.memory.meta_model import Replica
-from ratchet.models.memory.trace import Batch, Device, Ledger
-from ratchet.models.model_spec import blocks_of
+from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.memory.meta_model import ExtrapolatedMetaModel
+from ratchet.models.memory.trace import AllocationTrace, BatchShape, Device
+from ratchet.models.model_spec import find_blocks
 
 GATHERED = 3
 """Layers whose matrices are there at a time: the one at work, the next one, and the flat buffer they arrive in."""
@@ -28,7 +28,7 @@ PASSES = 2
 
 
 @dataclass(frozen=True)
-class Shards:
+class BaseShardSizes:
     """What of the base is split, in bytes."""
 
     whole_bytes: int
@@ -44,12 +44,12 @@ class Shards:
         return self.whole_bytes - self.own_bytes
 
 
-def is_shared(machine: Machine, ranks: int) -> bool:
+def is_base_sharded(machine: Machine, ranks: int) -> bool:
     """Whether so many ranks share the base; `machine.shard_base: auto` is taken for false."""
     return machine.shard_base is True and ranks > 1
 
 
-def shard_base(replica: Replica, ranks: int, granule_bytes: int) -> Shards:
+def compute_shard_sizes(replica: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
     """For so many ranks, with an allocator that gives multiples of `granule_bytes`."""
 
     def rounded(count: int) -> int:
@@ -57,16 +57,21 @@ def shard_base(replica: Replica, ranks: int, granule_bytes: int) -> Shards:
 
     def total(figure: Callable[[Tensor], int]) -> int:
         def of_model(model: Model) -> int:
-            return sum(rounded(figure(one)) for block in blocks_of(model)[1] for one in matrices(block))
+            return sum(
+                rounded(figure(one)) for block in find_blocks(model)[1] for one in iterate_shardable_matrices(block)
+            )
 
         return replica.sum_of(of_model)
 
-    layers = (block for model in replica.models for block in blocks_of(model)[1])
-    largest = max((sum(ranks * _share_bytes(one, ranks) for one in matrices(layer)) for layer in layers), default=0)
-    return Shards(total(lambda one: one.nbytes), total(lambda one: _share_bytes(one, ranks)), largest)
+    layers = (block for model in replica.models for block in find_blocks(model)[1])
+    largest = max(
+        (sum(ranks * _share_bytes(one, ranks) for one in iterate_shardable_matrices(layer)) for layer in layers),
+        default=0,
+    )
+    return BaseShardSizes(total(lambda one: one.nbytes), total(lambda one: _share_bytes(one, ranks)), largest)
 
 
-def matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
+def iterate_shardable_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
     """What of a decoder layer is split: what has two dimensions or more and does not learn."""
     return (one for one in layer.parameters() if not one.requires_grad and one.dim() >= 2)
 
@@ -84,7 +89,7 @@ _OPERATIONS = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
 
 
 @dataclass(frozen=True)
-class Communication:
+class CommunicationMemory:
     """Memory of a rank's Wire, in bytes."""
 
     buffer_bytes: int = 0
@@ -97,9 +102,9 @@ class Communication:
     """What one sum leaves unsent on this rank; snapshots take that of all ranks."""
 
 
-def communication_memory(
-    parameters: Sequence[nn.Parameter], settings: Compression, ranks: int, device: Device
-) -> Communication:
+def measure_communication_memory(
+    parameters: Sequence[nn.Parameter], settings: GradientCompressionSettings, ranks: int, device: Device
+) -> CommunicationMemory:
     """Of one of so many ranks, with these parameters, on the meta device, that learn; nothing where there is no Wire.
 
     Args:
@@ -109,16 +114,16 @@ def communication_memory(
         device: that trains.
     """
     if not parameters or (ranks == 1 and settings.method == "none"):
-        return Communication()
+        return CommunicationMemory()
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     gradients = (nn.Parameter(one.grad) for one in parameters if one.grad is not None)
     own = nn.ParameterList([*parameters, *gradients])
-    ledger = Ledger(own, Batch(1, 1, 1, packed=False, device=device), learning=False)
+    ledger = AllocationTrace(own, BatchShape(1, 1, 1, packed=False, device=device), learning=False)
     try:
-        with _Collectives(), ledger:
-            group = _Group(ranks) if ranks > 1 else None
-            wire = Wire([("", parameter) for parameter in parameters], group, settings, lambda _: None)
+        with _MetaCollectives(), ledger:
+            group = _MetaProcessGroup(ranks) if ranks > 1 else None
+            wire = GradientReducer([("", parameter) for parameter in parameters], group, settings, lambda _: None)
             buffer = ledger.total_bytes()
             for _ in range(2):
                 wire.sum()
@@ -128,11 +133,11 @@ def communication_memory(
     finally:
         for parameter in parameters:
             parameter.grad = None
-    return Communication(buffer, held, peak, unsent if ranks > 1 else 0)
+    return CommunicationMemory(buffer, held, peak, unsent if ranks > 1 else 0)
 
 
 @dataclass(frozen=True)
-class _Group:
+class _MetaProcessGroup:
     """What the Wire asks of torch's process group."""
 
     ranks: int
@@ -144,7 +149,7 @@ class _Group:
         return 0
 
 
-class _Collectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
+class _MetaCollectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
     """Nothing travels: what would arrive has its place already. torch.distributed lets a mode answer for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

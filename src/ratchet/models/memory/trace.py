@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_iter
 
 from ratchet.models import chunked_loss
 from ratchet.models.loading import Model
-from ratchet.models.loss import Sequences, answer_nll
-from ratchet.models.memory.malloc import Event
-from ratchet.models.model_spec import blocks_of
-from ratchet.models.teacher import Beside, Spoken
+from ratchet.models.loss import SequenceBatch, answer_nll
+from ratchet.models.memory.malloc import AllocationEvent
+from ratchet.models.model_spec import find_blocks
+from ratchet.models.teacher import OnlineTeacher, OnlineTeacherTargets
 
 Device = Literal["cpu", "cuda"]
 Part = Literal["activations", "logits and loss", "dequantised weights", "gradients", "temporary"]
@@ -39,7 +39,7 @@ CUSTOM_GEMM_ROWS = 1536
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """What goes through the model at once; sizes only."""
 
     rows: int
@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """The most that lived at once, and what it was."""
 
     total_bytes: int = 0
@@ -60,7 +60,7 @@ class Peak:
 
 
 @dataclass
-class _Block:
+class _AllocatedBlock:
     number: int
     alive: "weakref.ref[Any]"
     """Held, for it tells of the end."""
@@ -68,7 +68,7 @@ class _Block:
     part: Part
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
+class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
     """The account: live bytes by part, their peak in every segment, and all that happened to blocks.
 
     Args:
@@ -77,22 +77,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
         learning: a graph for the backward pass is made.
     """
 
-    def __init__(self, model: Model, batch: Batch, learning: bool) -> None:
+    def __init__(self, model: Model, batch: BatchShape, learning: bool) -> None:
         super().__init__()
         self.batch = batch
         self.learning = learning
         self.segment: Segment = ("forward", "before", 0)
         self.recomputing = False
         self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
-        self.peaks: dict[Segment, Peak] = {}
-        self.events: list[Event] = []
-        self._blocks: dict[int, _Block] = {}
+        self.peaks: dict[Segment, MemoryPeak] = {}
+        self.events: list[AllocationEvent] = []
+        self._blocks: dict[int, _AllocatedBlock] = {}
         self._granule = GRANULE_BYTES[batch.device]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own_tensors(model)}
+        self._own = {tensor.untyped_storage()._cdata for tensor in iterate_own_tensors(model)}
 
     def leave_out(self, model: Model) -> None:
         """Another model's own tensors are not counted either."""
-        self._own |= {tensor.untyped_storage()._cdata for tensor in own_tensors(model)}
+        self._own |= {tensor.untyped_storage()._cdata for tensor in iterate_own_tensors(model)}
 
     def total_bytes(self) -> int:
         """Alive at this moment."""
@@ -101,7 +101,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
     def enter(self, segment: Segment) -> None:
         """From here on this segment's peak is taken."""
         if self.segment[0] == "backward":
-            self.events.append(Event(None, -1, self.segment[1:]))
+            self.events.append(AllocationEvent(None, -1, self.segment[1:]))
         self.segment = segment
         self._note(0)
 
@@ -119,15 +119,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
         result = self._answer(func, args, kwargs or {})
         part, extra = self._part(func), workspace_bytes(func, args, kwargs or {}, self.batch.device)
         if extra:
-            self.events.append(Event("work space", extra, self._graph()))
+            self.events.append(AllocationEvent("work space", extra, self._graph()))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._own and storage._cdata not in self._blocks:
                     self._add(storage, part)
-        self._note(extra, part_of_workspace(func))
+        self._note(extra, classify_workspace(func))
         if extra:
-            self.events.append(Event("work space", -1))
+            self.events.append(AllocationEvent("work space", -1))
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
         if func is aten.nonzero.default:
             return torch.empty((self.batch.learned, args[0].dim()), dtype=torch.int64, device="meta")
         if func is aten._grouped_mm.default:  # its kernel on meta takes bfloat16 only, those of CPUs take any type
-            return _grouped_product(*args, **kwargs)
+            return _grouped_mm_on_meta(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _part(self, func: Any) -> Part:
@@ -152,15 +152,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
 
     def _add(self, storage: Any, part: Part) -> None:
         key, size = storage._cdata, -(-storage.nbytes() // self._granule) * self._granule
-        block = _Block(len(self.events), weakref.ref(storage, lambda _: self._drop(key)), size, part)
+        block = _AllocatedBlock(len(self.events), weakref.ref(storage, lambda _: self._drop(key)), size, part)
         self._blocks[key] = block
         self.live[part] += size
-        self.events.append(Event(block.number, size, self._graph()))
+        self.events.append(AllocationEvent(block.number, size, self._graph()))
 
     def _drop(self, key: int) -> None:
         block = self._blocks.pop(key)
         self.live[block.part] -= block.size_bytes
-        self.events.append(Event(block.number, -1))
+        self.events.append(AllocationEvent(block.number, -1))
 
     def _graph(self) -> Any:
         """The part of the graph that is being made, if any is."""
@@ -169,14 +169,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
 
     def _note(self, extra_bytes: int, extra_part: Part = "temporary") -> None:
         total = self.total_bytes() + extra_bytes
-        peak = self.peaks.setdefault(self.segment, Peak())
+        peak = self.peaks.setdefault(self.segment, MemoryPeak())
         if total > peak.total_bytes or not peak.parts:
             parts = dict(self.live)
             parts[extra_part] += extra_bytes
-            self.peaks[self.segment] = Peak(total, parts)
+            self.peaks[self.segment] = MemoryPeak(total, parts)
 
 
-def own_tensors(model: Model) -> Iterator[Tensor]:
+def iterate_own_tensors(model: Model) -> Iterator[Tensor]:
     """Parameters, buffers and constants of quantisation."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor
@@ -186,7 +186,7 @@ def own_tensors(model: Model) -> Iterator[Tensor]:
             yield from (one for one in (constants.absmax, constants.code, *nested) if isinstance(one, Tensor))
 
 
-def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
     """Shape of `grouped_mm`: rows in groups times a matrix a group, or (the gradient of those) a matrix a group."""
     if first.dim() == 2 and second.dim() == 2:
         return first.new_empty((offsets.shape[0], first.shape[0], second.shape[1]))
@@ -210,7 +210,7 @@ def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device
     return 0
 
 
-def part_of_workspace(func: Any) -> Part:
+def classify_workspace(func: Any) -> Part:
     """What such work space is for."""
     return "dequantised weights" if func.namespace == "bitsandbytes" else "temporary"
 
@@ -228,7 +228,7 @@ LARGEST_HEAD = 256
 """Width of attention heads up to which GPUs have fused kernels."""
 
 
-class Kernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
+class DeviceKernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
     """Sends attention and dropout to the operators that a device really takes; on meta torch takes others."""
 
     def __init__(self, device: Device) -> None:
@@ -237,7 +237,7 @@ class Kernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no typ
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(self.device, dict(zip(_ATTENTION_WORDS, args, strict=False)) | (kwargs or {}))
+            return _attention_on_device(self.device, dict(zip(_ATTENTION_WORDS, args, strict=False)) | (kwargs or {}))
         if self.device == "cuda" and getattr(func, "__name__", "") == "dropout" and len(args) == 3 and args[2]:
             return torch.native_dropout(args[0], args[1], train=True)[0]  # keeps a mask of bytes, CPUs keep the noise
         return func(*args, **(kwargs or {}))
@@ -246,7 +246,7 @@ class Kernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no typ
 _ATTENTION_WORDS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def _attention(device: Device, given: dict[str, Any]) -> Tensor:
+def _attention_on_device(device: Device, given: dict[str, Any]) -> Tensor:
     """The kernel that `scaled_dot_product_attention` chooses for what it is given (ATen: sdp_utils, attention.cpp)."""
     query, key, value = (given[word] for word in _ATTENTION_WORDS[:3])
     mask, chance, causal = given.get("attn_mask"), given.get("dropout_p", 0.0), given.get("is_causal", False)
@@ -282,9 +282,9 @@ def _attention_on_gpu(heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None,
 
 
 @contextmanager
-def _segments(model: Model, ledger: Ledger) -> Iterator[None]:
+def _track_segments(model: Model, ledger: AllocationTrace) -> Iterator[None]:
     """Tell the ledger which block is at work, forward and backward."""
-    blocks = list(blocks_of(model)[1])
+    blocks = list(find_blocks(model)[1])
     handles: list[Any] = []
 
     def entering(number: int) -> Callable[..., None]:
@@ -314,14 +314,14 @@ def _segments(model: Model, ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpointing(model: Model, ledger: Ledger) -> Iterator[None]:
+def _track_checkpointing(model: Model, ledger: AllocationTrace) -> Iterator[None]:
     """Activation checkpointing as the worker switches it on, with word to the ledger of what is computed again."""
 
     @contextmanager
     def again() -> Iterator[None]:
         ledger.recomputing = True
         try:
-            with Kernels(ledger.batch.device):  # torch turns such modes off within backward()
+            with DeviceKernels(ledger.batch.device):  # torch turns such modes off within backward()
                 yield
         finally:
             ledger.recomputing = False
@@ -335,7 +335,7 @@ def _checkpointing(model: Model, ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _use_deterministic_algorithms() -> Iterator[None]:
     """As the worker computes: some operators need more memory then."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
@@ -346,7 +346,7 @@ def _deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def _experts() -> Iterator[None]:
+def _fold_experts_without_autocast() -> Iterator[None]:
     """Fold the factors of fused experts in as peft does, without turning autocast off: on meta there is none."""
     own = layer._LoraFactorsProxy.forward
 
@@ -360,9 +360,9 @@ def _experts() -> Iterator[None]:
         layer._LoraFactorsProxy.forward = own
 
 
-def step(
-    model: Model, batch: Batch, accumulated: bool, checkpointing: bool, teacher: Beside | None = None
-) -> Ledger:  # fmt: skip
+def trace_micro_batch(
+    model: Model, batch: BatchShape, accumulated: bool, checkpointing: bool, teacher: OnlineTeacher | None = None
+) -> AllocationTrace:  # fmt: skip
     """Loss and gradient of one micro-batch: the account of it, without weights, adapters and optimizer.
 
     Args:
@@ -372,20 +372,26 @@ def step(
         checkpointing: `machine.activation_checkpointing`.
         teacher: on the meta device, that is asked about the micro-batch.
     """
-    ledger = Ledger(model, batch, learning=True)
+    ledger = AllocationTrace(model, batch, learning=True)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    recomputed = _checkpointing(model, ledger) if checkpointing else nullcontext()
-    with Kernels(batch.device), _deterministic(), _experts(), recomputed, _segments(model, ledger):
+    recomputed = _track_checkpointing(model, ledger) if checkpointing else nullcontext()
+    with (
+        DeviceKernels(batch.device),
+        _use_deterministic_algorithms(),
+        _fold_experts_without_autocast(),
+        recomputed,
+        _track_segments(model, ledger),
+    ):
         for parameter in learning:
             parameter.grad = torch.empty_like(parameter) if accumulated else None
             if accumulated:
                 ledger.count(parameter.grad, "gradients")
-        handles = [p.register_post_accumulate_grad_hook(_named_gradient(ledger)) for p in learning]
+        handles = [p.register_post_accumulate_grad_hook(_gradient_labeler(ledger)) for p in learning]
         model.train()
         with ledger:
-            inputs = _inputs(batch)
-            lesson = None if teacher is None else _lesson(teacher, inputs, ledger)
-            chunked_loss.learn(model, inputs, 1.0, _telling(ledger), lesson)
+            inputs = _build_meta_inputs(batch)
+            lesson = None if teacher is None else _build_teacher_targets(teacher, inputs, ledger)
+            chunked_loss.forward_backward(model, inputs, 1.0, _report_phases_to(ledger), lesson)
             del inputs, lesson
         for handle in handles:
             handle.remove()
@@ -394,7 +400,9 @@ def step(
     return ledger
 
 
-def _lesson(teacher: Beside, inputs: Sequences, ledger: Ledger) -> Spoken:
+def _build_teacher_targets(
+    teacher: OnlineTeacher, inputs: SequenceBatch, ledger: AllocationTrace
+) -> OnlineTeacherTargets:
     """What a teacher makes of a micro-batch; nothing of it is kept for a backward pass."""
     ledger.leave_out(teacher.model)
     ledger.learning = False
@@ -403,7 +411,7 @@ def _lesson(teacher: Beside, inputs: Sequences, ledger: Ledger) -> Spoken:
     return lesson
 
 
-def _named_gradient(ledger: Ledger) -> Callable[[Tensor], None]:
+def _gradient_labeler(ledger: AllocationTrace) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
             ledger.count(parameter.grad, "gradients")
@@ -411,35 +419,42 @@ def _named_gradient(ledger: Ledger) -> Callable[[Tensor], None]:
     return hook
 
 
-def evaluation(model: Model, batch: Batch) -> Ledger:
+def trace_evaluation(model: Model, batch: BatchShape) -> AllocationTrace:
     """The same for a micro-batch of validation rows: no gradient is taken."""
-    ledger = Ledger(model, batch, learning=False)
+    ledger = AllocationTrace(model, batch, learning=False)
     model.eval()
-    with Kernels(batch.device), _deterministic(), _experts(), _segments(model, ledger), torch.no_grad(), ledger:
-        chunked_loss.likelihood(model, _inputs(batch))
+    with (
+        DeviceKernels(batch.device),
+        _use_deterministic_algorithms(),
+        _fold_experts_without_autocast(),
+        _track_segments(model, ledger),
+        torch.no_grad(),
+        ledger,
+    ):
+        chunked_loss.compute_nll(model, _build_meta_inputs(batch))
     return ledger
 
 
-def kept_bytes(model: Model, batch: Batch) -> int:
+def saved_activation_bytes(model: Model, batch: BatchShape) -> int:
     """What the forward pass leaves alive for the backward pass, the loss included."""
-    ledger = Ledger(model, batch, learning=True)
+    ledger = AllocationTrace(model, batch, learning=True)
     model.train()
-    with Kernels(batch.device), _deterministic(), _experts(), ledger:
-        inputs = _inputs(batch)
+    with DeviceKernels(batch.device), _use_deterministic_algorithms(), _fold_experts_without_autocast(), ledger:
+        inputs = _build_meta_inputs(batch)
         loss = answer_nll(model, inputs.input_ids, inputs.labels, inputs.position_ids).sum()
         kept = ledger.total_bytes()
     del loss
     return kept
 
 
-def _inputs(batch: Batch) -> Sequences:
+def _build_meta_inputs(batch: BatchShape) -> SequenceBatch:
     shape = (batch.rows, batch.tokens)
     input_ids, labels = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
     positions = torch.empty(shape, dtype=torch.int64, device="meta") if batch.packed else None
-    return Sequences(input_ids, labels, positions)
+    return SequenceBatch(input_ids, labels, positions)
 
 
-def _telling(ledger: Ledger) -> chunked_loss.During:
+def _report_phases_to(ledger: AllocationTrace) -> chunked_loss.During:
     """Word to the ledger of when the backward pass of the body begins."""
 
     def during(what: str) -> AbstractContextManager[None]:

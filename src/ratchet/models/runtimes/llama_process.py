@@ -35,7 +35,7 @@ EXIT_NOT_STARTED = 3
 LOG_S, LOG_STEP_S = 2.0, 0.1
 
 
-def parameters(options: argparse.Namespace) -> Any:
+def build_server_parameters(options: argparse.Namespace) -> Any:
     """llama.cpp's settings; whatever is not named here has the defaults of its server."""
     import xllamacpp
 
@@ -62,7 +62,7 @@ def parameters(options: argparse.Namespace) -> Any:
     return found
 
 
-def _arguments(words: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ratchet.models.runtimes.llama_process", description=__doc__)
     parser.add_argument("model", type=Path, help="a .gguf file")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -74,13 +74,13 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _end_with_input() -> None:
+def _exit_when_stdin_closes() -> None:
     while os.read(0, 4096):  # not sys.stdin: Python aborts when it ends while a thread reads that
         pass
     os._exit(0)  # whoever wanted answers is gone
 
 
-def _let_log_come() -> None:
+def _flush_llama_log() -> None:
     """llama.cpp writes its log from a thread, and what that still has is lost when the process ends."""
     written, deadline_s = 0, time.monotonic() + LOG_S
     while time.monotonic() < deadline_s:
@@ -92,18 +92,18 @@ def _let_log_come() -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Serve until SIGTERM (or, with --with-parent, the end of standard input)."""
-    options = _arguments(words)
+    options = _parse_arguments(words)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when a person types Ctrl-C
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a library that prints must not spoil the one line that is read
     if options.with_parent:
-        threading.Thread(target=_end_with_input, daemon=True).start()
+        threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     import xllamacpp
 
     try:
-        server = xllamacpp.Server(parameters(options))
+        server = xllamacpp.Server(build_server_parameters(options))
     except RuntimeError as error:  # the reason is in the log, which goes to standard error
-        _let_log_come()
+        _flush_llama_log()
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_STARTED
     answer.write(json.dumps({"address": server.listening_address}) + "\n")

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-from ratchet.errors import BaseModelError, BusyError, DamagedError, RatchetError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, LockHeldError, RatchetError, SettingsError
 from ratchet.models.runtimes import openai_requests
 
 Message = dict[str, str]
@@ -42,7 +42,7 @@ GREEDY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Reply:
+class LlamaReply:
     """An answer of the chat."""
 
     text: str
@@ -54,7 +54,7 @@ class Reply:
     """It ended by itself, not at the limit."""
 
 
-class Client:
+class LlamaClient:
     """Asks one server.
 
     Args:
@@ -103,11 +103,11 @@ class Client:
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise self._refusal("/completion", response.status, response.read())
-            for data in openai_requests.data_of(response):
+            for data in openai_requests.iterate_event_data(response):
                 if data is not None and data != openai_requests.DONE:
                     found: dict[str, Any] = json.loads(data)
                     if "error" in found:
-                        raise RatchetError(f"{self.what}: llama.cpp broke off: {_said(data.encode())}")
+                        raise RatchetError(f"{self.what}: llama.cpp broke off: {_read_error_message(data.encode())}")
                     yield found
                     if found.get("stop"):
                         return
@@ -123,7 +123,7 @@ class Client:
 
     def _refusal(self, path: str, status: int, content: bytes) -> RatchetError:
         kind = SettingsError if status == http.HTTPStatus.BAD_REQUEST else RatchetError
-        return kind(f"{self.what}: llama.cpp refuses {path}: {_said(content)}")
+        return kind(f"{self.what}: llama.cpp refuses {path}: {_read_error_message(content)}")
 
     def silence(self, error: Exception) -> str:
         """Why there is no answer, for a message."""
@@ -159,7 +159,7 @@ class Client:
         body = {"prompt": list(prompt), "n_predict": max_new_tokens, "return_tokens": True, "response_fields": fields}
         return self.ask("/completion", {**GREEDY, **body, **more})
 
-    def chat(self, messages: Sequence[Message], max_tokens: int) -> Reply:
+    def chat(self, messages: Sequence[Message], max_tokens: int) -> LlamaReply:
         """Ask the OpenAI-compatible endpoint, greedily; nothing is reused from one call to the next.
 
         It answers with a text. Its log-probabilities do not name every token (see `top`), so the tokens are those that
@@ -181,7 +181,7 @@ class Client:
             )
         choice = found["choices"][0]
         text = str(choice["message"]["content"] or "")
-        return Reply(text, tuple(prompt), tuple(ids), choice["finish_reason"] == "stop")
+        return LlamaReply(text, tuple(prompt), tuple(ids), choice["finish_reason"] == "stop")
 
     def top(self, prompt: Sequence[int], count: int, cache_prompt: bool) -> bytes:
         """The likeliest next tokens and their log-probabilities, as JSON in which `top_logprobs` lists `count` of them.
@@ -206,12 +206,12 @@ class Client:
             listed = json.loads(self.top([*prompt, *answer[:done]], 2, done > 0))["completion_probabilities"]
             first, second = (one["logprob"] for one in listed[0]["top_logprobs"])
             if first is None or second is None:
-                raise DamagedError(f"{self.what}: llama.cpp's log-probabilities are no numbers; export it again")
+                raise DamagedFileError(f"{self.what}: llama.cpp's log-probabilities are no numbers; export it again")
             found.append(float(first) - float(second))
         return tuple(found)
 
 
-def _said(content: bytes) -> str:
+def _read_error_message(content: bytes) -> str:
     """The message of an error of llama.cpp."""
     try:
         return str(json.loads(content)["error"]["message"]).strip()
@@ -240,7 +240,7 @@ ERROR = re.compile(r"[\d.]+ E (?:\w+ +)?[\w~]+: (.*)")
 UNKNOWN = ("unknown model architecture", "unknown pre-tokenizer", "unknown tokenizer")
 
 
-class Server(Client):
+class LlamaServer(LlamaClient):
     """A running server. `with start(...) as server:`, or call `close`."""
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes], log: IO[bytes], streams: ExitStack) -> None:
@@ -279,12 +279,12 @@ class Server(Client):
         except subprocess.TimeoutExpired:
             return super().silence(error)
         said = "; ".join(self.last_words()[-2:]) or "it said nothing"
-        return f"llama.cpp's server has ended ({_end(code)}: {said})"
+        return f"llama.cpp's server has ended ({_describe_exit(code)}: {said})"
 
 
-def start(
+def start_server(
     path: Path, threads: int, context_tokens: int, cache: Cache = "f16", port: int = 0, ready_s: float = READY_S
-) -> Server:
+) -> LlamaServer:
     """Start llama.cpp's server on a GGUF file and wait until it is ready.
 
     Args:
@@ -303,15 +303,15 @@ def start(
         RatchetError: it crashed, or was not ready in time.
     """
     if not path.is_file():
-        raise DamagedError(f"{path}: not there; export it again")
+        raise DamagedFileError(f"{path}: not there; export it again")
     options = ["--threads", threads, "--context", context_tokens, "--cache", cache, "--port", port, "--with-parent"]
-    server = _spawned(path, [sys.executable, "-P", "-m", MODULE, str(path.absolute()), *map(str, options)])
+    server = _spawn_server(path, [sys.executable, "-P", "-m", MODULE, str(path.absolute()), *map(str, options)])
     try:
-        line = _first_line(server.process, ready_s)
+        line = _read_first_line(server.process, ready_s)
         if line is None:
             raise RatchetError(f"{path}: llama.cpp was not ready after {ready_s:g} s; is the disk slow, memory short?")
         if not line:
-            raise _not_started(path, port, server.process.wait(), server.last_words())
+            raise _start_error(path, port, server.process.wait(), server.last_words())
         server.address = str(json.loads(line)["address"])
     except BaseException:
         server.close()
@@ -319,12 +319,12 @@ def start(
     return server
 
 
-def version() -> str:
+def get_version() -> str:
     """Which llama.cpp runs files: that of the installed wheel."""
     return f"llama.cpp (xllamacpp {metadata.version('xllamacpp')})"
 
 
-def _spawned(path: Path, command: list[str]) -> Server:
+def _spawn_server(path: Path, command: list[str]) -> LlamaServer:
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
     with ExitStack() as streams:
         log = streams.enter_context(tempfile.TemporaryFile())
@@ -334,10 +334,10 @@ def _spawned(path: Path, command: list[str]) -> Server:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 streams.enter_context(pipe)
-        return Server(path, process, log, streams.pop_all())
+        return LlamaServer(path, process, log, streams.pop_all())
 
 
-def _first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+def _read_first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """Of its standard output; empty when it ended without one, None when there was none in time."""
     found, deadline_s = b"", time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting:
@@ -353,14 +353,16 @@ def _first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | Non
     return found
 
 
-def _not_started(path: Path, port: int, code: int, log: Sequence[str]) -> RatchetError:
-    reason = _reason(log)
+def _start_error(path: Path, port: int, code: int, log: Sequence[str]) -> RatchetError:
+    reason = _first_logged_error(log)
     if "bind HTTP server socket" in reason:
-        return BusyError(f"port {port} of 127.0.0.1 is taken; end what listens there, or name another")
+        return LockHeldError(f"port {port} of 127.0.0.1 is taken; end what listens there, or name another")
     if code < 0:
-        return RatchetError(f"{path}: llama.cpp ended while loading it ({_end(code)}: {reason}); is memory short?")
+        return RatchetError(
+            f"{path}: llama.cpp ended while loading it ({_describe_exit(code)}: {reason}); is memory short?"
+        )
     if any(words in reason for words in UNKNOWN):
-        return BaseModelError(f"{path}: {version()} cannot run it ({reason}); a newer one may, or export hf alone")
+        return BaseModelError(f"{path}: {get_version()} cannot run it ({reason}); a newer one may, or export hf alone")
     if any("chat template" in line for line in log):
         cause = next((line for line in log if line.startswith("Error:")), reason)
         return BaseModelError(
@@ -368,15 +370,15 @@ def _not_started(path: Path, port: int, code: int, log: Sequence[str]) -> Ratche
         )
     if not any(ERROR.match(line) for line in log):  # not a word of llama.cpp: Python could not start it
         return RatchetError(f"{path}: llama.cpp could not be started ({reason}); is xllamacpp installed?")
-    return DamagedError(f"{path}: llama.cpp cannot load it ({reason}); export it again")
+    return DamagedFileError(f"{path}: llama.cpp cannot load it ({reason}); export it again")
 
 
-def _reason(log: Sequence[str]) -> str:
+def _first_logged_error(log: Sequence[str]) -> str:
     """The first error is the cause; what follows says only that loading failed."""
     errors = [match[1] for line in log if (match := ERROR.match(line))]
     text = errors[0] if errors else (log[-1] if log else "it said nothing")
     return re.sub(r"^((?:error loading model(?: vocabulary)?|error): )+", "", text).strip()
 
 
-def _end(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

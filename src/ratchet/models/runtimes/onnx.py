@@ -15,7 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from ratchet.errors import DamagedError, first_line
+from ratchet.errors import DamagedFileError, first_line
 
 FILE = "model.onnx"
 TOKENIZER = "tokenizer.json"
@@ -26,14 +26,14 @@ _PAST, _PRESENT = "past_key_values.", "present."
 
 
 @dataclass
-class _Cache:
+class _OnnxCache:
     """Keys and values so far, in the runtime's own memory."""
 
     tokens: int
     values: dict[str, Any]
 
 
-class Onnx:
+class OnnxRuntime:
     """A Runtime (runtimes/runtime.py) on the CPU."""
 
     def __init__(self, directory: Path, session: Any, tokenizer: Tokenizer) -> None:
@@ -76,15 +76,15 @@ class Onnx:
             logits, cache = self._step(found[-1:], cache)
         return found
 
-    def _empty(self) -> _Cache:
+    def _empty(self) -> _OnnxCache:
         values = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32))
             for name, one in self._inputs.items()
             if name.startswith(_PAST)
         }
-        return _Cache(0, values)
+        return _OnnxCache(0, values)
 
-    def _step(self, ids: Sequence[int], cache: _Cache) -> tuple[NDArray[np.float32], _Cache]:
+    def _step(self, ids: Sequence[int], cache: _OnnxCache) -> tuple[NDArray[np.float32], _OnnxCache]:
         """Logits [1, length, vocabulary] of what follows each of `ids`, and the cache with them."""
         tokens = cache.tokens + len(ids)
         fed = {
@@ -96,14 +96,14 @@ class Onnx:
         try:
             answered = self._session.run_with_ort_values(self._outputs, values | cache.values)
         except Exception as error:  # onnxruntime's errors have no root of their own
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{self._directory / FILE}: onnxruntime cannot run it on {len(ids)} tokens after {cache.tokens}: "
                 f"{first_line(error)}; export it again, or ask for fewer tokens"
             ) from error
         named = dict(zip(self._outputs, answered, strict=True))
         logits: NDArray[np.float32] = named.pop("logits").numpy()
         past = {name.replace(_PRESENT, _PAST, 1): value for name, value in named.items()}
-        return logits, _Cache(tokens, past)
+        return logits, _OnnxCache(tokens, past)
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -115,7 +115,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @contextmanager
-def opened(directory: Path, threads: int) -> Iterator[Onnx]:
+def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
     """A directory as `formats.onnx.write` makes it, on the CPU.
 
     Args:
@@ -133,14 +133,14 @@ def opened(directory: Path, threads: int) -> Iterator[Onnx]:
     options.use_deterministic_compute = True
     options.log_severity_level = 3  # errors: they are raised, too
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    tokenizer = _tokenizer(directory / TOKENIZER)
+    tokenizer = _load_tokenizer(directory / TOKENIZER)
     path = directory / FILE
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # as above
-        raise DamagedError(f"{path}: onnxruntime cannot open it: {first_line(error)}; export it again") from error
+        raise DamagedFileError(f"{path}: onnxruntime cannot open it: {first_line(error)}; export it again") from error
     _require_inputs(path, session)
-    yield Onnx(directory, session, tokenizer)
+    yield OnnxRuntime(directory, session, tokenizer)
 
 
 def _require_inputs(path: Path, session: Any) -> None:
@@ -148,18 +148,18 @@ def _require_inputs(path: Path, session: Any) -> None:
     names = {one.name for one in session.get_inputs()}
     missing = [name for name in ("input_ids", "attention_mask", "position_ids") if name not in names]
     if missing or session.get_outputs()[0].name != "logits" or not any(name.startswith(_PAST) for name in names):
-        raise DamagedError(
+        raise DamagedFileError(
             f"{path}: no language model with a cache as Ratchet writes it: its inputs are "
             f"{', '.join(sorted(names)[:6])}; export it again"
         )
 
 
-def _tokenizer(path: Path) -> Tokenizer:
+def _load_tokenizer(path: Path) -> Tokenizer:
     """Nothing is cut off or filled up, whatever the file says: rows are given as they are."""
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # the library's errors are plain Exceptions
-        raise DamagedError(f"{path}: tokenizers cannot read it: {first_line(error)}; export it again") from error
+        raise DamagedFileError(f"{path}: tokenizers cannot read it: {first_line(error)}; export it again") from error
     found.no_truncation()
     found.no_padding()
     return found

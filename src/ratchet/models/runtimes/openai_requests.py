@@ -24,12 +24,12 @@ TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "maximum con
 """What servers say of a prompt that does not fit: OpenAI and vLLM, llama.cpp, vLLM's words, llama.cpp's."""
 
 
-class ShapeError(ValueError):
+class MalformedReplyError(ValueError):
     """What came is no answer; the text names what it was."""
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatReply:
     """What a model said."""
 
     text: str
@@ -50,7 +50,7 @@ class Reply:
     """The server's words, where it answers others and not this chat (`finish` is then `refused`)."""
 
 
-def read_reply(body: bytes, tries: int) -> Reply:
+def read_reply(body: bytes, tries: int) -> ChatReply:
     """The first choice of a chat completion.
 
     Raises:
@@ -59,24 +59,24 @@ def read_reply(body: bytes, tries: int) -> Reply:
     document = read_object(body)
     choices = document.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise ShapeError(f"no choices in it: {_seen(body)}")
+        raise MalformedReplyError(f"no choices in it: {_body_excerpt(body)}")
     choice = choices[0]
     message, finish = choice.get("message"), choice.get("finish_reason")
     if not isinstance(message, dict) or not isinstance(finish, str):
-        raise ShapeError(f"a choice without message or finish_reason: {_seen(body)}")
+        raise MalformedReplyError(f"a choice without message or finish_reason: {_body_excerpt(body)}")
     text = message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(text, str | None) or not isinstance(reasoning, str | None):
-        raise ShapeError(f"a message whose content is no text: {_seen(body)}")
+        raise MalformedReplyError(f"a message whose content is no text: {_body_excerpt(body)}")
     usage = document.get("usage")
     counts = usage if isinstance(usage, dict) else {}
-    return Reply(
-        text=_sound(text or ""),
-        reasoning=_sound(reasoning) if reasoning else None,
+    return ChatReply(
+        text=_replace_surrogates(text or ""),
+        reasoning=_replace_surrogates(reasoning) if reasoning else None,
         finish=shorten_for_message(finish),
-        prompt_tokens=_count(counts.get("prompt_tokens")),
-        tokens=_count(counts.get("completion_tokens")),
-        mean_log_probability=_mean(choice.get("logprobs")),
+        prompt_tokens=_valid_token_count(counts.get("prompt_tokens")),
+        tokens=_valid_token_count(counts.get("completion_tokens")),
+        mean_log_probability=_mean_log_probability(choice.get("logprobs")),
         tries=tries,
     )
 
@@ -86,17 +86,17 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        raise ShapeError(f"no JSON, or half of it: {_seen(body)}") from None
+        raise MalformedReplyError(f"no JSON, or half of it: {_body_excerpt(body)}") from None
     if not isinstance(document, dict):
-        raise ShapeError(f"no JSON object: {_seen(body)}")
+        raise MalformedReplyError(f"no JSON object: {_body_excerpt(body)}")
     return document
 
 
-def words(body: bytes) -> str:
+def read_error_message(body: bytes) -> str:
     """What a server says is wrong, shortened: the message of its error, else the body as it is."""
     try:
         document = read_object(body)
-    except ShapeError:
+    except MalformedReplyError:
         return shorten_for_message(body.decode("utf-8", "replace")) or "nothing"
     error = document.get("error", document)
     if isinstance(error, dict):
@@ -104,14 +104,14 @@ def words(body: bytes) -> str:
     return shorten_for_message(error if isinstance(error, str) else json.dumps(error))
 
 
-def context_of(entry: Mapping[str, Any]) -> int | None:
+def read_context_length(entry: Mapping[str, Any]) -> int | None:
     """Tokens that prompt and answer may have together, by a server's entry of a model: vLLM and llama.cpp say it."""
     meta = entry.get("meta")
     known = {**(meta if isinstance(meta, dict) else {}), **entry}
-    return next((count for name in CONTEXT if (count := _count(known.get(name)))), None)
+    return next((count for name in CONTEXT if (count := _valid_token_count(known.get(name)))), None)
 
 
-def is_too_long(body: bytes) -> bool:
+def is_context_exceeded(body: bytes) -> bool:
     """Whether it is refused because the model's context does not hold prompt and answer."""
     text = body.decode("utf-8", "replace").lower()
     return any(known in text for known in TOO_LONG)
@@ -123,20 +123,20 @@ def shorten_for_message(text: str) -> str:
     return line if len(line) <= LONGEST_WORDS else f"{line[:LONGEST_WORDS]}..."
 
 
-def _seen(body: bytes) -> str:
+def _body_excerpt(body: bytes) -> str:
     return shorten_for_message(body[: 2 * LONGEST_WORDS].decode("utf-8", "replace")) or "nothing at all"
 
 
-def _sound(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Without halves of surrogate pairs, which JSON may hold and no file in UTF-8 can."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _count(value: Any) -> int | None:
+def _valid_token_count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _mean(logprobs: Any) -> float | None:
+def _mean_log_probability(logprobs: Any) -> float | None:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not content:
         return None
@@ -155,7 +155,7 @@ DONE = "[DONE]"
 """What OpenAI-compatible servers end a stream with."""
 
 
-def data_of(lines: Iterable[bytes]) -> Iterator[str | None]:
+def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
     """The data of each event, from the lines of a stream, with their ends; None for a comment: nothing but a sign.
 
     An event that the stream breaks off in is given too: what it lacks shows itself in its data.
@@ -189,16 +189,16 @@ MOST_BYTES = 64 * 2**20
 """Of an answer; more is none."""
 
 
-class SilentError(Exception):
+class IncompleteReplyError(Exception):
     """No whole answer came; another try may help."""
 
 
-class BrokenOffError(Exception):
+class RequestCancelledError(Exception):
     """The request was broken off by us."""
 
 
 @dataclass(frozen=True)
-class Got:
+class EndpointResponse:
     """An answer of a server, whole."""
 
     status: int
@@ -207,7 +207,7 @@ class Got:
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """Where a server is."""
 
     secure: bool
@@ -217,13 +217,13 @@ class Place:
     """What `/chat/completions` is added to."""
 
     @classmethod
-    def of(cls, address: str) -> "Place":
+    def of(cls, address: str) -> "ServerAddress":
         """From an address as people write it; `/v1` where it has no path.
 
         Raises:
             SettingsError: nothing could be sent there, or a secret would stand in it; the message repeats none.
         """
-        if problem := http_client.fault_of_endpoint(address):
+        if problem := http_client.find_endpoint_problem(address):
             raise SettingsError(f"the endpoint's address {problem}")
         parts = urlsplit(address)
         path = parts.path.rstrip("/") or "/v1"
@@ -235,7 +235,7 @@ class Place:
         return f"{'https' if self.secure else 'http'}://{host}{port}{self.path}"
 
 
-class Exchange:
+class HttpExchange:
     """A request on its way. One thread runs it, any other may break it off."""
 
     def __init__(self) -> None:
@@ -244,14 +244,16 @@ class Exchange:
         self._ended: str | None = None
         """Why it was ended by us: `late` or `stopped`."""
 
-    def run(self, place: Place, path: str, body: Any, headers: Mapping[str, str], limit_s: float) -> Got:
+    def run(
+        self, place: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
+    ) -> EndpointResponse:
         """Send it and read the whole answer. POST with a body (as JSON), GET without (None).
 
         Raises:
             SilentError: no whole answer within `limit_s` seconds, or the connection failed.
             BrokenOffError: `break_off` was called.
         """
-        connection = toward(place, min(CONNECT_S, limit_s))
+        connection = create_connection(place, min(CONNECT_S, limit_s))
         timer = threading.Timer(limit_s, self._end, ("late",))
         timer.daemon = True
         timer.start()
@@ -265,11 +267,11 @@ class Exchange:
                 content = response.read(MOST_BYTES + 1)
             self._check(limit_s)  # an answer that ends with its connection looks whole when we end that
             if len(content) > MOST_BYTES:
-                raise SilentError(f"an answer of more than {MOST_BYTES // 2**20} MiB, which is none")
-            return Got(response.status, response.getheader("Retry-After"), content)
+                raise IncompleteReplyError(f"an answer of more than {MOST_BYTES // 2**20} MiB, which is none")
+            return EndpointResponse(response.status, response.getheader("Retry-After"), content)
         except (OSError, http.client.HTTPException) as error:
             self._check(limit_s)
-            raise SilentError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+            raise IncompleteReplyError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
         finally:
             timer.cancel()
             self._holds(None)
@@ -283,22 +285,22 @@ class Exchange:
         with self._lock:
             self._socket = sock
             if sock is not None and self._ended:
-                shut(sock)
+                shut_down_socket(sock)
 
     def _end(self, why: str) -> None:
         with self._lock:
             self._ended = self._ended or why
             if self._socket is not None:
-                shut(self._socket)
+                shut_down_socket(self._socket)
 
     def _check(self, limit_s: float) -> None:
         if self._ended == "stopped":
-            raise BrokenOffError
+            raise RequestCancelledError
         if self._ended == "late":
-            raise SilentError(f"no whole answer within {limit_s:g} s (machine.endpoint.answer_s)")
+            raise IncompleteReplyError(f"no whole answer within {limit_s:g} s (machine.endpoint.answer_s)")
 
 
-def toward(place: Place, timeout_s: float) -> http.client.HTTPConnection:
+def create_connection(place: ServerAddress, timeout_s: float) -> http.client.HTTPConnection:
     """One that is not made yet."""
     if place.secure:
         return http.client.HTTPSConnection(
@@ -307,7 +309,7 @@ def toward(place: Place, timeout_s: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(place.host, place.port, timeout=timeout_s)
 
 
-def shut(sock: socket.socket) -> None:
+def shut_down_socket(sock: socket.socket) -> None:
     """Wake whoever reads from it. Not the method of SSL sockets, which takes the state away under their reader."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -324,25 +326,27 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 
-class Flight:
+class RetriableRequest:
     """One request through all of its tries; another thread may break it off."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._lock = threading.Lock()
 
     def wait(self, seconds: float) -> None:
         """Sleep, not at all when it is nothing or less. Raises BrokenOffError when it was broken off."""
         if self._over.wait(max(0.0, seconds)):
-            raise BrokenOffError
+            raise RequestCancelledError
 
-    def exchange(self, place: Place, path: str, body: Any, headers: Mapping[str, str], limit_s: float) -> Got:
+    def exchange(
+        self, place: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
+    ) -> EndpointResponse:
         """One try (see Exchange.run)."""
-        one = Exchange()
+        one = HttpExchange()
         with self._lock:
             if self._over.is_set():
-                raise BrokenOffError
+                raise RequestCancelledError
             self._exchange = one
         return one.run(place, path, body, headers, limit_s)
 
@@ -354,17 +358,17 @@ class Flight:
                 self._exchange.break_off()
 
 
-class Flights(Generic[A, T]):
+class RequestPool(Generic[A, T]):
     """Many of them.
 
     Args:
         answer: what is done for each, in its thread.
     """
 
-    def __init__(self, answer: Callable[[A, Flight], T]) -> None:
+    def __init__(self, answer: Callable[[A, RetriableRequest], T]) -> None:
         self._answer = answer
-        self._up: set[Flight] = set()
-        self._landed: queue.SimpleQueue[tuple[Flight, A, T | Exception]] = queue.SimpleQueue()
+        self._up: set[RetriableRequest] = set()
+        self._landed: queue.SimpleQueue[tuple[RetriableRequest, A, T | Exception]] = queue.SimpleQueue()
 
     def fly(self, asked: Iterator[A], most: int, stop: Callable[[], bool]) -> Iterator[tuple[A, T]]:
         """What was asked, and its answer, as they come, `most` at once; ends early when `stop` says so.
@@ -399,11 +403,11 @@ class Flights(Generic[A, T]):
             flight.break_off()
 
     def _start(self, one: A) -> None:
-        flight = Flight()
+        flight = RetriableRequest()
         self._up.add(flight)
         threading.Thread(target=self._run, args=(flight, one), name="endpoint request", daemon=True).start()
 
-    def _run(self, flight: Flight, one: A) -> None:
+    def _run(self, flight: RetriableRequest, one: A) -> None:
         try:
             found: T | Exception = self._answer(one, flight)
         except Exception as error:  # raised again where answers are taken
@@ -422,12 +426,12 @@ class Flights(Generic[A, T]):
                 yield one, found
 
 
-def single(answer: Callable[[Flight], T], stop: Callable[[], bool]) -> T:
+def run_single_request(answer: Callable[[RetriableRequest], T], stop: Callable[[], bool]) -> T:
     """One request. Raises what it met; BrokenOffError where `stop` says so."""
-    flights: Flights[None, T] = Flights(lambda _, flight: answer(flight))
+    flights: RequestPool[None, T] = RequestPool(lambda _, flight: answer(flight))
     try:
         for _, found in flights.fly(iter([None]), 1, stop):
             return found
-        raise BrokenOffError
+        raise RequestCancelledError
     finally:
         flights.break_off()

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Runtime(Protocol):
+class ModelRuntime(Protocol):
     """One form of a model, ready to be asked. Used by one thread, in a `with` block of whoever opened it."""
 
     @property

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from ratchet.registry.deployment import server_files
-from ratchet.storage.records.export import Bundle
-from ratchet.storage.records.gate import Forced
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import ForcedPromotion
 
 
-def files_of(export: Path, bundle: Bundle, name: str, forced: Forced | None = None) -> dict[str, bytes]:
+def build_model_files(
+    export: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
+) -> dict[str, bytes]:
     """Model card, and files for MLflow, Ollama, llama.cpp and vLLM, by their names in the promoted model's folder.
 
     Args:
@@ -19,4 +21,6 @@ def files_of(export: Path, bundle: Bundle, name: str, forced: Forced | None = No
     Raises:
         DamagedError: the merged model in the export has no usable config.json.
     """
-    return server_files.mlmodel_files(export / "hf") | server_files.files_of(export / "hf", bundle, name, forced)
+    return server_files.mlmodel_files(export / "hf") | server_files.build_server_files(
+        export / "hf", bundle, name, forced
+    )

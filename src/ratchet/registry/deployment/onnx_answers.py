@@ -18,7 +18,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(words)
     try:
-        with onnx.opened(options.directory, options.threads) as runtime:
+        with onnx.open_runtime(options.directory, options.threads) as runtime:
             asked = json.load(sys.stdin)
             # answers that were verified tell how long they are, so nothing has to end them
             found = [{"prompt": None, "answer": runtime.generate(one["prompt"], one["tokens"], ())} for one in asked]

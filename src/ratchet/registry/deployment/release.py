@@ -19,16 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from ratchet.errors import DamagedError, SettingsError, StorageError, first_line
-from ratchet.registry.bundle_files import BUNDLE, place
+from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_line
+from ratchet.registry.bundle_files import BUNDLE, artifact_path
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import CARD
 from ratchet.registry.signing.signature import SIGNATURE
 from ratchet.storage import digests, disk, files
-from ratchet.storage.locks import Lock
-from ratchet.storage.records.base import Record, line
-from ratchet.storage.records.export import Artifact, Bundle
-from ratchet.storage.records.gate import Forced
+from ratchet.storage.locks import FileLock
+from ratchet.storage.records.base import Record, to_json_line
+from ratchet.storage.records.export import ExportArtifact, ModelBundle
+from ratchet.storage.records.gate import ForcedPromotion
 
 KIND = "release"
 RECORD = "release.json"
@@ -55,7 +55,7 @@ class Release(Record):
     """SHA-256 of model.sig."""
     signed_by: str
     """Fingerprint of the key, or the identity."""
-    forced: Forced | None = None
+    forced: ForcedPromotion | None = None
     """Who promoted the model against the verdict: forced.json, which is signed."""
     origins: dict[str, str]
     """Name in the promoted model's folder, of each file here."""
@@ -63,7 +63,7 @@ class Release(Record):
     @property
     def name(self) -> str:
         """Of its directory."""
-        return f"{self.version}-{self.model_digest[: digests.SHORT]}-{server_files.slug(self.form)}"
+        return f"{self.version}-{self.model_digest[: digests.SHORT]}-{server_files.format_slug(self.form)}"
 
     def __str__(self) -> str:
         """For people."""
@@ -71,20 +71,20 @@ class Release(Record):
 
 
 @dataclass(frozen=True)
-class Promoted:
+class PromotedModel:
     """A promoted model's folder, every byte of it verified, and its signature too."""
 
     folder: Path
     version: int
     model_name: str
-    bundle: Bundle
+    bundle: ModelBundle
     files: Mapping[str, files.Entry]
     signed_by: str
 
     @property
-    def forced(self) -> Forced | None:
+    def forced(self) -> ForcedPromotion | None:
         """What forced.json says, if it is there."""
-        return Forced.load(self.folder / FORCED) if FORCED in self.files else None
+        return ForcedPromotion.load(self.folder / FORCED) if FORCED in self.files else None
 
     @property
     def dated(self) -> bool:
@@ -93,8 +93,10 @@ class Promoted:
         return template.is_file() and "strftime_now" in template.read_text(encoding="utf-8")
 
 
-def choose(bundle: Bundle, wanted: str | None) -> Artifact:
-    """The form that is asked for: by its name, by its kind if there is one of it, or as is best for most: see `_usual`.
+def choose_artifact(bundle: ModelBundle, wanted: str | None) -> ExportArtifact:
+    """The form that the caller asks for: by its name, or by its kind if there is one of it.
+
+    Without `wanted` it is the form that is best for most: see `_default_artifact`.
 
     Raises SettingsError naming those that there are.
     """
@@ -105,7 +107,7 @@ def choose(bundle: Bundle, wanted: str | None) -> Artifact:
             "forms; `dvc repro -f export`, and promote it again"
         )
     if wanted is None:
-        return _usual(bundle)
+        return _default_artifact(bundle)
     found = [one for one in bundle.artifacts if wanted in (one.name, one.kind)]
     if not found:
         raise SettingsError(
@@ -117,20 +119,20 @@ def choose(bundle: Bundle, wanted: str | None) -> Artifact:
     return found[0]
 
 
-def _usual(bundle: Bundle) -> Artifact:
+def _default_artifact(bundle: ModelBundle) -> ExportArtifact:
     """The first GGUF file, which needs the least to run; without one, the merged model."""
     return next((one for one in bundle.artifacts if one.kind == "gguf"), bundle.artifacts[0])
 
 
-def planned(promoted: Promoted, artifact: Artifact) -> Release:
+def plan_release(promoted: PromotedModel, artifact: ExportArtifact) -> Release:
     """The release of this form. Raises DamagedError when the promoted folder lacks what its server needs."""
-    where = place(artifact)
+    where = artifact_path(artifact)
     own = [name for name in promoted.files if name == where or name.startswith(f"{where}/")]
-    served = f"{server_files.FOLDER}/{server_files.slug(artifact.name)}/"
+    served = f"{server_files.FOLDER}/{server_files.format_slug(artifact.name)}/"
     origins = {name: name for name in own}
     origins |= {name.removeprefix(served): name for name in promoted.files if name.startswith(served)}
     if server_files.GUIDE not in origins:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{promoted.folder / served}: not there; the model was promoted by an earlier version: promote it again"
         )
     # A folder of an earlier version has no card of all forms; that of the Hugging Face form would be wrong for others.
@@ -142,12 +144,12 @@ def planned(promoted: Promoted, artifact: Artifact) -> Release:
     )  # fmt: skip
 
 
-def size_bytes(promoted: Promoted, release: Release) -> int:
-    """Of the files that `stage` will write."""
+def release_size_bytes(promoted: PromotedModel, release: Release) -> int:
+    """Of the files that `stage_release` will write."""
     return sum(promoted.files[origin][1] for origin in release.origins.values())
 
 
-def stage(promoted: Promoted, release: Release, target: Path) -> None:
+def stage_release(promoted: PromotedModel, release: Release, target: Path) -> None:
     """Write and seal a release; what is there under the name is replaced.
 
     Raises:
@@ -174,25 +176,25 @@ def _copy(source: Path, target: Path, expected: files.Entry) -> None:
 
     files.write_blocks(target, blocks())
     if read.hexdigest() != expected[0]:
-        raise DamagedError(f"{source}: changed while it was deployed; repeat, and look after that disk")
+        raise DamagedFileError(f"{source}: changed while it was deployed; repeat, and look after that disk")
 
 
-def is_ours(folder: Path, known: Container[str]) -> bool:
+def is_release(folder: Path, known: Container[str]) -> bool:
     """Whether something among the releases is one: by its name, and by its manifest or the names that are known."""
     if folder.is_symlink() or not folder.is_dir() or NAME.fullmatch(folder.name) is None:
         return False
     try:
         return folder.name in known or files.read_manifest(folder).kind == KIND
-    except DamagedError:
+    except DamagedFileError:
         return False
 
 
-def whole(folder: Path) -> Release:
+def verify_release(folder: Path) -> Release:
     """The record of a release of which every byte is as it was sealed. Raises DamagedError naming what is not."""
-    manifest = files.verify(folder, KIND)
+    manifest = files.verify_sealed(folder, KIND)
     release = Release.load(folder / RECORD)
     if manifest.files.keys() - {RECORD} != release.origins.keys():
-        raise DamagedError(f"{folder / RECORD}: does not name the files beside it; deploy the version again")
+        raise DamagedFileError(f"{folder / RECORD}: does not name the files beside it; deploy the version again")
     return release
 
 
@@ -209,18 +211,22 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
     """
     found = files.read_manifest(folder).files
     if found.get(SIGNATURE, ("", 0))[0] != release.signature:
-        raise DamagedError(f"{folder / SIGNATURE}: not the one that {RECORD} names; deploy the version again")
+        raise DamagedFileError(f"{folder / SIGNATURE}: not the one that {RECORD} names; deploy the version again")
     for name, (sha, _) in found.items():
         if name not in _NOT_SIGNED and signed.get(release.origins[name]) != sha:
-            raise DamagedError(f"{folder / name}: not as it was signed; deploy the version again")
-    marked = Forced.load(folder / FORCED) if release.origins.get(FORCED) == FORCED else None
+            raise DamagedFileError(f"{folder / name}: not as it was signed; deploy the version again")
+    marked = ForcedPromotion.load(folder / FORCED) if release.origins.get(FORCED) == FORCED else None
     if release.forced != marked or (FORCED in signed and marked is None):
-        raise DamagedError(f"{folder / RECORD}: does not say that the promotion was forced; deploy the version again")
-    bundle = Bundle.load(folder / BUNDLE)
+        raise DamagedFileError(
+            f"{folder / RECORD}: does not say that the promotion was forced; deploy the version again"
+        )
+    bundle = ModelBundle.load(folder / BUNDLE)
     artifact = bundle.artifact(release.form)
     facts = (release.model_digest, release.artifact_digest)
     if artifact is None or (bundle.model_digest, artifact.digest) != facts:
-        raise DamagedError(f"{folder / RECORD}: names another model than {BUNDLE} beside it; deploy the version again")
+        raise DamagedFileError(
+            f"{folder / RECORD}: names another model than {BUNDLE} beside it; deploy the version again"
+        )
 
 
 # The directory that is deployed into: releases, and which of them is current.
@@ -243,7 +249,7 @@ OWNER = "deployment.json"
 LOCK = ".deploy.lock"
 
 
-class Owner(Record):
+class DeploymentOwner(Record):
     """deployment.json: whose directory it is."""
 
     model_name: str
@@ -268,14 +274,14 @@ class Deployment(Record):
     """What the smoke test found; None where there was none."""
     event: str | None = None
     """Promotion that asked for it, by the id of its line in the ledger."""
-    forced: Forced | None = None
+    forced: ForcedPromotion | None = None
     """Who promoted the model against the verdict."""
     damage: str | None = None
     """What was wrong with the release that was current until then."""
 
 
 @dataclass(frozen=True)
-class Place:
+class DeploymentDirectory:
     """A directory of ours, while its lock is held."""
 
     root: Path
@@ -314,7 +320,7 @@ class Place:
         written = str(link.readlink()) if link.is_symlink() else ""
         folder, _, name = written.partition("/")
         if folder != self.releases.name or not name or "/" in name or name.startswith("."):
-            raise DamagedError(
+            raise DamagedFileError(
                 f"{link}: {f'leads to {written}' if written else 'is no link'}, where a link to a release belongs; "
                 "remove it, and deploy again"
             )
@@ -333,16 +339,16 @@ class Place:
         if now is None or then is None:
             raise RuntimeError("both links were asked for before")
         files.before("rename", self.current)
-        if disk.exchange(self.current, self.previous):
+        if disk.exchange_names(self.current, self.previous):
             files.fsync_directory(self.root)
             return
         self._point(self.current, then.name)
         self._point(self.previous, now.name)
 
     def go_back(self, entry: Deployment) -> None:
-        """Exchange current and previous; `entry` is the line about it, which `settle` adds."""
-        with writing(self.root):
-            files.write_atomic(self.intent, line(entry.model_dump(mode="json")))
+        """Exchange current and previous; `build_deployment` is the line about it, which `settle` adds."""
+        with convert_os_errors(self.root):
+            files.write_atomic(self.intent, to_json_line(entry.model_dump(mode="json")))
         self.swap_back()
 
     def settle(self) -> Deployment | None:
@@ -352,7 +358,7 @@ class Place:
         try:
             entry = Deployment.model_validate_json(content := self.intent.read_bytes())
         except ValueError as error:
-            raise DamagedError(f"{self.intent}: no rollback ({first_line(error)}); remove it") from None
+            raise DamagedFileError(f"{self.intent}: no rollback ({first_line(error)}); remove it") from None
         now, then = self.target(self.current), self.target(self.previous)
         happened = now is not None and now.name == entry.release
         if happened and entry.before is not None and (then is None or then.name != entry.before):
@@ -366,7 +372,7 @@ class Place:
     def _point(self, link: Path, name: str) -> None:
         files.before("rename", link)
         partial = link.with_name(f"{files.PARTIAL}{link.name}-{os.getpid()}")
-        disk.point(link, f"{self.releases.name}/{name}", partial)
+        disk.point_symlink(link, f"{self.releases.name}/{name}", partial)
         files.fsync_directory(self.root)
 
     def log(self) -> list[Deployment]:
@@ -378,19 +384,19 @@ class Place:
                 found.append(Deployment.model_validate(json.loads(content)))
             except ValueError as error:
                 first = str(error).splitlines()[0]
-                raise DamagedError(f"{self.history}:{number}: no deployment ({first}); remove that line") from None
+                raise DamagedFileError(f"{self.history}:{number}: no deployment ({first}); remove that line") from None
         return found
 
     def note(self, entry: Deployment) -> None:
         """Add a line."""
         text = self.history.read_bytes() if self.history.exists() else b""
         text += b"" if text.endswith(b"\n") or not text else b"\n"  # somebody edited it
-        files.write_atomic(self.history, text + line(entry.model_dump(mode="json")).encode())
+        files.write_atomic(self.history, text + to_json_line(entry.model_dump(mode="json")).encode())
 
     def prune(self) -> list[str]:
         """Remove releases that are neither linked nor among the last that were deployed; returns their names."""
         deployed = list(dict.fromkeys(entry.release for entry in reversed(self.log())))
-        ours = {path.name: path for path in self.releases.iterdir() if is_ours(path, deployed)}
+        ours = {path.name: path for path in self.releases.iterdir() if is_release(path, deployed)}
         linked = [target.name for link in (self.current, self.previous) if (target := self.target(link))]
         stay = {*linked, *[name for name in deployed if name in ours][:KEPT]}
         doomed = sorted(ours.keys() - stay)
@@ -399,22 +405,24 @@ class Place:
         return doomed
 
 
-def now() -> str:
+def utc_now() -> str:
     """UTC, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def entry(release: Release, action: Literal["deploy", "rollback"], by: str, **about: str | None) -> Deployment:
+def build_deployment(
+    release: Release, action: Literal["deploy", "rollback"], by: str, **about: str | None
+) -> Deployment:
     """A line about a release that is current now."""
     return Deployment(
-        time=now(), action=action, by=by, release=release.name, version=release.version,
+        time=utc_now(), action=action, by=by, release=release.name, version=release.version,
         model_digest=release.model_digest, form=release.form, before=about.get("before"), smoke=about.get("smoke"),
         event=about.get("event"), damage=about.get("damage"), forced=release.forced,
     )  # fmt: skip
 
 
 @contextmanager
-def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place]:
+def open_directory(directory: Path, model_name: str, new: bool = True) -> Iterator[DeploymentDirectory]:
     """Take a directory, made if it is not there, and clear what commands that died have left in it.
 
     Args:
@@ -428,26 +436,26 @@ def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place
         BusyError: somebody else deploys into it.
         StorageError: it cannot be made, or not written.
     """
-    root = _root(directory)
-    lock = Lock(root / LOCK, f"deployment directory {root}")
-    with writing(root):
-        _check(root, model_name, new)
+    root = _absolute_directory(directory)
+    lock = FileLock(root / LOCK, f"deployment directory {root}")
+    with convert_os_errors(root):
+        _require_directory(root, model_name, new)
         files.make_directory(root)
         lock.acquire(wait_s=LOCK_WAIT_S)
     with lock:
-        with writing(root):
-            place = Place(root)
-            _check(root, model_name, new)
+        with convert_os_errors(root):
+            place = DeploymentDirectory(root)
+            _require_directory(root, model_name, new)
             files.remove_partials(root)
             files.make_directory(place.releases)
             files.remove_partials(place.releases)
             if not (root / OWNER).exists():
-                Owner(model_name=model_name).save(root / OWNER)
-            place = Place(root, place.settle())
+                DeploymentOwner(model_name=model_name).save(root / OWNER)
+            place = DeploymentDirectory(root, place.settle())
         yield place
 
 
-def _root(directory: Path) -> Path:
+def _absolute_directory(directory: Path) -> Path:
     """The directory as people write it, links included; but `..` of a link is where the link leads to."""
     try:
         return directory.resolve() if ".." in directory.parts else directory.absolute()
@@ -456,7 +464,7 @@ def _root(directory: Path) -> Path:
 
 
 @contextmanager
-def writing(root: Path) -> Iterator[None]:
+def convert_os_errors(root: Path) -> Iterator[None]:
     """Say of a directory what keeps us from making it or writing into it: a StorageError."""
     try:
         yield
@@ -468,19 +476,19 @@ def writing(root: Path) -> Iterator[None]:
         ) from None
 
 
-def _check(root: Path, model_name: str, new: bool) -> None:
+def _require_directory(root: Path, model_name: str, new: bool) -> None:
     """Raise SettingsError unless this is, or may become, the directory of this model."""
     if root.exists() and not root.is_dir():
         raise SettingsError(f"{root}: is a file; name a directory that a server is to read")
     if (root / OWNER).exists():
-        owner = _owner(root / OWNER, model_name)
+        owner = _read_owner(root / OWNER, model_name)
         if owner != model_name:
             raise SettingsError(
                 f"{root}: is where {owner} is deployed, and this project's model is {model_name} "
                 "(promote.model_name); name another directory"
             )
         return
-    releases = Place(root).releases
+    releases = DeploymentDirectory(root).releases
     found = [path for folder in (root, releases) if folder.is_dir() for path in folder.iterdir()]
     strange = sorted(
         path.relative_to(root).as_posix()
@@ -493,12 +501,12 @@ def _check(root: Path, model_name: str, new: bool) -> None:
         raise SettingsError(f"{root}: nothing is deployed there; `ratchet deploy {root}` does")
 
 
-def _owner(path: Path, model_name: str) -> str:
+def _read_owner(path: Path, model_name: str) -> str:
     """Of which model a directory is."""
     try:
-        return Owner.model_validate_json(path.read_bytes()).model_name
+        return DeploymentOwner.model_validate_json(path.read_bytes()).model_name
     except ValueError:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{path}: does not say which model is deployed here; if it is {model_name}, write "
             f"{json.dumps({'format': 1, 'model_name': model_name})} into it, or else name another directory"
         ) from None

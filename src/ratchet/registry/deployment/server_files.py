@@ -30,11 +30,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ratchet.errors import DamagedError
-from ratchet.registry.bundle_files import place
+from ratchet.errors import DamagedFileError
+from ratchet.registry.bundle_files import artifact_path
 from ratchet.registry.deployment import model_card
-from ratchet.storage.records.export import Artifact, Bundle
-from ratchet.storage.records.gate import Forced
+from ratchet.storage.records.export import ExportArtifact, ModelBundle
+from ratchet.storage.records.gate import ForcedPromotion
 
 MLMODEL = "MLmodel"
 TASK = "llm/v1/chat"
@@ -57,16 +57,18 @@ def mlmodel_files(directory: Path) -> dict[str, bytes]:
     }
     requirements = [f"{name}=={version(name).partition('+')[0]}" for name in SERVED_BY]
     found["requirements.txt"] = ("\n".join(requirements) + "\n").encode()
-    found["python_env.yaml"] = _yaml({"python": platform.python_version(), "dependencies": ["-r requirements.txt"]})
-    found["conda.yaml"] = _yaml({
+    found["python_env.yaml"] = _encode_yaml(
+        {"python": platform.python_version(), "dependencies": ["-r requirements.txt"]}
+    )
+    found["conda.yaml"] = _encode_yaml({
         "name": "mlflow-env",
         "channels": ["conda-forge"],
         "dependencies": [f"python={platform.python_version()}", "pip", {"pip": requirements}],
     })  # fmt: skip
-    return found | {MLMODEL: _yaml(_model())}
+    return found | {MLMODEL: _encode_yaml(_mlmodel_document())}
 
 
-def _model() -> dict[str, Any]:
+def _mlmodel_document() -> dict[str, Any]:
     return {
         "flavors": {
             "transformers": {
@@ -82,11 +84,11 @@ def _model() -> dict[str, Any]:
         },
         "metadata": {"task": TASK},
         "mlflow_version": version("mlflow"),
-        "signature": _signature(),
+        "signature": _mlmodel_signature(),
     }  # fmt: skip
 
 
-def _signature() -> dict[str, Any]:
+def _mlmodel_signature() -> dict[str, Any]:
     """Of MLflow's chat task, as far as the flavor obeys it: it takes `stop`, and does nothing with it."""
     texts = {key: {"type": "string", "required": True} for key in ("role", "content")}
     inputs = [
@@ -100,7 +102,7 @@ def _signature() -> dict[str, Any]:
     return {"inputs": json.dumps(inputs), "outputs": json.dumps(outputs), "params": None}
 
 
-def _yaml(value: Any) -> bytes:
+def _encode_yaml(value: Any) -> bytes:
     """JSON, which is YAML."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
@@ -123,7 +125,7 @@ _ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
 
 @dataclass(frozen=True)
-class Literals:
+class TemplateLiterals:
     """What stands around the texts of a conversation. (before, after) for each role."""
 
     opening: str
@@ -136,11 +138,11 @@ class Literals:
     """After the last message: the assistant is about to speak."""
 
 
-class _UnwritableError(Exception):
+class _UnwritableTemplateError(Exception):
     """The template is no row of texts between literals."""
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """transformers' `{% generation %}` marks what is learned; it writes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja2 declares it)
@@ -151,7 +153,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def template(jinja: str, tokens: Mapping[str, str], adds_first: bool) -> str | None:
+def convert_template(jinja: str, tokens: Mapping[str, str], adds_first: bool) -> str | None:
     """The Go template for a Jinja chat template, or None where there is none that writes the same.
 
     Args:
@@ -161,14 +163,14 @@ def template(jinja: str, tokens: Mapping[str, str], adds_first: bool) -> str | N
     """
     try:
         compiled = _environment().from_string(jinja)
-        found = _read(compiled, tokens)
+        found = _read_literals(compiled, tokens)
         for shape in _SHAPES if found.system else [shape for shape in _SHAPES if "s" not in shape]:
-            conversation = _conversation(shape)
-            if written(found, conversation) != _render(compiled, tokens, conversation):
+            conversation = _probe_conversation(shape)
+            if render_literals(found, conversation) != _render(compiled, tokens, conversation):
                 return None
     except (
         jinja2.TemplateError,
-        _UnwritableError,
+        _UnwritableTemplateError,
         TypeError,
         ValueError,
         ArithmeticError,
@@ -176,12 +178,12 @@ def template(jinja: str, tokens: Mapping[str, str], adds_first: bool) -> str | N
         AttributeError,
     ):
         return None  # what a template may do wrong in the sandbox; the caller says what that means
-    text = _go(found, tokens.get("bos_token", "") if adds_first else "")
+    text = _go_template(found, tokens.get("bos_token", "") if adds_first else "")
     return None if '"""' in text else text
 
 
-def written(literals: Literals, conversation: Sequence[Message]) -> str:
-    """What the Go template writes: the meaning of `_go`, for comparison."""
+def render_literals(literals: TemplateLiterals, conversation: Sequence[Message]) -> str:
+    """What the Go template writes: the meaning of `_go_template`, for comparison."""
     around = {"system": literals.system, "user": literals.user, "assistant": literals.assistant}
     text = "" if any(message["role"] == "system" for message in conversation) else literals.opening
     for message in conversation:
@@ -193,15 +195,15 @@ def written(literals: Literals, conversation: Sequence[Message]) -> str:
 def _environment() -> ImmutableSandboxedEnvironment:
     """As transformers sets it up (utils/chat_template_utils.py)."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
-    made.globals["raise_exception"] = _refuse
+    made.globals["raise_exception"] = _raise_template_error
     made.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return made
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -212,63 +214,63 @@ def _render(
     return compiled.render(messages=[dict(one) for one in conversation], add_generation_prompt=go_on, **facts)
 
 
-def _conversation(shape: str) -> list[Message]:
+def _probe_conversation(shape: str) -> list[Message]:
     return [{"role": _ROLES[letter], "content": f"slot{number}of{letter}"} for number, letter in enumerate(shape)]
 
 
-def _around(compiled: jinja2.Template, tokens: Mapping[str, str], shape: str, go_on: bool = True) -> list[str]:
+def _literals_around(compiled: jinja2.Template, tokens: Mapping[str, str], shape: str, go_on: bool = True) -> list[str]:
     """The literals of a conversation: before the first text, between texts, after the last."""
-    conversation = _conversation(shape)
+    conversation = _probe_conversation(shape)
     rest, found = _render(compiled, tokens, conversation, go_on), []
     for message in conversation:
         before, mark, rest = rest.partition(message["content"])
         if not mark:
-            raise _UnwritableError(f"a text of role {message['role']} is not written")
+            raise _UnwritableTemplateError(f"a text of role {message['role']} is not written")
         found.append(before)
     return [*found, rest]
 
 
-def _read(compiled: jinja2.Template, tokens: Mapping[str, str]) -> Literals:
-    opening, asked, answered, last = _around(compiled, tokens, "uau")
-    user_after = _around(compiled, tokens, "u", go_on=False)[1]
-    assistant_after = _around(compiled, tokens, "ua", go_on=False)[2]
-    user_before = _without(answered, assistant_after, at_end=False)
+def _read_literals(compiled: jinja2.Template, tokens: Mapping[str, str]) -> TemplateLiterals:
+    opening, asked, answered, last = _literals_around(compiled, tokens, "uau")
+    user_after = _literals_around(compiled, tokens, "u", go_on=False)[1]
+    assistant_after = _literals_around(compiled, tokens, "ua", go_on=False)[2]
+    user_before = _strip_part(answered, assistant_after, at_end=False)
     try:
-        first, second, *_ = _around(compiled, tokens, "su")
-        system = (first, _without(second, user_before, at_end=True))
+        first, second, *_ = _literals_around(compiled, tokens, "su")
+        system = (first, _strip_part(second, user_before, at_end=True))
     except jinja2.TemplateError:  # it refuses system messages, and Ollama then leaves them out
         system = None
-    return Literals(
-        opening=_without(opening, user_before, at_end=True), system=system, user=(user_before, user_after),
-        assistant=(_without(asked, user_after, at_end=False), assistant_after),
-        prompt=_without(last, user_after, at_end=False),
+    return TemplateLiterals(
+        opening=_strip_part(opening, user_before, at_end=True), system=system, user=(user_before, user_after),
+        assistant=(_strip_part(asked, user_after, at_end=False), assistant_after),
+        prompt=_strip_part(last, user_after, at_end=False),
     )  # fmt: skip
 
 
-def _without(text: str, part: str, at_end: bool) -> str:
+def _strip_part(text: str, part: str, at_end: bool) -> str:
     if not (text.endswith(part) if at_end else text.startswith(part)):
-        raise _UnwritableError(f"{part!r} is not at its place in {text!r}")
+        raise _UnwritableTemplateError(f"{part!r} is not at its place in {text!r}")
     return text.removesuffix(part) if at_end else text.removeprefix(part)
 
 
-def _go(found: Literals, first_token: str) -> str:
+def _go_template(found: TemplateLiterals, first_token: str) -> str:
     system = found.system
     opening = found.opening.removeprefix(first_token)
     branches = []
     if system is not None:
         branches.append(("system", (system[0].removeprefix(first_token), system[1])))
-        opening = f"{{{{ if not .System }}}}{_literal(opening)}{{{{ end }}}}" if opening else ""
+        opening = f"{{{{ if not .System }}}}{_go_literal(opening)}{{{{ end }}}}" if opening else ""
     else:
-        opening = _literal(opening)
+        opening = _go_literal(opening)
     branches += [("user", found.user), ("assistant", found.assistant)]
     text = opening + "{{ range .Messages }}"
     for number, (role, (before, after)) in enumerate(branches):
         text += f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}'
-        text += _literal(before) + "{{ .Content }}" + _literal(after)
-    return text + "{{ end }}{{ end }}" + _literal(found.prompt)
+        text += _go_literal(before) + "{{ .Content }}" + _go_literal(after)
+    return text + "{{ end }}{{ end }}" + _go_literal(found.prompt)
 
 
-def _literal(text: str) -> str:
+def _go_literal(text: str) -> str:
     """Text that Go writes as it is."""
     return text.replace("{{", '{{ "{{" }}')
 
@@ -292,7 +294,7 @@ _ADDING = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServingFacts:
     """What is known of the model from its Hugging Face directory."""
 
     name: str
@@ -306,12 +308,14 @@ class Facts:
     ollama_template: str | None
 
 
-def slug(form: str) -> str:
+def format_slug(form: str) -> str:
     """A form's name, as a file's: `gguf/q8_0` → `gguf-q8_0`."""
     return form.replace("/", "-")
 
 
-def files_of(directory: Path, bundle: Bundle, name: str, forced: Forced | None = None) -> dict[str, bytes]:
+def build_server_files(
+    directory: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
+) -> dict[str, bytes]:
     """The files of every form, and the card of all, by their names in the folder of the promoted model.
 
     Args:
@@ -323,34 +327,34 @@ def files_of(directory: Path, bundle: Bundle, name: str, forced: Forced | None =
     Raises:
         DamagedError: the directory has no usable config.json.
     """
-    facts = read(directory, name)
-    commands = {one.name: _command(one, facts) for one in bundle.artifacts}
-    found = {model_card.CARD: model_card.text(bundle, name, forced, commands).encode()}
+    facts = read_facts(directory, name)
+    commands = {one.name: _serve_command(one, facts) for one in bundle.artifacts}
+    found = {model_card.CARD: model_card.render_card(bundle, name, forced, commands).encode()}
     for artifact in bundle.artifacts:
-        folder = f"{FOLDER}/{slug(artifact.name)}"
-        found[f"{folder}/{GUIDE}"] = _guide(artifact, facts, forced).encode()
+        folder = f"{FOLDER}/{format_slug(artifact.name)}"
+        found[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
         if artifact.kind == "gguf":
-            found[f"{folder}/{MODELFILE}"] = modelfile(place(artifact), facts).encode()
+            found[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
     return found
 
 
-def read(directory: Path, name: str) -> Facts:
+def read_facts(directory: Path, name: str) -> ServingFacts:
     """Facts of a Hugging Face directory. Raises DamagedError when it has no usable config.json."""
-    config = _json(directory / "config.json")
+    config = _read_json(directory / "config.json")
     if not config:
-        raise DamagedError(f"{directory / 'config.json'}: no config of a model; export it again")
+        raise DamagedFileError(f"{directory / 'config.json'}: no config of a model; export it again")
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     numbers = [part.get(key) for part in (config, text) for key in _LIMITS if isinstance(part, dict)]
     limit = next((number for number in numbers if isinstance(number, int) and number > 0), None)
-    tokens = _named_tokens(_json(directory / "tokenizer_config.json"))
-    return Facts(
+    tokens = _named_tokens(_read_json(directory / "tokenizer_config.json"))
+    return ServingFacts(
         name=name, context_tokens=min(limit or LONGEST_CONTEXT, LONGEST_CONTEXT), limit_tokens=limit,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), ends=_ends(directory),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), ends=_read_end_texts(directory),
         ollama_template=_ollama_template(directory, tokens),
     )  # fmt: skip
 
 
-def modelfile(weights: str, facts: Facts) -> str:
+def render_modelfile(weights: str, facts: ServingFacts) -> str:
     """Ollama's Modelfile; greedy, as every form was compared."""
     lines = [f"FROM ./{weights}", "PARAMETER temperature 0", f"PARAMETER num_ctx {facts.context_tokens}"]
     lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in facts.ends]
@@ -363,15 +367,15 @@ def modelfile(weights: str, facts: Facts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def llama_command(artifact: Artifact, facts: Facts) -> list[str]:
+def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
     """llama.cpp's OpenAI-compatible server."""
     return [
-        "llama-server", "--model", place(artifact), "--alias", facts.name, "--host", "127.0.0.1", "--port", "8080",
-        "--ctx-size", str(facts.context_tokens), "--jinja",
+        "llama-server", "--model", artifact_path(artifact), "--alias", facts.name, "--host", "127.0.0.1",
+        "--port", "8080", "--ctx-size", str(facts.context_tokens), "--jinja",
     ]  # fmt: skip
 
 
-def vllm_command(facts: Facts) -> list[str]:
+def vllm_command(facts: ServingFacts) -> list[str]:
     """vLLM's OpenAI-compatible server."""
     length = ["--max-model-len", str(facts.context_tokens)] if facts.limit_tokens else []
     return [
@@ -380,44 +384,48 @@ def vllm_command(facts: Facts) -> list[str]:
     ]  # fmt: skip
 
 
-def _command(artifact: Artifact, facts: Facts) -> str:
+def _serve_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
     """What opens a form, for the card."""
     if artifact.kind == "gguf":
         return shlex.join(llama_command(artifact, facts))
     if artifact.kind == "hf":
-        return f'transformers.AutoModelForCausalLM.from_pretrained("{place(artifact)}", dtype="auto")'
-    return f'onnxruntime.InferenceSession("{place(artifact)}/model.onnx")'
+        return f'transformers.AutoModelForCausalLM.from_pretrained("{artifact_path(artifact)}", dtype="auto")'
+    return f'onnxruntime.InferenceSession("{artifact_path(artifact)}/model.onnx")'
 
 
-def _guide(artifact: Artifact, facts: Facts, forced: Forced | None) -> str:
+def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedPromotion | None) -> str:
     lines = [f"# Serving {facts.name}, {artifact.name}", ""]
     if forced is not None:
-        lines += [f"**{model_card.plain(model_card.words(forced))}**", ""]
+        lines += [f"**{model_card.escape_markdown(model_card.describe_forced(forced))}**", ""]
     lines += ["Run in this directory.", ""]
     if artifact.kind == "gguf":
-        lines += _block("llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts))
+        lines += _command_block(
+            "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts)
+        )
         if facts.ollama_template is None:
             lines += ["Ollama has no form of this model's chat template; Modelfile says more.", ""]
-        lines += _block("Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name])
+        lines += _command_block(
+            "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
+        )
     elif artifact.kind == "hf":
-        lines += _block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
+        lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
         lines += [
-            f"transformers: `{_command(artifact, facts)}`, tokenizer and chat template beside it.", "",
+            f"transformers: `{_serve_command(artifact, facts)}`, tokenizer and chat template beside it.", "",
         ]  # fmt: skip
     else:
         lines += [
-            f"onnxruntime: `{_command(artifact, facts)}`; tokenizer and config lie beside it, and "
+            f"onnxruntime: `{_serve_command(artifact, facts)}`; tokenizer and config lie beside it, and "
             "`session.get_inputs()` names the inputs, with the keys and values of earlier tokens.", "",
         ]  # fmt: skip
     lines.append(f"Measured in {artifact.runtime}: {artifact.closeness.kl:.3g} nats from base + adapter (KL).")
     return "\n".join(lines) + "\n"
 
 
-def _block(title: str, *commands: list[str]) -> list[str]:
+def _command_block(title: str, *commands: list[str]) -> list[str]:
     return [f"## {title}", "", *(f"    {shlex.join(command)}" for command in commands), ""]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -431,11 +439,11 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, value in plain.items() if isinstance(value, str)}
 
 
-def _ends(directory: Path) -> tuple[str, ...]:
+def _read_end_texts(directory: Path) -> tuple[str, ...]:
     """Texts of the ids that generation_config.json names as ends."""
-    ids = _json(directory / "generation_config.json").get("eos_token_id")
+    ids = _read_json(directory / "generation_config.json").get("eos_token_id")
     wanted = ids if isinstance(ids, list) else [ids]
-    added = _json(directory / "tokenizer.json").get("added_tokens") or []
+    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
     texts = {one.get("id"): one.get("content") for one in added if isinstance(one, dict)}
     return tuple(text for number in wanted if isinstance(text := texts.get(number), str))
 
@@ -445,6 +453,6 @@ def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
     if not path.is_file():
         return None
     first = tokens.get("bos_token", "")
-    after = json.dumps(_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
+    after = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
     adds = bool(first) and json.dumps(first, ensure_ascii=False) in after
-    return template(path.read_text(encoding="utf-8"), tokens, adds)
+    return convert_template(path.read_text(encoding="utf-8"), tokens, adds)

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ratchet.errors import ChampionError, DamagedError
+from ratchet.errors import ChampionError, DamagedFileError
 from ratchet.models.runtimes import llama_server
-from ratchet.registry.bundle_files import place
-from ratchet.storage.records.export import Artifact, Probe
+from ratchet.registry.bundle_files import artifact_path
+from ratchet.storage.records.export import ExportArtifact, ExportProbe
 
 TIE_NATS = 0.05
 """Log-probability by which the verified token was ahead, below which another processor may choose the other one."""
@@ -28,7 +28,7 @@ _MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.registry.dep
 _ROOM_TOKENS = 8
 
 
-def smoke(folder: Path, artifact: Artifact, dated: bool, threads: int | None = None) -> str:
+def run_smoke_test(folder: Path, artifact: ExportArtifact, dated: bool, threads: int | None = None) -> str:
     """Start a server on the files of a release, ask it, end it; returns what to tell.
 
     Args:
@@ -42,26 +42,30 @@ def smoke(folder: Path, artifact: Artifact, dated: bool, threads: int | None = N
         DamagedError: the release cannot be read, or nothing was verified to compare with.
     """
     if not artifact.probes:
-        raise DamagedError(f"{folder}: no verified answers of {artifact.name} in bundle.json; export and promote again")
+        raise DamagedFileError(
+            f"{folder}: no verified answers of {artifact.name} in bundle.json; export and promote again"
+        )
     count = threads or artifact.threads
     if artifact.kind == "gguf":
         found = _ask_llama(folder, artifact, dated, count)
     else:
         found = _ask_process(folder, artifact, dated, count)
-    ties = [text for probe, ids in zip(artifact.probes, found, strict=True) if (text := _compared(folder, probe, ids))]
+    ties = [
+        text for probe, ids in zip(artifact.probes, found, strict=True) if (text := _compare_answer(folder, probe, ids))
+    ]
     told = f"{len(artifact.probes) - len(ties)} of {len(artifact.probes)} answers as verified"
     return "; ".join([told, *ties])
 
 
-def _ask_llama(folder: Path, artifact: Artifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
+def _ask_llama(folder: Path, artifact: ExportArtifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
     """Over HTTP: the chat; and whole prompts where the chat template writes the date."""
     longest = max(len(probe.prompt_ids) + len(probe.answer_ids) for probe in artifact.probes)
-    with llama_server.start(folder / place(artifact), threads, longest + _ROOM_TOKENS) as server:
+    with llama_server.start_server(folder / artifact_path(artifact), threads, longest + _ROOM_TOKENS) as server:
         found = []
         for probe in artifact.probes:
             messages = [{"role": "user", "content": probe.question}]
             prompt = server.tokenize(server.template(messages), whole=True)
-            if _same_prompt(folder, probe, prompt, dated):
+            if _is_same_prompt(folder, probe, prompt, dated):
                 found.append(server.chat(messages, len(probe.answer_ids)).ids)
             else:
                 tokens = server.completion(probe.prompt_ids, len(probe.answer_ids))["tokens"]
@@ -69,13 +73,13 @@ def _ask_llama(folder: Path, artifact: Artifact, dated: bool, threads: int) -> l
         return found
 
 
-def _ask_process(folder: Path, artifact: Artifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
+def _ask_process(folder: Path, artifact: ExportArtifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
     """Whole prompts, and what the deployed tokenizer makes of the questions."""
     asked = [
         {"question": probe.question, "prompt": probe.prompt_ids, "tokens": len(probe.answer_ids)}
         for probe in artifact.probes
     ]
-    opened = (folder / place(artifact)).absolute()
+    opened = (folder / artifact_path(artifact)).absolute()
     command = [sys.executable, "-P", "-m", _MODULES[artifact.kind], str(opened), "--threads", str(threads)]
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -92,11 +96,11 @@ def _ask_process(folder: Path, artifact: Artifact, dated: bool, threads: int) ->
     answers = json.loads(done.stdout.splitlines()[-1])
     for probe, answer in zip(artifact.probes, answers, strict=True):
         if answer["prompt"] is not None:
-            _same_prompt(folder, probe, answer["prompt"], dated)
+            _is_same_prompt(folder, probe, answer["prompt"], dated)
     return [tuple(answer["answer"]) for answer in answers]
 
 
-def _same_prompt(folder: Path, probe: Probe, prompt: Iterable[int], dated: bool) -> bool:
+def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], dated: bool) -> bool:
     """Whether template and tokenizer make of a question what they made of it; they must, except for dates."""
     same = tuple(prompt) == probe.prompt_ids
     if not same and not dated:
@@ -107,7 +111,7 @@ def _same_prompt(folder: Path, probe: Probe, prompt: Iterable[int], dated: bool)
     return same
 
 
-def _compared(folder: Path, probe: Probe, found: Sequence[int]) -> str | None:
+def _compare_answer(folder: Path, probe: ExportProbe, found: Sequence[int]) -> str | None:
     """None where an answer is the verified one, words where it parts at a tie. Raises ChampionError otherwise."""
     if tuple(found) == probe.answer_ids:
         return None

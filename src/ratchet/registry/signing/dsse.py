@@ -28,7 +28,7 @@ class NotSignedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Envelope:
+class DsseEnvelope:
     """A signature as it was read; nothing in it is proved."""
 
     payload: bytes
@@ -40,7 +40,7 @@ class Envelope:
     """The whole file."""
 
 
-def statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -> bytes:
+def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -> bytes:
     """The bytes that are signed; equal files give equal bytes.
 
     Args:
@@ -67,7 +67,7 @@ def statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -
     return json.dumps(value, indent=2, ensure_ascii=False).encode()
 
 
-def listed(payload: bytes) -> dict[str, str]:
+def parse_digests(payload: bytes) -> dict[str, str]:
     """SHA-256 of every file that a statement lists. Raises NotSignedError for a statement of another form."""
     try:
         value = json.loads(payload)
@@ -91,12 +91,12 @@ def listed(payload: bytes) -> dict[str, str]:
     return found
 
 
-def encoded(payload: bytes) -> bytes:
+def encode_payload(payload: bytes) -> bytes:
     """What a key signs: the pre-authentication encoding of DSSE, `DSSEv1 LENGTH TYPE LENGTH PAYLOAD`."""
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 
-def written(payload: bytes, signature: bytes, fingerprint: str) -> str:
+def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
     """The file of a signature that a key made."""
     value = {
         "mediaType": MEDIA_TYPE,
@@ -110,13 +110,13 @@ def written(payload: bytes, signature: bytes, fingerprint: str) -> str:
     return json.dumps(value)
 
 
-def read(text: str) -> Envelope:
+def parse_envelope(text: str) -> DsseEnvelope:
     """Take a signature's file apart. Raises NotSignedError when it is none."""
     try:
         value = json.loads(text)
         envelope, material = value["dsseEnvelope"], value["verificationMaterial"]
-        payload = _bytes(envelope["payload"])
-        (signature,) = (_bytes(one["sig"]) for one in envelope["signatures"])
+        payload = _decode_base64(envelope["payload"])
+        (signature,) = (_decode_base64(one["sig"]) for one in envelope["signatures"])
         hint = material["publicKey"]["hint"] if "publicKey" in material else None
         kinds = (value["mediaType"], envelope["payloadType"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -125,10 +125,10 @@ def read(text: str) -> Envelope:
         raise NotSignedError(f"a bundle of the kinds {kinds[0]!r}, {kinds[1]!r}, which this version does not know")
     if hint is None and "certificate" not in material:
         raise NotSignedError("neither key nor certificate in it")
-    return Envelope(payload, signature, None if hint is None else str(hint), text)
+    return DsseEnvelope(payload, signature, None if hint is None else str(hint), text)
 
 
-def _bytes(text: Any) -> bytes:
+def _decode_base64(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:

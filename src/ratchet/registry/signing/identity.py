@@ -12,12 +12,12 @@ from typing import Any
 
 from cryptography import x509
 
-from ratchet.errors import DamagedError, SettingsError, first_line
+from ratchet.errors import DamagedFileError, SettingsError, first_line
 from ratchet.registry.signing import dsse as envelope
 from ratchet.registry.signing import keys
-from ratchet.registry.signing.dsse import Envelope, NotSignedError
-from ratchet.registry.signing.keys import Identity
-from ratchet.storage.layout import Layout
+from ratchet.registry.signing.dsse import DsseEnvelope, NotSignedError
+from ratchet.registry.signing.keys import SigningIdentity
+from ratchet.storage.layout import ProjectLayout
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
 """Environment variable with a token that says who is signing (OpenID Connect). In the jobs of several CI services
@@ -34,7 +34,7 @@ class IdentitySigner:
     by: str
     told: str | None
     _token: Any
-    _trusted: tuple[Identity, ...]
+    _trusted: tuple[SigningIdentity, ...]
 
     def signed(self, payload: bytes) -> str:
         """The signature's file for a statement. Raises SettingsError when sigstore does not answer, or refuses."""
@@ -49,13 +49,15 @@ class IdentitySigner:
                 f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); repeat it "
                 "where its servers can be reached, or sign with a key"
             ) from None
-        who = signer_of(envelope.read(text), self._trusted)  # its certificate says who that was, not the token
+        who = verify_identity(
+            envelope.parse_envelope(text), self._trusted
+        )  # its certificate says who that was, not the token
         if who.revoked is not None:
             raise SettingsError(f"promote.signing: {who.identity} is revoked ({who.revoked})")
         return text
 
 
-def signer(layout: Layout) -> IdentitySigner:
+def load_signer(layout: ProjectLayout) -> IdentitySigner:
     """Whoever the environment says is signing.
 
     Raises:
@@ -63,7 +65,7 @@ def signer(layout: Layout) -> IdentitySigner:
     """
     from sigstore import oidc
 
-    trusted = keys.read(layout.keyring).identities
+    trusted = keys.read_keyring(layout.keyring).identities
     if all(one.revoked is not None for one in trusted):
         raise SettingsError(
             "promote.signing: sigstore: this project trusts no identity yet; "
@@ -82,7 +84,7 @@ def signer(layout: Layout) -> IdentitySigner:
     return IdentitySigner(f"{opened.identity} of {opened.federated_issuer}", None, opened, trusted)
 
 
-def signer_of(found: Envelope, trusted: Sequence[Identity]) -> Identity:
+def verify_identity(found: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
     """Whose signature this is.
 
     Raises:
@@ -93,7 +95,7 @@ def signer_of(found: Envelope, trusted: Sequence[Identity]) -> Identity:
     from sigstore.verify import policy
 
     logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns that it asks nobody, which is what we want
-    noted = _Noted()
+    noted = _CertificateRecorder()
     try:
         verifier = verify.Verifier(trusted_root=models.ClientTrustConfig.production(offline=True).trusted_root)
     except (OSError, errors.Error) as error:
@@ -103,7 +105,7 @@ def signer_of(found: Envelope, trusted: Sequence[Identity]) -> Identity:
         if (kind, payload) != (envelope.PAYLOAD_TYPE, found.payload):
             raise NotSignedError("it is about another statement")
     except (errors.Error, models.InvalidBundle, ValueError) as error:
-        raise DamagedError(f"no signature that sigstore vouches for ({first_line(error)})") from None
+        raise DamagedFileError(f"no signature that sigstore vouches for ({first_line(error)})") from None
     for one in trusted:
         try:
             policy.Identity(identity=one.identity, issuer=one.issuer).verify(noted.certificate)
@@ -113,7 +115,7 @@ def signer_of(found: Envelope, trusted: Sequence[Identity]) -> Identity:
     raise SettingsError(f"signed by {noted.names}, who is not trusted here; `ratchet keys --trust-identity` adds one")
 
 
-class _Noted:
+class _CertificateRecorder:
     """Takes every certificate, and keeps it: who it names is looked at afterwards."""
 
     certificate: x509.Certificate

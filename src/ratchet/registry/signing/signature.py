@@ -12,13 +12,13 @@ from typing import Literal, Protocol
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.registry.signing import dsse, keys
-from ratchet.registry.signing.dsse import Envelope, NotSignedError
+from ratchet.registry.signing.dsse import DsseEnvelope, NotSignedError
 from ratchet.registry.signing.keys import SHOWN, Keyring
 from ratchet.storage import digests, files
-from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Bundle
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.export import ModelBundle
 
 SIGNATURE = "model.sig"
 
@@ -50,7 +50,7 @@ class Signer(Protocol):
 
 
 @dataclass(frozen=True)
-class Signed:
+class TrustedSignature:
     """A signature that was checked, and whose maker is trusted."""
 
     by: str
@@ -60,7 +60,7 @@ class Signed:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SignatureVerdict:
     """What there is to say of a folder's signature."""
 
     state: State
@@ -72,7 +72,7 @@ class Judgement:
     """What it covers, once it is proved."""
 
 
-def sign(folder: Path, signer: Signer, known: Mapping[str, str] | None = None) -> None:
+def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = None) -> None:
     """Sign every file of a folder, before it is sealed.
 
     Args:
@@ -87,12 +87,12 @@ def sign(folder: Path, signer: Signer, known: Mapping[str, str] | None = None) -
     path = folder / SIGNATURE
     if path.is_symlink() or path.exists():
         path.unlink()
-    found = _digests(folder, known or {})
-    text = signer.signed(dsse.statement(_name(folder, found), found, UNCOVERED))
+    found = _covered_digests(folder, known or {})
+    text = signer.signed(dsse.build_statement(_statement_name(folder, found), found, UNCOVERED))
     files.write_blocks(path, [[text.encode()]])
 
 
-def check(folder: Path, layout: Layout, known: Mapping[str, str] | None = None) -> Signed:
+def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str] | None = None) -> TrustedSignature:
     """Require that somebody whom the project trusts signed a folder as it is.
 
     Args:
@@ -104,92 +104,100 @@ def check(folder: Path, layout: Layout, known: Mapping[str, str] | None = None) 
         DamagedError: it is not signed, or a file is not as it was signed; the message names it.
         SettingsError: signed by somebody whom the project does not trust, or no longer.
     """
-    return require(judge(folder, keys.read(layout.keyring), known))
+    return require_trusted(judge_folder(folder, keys.read_keyring(layout.keyring), known))
 
 
-def require(found: Judgement) -> Signed:
-    """Raise what `check` raises, for a judgement that is not `trusted`."""
+def require_trusted(found: SignatureVerdict) -> TrustedSignature:
+    """Raise what `check_signature` raises, for a judgement that is not `trusted`."""
     if found.state == "trusted":
-        return Signed(found.by, found.files)
-    raise (DamagedError if found.state in ("damaged", "unsigned") else SettingsError)(found.text)
+        return TrustedSignature(found.by, found.files)
+    raise (DamagedFileError if found.state in ("damaged", "unsigned") else SettingsError)(found.text)
 
 
-def judge(folder: Path, trusted: Keyring, known: Mapping[str, str] | None = None) -> Judgement:
-    """What there is to say of a folder's signature; see `check`."""
-    maker = listed(folder, trusted)
+def judge_folder(folder: Path, trusted: Keyring, known: Mapping[str, str] | None = None) -> SignatureVerdict:
+    """What there is to say of a folder's signature; see `check_signature`."""
+    maker = read_signature(folder, trusted)
     if maker.state != "trusted":
         return maker
     try:
-        if problem := _difference(maker.files, _digests(folder, known or {})):
-            raise DamagedError(f"{folder}/{problem}; bring the folder back, or promote the model again")
-    except DamagedError as error:
-        return Judgement("damaged", maker.by, str(error))
+        if problem := _describe_difference(maker.files, _covered_digests(folder, known or {})):
+            raise DamagedFileError(f"{folder}/{problem}; bring the folder back, or promote the model again")
+    except DamagedFileError as error:
+        return SignatureVerdict("damaged", maker.by, str(error))
     return maker
 
 
-def listed(folder: Path, trusted: Keyring) -> Judgement:
+def read_signature(folder: Path, trusted: Keyring) -> SignatureVerdict:
     """What there is to say of a signature alone: whose it is, and over which files. None of them is looked at.
 
     For a part of a signed folder, which brought the signature along: whoever calls compares what is there.
     """
     path = folder / SIGNATURE
-    maker, payload = _maker(path, trusted)
+    maker, payload = _identify_signer(path, trusted)
     if maker.state != "trusted":
         return maker
     try:
-        return Judgement("trusted", maker.by, maker.text, dsse.listed(payload))
+        return SignatureVerdict("trusted", maker.by, maker.text, dsse.parse_digests(payload))
     except NotSignedError as error:
-        return Judgement("damaged", maker.by, f"{path}: {error}")
+        return SignatureVerdict("damaged", maker.by, f"{path}: {error}")
 
 
-def _maker(path: Path, trusted: Keyring) -> tuple[Judgement, bytes]:
+def _identify_signer(path: Path, trusted: Keyring) -> tuple[SignatureVerdict, bytes]:
     """Who signed, and which statement; not yet whether it is about the files that are here."""
     if not path.exists() and not path.is_symlink():
-        return Judgement("unsigned", text=f"{path.parent}: not signed (no {SIGNATURE}); promote the model again"), b""
+        return SignatureVerdict(
+            "unsigned", text=f"{path.parent}: not signed (no {SIGNATURE}); promote the model again"
+        ), b""
     try:
         if path.is_symlink():
             raise NotSignedError("a link")
-        found = dsse.read(path.read_text(encoding="utf-8"))
+        found = dsse.parse_envelope(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, NotSignedError) as error:
-        return Judgement("damaged", text=f"{path}: {error}; promote the model again"), b""
-    judge_maker = _of_key if found.fingerprint is not None else _of_identity
+        return SignatureVerdict("damaged", text=f"{path}: {error}; promote the model again"), b""
+    judge_maker = _judge_key if found.fingerprint is not None else _judge_identity
     return judge_maker(path, found, trusted), found.payload
 
 
-def _of_key(path: Path, found: Envelope, trusted: Keyring) -> Judgement:
+def _judge_key(path: Path, found: DsseEnvelope, trusted: Keyring) -> SignatureVerdict:
     name = str(found.fingerprint)
     key = trusted.key(name)
     if key is None:
-        return Judgement(
+        return SignatureVerdict(
             "unknown", name,
             f"{path}: signed by key {name[:SHOWN]}, which is not trusted here; `ratchet keys` lists those that "
             "are, and `ratchet keys --trust FILE` adds one",
         )  # fmt: skip
-    public = keys.public_key(key)
+    public = keys.load_public_key(key)
     try:
-        public.verify(found.signature, dsse.encoded(found.payload), ec.ECDSA(keys.hash_of(public)))
+        public.verify(found.signature, dsse.encode_payload(found.payload), ec.ECDSA(keys.signature_hash(public)))
     except InvalidSignature:
-        return Judgement("damaged", name, f"{path}: key {name[:SHOWN]} did not sign this; it was changed, or forged")
+        return SignatureVerdict(
+            "damaged", name, f"{path}: key {name[:SHOWN]} did not sign this; it was changed, or forged"
+        )
     if key.revoked is not None:
-        return Judgement("revoked", name, f"{path}: signed by key {name[:SHOWN]}, which is revoked: {key.revoked}")
-    return Judgement("trusted", name, f"signed by key {name[:SHOWN]} (trusted)")
+        return SignatureVerdict(
+            "revoked", name, f"{path}: signed by key {name[:SHOWN]}, which is revoked: {key.revoked}"
+        )
+    return SignatureVerdict("trusted", name, f"signed by key {name[:SHOWN]} (trusted)")
 
 
-def _of_identity(path: Path, found: Envelope, trusted: Keyring) -> Judgement:
+def _judge_identity(path: Path, found: DsseEnvelope, trusted: Keyring) -> SignatureVerdict:
     from ratchet.registry.signing import identity  # sigstore takes half a second to import
 
     try:
-        who = identity.signer_of(found, trusted.identities)
+        who = identity.verify_identity(found, trusted.identities)
     except SettingsError as error:
-        return Judgement("unknown", SIGSTORE, f"{path}: {error}")
-    except DamagedError as error:
-        return Judgement("damaged", SIGSTORE, f"{path}: {error}")
+        return SignatureVerdict("unknown", SIGSTORE, f"{path}: {error}")
+    except DamagedFileError as error:
+        return SignatureVerdict("damaged", SIGSTORE, f"{path}: {error}")
     if who.revoked is not None:
-        return Judgement("revoked", who.identity, f"{path}: signed by {who.identity}, who is revoked: {who.revoked}")
-    return Judgement("trusted", who.identity, f"signed by {who.identity} of {who.issuer} (trusted)")
+        return SignatureVerdict(
+            "revoked", who.identity, f"{path}: signed by {who.identity}, who is revoked: {who.revoked}"
+        )
+    return SignatureVerdict("trusted", who.identity, f"signed by {who.identity} of {who.issuer} (trusted)")
 
 
-def _difference(signed: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+def _describe_difference(signed: Mapping[str, str], here: Mapping[str, str]) -> str | None:
     """The first file that is not as it was signed, and how."""
     for name in sorted(signed.keys() | here.keys()):
         if name not in here:
@@ -201,23 +209,25 @@ def _difference(signed: Mapping[str, str], here: Mapping[str, str]) -> str | Non
     return None
 
 
-def _digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
+def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     """SHA-256 of every file that is covered. Raises DamagedError for what is neither file nor folder."""
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise DamagedError(f"{path}: {'a link' if path.is_symlink() else 'no file'}, and only files can be signed")
+            raise DamagedFileError(
+                f"{path}: {'a link' if path.is_symlink() else 'no file'}, and only files can be signed"
+            )
         if name in UNCOVERED:
             if not path.is_file():
-                raise DamagedError(f"{path}: a folder, where a file of this name belongs")
+                raise DamagedFileError(f"{path}: a folder, where a file of this name belongs")
         elif path.is_file():
-            found[name] = known[name] if name in known else digests.of_file(path)
+            found[name] = known[name] if name in known else digests.hash_file(path)
     return found
 
 
-def _name(folder: Path, found: Mapping[str, str]) -> str:
+def _statement_name(folder: Path, found: Mapping[str, str]) -> str:
     """What people see of the model: the beginning of its digest; of a folder without one, of all its files."""
     bundle = folder / "bundle.json"
-    whole = Bundle.load(bundle).model_digest if bundle.is_file() else digests.of_files(found)
+    whole = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(found)
     return whole[:SHOWN]

@@ -1,6 +1,6 @@
 """Faults made inside a worker, for tests and `ratchet chaos`: the seam through which nature is imitated.
 
-A worker reads `RATCHET_FAULTS` (a JSON list of `Fault`) once. Without it every method does nothing. What can be
+A worker reads `RATCHET_FAULTS` (a JSON list of `InjectedFault`) once. Without it every method does nothing. What can be
 done from outside (signals, damage to files) is done from outside (attack.py); here is what only the inside can do.
 """
 
@@ -22,7 +22,7 @@ Phase = Literal["train", "validation", "generate"]
 VARIABLE = "RATCHET_FAULTS"
 
 
-class Fault(Record):
+class InjectedFault(Record):
     """One thing that goes wrong in a worker. Counts are of this process: a restarted worker meets it again."""
 
     kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "freeze", "slow", "weights", "slow_disk"]
@@ -55,20 +55,20 @@ class Fault(Record):
     again, so that the restarted worker gets past it."""
 
 
-class Injection:
+class FaultInjector:
     """The faults of this process. Step numbers are those of the step that is being done, from 1."""
 
-    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(self, faults: tuple[InjectedFault, ...] = ()) -> None:
         self._faults = faults
         self._done = [0] * len(faults)
         self._lock = threading.Lock()
 
     @classmethod
-    def from_environment(cls) -> "Injection":
+    def from_environment(cls) -> "FaultInjector":
         """What `RATCHET_FAULTS` says. Raises SettingsError when that is no list of faults."""
         text = os.environ.get(VARIABLE, "[]")
         try:
-            faults = (Fault.model_validate(item) for item in json.loads(text))
+            faults = (InjectedFault.model_validate(item) for item in json.loads(text))
             rank = int(os.environ.get("RANK", "0"))
             return cls(tuple(fault for fault in faults if fault.rank in (None, rank)))
         except (ValueError, TypeError) as error:
@@ -120,19 +120,19 @@ class Injection:
 
         files.before = before
 
-    def _due(self, kind: str, step: int, later: bool = False) -> Fault | None:
+    def _due(self, kind: str, step: int, later: bool = False) -> InjectedFault | None:
         """The first fault of this kind that is due in this step (or was in an earlier one), counted as done."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 begun = fault.step <= step if later else fault.step == step
                 left = fault.times == 0 or self._done[number] < fault.times
-                if fault.kind == kind and begun and left and _first(fault.mark):
+                if fault.kind == kind and begun and left and _claim_mark(fault.mark):
                     self._done[number] += 1
                     return fault
         return None
 
 
-def _first(mark: str) -> bool:
+def _claim_mark(mark: str) -> bool:
     """Whether no process has left this mark yet; it is left now."""
     if mark:
         try:

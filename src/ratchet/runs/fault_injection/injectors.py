@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from ratchet.errors import RunFailedError
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
 from ratchet.runs.fault_injection.plan import What
 from ratchet.storage import digests, files
 from ratchet.storage.layout import RUNS_VARIABLE
@@ -28,17 +28,17 @@ GONE_S = 15.0
 POLL_S = 0.005
 
 
-class Command:
+class TrainCommandProcess:
     """`ratchet train` in a project, as a person or DVC starts it; as a context it leaves no process behind."""
 
-    def __init__(self, root: Path, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, root: Path, faults: tuple[InjectedFault, ...]) -> None:
         self.root = root.resolve()
-        self._environment = _environment(faults)
+        self._environment = _fault_environment(faults)
         self._process: subprocess.Popen[bytes] | None = None
         self._log: BinaryIO | None = None
         self._worker: int | None = None
 
-    def __enter__(self) -> "Command":
+    def __enter__(self) -> "TrainCommandProcess":
         self._log = (self.root / OUTPUT).open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ratchet", "train"], cwd=self.root, env=self._environment,
@@ -62,7 +62,7 @@ class Command:
 
     def worker(self) -> int | None:
         """Process id of the worker, if there is one now."""
-        found = worker_of(self.process.pid, self.root)
+        found = find_worker(self.process.pid, self.root)
         self._worker = found or self._worker
         return found
 
@@ -103,7 +103,7 @@ class Command:
         return True
 
 
-def _environment(faults: tuple[Fault, ...]) -> dict[str, str]:
+def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
     """Ours, without what would take a training out of its project; under DVC_STAGE it is stopped if we are killed."""
     foreign = ("MLFLOW_", "DVC_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in (VARIABLE, RUNS_VARIABLE)}
@@ -113,18 +113,18 @@ def _environment(faults: tuple[Fault, ...]) -> dict[str, str]:
     return clean
 
 
-def worker_of(supervisor: int, root: Path) -> int | None:
+def find_worker(supervisor: int, root: Path) -> int | None:
     """Process id of the worker that a supervisor has started for the project in `root`, if there is one now."""
-    return next((child for child in _children(supervisor) if _is_worker(child, root)), None)
+    return next((child for child in _list_children(supervisor) if _is_worker(child, root)), None)
 
 
 def _is_worker(pid: int, root: Path) -> bool:
     """Whether this is a worker of this very project; no longer for one that waits for its parent to take note."""
-    line = _command_line(pid)
+    line = _read_command_line(pid)
     return WORKER in line and os.fsencode(root) in line
 
 
-def _children(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread, or the process, has just ended
@@ -132,14 +132,14 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _command_line(pid: int) -> bytes:
+def _read_command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def damage(what: What, paths: RunPaths, draw: int) -> str:
+def damage_run(what: What, paths: RunPaths, draw: int) -> str:
     """Damage the files of a run that nobody is at work on; says what was done.
 
     Raises:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import DataError
-from ratchet.runs.journal import Event, Reader, Replay
+from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 
 SHOWN = 5
 """Differences of one kind that are named; the others are counted."""
@@ -26,7 +26,7 @@ BATCH = "batch"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingFingerprint:
     """Everything that must be equal."""
 
     files: dict[str, str]
@@ -39,16 +39,16 @@ class Outcome:
     """Steps and validations that were done again with other numbers than the first time, or left out."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "Outcome":
+    def of(cls, layout: ProjectLayout) -> "TrainingFingerprint":
         """Of a finished training. Raises DataError when its project holds no single run."""
         paths = sorted(p for p in layout.train.rglob("*") if p.is_file())
-        contents = {p.relative_to(layout.train).as_posix(): digests.of_file(p) for p in paths}
-        events = list(Reader(journal_of(layout)).read())
-        series = tuple(_line(event) for event in _first_tellings(events))
-        return cls(contents, digests.of_json(series), series, tuple(_contradictions(events)))
+        contents = {p.relative_to(layout.train).as_posix(): digests.hash_file(p) for p in paths}
+        events = list(JournalReader(find_journal(layout)).read())
+        series = tuple(_format_event(event) for event in _first_occurrences(events))
+        return cls(contents, digests.hash_json(series), series, tuple(_find_contradictions(events)))
 
 
-def journal_of(layout: Layout) -> Path:
+def find_journal(layout: ProjectLayout) -> Path:
     """The journal of the one run inside a project, wherever else this process is told that runs are.
 
     Raises:
@@ -61,41 +61,41 @@ def journal_of(layout: Layout) -> Path:
     return found[0]
 
 
-def differences(expected: Outcome, found: Outcome) -> list[str]:
+def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) -> list[str]:
     """What differs, for people; empty when the two are exact. `found` must not contradict itself either."""
     texts = []
     for name in sorted(expected.files.keys() | found.files.keys()):
         if expected.files.get(name) != found.files.get(name):
-            texts.append(f"{name}: {_how(expected.files.get(name), found.files.get(name))}")
-    texts = _shortened(texts, "files")
+            texts.append(f"{name}: {_describe_difference(expected.files.get(name), found.files.get(name))}")
+    texts = _shorten(texts, "files")
     if expected.series_digest != found.series_digest:
-        texts += _shortened(_series_differences(expected.series, found.series), "events of the metric series")
-    return texts + _shortened(list(found.contradictions), "contradictions")
+        texts += _shorten(_find_series_differences(expected.series, found.series), "events of the metric series")
+    return texts + _shorten(list(found.contradictions), "contradictions")
 
 
-def batches(outcome: Outcome) -> dict[int, str]:
+def collect_batch_digests(outcome: TrainingFingerprint) -> dict[int, str]:
     """The ledger of samples: for each step the digest of the rows that it learned from, told once."""
     told = map(json.loads, outcome.series)
     return {item["step"]: item[BATCH] for item in told if item["event"] == "step" and BATCH in item}
 
 
-def _first_tellings(events: Iterable[Event]) -> Iterable[Event]:
-    replay = Replay()
+def _first_occurrences(events: Iterable[JournalEvent]) -> Iterable[JournalEvent]:
+    replay = ReplayFilter()
     return (event for event in events if event.kind in TOLD and replay.new(event))
 
 
-def _line(event: Event) -> str:
+def _format_event(event: JournalEvent) -> str:
     fields: dict[str, Any] = {name: event.data[name] for name in TOLD[event.kind] if name in event.data}
     return digests.canonical_json({"event": event.kind, **fields})
 
 
-def _contradictions(events: Iterable[Event]) -> Iterable[str]:
+def _find_contradictions(events: Iterable[JournalEvent]) -> Iterable[str]:
     """Whether a step was done or skipped, and every number, is as at its first telling; none is left out."""
     first: dict[tuple[bool, int], str] = {}
     for event in events:
         if event.kind not in TOLD or not isinstance(step := event.data.get("step"), int):
             continue
-        line = _line(event)
+        line = _format_event(event)
         before = first.setdefault((event.kind == "validation", step), line)
         if before != line:
             yield f"attempt {event.attempt} did step {step} again otherwise: {line}, before {before}"
@@ -104,20 +104,20 @@ def _contradictions(events: Iterable[Event]) -> Iterable[str]:
         yield f"step {missing} is nowhere in the journal"
 
 
-def _how(expected: str | None, found: str | None) -> str:
+def _describe_difference(expected: str | None, found: str | None) -> str:
     if expected is None:
         return "not there in the reference"
     return "not there" if found is None else "other content"
 
 
-def _series_differences(expected: tuple[str, ...], found: tuple[str, ...]) -> list[str]:
+def _find_series_differences(expected: tuple[str, ...], found: tuple[str, ...]) -> list[str]:
     texts = [f"{b} instead of {a}" for a, b in zip(expected, found, strict=False) if a != b]
     if len(expected) != len(found):
         texts.append(f"{len(found)} events instead of {len(expected)}")
     return texts
 
 
-def _shortened(texts: list[str], what: str) -> list[str]:
+def _shorten(texts: list[str], what: str) -> list[str]:
     return texts if len(texts) <= SHOWN else [*texts[:SHOWN], f"and {len(texts) - SHOWN} more {what}"]
 
 
@@ -128,7 +128,7 @@ MARKED = ("repeated", "skipped", "budget", "spike", "alert", "notice")
 
 
 @dataclass
-class Chronicle:
+class FaultTrialTimeline:
     """One trial. Times are those at which we saw a thing, some hundredths of a second after it happened."""
 
     attempts: list[list[float]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Chronicle:
     farthest_step: int = 0
     _hurt_s: float | None = None
     _last_seen_s: float = 0.0
-    _reader: Reader | None = None
+    _reader: JournalReader | None = None
 
     @property
     def checkpoint_step(self) -> int:
@@ -191,7 +191,7 @@ class Chronicle:
     def read(self, journal: Path, now_s: float) -> bool:
         """Take in what is new in the journal; whether there was anything."""
         if self._reader is None:
-            self._reader = Reader(journal)
+            self._reader = JournalReader(journal)
         events = list(self._reader.read())
         for event in events:
             self._see(event, now_s)
@@ -200,11 +200,11 @@ class Chronicle:
 
     def reread(self, journal: Path) -> None:
         """The journal was changed or moved by us: go on behind what is in it now."""
-        self._reader = Reader(journal)
+        self._reader = JournalReader(journal)
         for _ in self._reader.read():
             pass
 
-    def _see(self, event: Event, now_s: float) -> None:
+    def _see(self, event: JournalEvent, now_s: float) -> None:
         self.kinds[event.kind] += 1
         if event.kind in MARKED:
             self.marks.append((now_s, event.kind))
@@ -252,7 +252,7 @@ class Chronicle:
 
 
 @dataclass(frozen=True)
-class Clock:
+class BaselineTiming:
     """How long an undisturbed training takes: what blows are timed by."""
 
     first_step_s: float
@@ -262,14 +262,14 @@ class Clock:
     finished_s: float
 
     @classmethod
-    def of(cls, seen: Chronicle) -> "Clock":
+    def of(cls, seen: FaultTrialTimeline) -> "BaselineTiming":
         """Read off a training that finished at the first attempt."""
         begin = seen.attempts[0][0]
         times = {step: at - begin for at, step in seen.steps}
         finished = seen.finished_s if seen.finished_s is not None else seen.steps[-1][0]
         return cls(min(times.values()), times, finished - begin)
 
-    def moment(self, step: int, started: bool, fraction: float) -> "Moment":
+    def moment(self, step: int, started: bool, fraction: float) -> "TrainingMoment":
         """The moment after this fraction of the time that is left.
 
         Args:
@@ -281,14 +281,14 @@ class Clock:
         start_s = self.first_step_s if started else 0.0
         ahead_s = fraction * (self.finished_s - here_s + start_s)
         if ahead_s < start_s:
-            return Moment(step, ahead_s, loading=True)
+            return TrainingMoment(step, ahead_s, loading=True)
         there_s = here_s + ahead_s - start_s
         passed = max((done for done, at in self.steps_s.items() if step <= done and at <= there_s), default=step)
-        return Moment(passed, there_s - self.steps_s.get(passed, here_s))
+        return TrainingMoment(passed, there_s - self.steps_s.get(passed, here_s))
 
 
 @dataclass(frozen=True)
-class Moment:
+class TrainingMoment:
     """A moment in a training by what is done in it, not by the clock alone: another time all may go twice as fast."""
 
     step: int

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedFileError
 from ratchet.storage.files import Entry
 
 ResultT = TypeVar("ResultT")
@@ -28,15 +28,15 @@ POLL_S = 0.2
 """How often a call that takes long is asked whether anybody still waits for it."""
 
 
-class StalledError(OSError):
-    """Nothing moved for `Terms.timeout_s`."""
+class TransferStalledError(OSError):
+    """Nothing moved for `TransferLimits.timeout_s`."""
 
 
-class StoppedError(OSError):
+class TransferStoppedError(OSError):
     """Whoever waits for a call has no more time."""
 
 
-class Throttle:
+class BandwidthThrottle:
     """A line of `bytes_s`, shared by all threads: who sends n bytes keeps it busy for n / bytes_s seconds."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Throttle:
             self._sleep(start - now)
 
 
-class Progress:
+class TransferProgress:
     """When something last moved."""
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class Progress:
         self.at = time.monotonic()
 
 
-class Body(io.RawIOBase):
+class ThrottledBody(io.RawIOBase):
     """Bytes that a client sends, handed over at the pace of a throttle; each piece is progress.
 
     HTTP clients read a body on the thread of their event loop to sign it, and on another, which may wait, to send it.
     """
 
-    def __init__(self, data: bytes, throttle: Throttle, progress: Progress) -> None:
+    def __init__(self, data: bytes, throttle: BandwidthThrottle, progress: TransferProgress) -> None:
         self._data = data
         self._at = 0
         self._throttle, self._progress = throttle, progress
@@ -111,7 +111,7 @@ class Body(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, len(self._data) - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
-        if not _on_event_loop():
+        if not _is_on_event_loop():
             wanted = min(wanted, BODY_BYTES, self._throttle.at_once_bytes)
             if wanted:
                 self._throttle.take(wanted)
@@ -121,7 +121,7 @@ class Body(io.RawIOBase):
         return piece
 
 
-def _on_event_loop() -> bool:
+def _is_on_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -129,7 +129,7 @@ def _on_event_loop() -> bool:
     return True
 
 
-def shallow_socket(address: Any) -> socket.socket:
+def create_shallow_socket(address: Any) -> socket.socket:
     """A socket in which no more than UNSENT_BYTES wait for the network, so that progress is seen when it is made
     (TCP_NOTSENT_LOWAT, Linux 3.12; what is under way is not limited, and so neither is speed)."""
     family, kind, protocol = address[:3]
@@ -139,7 +139,7 @@ def shallow_socket(address: Any) -> socket.socket:
     return made
 
 
-class Watch:
+class TransferWatchdog:
     """Lets a call run as long as it makes progress. Raises StalledError or StoppedError otherwise, and its own errors.
 
     Args:
@@ -159,17 +159,17 @@ class Watch:
 
     def coroutine(
         self,
-        make: Callable[[Progress], Coroutine[Any, Any, ResultT]],
+        make: Callable[[TransferProgress], Coroutine[Any, Any, ResultT]],
         loop: asyncio.AbstractEventLoop,
         slack_s: float = 0.0,
     ) -> ResultT:
         """Run on a loop of another thread; cancelled when it stalls."""
-        progress = Progress()
+        progress = TransferProgress()
         return self._wait(asyncio.run_coroutine_threadsafe(make(progress), loop), progress, slack_s)
 
-    def call(self, function: Callable[[Progress], ResultT], slack_s: float = 0.0) -> ResultT:
+    def call(self, function: Callable[[TransferProgress], ResultT], slack_s: float = 0.0) -> ResultT:
         """Run in a thread of its own, which is left to itself when it stalls: nobody can end a system call."""
-        progress, future = Progress(), Future[ResultT]()
+        progress, future = TransferProgress(), Future[ResultT]()
         future.set_running_or_notify_cancel()  # so that one which is given up can still end, unheard
 
         def run() -> None:
@@ -181,12 +181,12 @@ class Watch:
         threading.Thread(target=run, name="mirror-call", daemon=True).start()
         return self._wait(future, progress, slack_s)
 
-    def _wait(self, future: "Future[ResultT]", progress: Progress, slack_s: float) -> ResultT:
+    def _wait(self, future: "Future[ResultT]", progress: TransferProgress, slack_s: float) -> ResultT:
         while True:
             left_s = progress.at + self._timeout_s + slack_s - time.monotonic()
             if left_s <= 0 and not future.done():
                 future.cancel()
-                raise StalledError(f"nothing moved for {self._timeout_s + slack_s:g} s")
+                raise TransferStalledError(f"nothing moved for {self._timeout_s + slack_s:g} s")
             try:
                 return future.result(min(max(left_s, 0.001), POLL_S))
             except TimeoutError:
@@ -194,7 +194,7 @@ class Watch:
                     raise
             if self._stopping():
                 future.cancel()
-                raise StoppedError("there is no more time for it")
+                raise TransferStoppedError("there is no more time for it")
 
 
 # What a store asks of a place, one try at a time; and reading from it piece by piece.
@@ -205,18 +205,18 @@ PIECE_BYTES = 4 << 20
 """Most of an object that is read at once."""
 
 
-class Trying(Protocol):
-    """Calls until it works, as patience has it (`Patience.run`)."""
+class RetryCallable(Protocol):
+    """Calls until it works, as patience has it (`RetryPolicy.run`)."""
 
     def __call__(self, what: str, once: Callable[[], T]) -> T:
         """Raises MirrorError, and FileNotFoundError for what is not there."""
 
 
-class WrongBytesError(OSError):
+class ContentMismatchError(OSError):
     """What arrived is not what was sent."""
 
 
-class Engine(Protocol):
+class StorageBackend(Protocol):
     """A place by way of one library. Names are relative to the mirror. Every call is one try and raises as its library
     does; FileNotFoundError is that there is nothing of that name."""
 
@@ -238,7 +238,7 @@ class Engine(Protocol):
     def write(self, name: str, data: bytes) -> None:
         """A small object, at once; whoever reads sees the old one or the new one."""
 
-    def send(self, name: str, path: Path, entry: Entry, trying: Trying) -> int:
+    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
         """A file, unless it is there; returns the bytes that were sent, tries that failed apart. Verified when it
         returns. Calls `trying` itself, for each step. Raises DamagedError if the file is not what `entry` says."""
 
@@ -246,31 +246,31 @@ class Engine(Protocol):
         """An object."""
 
 
-def damaged(path: Path, found: Entry) -> DamagedError:
+def build_damaged_error(path: Path, found: Entry) -> DamagedFileError:
     """Of a file here whose content is not what it is sent as."""
-    return DamagedError(f"{path}: content differs from its manifest ({found[1]:,} bytes); it is not mirrored")
+    return DamagedFileError(f"{path}: content differs from its manifest ({found[1]:,} bytes); it is not mirrored")
 
 
-def pieces(engine: Engine, name: str, size: int, trying: Trying) -> Iterator[bytes]:
+def read_pieces(engine: StorageBackend, name: str, size: int, trying: RetryCallable) -> Iterator[bytes]:
     """An object of `size` bytes; what has arrived is not asked for again."""
     start = 0
     while start < size:
         at = start
-        piece = trying(f"read {name}", lambda: _some(engine, name, at))  # noqa: B023 (called before `at` changes)
+        piece = trying(f"read {name}", lambda: _read_some(engine, name, at))  # noqa: B023 (called before `at` changes)
         start += len(piece)
         yield piece
 
 
-def _some(engine: Engine, name: str, start: int) -> bytes:
+def _read_some(engine: StorageBackend, name: str, start: int) -> bytes:
     found = engine.piece(name, start)
     if not found:
-        raise WrongBytesError(f"it ends after {start:,} bytes")
+        raise ContentMismatchError(f"it ends after {start:,} bytes")
     return found
 
 
-def digest_there(engine: Engine, name: str, size: int, trying: Trying) -> str:
+def compute_remote_digest(engine: StorageBackend, name: str, size: int, trying: RetryCallable) -> str:
     """SHA-256 of an object, read back."""
     found = hashlib.sha256()
-    for piece in pieces(engine, name, size, trying):
+    for piece in read_pieces(engine, name, size, trying):
         found.update(piece)
     return found.hexdigest()

@@ -13,15 +13,15 @@ from uuid import uuid4
 from ratchet.errors import SettingsError
 from ratchet.runs.replication.backend import (
     PIECE_BYTES,
-    Progress,
-    Throttle,
-    Trying,
-    Watch,
-    WrongBytesError,
-    damaged,
-    digest_there,
+    BandwidthThrottle,
+    ContentMismatchError,
+    RetryCallable,
+    TransferProgress,
+    TransferWatchdog,
+    build_damaged_error,
+    compute_remote_digest,
 )
-from ratchet.runs.replication.retry import scrubbed, shown
+from ratchet.runs.replication.retry import scrub_text, strip_credentials
 from ratchet.storage import digests, disk, files
 from ratchet.storage.files import PARTIAL, Entry
 
@@ -32,10 +32,10 @@ OLD_S = 86_400.0
 """What has been partial for so long was left by somebody who died."""
 
 
-class Folder:
+class LocalBackend:
     """Written aside, fsynced, read back, renamed: a name appears only with its content."""
 
-    def __init__(self, root: Path, throttle: Throttle, watch: Watch) -> None:
+    def __init__(self, root: Path, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._root = root
         self._throttle, self._watch = throttle, watch
 
@@ -45,8 +45,8 @@ class Folder:
     def list(self, folder: str) -> dict[str, int]:
         return self._watch.call(lambda progress: dict(self._below(self._root / folder, progress)))
 
-    def _below(self, folder: Path, progress: Progress) -> Iterator[tuple[str, int]]:
-        for here, _, names in os.walk(folder, onerror=_unless_absent):
+    def _below(self, folder: Path, progress: TransferProgress) -> Iterator[tuple[str, int]]:
+        for here, _, names in os.walk(folder, onerror=_reraise_unless_absent):
             progress.moved()
             for name in names:
                 path = Path(here, name)
@@ -67,7 +67,7 @@ class Folder:
         return self._watch.call(lambda _: (self._root / name).read_bytes())
 
     def piece(self, name: str, start: int) -> bytes:
-        def read(_: Progress) -> bytes:
+        def read(_: TransferProgress) -> bytes:
             with (self._root / name).open("rb") as stream:
                 stream.seek(start)
                 return stream.read(PIECE_BYTES)
@@ -75,14 +75,14 @@ class Folder:
         return self._watch.call(read)
 
     def write(self, name: str, data: bytes) -> None:
-        def write(_: Progress) -> None:
+        def write(_: TransferProgress) -> None:
             self._throttle.take(len(data))
             self._publish(self._root / name, lambda partial: files.write_blocks(partial, [[data]]))
 
         self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: Trying) -> int:
-        def send(progress: Progress) -> int:
+    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
+        def send(progress: TransferProgress) -> int:
             target = self._root / name
             try:
                 if target.stat().st_size == entry[1]:  # nothing gets this name unverified
@@ -100,7 +100,7 @@ class Folder:
     def tidy(self) -> None:
         """Remove what writers that died have left for more than a day, by the clock of the disk."""
 
-        def tidy(progress: Progress) -> None:
+        def tidy(progress: TransferProgress) -> None:
             partials = [Path(here, name) for here, _, names in os.walk(self._root) for name in names]
             for path in (one for one in partials if one.name.startswith(LOCAL_PARTIAL)):
                 progress.moved()
@@ -121,7 +121,7 @@ class Folder:
             raise
         files.fsync_directory(target.parent)
 
-    def _copy(self, source: Path, partial: Path, entry: Entry, progress: Progress) -> None:
+    def _copy(self, source: Path, partial: Path, entry: Entry, progress: TransferProgress) -> None:
         unsafe = 0
 
         def beat() -> None:
@@ -136,16 +136,16 @@ class Folder:
         read = hashlib.sha256()
         files.write_blocks(partial, self._blocks(source, progress, read), beat)
         if read.hexdigest() != entry[0]:
-            raise damaged(source, (read.hexdigest(), partial.stat().st_size))
+            raise build_damaged_error(source, (read.hexdigest(), partial.stat().st_size))
         found = hashlib.sha256()
         with partial.open("rb") as stream:
             while block := stream.read(PIECE_BYTES):
                 found.update(block)
                 progress.moved()
         if found.hexdigest() != entry[0]:
-            raise WrongBytesError("read back, it is not what was written")
+            raise ContentMismatchError("read back, it is not what was written")
 
-    def _blocks(self, source: Path, progress: Progress, read: "hashlib._Hash") -> Iterator[files.Block]:
+    def _blocks(self, source: Path, progress: TransferProgress, read: "hashlib._Hash") -> Iterator[files.Block]:
         with source.open("rb") as stream:
             while block := stream.read(self._throttle.at_once_bytes):
                 self._throttle.take(len(block))
@@ -154,7 +154,7 @@ class Folder:
                 yield [block]
 
 
-def _unless_absent(error: OSError) -> None:
+def _reraise_unless_absent(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
 
@@ -167,15 +167,15 @@ SLOWEST_BYTES_S = 16_384.0
 """Of an upload whose library tells no progress."""
 
 
-def require_known(url: str) -> None:
+def require_known_scheme(url: str) -> None:
     """Raise SettingsError unless fsspec knows the scheme of a URL, and has the library for it. Nothing is asked."""
     import fsspec
 
-    with _explained(url):
+    with _explain_errors(url):
         fsspec.get_filesystem_class(url.split(":", 1)[0])
 
 
-def opened(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, without its caches, and the path in it. Some libraries ask their server for it.
 
     Raises:
@@ -183,31 +183,32 @@ def opened(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    with _explained(url):
+    with _explain_errors(url):
         system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     return system, str(path).rstrip("/")
 
 
 @contextmanager
-def _explained(url: str) -> Iterator[None]:
+def _explain_errors(url: str) -> Iterator[None]:
     """What fsspec says of a URL that it cannot open, as a SettingsError."""
     try:
         yield
     except ImportError as error:
         raise SettingsError(
-            f"machine.mirror {shown(url)}: {scrubbed(str(error))} (pip install, into Ratchet's environment)"
+            f"machine.mirror {strip_credentials(url)}: {scrub_text(str(error))} "
+            "(pip install, into Ratchet's environment)"
         ) from None
     except ValueError as error:
         raise SettingsError(
-            f"machine.mirror {shown(url)}: {scrubbed(str(error))}; a path, file://, s3://, gs://, abfs://, sftp:// "
-            "and what else fsspec knows can be opened"
+            f"machine.mirror {strip_credentials(url)}: {scrub_text(str(error))}; "
+            "a path, file://, s3://, gs://, abfs://, sftp:// and what else fsspec knows can be opened"
         ) from None
 
 
-class Remote:
+class FsspecBackend:
     """fsspec's own calls, each in a thread that is given up when it stalls."""
 
-    def __init__(self, url: str, throttle: Throttle, watch: Watch) -> None:
+    def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._url = url
         self._throttle, self._watch = throttle, watch
         self._atomic = url.split(":", 1)[0] in ATOMIC
@@ -222,11 +223,11 @@ class Remote:
     def _system(self) -> tuple[Any, str]:
         with self._lock:
             if self._open is None:
-                self._open = opened(self._url)
+                self._open = open_filesystem(self._url)
             return self._open
 
     def list(self, folder: str) -> dict[str, int]:
-        def find(_: Progress) -> dict[str, int]:
+        def find(_: TransferProgress) -> dict[str, int]:
             system, root = self._system()
             found = system.find(f"{root}/{folder}" if folder else root, detail=True)
             names = {str(path): int(about["size"] or 0) for path, about in found.items()}
@@ -242,28 +243,28 @@ class Remote:
             return {}
 
     def size(self, name: str) -> int:
-        def size(_: Progress) -> int:
+        def size(_: TransferProgress) -> int:
             system, root = self._system()
             return int(system.info(f"{root}/{name}")["size"])
 
         return self._watch.call(size)
 
     def read(self, name: str) -> bytes:
-        def read(_: Progress) -> bytes:
+        def read(_: TransferProgress) -> bytes:
             system, root = self._system()
             return bytes(system.cat_file(f"{root}/{name}"))
 
         return self._watch.call(read)
 
     def piece(self, name: str, start: int) -> bytes:
-        def read(_: Progress) -> bytes:
+        def read(_: TransferProgress) -> bytes:
             system, root = self._system()
             return bytes(system.cat_file(f"{root}/{name}", start=start, end=start + PIECE_BYTES))
 
         return self._watch.call(read)
 
     def write(self, name: str, data: bytes) -> None:
-        def write(_: Progress) -> None:
+        def write(_: TransferProgress) -> None:
             self._throttle.take(len(data))
             system, root = self._system()
             path = f"{root}/{name}"
@@ -278,24 +279,24 @@ class Remote:
 
         self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: Trying) -> int:
+    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
         if trying(f"look for {name}", lambda: self._holds(name, entry)):
             if not self._atomic or self._verified.get(name) == entry:
                 return 0
-            if digest_there(self, name, entry[1], trying) == entry[0]:
+            if compute_remote_digest(self, name, entry[1], trying) == entry[0]:
                 self._verified[name] = entry
                 return 0
-        if (found := (digests.of_file(path), path.stat().st_size)) != entry:
-            raise damaged(path, found)
+        if (found := (digests.hash_file(path), path.stat().st_size)) != entry:
+            raise build_damaged_error(path, found)
         aside = name if self._atomic else f"{name.rpartition('/')[0]}/{PARTIAL}{uuid4().hex}"
         slack_s = entry[1] / SLOWEST_BYTES_S + self._throttle.seconds(entry[1])
         call = self._put if self._atomic else self._copy
 
         def once() -> None:
             self._watch.call(lambda progress: call(aside, path, progress), slack_s)
-            if digest_there(self, aside, entry[1], lambda _, read: read()) != entry[0]:
+            if compute_remote_digest(self, aside, entry[1], lambda _, read: read()) != entry[0]:
                 self.remove(aside)
-                raise WrongBytesError("read back, it is not what was sent")
+                raise ContentMismatchError("read back, it is not what was sent")
 
         trying(f"write {name}", once)
         if aside != name:
@@ -304,7 +305,7 @@ class Remote:
         return entry[1]
 
     def remove(self, name: str) -> None:
-        def remove(_: Progress) -> None:
+        def remove(_: TransferProgress) -> None:
             system, root = self._system()
             system.rm_file(f"{root}/{name}")
 
@@ -316,14 +317,14 @@ class Remote:
         except FileNotFoundError:
             return False
 
-    def _put(self, name: str, path: Path, progress: Progress) -> None:
+    def _put(self, name: str, path: Path, progress: TransferProgress) -> None:
         """By the library's own upload: it ends an object only with its last byte, and tells no progress."""
         system, root = self._system()
         self._throttle.take(path.stat().st_size)
         progress.moved()
         system.put_file(str(path), f"{root}/{name}")
 
-    def _copy(self, name: str, path: Path, progress: Progress) -> None:
+    def _copy(self, name: str, path: Path, progress: TransferProgress) -> None:
         system, root = self._system()
         system.makedirs(f"{root}/{name}".rsplit("/", 1)[0], exist_ok=True)
         with path.open("rb") as source, system.open(f"{root}/{name}", "wb") as target:
@@ -333,7 +334,7 @@ class Remote:
                 progress.moved()
 
     def _rename(self, aside: str, name: str, entry: Entry) -> None:
-        def rename(_: Progress) -> None:
+        def rename(_: TransferProgress) -> None:
             system, root = self._system()
             system.mv(f"{root}/{aside}", f"{root}/{name}")
 

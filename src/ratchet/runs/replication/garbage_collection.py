@@ -17,14 +17,14 @@ What a successor restores from is not on such a list: both keep the newest, and 
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.errors import DamagedError, MirrorError
+from ratchet.errors import DamagedFileError, MirrorError
 from ratchet.runs.replication import manifests
-from ratchet.runs.replication.manifests import Sealed
-from ratchet.runs.replication.object_names import RunNames, numbers_of
-from ratchet.runs.replication.store import Store
+from ratchet.runs.replication.manifests import ReplicaManifest
+from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
+from ratchet.runs.replication.store import ReplicaStore
 
 
-class Claimed(Protocol):
+class LeaseGuard(Protocol):
     """A claim on a run (`Lease`)."""
 
     def confirm(self) -> None:
@@ -35,7 +35,7 @@ class Claimed(Protocol):
 
 
 @dataclass(frozen=True)
-class Tidied:
+class GarbageCollectionResult:
     """What was found."""
 
     removed: int
@@ -44,7 +44,7 @@ class Tidied:
     """Names of documents that are needed, and lack an object, or refer to one that does."""
 
 
-class Tidier:
+class ReplicaGarbageCollector:
     """Of one run.
 
     Args:
@@ -54,16 +54,16 @@ class Tidier:
         claim: confirmed before something is removed, and asked at each removal.
     """
 
-    def __init__(self, store: Store, names: RunNames, keep: int, claim: Claimed) -> None:
+    def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: LeaseGuard) -> None:
         self._store, self._names, self._keep, self._claim = store, names, keep, claim
-        self._known: dict[str, Sealed | None] = {}
+        self._known: dict[str, ReplicaManifest | None] = {}
         """Documents by name, read once; None: unreadable."""
 
     def forget(self, name: str) -> None:
         """This document is about to be written, perhaps anew."""
         self._known.pop(name, None)
 
-    def tidy(self) -> Tidied:
+    def tidy(self) -> GarbageCollectionResult:
         """Remove what can go. Nothing of ours may be on its way to the mirror meanwhile.
 
         Raises MirrorError, and HeldError when the run is another machine's.
@@ -81,38 +81,40 @@ class Tidier:
                 self._store.remove(names, self._require_claim)
         lacking = {name for name, objects in digests.items() if objects - there}
         broken = {name for name in digests if lacking & {name, *self._others(name, found)}}
-        return Tidied(len(old) + len(idle), frozenset(broken))
+        return GarbageCollectionResult(len(old) + len(idle), frozenset(broken))
 
     def _require_claim(self) -> None:
         if not self._claim.is_sure():
             raise MirrorError("the claim on the run is in doubt: nothing more is removed from its mirror")
 
-    def _documents(self) -> dict[str, Sealed | None]:
+    def _documents(self) -> dict[str, ReplicaManifest | None]:
         """All of the run, by name."""
-        there: dict[str, Sealed | None] = {}
+        there: dict[str, ReplicaManifest | None] = {}
         for kind in ("checkpoints", "result"):
             for listed in self._store.list(self._names.folder(kind)):
                 name = f"{self._names.folder(kind)}/{listed.rsplit('/', 1)[-1]}"
                 if name not in self._known:
                     try:
-                        self._known[name] = manifests.read(self._store, name)
-                    except DamagedError:
+                        self._known[name] = manifests.read_replica_manifest(self._store, name)
+                    except DamagedFileError:
                         self._known[name] = None
                 there[name] = self._known[name]
         self._known = dict(there)
         return there
 
-    def _needed(self, found: dict[str, Sealed | None]) -> set[str]:
+    def _needed(self, found: dict[str, ReplicaManifest | None]) -> set[str]:
         """Results, the newest checkpoints by token and step, and with each what it refers to."""
-        checkpoints = [n for n in found if n.startswith(self._names.folder("checkpoints")) and len(numbers_of(n)) == 2]
-        newest = sorted((n for n in checkpoints if found[n] is not None), key=numbers_of)[-self._keep :]
+        checkpoints = [
+            n for n in found if n.startswith(self._names.folder("checkpoints")) and len(parse_numbers(n)) == 2
+        ]
+        newest = sorted((n for n in checkpoints if found[n] is not None), key=parse_numbers)[-self._keep :]
         needed = {name for name in found if name not in checkpoints}
         for name in newest:
             needed |= {name, *self._others(name, found)}
         return needed & found.keys()
 
-    def _others(self, name: str, found: dict[str, Sealed | None]) -> list[str]:
+    def _others(self, name: str, found: dict[str, ReplicaManifest | None]) -> list[str]:
         """Documents that this one refers to."""
         document = found[name]
         steps = document.refers_to if document else ()
-        return [self._names.checkpoint(numbers_of(name)[0], step) for step in steps]
+        return [self._names.checkpoint(parse_numbers(name)[0], step) for step in steps]

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal, Self
 
-from ratchet.errors import HeldError, InterruptedRunError, MirrorError
-from ratchet.runs.replication.object_names import RunNames, numbers_of
-from ratchet.runs.replication.store import Store
+from ratchet.errors import InterruptedRunError, LeaseHeldError, MirrorError
+from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
+from ratchet.runs.replication.store import ReplicaStore
 from ratchet.storage import digests
 
 Key = tuple[int, str]
@@ -23,13 +23,13 @@ State = Literal["waiting", "holding", "released"]
 _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-def now_s() -> float:
+def read_clock_s() -> float:
     """A clock of this machine that nobody sets, and that goes on while the machine sleeps, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True)
-class Claim:
+class LeaseRecord:
     """One machine's claim on a run. It holds no clock reading that another machine would compare with its own."""
 
     token: int
@@ -64,20 +64,20 @@ class Claim:
             return None
 
 
-def key_of(name: str) -> Key | None:
+def parse_key(name: str) -> Key | None:
     """Token and machine, from the name of a claim in a mirror; None for a name that is of no claim."""
     token, _, node = name.rsplit("/", 1)[-1].removesuffix(".json").partition("-")
     return (int(token), node) if token.isdigit() and node else None
 
 
-def keys(store: Store, names: RunNames) -> list[Key]:
+def list_keys(store: ReplicaStore, names: RunObjectNames) -> list[Key]:
     """Of all claims on a run, ascending."""
-    return sorted(key for name in store.list(names.folder("claims")) if (key := key_of(name)))
+    return sorted(key for name in store.list(names.folder("claims")) if (key := parse_key(name)))
 
 
-def highest_token(store: Store, names: RunNames, kinds: tuple[str, ...]) -> int:
+def find_highest_token(store: ReplicaStore, names: RunObjectNames, kinds: tuple[str, ...]) -> int:
     """The highest token under which something of these kinds lies in the mirror; 0: nothing."""
-    found = [numbers_of(name) for kind in kinds for name in store.list(names.folder(kind))]
+    found = [parse_numbers(name) for kind in kinds for name in store.list(names.folder(kind))]
     return max((numbers[0] for numbers in found if numbers), default=0)
 
 
@@ -85,7 +85,7 @@ WRITTEN = ("checkpoints", "result", "journal")
 """Kinds of what a holder leaves."""
 
 
-class Watch:
+class StalenessTracker:
     """Remembers since when, by our own clock, contents have been the same."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Watch:
 
     def still_for(self, name: str, content: bytes) -> float:
         """Seconds for which it has been the same, as far as we have looked."""
-        now = now_s()
+        now = read_clock_s()
         self._first.setdefault(name, content)
         known = self._last.get(name)
         if known is None or known[0] != content:
@@ -111,16 +111,16 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LeaseStatus:
     """Who has a run, as far as somebody sees who has no claim on it."""
 
-    claim: Claim | None
+    claim: LeaseRecord | None
     """The newest that holds, or held."""
     state: Literal["free", "unsure", "alive"]
     """Free: released, or without a sign of life for a whole lease. Unsure: not looked at for long enough."""
 
 
-class Onlooker:
+class LeaseObserver:
     """Looks at the claims on a run, without one of its own.
 
     Args:
@@ -129,23 +129,23 @@ class Onlooker:
         lease_s: a claim that stood still for so long has run out.
     """
 
-    def __init__(self, store: Store, names: RunNames, lease_s: float) -> None:
+    def __init__(self, store: ReplicaStore, names: RunObjectNames, lease_s: float) -> None:
         self._store, self._names, self._lease_s = store, names, lease_s
-        self._watch = Watch()
+        self._watch = StalenessTracker()
 
-    def look(self) -> Seen:
+    def look(self) -> LeaseStatus:
         """Raises MirrorError."""
-        for key in reversed(keys(self._store, self._names)):
+        for key in reversed(list_keys(self._store, self._names)):
             name = self._names.claim(*key)
             content = self._store.read(name) or b""
-            claim = Claim.from_bytes(content)
+            claim = LeaseRecord.from_bytes(content)
             if claim is None or claim.state == "waiting":
                 continue
             still_s = self._watch.still_for(name, content)
             if claim.state == "released" or still_s >= self._lease_s:
-                return Seen(claim, "free")
-            return Seen(claim, "alive" if self._watch.moved(name) else "unsure")
-        return Seen(None, "free")
+                return LeaseStatus(claim, "free")
+            return LeaseStatus(claim, "alive" if self._watch.moved(name) else "unsure")
+        return LeaseStatus(None, "free")
 
 
 # Which machine may write a run: Lamport's bakery, on a store that lists what was written.
@@ -175,11 +175,11 @@ TRIES = 10
 """Of taking a token, each spoilt by standing still for half of the lease, or by somebody who came back."""
 
 
-class _SpoiltError(Exception):
+class _InterruptedClaimError(Exception):
     """We stood still for too long, or others did: begin again."""
 
 
-class Lease:
+class ReplicaLease:
     """A claim on a run.
 
     Args:
@@ -190,10 +190,12 @@ class Lease:
         meeting: where this machine meets others that train the run with it; None: it trains alone.
     """
 
-    def __init__(self, store: Store, names: RunNames, node: str, lease_s: float, meeting: str | None = None) -> None:
+    def __init__(
+        self, store: ReplicaStore, names: RunObjectNames, node: str, lease_s: float, meeting: str | None = None
+    ) -> None:
         self._store, self._names, self._node, self._lease_s = store, names, node, lease_s
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._claim = Claim(0, node, "waiting", 0, since, meeting=meeting)
+        self._claim = LeaseRecord(0, node, "waiting", 0, since, meeting=meeting)
         self._signed_s = self._confirmed_s = 0.0
         """When our last sign of life was given; the last after which no later holder was to be seen."""
         self._lost: str | None = None
@@ -219,7 +221,9 @@ class Lease:
 
     def is_sure(self) -> bool:
         """Whether nobody else can have the run: our last confirmed sign of life is younger than the lease."""
-        return self._lost is None and self._claim.state == "holding" and now_s() - self._confirmed_s < self._lease_s
+        return (
+            self._lost is None and self._claim.state == "holding" and read_clock_s() - self._confirmed_s < self._lease_s
+        )
 
     def take(self, stopping: Callable[[], bool], tell: Callable[[str], None], earlier: Key | None = None) -> None:
         """Become the holder, and give signs of life from then on.
@@ -238,7 +242,7 @@ class Lease:
             try:
                 self._choose()
                 self._await_turn(stopping, tell, earlier)
-            except _SpoiltError:
+            except _InterruptedClaimError:
                 self._withdraw()
                 time.sleep(random.uniform(0, min(POLL_S, self._lease_s / SIGNS)))
             except BaseException:
@@ -269,7 +273,7 @@ class Lease:
             self._sign()
             self._look_for_later()
         if self._lost:
-            raise HeldError(self._lost)
+            raise LeaseHeldError(self._lost)
 
     def release(self) -> None:
         """Give the run back, so that nobody has to wait for us. May be called twice, and before `take`."""
@@ -284,24 +288,26 @@ class Lease:
 
     def _choose(self) -> None:
         """Take a token above all others."""
-        began_s = now_s()
+        began_s = read_clock_s()
         marker = self._names.entering(self._node)
         self._store.write(marker, f"{self._claim.sign}\n".encode())
         try:
-            highest = highest_token(self._store, self._names, ("claims", *WRITTEN))
+            highest = find_highest_token(self._store, self._names, ("claims", *WRITTEN))
             self._claim = replace(self._claim, token=highest + 1)
             self._sign("waiting")
         finally:
             self._store.remove([marker])
-        if now_s() - began_s > self._lease_s / 2:  # somebody may have thought that we had gone, and not seen our token
-            raise _SpoiltError
+        if (
+            read_clock_s() - began_s > self._lease_s / 2
+        ):  # somebody may have thought that we had gone, and not seen our token
+            raise _InterruptedClaimError
 
     def _await_turn(self, stopping: Callable[[], bool], tell: Callable[[str], None], earlier: Key | None) -> None:
-        watch, told, poll_s = Watch(), "", FIRST_POLL_S
+        watch, told, poll_s = StalenessTracker(), "", FIRST_POLL_S
         while True:
             if stopping():
                 raise InterruptedRunError(f"run {self._names.run_id}: stopped on request while it waited; repeat")
-            if now_s() - self._signed_s > self._lease_s / SIGNS:
+            if read_clock_s() - self._signed_s > self._lease_s / SIGNS:
                 self._sign()
             waiting_for = self._before_us(watch, earlier)
             # Looked for twice: a folder may not list a file that is renamed over another one at that moment.
@@ -314,7 +320,7 @@ class Lease:
             time.sleep(min(poll_s, self._lease_s / SIGNS / 2))
             poll_s = min(POLL_S, 1.5 * poll_s)
 
-    def _before_us(self, watch: Watch, earlier: Key | None) -> str | None:
+    def _before_us(self, watch: StalenessTracker, earlier: Key | None) -> str | None:
         """For whom we must wait; empty: for somebody who is only choosing; None: for nobody.
 
         A claim that holds, or held, has waited for all before it: what is earlier still need not be asked.
@@ -326,52 +332,53 @@ class Lease:
                 continue
             if watch.still_for(f"entering/{other}", content) < self._lease_s:
                 return ""
-        for key in reversed(keys(self._store, self._names)):
+        for key in reversed(list_keys(self._store, self._names)):
             name = self._names.claim(*key)
             content = None if key == self._claim.key else self._store.read(name)
             if content is None:
                 continue
-            claim = Claim.from_bytes(content) or Claim(*key, "waiting", 0, "?")
+            claim = LeaseRecord.from_bytes(content) or LeaseRecord(*key, "waiting", 0, "?")
             if claim.state != "waiting" and (key > self._claim.key or key[0] == self.token):
-                raise _SpoiltError  # it thought that we had gone; or it has held with our token, and no two may
+                # It thought that we had gone; or it has held with our token, and no two may.
+                raise _InterruptedClaimError
             if key > self._claim.key:
                 continue
             still_s = watch.still_for(name, content)
             if claim.state == "released":
                 return None
             if watch.moved(name):
-                raise HeldError(self._words(claim))
+                raise LeaseHeldError(self._words(claim))
             if still_s < self._lease_s and key != earlier:
                 return f"machine {claim.node}, since {claim.since}, may still train run {self._names.run_id}"
             if claim.state == "holding":
                 return None
         return None
 
-    def _hold(self, watch: Watch) -> None:
+    def _hold(self, watch: StalenessTracker) -> None:
         """Say that we hold the run; then see whether anybody has come back, or thinks the same."""
-        if now_s() - self._signed_s > self._lease_s / 2:
-            raise _SpoiltError
+        if read_clock_s() - self._signed_s > self._lease_s / 2:
+            raise _InterruptedClaimError
         self._sign("holding")
-        for key in keys(self._store, self._names):
+        for key in list_keys(self._store, self._names):
             name = self._names.claim(*key)
             before = watch.last(name)
             if key == self._claim.key or (key < self._claim.key and before is None):
                 continue  # those that were too old to be asked see our claim before they do anything
             content = self._store.read(name)
-            claim = Claim.from_bytes(content or b"")
+            claim = LeaseRecord.from_bytes(content or b"")
             if key < self._claim.key:
                 spoilt = content not in (None, before) and (claim is None or claim.state != "released")
             else:
                 spoilt = claim is not None and claim.state != "waiting"
             if spoilt:
-                raise _SpoiltError
+                raise _InterruptedClaimError
         self._confirmed_s = self._signed_s
 
     def _sign(self, state: State | None = None) -> None:
         """Write our claim anew."""
         with self._mutex:
             claim = replace(self._claim, sign=self._claim.sign + 1, state=state or self._claim.state)
-            began_s = now_s()
+            began_s = read_clock_s()
             self._store.write(self._names.claim(*claim.key), claim.as_bytes())
             self._claim, self._signed_s = claim, began_s
 
@@ -405,15 +412,15 @@ class Lease:
             self._look_for_later()
 
     def _look_for_later(self) -> None:
-        for key in reversed(keys(self._store, self._names)):
+        for key in reversed(list_keys(self._store, self._names)):
             if key > self._claim.key:
-                claim = Claim.from_bytes(self._store.read(self._names.claim(*key)) or b"")
+                claim = LeaseRecord.from_bytes(self._store.read(self._names.claim(*key)) or b"")
                 if claim is not None and claim.state != "waiting":
                     self._lost = self._words(claim)
                     return
         self._confirmed_s = self._signed_s
 
-    def _words(self, claim: Claim) -> str:
+    def _words(self, claim: LeaseRecord) -> str:
         what = {"waiting": "is about to train", "holding": "trains", "released": "has trained"}[claim.state]
         return (
             f"run {self._names.run_id}: machine {claim.node} {what} it, since {claim.since}; one machine at a time "

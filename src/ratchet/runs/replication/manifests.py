@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from ratchet.errors import DamagedError
-from ratchet.runs.journal import Event, Reader
+from ratchet.errors import DamagedFileError
+from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication import lease
-from ratchet.runs.replication.lease import Claim, Origin
-from ratchet.runs.replication.object_names import RunNames, numbers_of
-from ratchet.runs.replication.store import Store
+from ratchet.runs.replication.lease import LeaseRecord, Origin
+from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
+from ratchet.runs.replication.store import ReplicaStore
 from ratchet.storage import disk, files
 from ratchet.storage.files import Entry
 
@@ -23,7 +23,7 @@ _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 
 @dataclass(frozen=True)
-class Sealed:
+class ReplicaManifest:
     """What is in a sealed directory, and what it needs beside it."""
 
     kind: str
@@ -63,7 +63,7 @@ class Sealed:
         try:
             raw = json.loads(data)
             if (found := raw["format"]) != FORMAT:
-                raise DamagedError(
+                raise DamagedFileError(
                     f"{where}: format {found}, this version reads {FORMAT}; use the version that wrote it"
                 )
             entries = {str(name): (str(e["sha256"]), int(e["bytes"])) for name, e in raw["files"].items()}
@@ -72,14 +72,14 @@ class Sealed:
                     raise ValueError(f"file {name!r} of digest {sha!r}")
             return cls(str(raw["kind"]), int(raw["step"]), entries, tuple(map(int, raw["refers_to"])))
         except _GARBAGE as error:
-            raise DamagedError(f"{where}: not the document of a sealed directory ({error})") from None
+            raise DamagedFileError(f"{where}: not the document of a sealed directory ({error})") from None
 
 
 def _is_digest(text: str) -> bool:
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
-def of_checkpoint(directory: Path) -> Sealed:
+def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
     """The document of a sealed checkpoint. Raises DamagedError when it is none.
 
     Like State.refers_to of the training, read without its libraries: best and last good step, if they are others.
@@ -90,18 +90,18 @@ def of_checkpoint(directory: Path) -> Sealed:
         step = int(state["step"])
         others = {int(state["best_step"]), int(state["good_step"])} - {0, step}
     except (OSError, *_GARBAGE) as error:
-        raise DamagedError(f"{directory}: its state is unreadable ({error})") from None
-    return Sealed(manifest.kind, step, manifest.files, tuple(sorted(others)))
+        raise DamagedFileError(f"{directory}: its state is unreadable ({error})") from None
+    return ReplicaManifest(manifest.kind, step, manifest.files, tuple(sorted(others)))
 
 
-def of_result(directory: Path, step: int) -> Sealed:
+def build_result_manifest(directory: Path, step: int) -> ReplicaManifest:
     """The document of a sealed result. Raises DamagedError when it is none."""
     manifest = files.read_manifest(directory)
-    return Sealed(manifest.kind, step, manifest.files)
+    return ReplicaManifest(manifest.kind, step, manifest.files)
 
 
 @dataclass
-class Sent:
+class TransferStatistics:
     """What a copy has cost."""
 
     bytes_sent: int = 0
@@ -110,14 +110,14 @@ class Sent:
 
 
 @dataclass
-class Sender:
+class SealedDirectoryUploader:
     """Copies sealed directories to a mirror."""
 
-    store: Store
-    names: RunNames
+    store: ReplicaStore
+    names: RunObjectNames
     _done: set[str] = field(default_factory=set)
 
-    def send(self, directory: Path, sealed: Sealed, name: str) -> Sent:
+    def send(self, directory: Path, sealed: ReplicaManifest, name: str) -> TransferStatistics:
         """Copy objects, then the document; when this returns, all of it has been seen there.
 
         Raises:
@@ -125,7 +125,7 @@ class Sender:
             DamagedError: a file is not what was sealed.
             FileNotFoundError: the directory was removed meanwhile.
         """
-        cost = Sent()
+        cost = TransferStatistics()
         missing = dict(self._objects(sealed))
         while missing:
             for file, (sha, size) in missing.items():
@@ -138,7 +138,7 @@ class Sender:
             missing = {file: entry for file, entry in self._objects(sealed) if entry[0] not in there}
         return cost
 
-    def _objects(self, sealed: Sealed) -> Iterator[tuple[str, Entry]]:
+    def _objects(self, sealed: ReplicaManifest) -> Iterator[tuple[str, Entry]]:
         """Each content once."""
         seen: set[str] = set()
         for file, entry in sorted(sealed.files.items()):
@@ -147,16 +147,21 @@ class Sender:
                 yield file, entry
 
 
-def read(store: Store, name: str) -> Sealed:
+def read_replica_manifest(store: ReplicaStore, name: str) -> ReplicaManifest:
     """A document of a mirror. Raises DamagedError when there is none, or it is unreadable."""
     data = store.read(name)
     if data is None:
-        raise DamagedError(f"{name}: is not there any more")
-    return Sealed.from_bytes(data, name)
+        raise DamagedFileError(f"{name}: is not there any more")
+    return ReplicaManifest.from_bytes(data, name)
 
 
-def fetch(
-    store: Store, names: RunNames, sealed: Sealed, target: Path, damaged: set[str], beat: Callable[[int], None]
+def fetch_sealed(
+    store: ReplicaStore,
+    names: RunObjectNames,
+    sealed: ReplicaManifest,
+    target: Path,
+    damaged: set[str],
+    beat: Callable[[int], None],
 ) -> None:
     """Make the sealed directory anew; one that is there already, undamaged, is left as it is.
 
@@ -174,9 +179,9 @@ def fetch(
         MirrorError: the mirror does not answer.
     """
     try:
-        if files.verify(target, sealed.kind).files == sealed.files:
+        if files.verify_sealed(target, sealed.kind).files == sealed.files:
             return
-    except DamagedError:
+    except DamagedFileError:
         pass  # or not there
     files.make_directory(target.parent)
     disk.require_space(target.parent, sealed.size_bytes)
@@ -190,10 +195,10 @@ def fetch(
                 continue
             try:
                 store.fetch(names.object(entry[0]), path, entry, beat)
-            except DamagedError:
+            except DamagedFileError:
                 damaged.add(entry[0])
                 raise
-            disk.let_read(path, like=scratch)
+            disk.grant_read(path, like=scratch)
             disk.fsync(path)
             have[entry[0]] = path
 
@@ -221,7 +226,7 @@ _Pieces = Mapping[int, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Beginning:
+class JournalStart:
     """Where what a holder adds to a journal begins."""
 
     origin: Origin | None = None
@@ -233,7 +238,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredJournal:
     """What a mirror has of a journal."""
 
     content: bytes
@@ -241,51 +246,53 @@ class Recovered:
     """Whose it is, and how many bytes; None: nobody has written any."""
 
 
-def recover(store: Store, names: RunNames) -> Recovered:
+def recover_journal(store: ReplicaStore, names: RunObjectNames) -> RecoveredJournal:
     """The journal of the last holder who wrote one: its longest beginning without a gap."""
     pieces: _Pieces = {}
     for _ in range(LOOKS):
-        before, pieces = pieces, _pieces(store, names)
+        before, pieces = pieces, _list_pieces(store, names)
         if not pieces:
-            return Recovered(b"", None)
+            return RecoveredJournal(b"", None)
         token, gone = max(pieces), set[str]()
-        content = _of(token, store, names, pieces, gone)
+        content = _read_holder_journal(token, store, names, pieces, gone)
         if not gone or pieces == before:
             break
-    return Recovered(content, (token, len(content)))
+    return RecoveredJournal(content, (token, len(content)))
 
 
-def _pieces(store: Store, names: RunNames) -> _Pieces:
+def _list_pieces(store: ReplicaStore, names: RunObjectNames) -> _Pieces:
     found: dict[int, list[tuple[int, int]]] = {}
     for name in sorted(store.list(names.folder("journal"))):
-        if len(numbers := numbers_of(name)) == 3:
+        if len(numbers := parse_numbers(name)) == 3:
             found.setdefault(numbers[0], []).append((numbers[1], numbers[2]))
     return found
 
 
-def _of(token: int, store: Store, names: RunNames, pieces: _Pieces, gone: set[str]) -> bytes:
+def _read_holder_journal(
+    token: int, store: ReplicaStore, names: RunObjectNames, pieces: _Pieces, gone: set[str]
+) -> bytes:
     """The journal as this holder had it: what it went on from, then its own pieces.
 
     `gone` gets the names of pieces that could not be read: a holder may have put them together since we looked.
     """
-    content, origin = b"", _origin(token, store, names)
+    content, origin = b"", _read_origin(token, store, names)
     if origin is not None and origin[0] < token:
-        content = _of(origin[0], store, names, pieces, gone)[: origin[1]]
+        content = _read_holder_journal(origin[0], store, names, pieces, gone)[: origin[1]]
         if len(content) < origin[1]:
             return content
-    return content + _added(RunJournal(store, names, token), len(content), pieces, gone)
+    return content + _read_added(ReplicaJournal(store, names, token), len(content), pieces, gone)
 
 
 @dataclass(frozen=True)
-class RunJournal:
+class ReplicaJournal:
     """A journal in a mirror, as one of the run's holders had it."""
 
-    store: Store
-    names: RunNames
+    store: ReplicaStore
+    names: RunObjectNames
     token: int
 
 
-def _added(journal: RunJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
+def _read_added(journal: ReplicaJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
     """What the holder's own pieces tell from this place on, up to the first gap."""
     token, content = journal.token, b""
     while following := [
@@ -302,10 +309,10 @@ def _added(journal: RunJournal, place: int, pieces: _Pieces, gone: set[str]) -> 
     return content
 
 
-class Following:
+class ReplicaJournalReader:
     """A journal in a mirror for somebody who looks at it again and again: what was read is not read a second time."""
 
-    def __init__(self, store: Store, names: RunNames) -> None:
+    def __init__(self, store: ReplicaStore, names: RunObjectNames) -> None:
         self._store, self._names = store, names
         self._token, self._length = 0, 0
 
@@ -314,59 +321,63 @@ class Following:
 
         Raises MirrorError.
         """
-        pieces = _pieces(self._store, self._names)
+        pieces = _list_pieces(self._store, self._names)
         if not pieces:
             return b"", False
         if max(pieces) == self._token:
-            journal = RunJournal(self._store, self._names, self._token)
-            new = _added(journal, self._length, pieces, set())  # what was put together meanwhile: the next time
+            journal = ReplicaJournal(self._store, self._names, self._token)
+            new = _read_added(journal, self._length, pieces, set())  # what was put together meanwhile: the next time
             self._length += len(new)
             return new, False
-        found = recover(self._store, self._names)
+        found = recover_journal(self._store, self._names)
         if found.origin is None:
             return b"", False
         self._token, self._length = found.origin
         return found.content, True
 
 
-def _origin(token: int, store: Store, names: RunNames) -> Origin | None:
-    for key in lease.keys(store, names):
-        if key[0] == token and (claim := Claim.from_bytes(store.read(names.claim(*key)) or b"")) and claim.goes_on:
+def _read_origin(token: int, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
+    for key in lease.list_keys(store, names):
+        if (
+            key[0] == token
+            and (claim := LeaseRecord.from_bytes(store.read(names.claim(*key)) or b""))
+            and claim.goes_on
+        ):
             return claim.goes_on
     return None
 
 
-def joined(path: Path, store: Store, names: RunNames) -> Beginning:
+def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> JournalStart:
     """How a journal here goes on from the mirror's, which may be another machine's of the same training.
 
     A journal that begins with the mirror's goes on where that ends. Of another one goes on what follows the last step
     that the mirror's tells as well, with the same figures: what was done anew, and came out otherwise, is told anew.
     """
-    found = recover(store, names)
+    found = recover_journal(store, names)
     if found.origin is None:
-        return Beginning()
+        return JournalStart()
     length = len(found.content)
-    if _read(path, 0, length) == found.content:
-        return Beginning(found.origin, length)
+    if _read_range(path, 0, length) == found.content:
+        return JournalStart(found.origin, length)
     with tempfile.TemporaryDirectory(prefix="ratchet-journal-") as folder:
         theirs = Path(folder, path.name)
         theirs.write_bytes(found.content)
-        told = {figures for event in Reader(theirs).read() if (figures := _figures(event))}
-    reader, start = Reader(path), 0
+        told = {figures for event in JournalReader(theirs).read() if (figures := _step_figures(event))}
+    reader, start = JournalReader(path), 0
     for event in reader.read():
-        if _figures(event) in told:
+        if _step_figures(event) in told:
             start = reader.offset
-    return Beginning(found.origin, start, length - start)
+    return JournalStart(found.origin, start, length - start)
 
 
-def _figures(event: Event) -> str:
+def _step_figures(event: JournalEvent) -> str:
     """What all machines tell alike of a step; empty for what is no step."""
     if event.kind not in ("step", "skipped"):
         return ""
     return repr([event.data.get(key) for key in ("step", "loss", "grad_norm", "batch", "action")])
 
 
-class JournalCopy:
+class JournalUploader:
     """Copies what was appended to a journal since the last time.
 
     Args:
@@ -377,12 +388,14 @@ class JournalCopy:
         beginning: what of it is not copied.
     """
 
-    def __init__(self, path: Path, store: Store, names: RunNames, token: int, beginning: Beginning) -> None:
+    def __init__(
+        self, path: Path, store: ReplicaStore, names: RunObjectNames, token: int, beginning: JournalStart
+    ) -> None:
         self._path, self._store, self._names, self._token = path, store, names, token
         self._shift, start = beginning.shift, beginning.start
         self._pieces: list[tuple[int, int, int]] = []
         """Start, end, level."""
-        self._digest = hashlib.sha256(_read(path, 0, start))
+        self._digest = hashlib.sha256(_read_range(path, 0, start))
         self.end = start
         """Bytes of the journal that are in the mirror."""
         self.bytes_sent = 0
@@ -410,7 +423,7 @@ class JournalCopy:
         return sent
 
     def _new(self) -> bytes:
-        data = _read(self._path, self.end, LARGEST_BYTES)
+        data = _read_range(self._path, self.end, LARGEST_BYTES)
         return data[: data.rfind(b"\n") + 1]
 
     def _merge(self) -> int:
@@ -420,7 +433,7 @@ class JournalCopy:
             start, end, level = last[0][0], last[-1][1], last[0][2] + 1
             if end - start > LARGEST_BYTES:
                 break
-            self._store.write(self._name(start, end), _read(self._path, start, end - start))
+            self._store.write(self._name(start, end), _read_range(self._path, start, end - start))
             self._pieces[-MERGED:] = [(start, end, level)]
             sent += end - start
             self._store.remove([self._name(first, second) for first, second, _ in last])
@@ -430,7 +443,7 @@ class JournalCopy:
         return self._names.journal(self._token, start + self._shift, end + self._shift)
 
 
-def _read(path: Path, start: int, length: int) -> bytes:
+def _read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as stream:
         stream.seek(start, os.SEEK_SET)
         return stream.read(length)

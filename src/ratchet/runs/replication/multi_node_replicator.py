@@ -17,21 +17,29 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ratchet.config.schema import Machine
-from ratchet.errors import HeldError, InterruptedRunError
+from ratchet.errors import InterruptedRunError, LeaseHeldError
 from ratchet.runs.directory import CHECKPOINT, RESULT, Run
-from ratchet.runs.journal import Reader
+from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import manifests, restore
-from ratchet.runs.replication.lease import SIGNS, Claim, Key, Lease, Onlooker, Seen, now_s
-from ratchet.runs.replication.periodic_task import Errand, Outage
-from ratchet.runs.replication.replicator import Local, say, settled
-from ratchet.runs.replication.restore import Source
-from ratchet.runs.replication.upload import JOIN_S, Upload, sealed_as
-from ratchet.runs.replication_protocol import Mirrored
+from ratchet.runs.replication.lease import (
+    SIGNS,
+    Key,
+    LeaseObserver,
+    LeaseRecord,
+    LeaseStatus,
+    ReplicaLease,
+    read_clock_s,
+)
+from ratchet.runs.replication.periodic_task import OutageTracker, PeriodicTask
+from ratchet.runs.replication.replicator import ReplicationContext, print_notice, wait_until_settled
+from ratchet.runs.replication.restore import RestoreSource
+from ratchet.runs.replication.upload import JOIN_S, RunUploader, find_manifest
+from ratchet.runs.replication_protocol import ReplicationState
 
 STRANGER_POLL_S = 1.0
 
 
-class Member:
+class MultiNodeReplicator:
     """Implements `run.custody.Custody` on one of several machines.
 
     Args:
@@ -40,24 +48,24 @@ class Member:
     """
 
     def __init__(self, run: Run, machine: Machine) -> None:
-        self._here = Local(run, machine)
+        self._here = ReplicationContext(run, machine)
         self._store = self._here.quick_store()
-        self._onlooker = Onlooker(self._store, self._here.names, machine.lease_s)
-        self._ranks = _Ranks(run)
-        self._holds: tuple[Lease, Upload] | None = None
+        self._onlooker = LeaseObserver(self._store, self._here.names, machine.lease_s)
+        self._ranks = _RankActivity(run)
+        self._holds: tuple[ReplicaLease, RunUploader] | None = None
         self._earlier: Key | None = None
         """Our own claim of before, whose process is gone."""
-        self._seen = Seen(None, "unsure")
+        self._seen = LeaseStatus(None, "unsure")
         self._apart_s: float | None = None
         """Since when the holder is alive and not with us, though it says so."""
-        self._noted: Mirrored | None = None
+        self._noted: ReplicationState | None = None
         """What was noted here last while somebody else copied."""
         self._damaged: set[str] = set()
         """Objects that were not what they are called: only a holder may remove them."""
         self._stranger = ""
         self._ended = False
-        self._outage = Outage(lambda text: None)  # the holder tells its own, in the journal that is copied
-        self._errand: Errand | None = None
+        self._outage = OutageTracker(lambda text: None)  # the holder tells its own, in the journal that is copied
+        self._errand: PeriodicTask | None = None
 
     # --------------------------------------------------------------------------------------------------- as Custody
 
@@ -73,15 +81,15 @@ class Member:
                 here.tell(source.notices)
                 return
             self._await_strangers(source, stopping)
-            _, step = restore.newest_step(source.store, here.names)
-            if step > restore.valid_step(here.run.paths):
+            _, step = restore.find_newest_step(source.store, here.names)
+            if step > restore.find_valid_step(here.run.paths):
                 here.fetch(source, "several machines train this run")
-                _, step = restore.newest_step(source.store, here.names)
+                _, step = restore.find_newest_step(source.store, here.names)
             self._damaged = source.damaged
             self._noted = here.note(0, (step,) if step else ())
             here.tell(source.notices)
         self._ranks.follow()
-        self._errand = Errand("mirror-member", self._look, here.machine.lease_s / SIGNS, self._outage)
+        self._errand = PeriodicTask("mirror-member", self._look, here.machine.lease_s / SIGNS, self._outage)
         self._errand.start()
 
     def lost(self) -> str | None:
@@ -93,7 +101,7 @@ class Member:
         if self._errand is None:
             return None
         self._errand.hurry()
-        return settled(self._missing, self.lost, wait_s)
+        return wait_until_settled(self._missing, self.lost, wait_s)
 
     def release(self) -> None:
         """See Custody."""
@@ -114,7 +122,7 @@ class Member:
         if self._holds is None and not self._ended:
             self._look_at_holder()
 
-    def _go_on_holding(self, lease: Lease, upload: Upload) -> None:
+    def _go_on_holding(self, lease: ReplicaLease, upload: RunUploader) -> None:
         idle = self._ranks.idle_s() > self._here.machine.lease_s and upload.missing() is None
         if lease.lost() or (idle and not self._has_result()):
             self._give_back()
@@ -131,7 +139,7 @@ class Member:
         lease = here.lease()
         try:
             lease.take(lambda: self._ended, lambda text: None, gone)
-        except (HeldError, InterruptedRunError):  # somebody was quicker, and is seen the next time
+        except (LeaseHeldError, InterruptedRunError):  # somebody was quicker, and is seen the next time
             return
         try:
             self._note_what_is_there()
@@ -146,13 +154,13 @@ class Member:
         if self._ended:  # meanwhile
             self._give_back()
 
-    def _took_over(self, lease: Lease) -> Mirrored:
+    def _took_over(self, lease: ReplicaLease) -> ReplicationState:
         """Begin to copy where the mirror stands."""
         here = self._here
         if not restore.require_same_spec(self._store, here.names, here.run.spec):
             self._store.write(here.names.spec, here.run.paths.spec.read_bytes())
-        _, step = restore.newest_step(self._store, here.names)
-        begins = manifests.joined(here.run.paths.journal, self._store, here.names)
+        _, step = restore.find_newest_step(self._store, here.names)
+        begins = manifests.join_journal(here.run.paths.journal, self._store, here.names)
         if begins.origin is not None:
             lease.go_on_from(begins.origin)
         self._store.remove([here.names.object(digest) for digest in self._damaged])
@@ -170,32 +178,32 @@ class Member:
 
     # ---------------------------------------------------------------------------------------------------- strangers
 
-    def _await_strangers(self, source: Source, stopping: Callable[[], bool]) -> None:
+    def _await_strangers(self, source: RestoreSource, stopping: Callable[[], bool]) -> None:
         """Return when no stranger has the run. Raises HeldError when one does, and InterruptedRunError."""
         here, told = self._here, False
-        onlooker = Onlooker(source.store, here.names, here.machine.lease_s)
+        onlooker = LeaseObserver(source.store, here.names, here.machine.lease_s)
         while True:
             seen = onlooker.look()
             claim = seen.claim
             if claim is None or seen.state == "free" or self._is_of_us(claim) or claim.key == self._earlier:
                 return
             if seen.state == "alive":
-                raise HeldError(self._words(claim))
+                raise LeaseHeldError(self._words(claim))
             if stopping():
                 raise InterruptedRunError(f"run {here.names.run_id}: stopped on request while it waited; repeat")
             if not told:
                 told = True
-                say(
+                print_notice(
                     f"machine {claim.node}, since {claim.since}, may still train run {here.names.run_id}; its claim on "
                     f"the run has run out when it stood still for {here.machine.lease_s:g} s"
                 )
             time.sleep(min(STRANGER_POLL_S, here.machine.lease_s / SIGNS / 2))
 
-    def _is_of_us(self, claim: Claim) -> bool:
+    def _is_of_us(self, claim: LeaseRecord) -> bool:
         """As far as the claim says."""
         return claim.meeting == self._here.machine.meeting_place
 
-    def _is_strange(self, seen: Seen) -> str:
+    def _is_strange(self, seen: LeaseStatus) -> str:
         """Why whoever has the run is a stranger; empty: there is none, or not for certain yet."""
         machine = self._here.machine
         if seen.claim is None or seen.state != "alive":
@@ -206,10 +214,14 @@ class Member:
         if not self._ranks.machines or seen.claim.node in self._ranks.machines:
             self._apart_s = None
             return ""
-        self._apart_s = now_s() if self._apart_s is None else self._apart_s
-        return self._words(seen.claim) if now_s() - self._apart_s > machine.rendezvous_wait_s + machine.lease_s else ""
+        self._apart_s = read_clock_s() if self._apart_s is None else self._apart_s
+        return (
+            self._words(seen.claim)
+            if read_clock_s() - self._apart_s > machine.rendezvous_wait_s + machine.lease_s
+            else ""
+        )
 
-    def _words(self, claim: Claim) -> str:
+    def _words(self, claim: LeaseRecord) -> str:
         return (
             f"run {self._here.names.run_id}: machine {claim.node} trains it, since {claim.since}, and is none of those "
             f"that meet at {self._here.machine.meeting_place}: stop it there, or wait until it has ended, and repeat"
@@ -220,7 +232,7 @@ class Member:
     def _note_what_is_there(self) -> None:
         """Note it for whoever removes checkpoints here: what the mirror lacks has to stay."""
         here = self._here
-        _, step = restore.newest_step(self._store, here.names)
+        _, step = restore.find_newest_step(self._store, here.names)
         result = bool(self._store.list(here.names.folder("result")))
         steps = (step,) if step else ()
         noted = self._noted
@@ -235,7 +247,7 @@ class Member:
         return self._noted is not None and self._noted.result
 
     def _has_result(self) -> bool:
-        return sealed_as(self._here.run.paths.result, RESULT) is not None
+        return find_manifest(self._here.run.paths.result, RESULT) is not None
 
     def _missing(self) -> str | None:
         """What is not in the mirror yet, and why, in words; None: all that is here."""
@@ -244,7 +256,7 @@ class Member:
             holds[1].hurry()
             return holds[1].missing()
         paths = self._here.run.paths
-        newest = max((s for s in paths.checkpoint_steps() if sealed_as(paths.checkpoint(s), CHECKPOINT)), default=0)
+        newest = max((s for s in paths.checkpoint_steps() if find_manifest(paths.checkpoint(s), CHECKPOINT)), default=0)
         there = max(noted.durable_steps, default=0) if noted else 0
         if self._has_result():
             what = "" if noted and noted.result else "the result"
@@ -259,30 +271,30 @@ class Member:
         return f"{what}; {why}"
 
 
-class _Ranks:
+class _RankActivity:
     """Whether the ranks of this machine train, and with which machines: read from the journal."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._reader: Reader | None = None
-        self._since_s = now_s()
+        self._reader: JournalReader | None = None
+        self._since_s = read_clock_s()
         self.machines: frozenset[str] = frozenset()
         """Names, as in claims, of all that train in this attempt; empty before it is ready."""
         self.train = False
 
     def idle_s(self) -> float:
         """For how long they have not trained."""
-        return 0.0 if self.train else now_s() - self._since_s
+        return 0.0 if self.train else read_clock_s() - self._since_s
 
     def follow(self) -> None:
         """Read on; the first time, from the end: what is there is of before."""
         journal = self._run.paths.journal
         if self._reader is None:
-            self._reader = Reader(journal, journal.stat().st_size)
+            self._reader = JournalReader(journal, journal.stat().st_size)
         for event in self._reader.read():
             if event.kind == "ready":
                 self.train, self.machines = True, frozenset(map(str, event.data.get("machines", ())))
             elif event.kind in ("attempt", "died"):
                 if self.train:
-                    self._since_s = now_s()
+                    self._since_s = read_clock_s()
                 self.train, self.machines = False, frozenset()

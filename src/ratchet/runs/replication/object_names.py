@@ -23,7 +23,7 @@ NODE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 @dataclass(frozen=True)
-class RunNames:
+class RunObjectNames:
     """Names of one run."""
 
     run_id: str
@@ -62,7 +62,7 @@ class RunNames:
         return f"{self.folder('nodes')}/{node}.json"
 
 
-def numbers_of(name: str) -> tuple[int, ...]:
+def parse_numbers(name: str) -> tuple[int, ...]:
     """The numbers at the beginning of a name's last part: token and step, or token, start and end."""
     last = name.rsplit("/", 1)[-1]
     found = re.match(r"[0-9]+(?:-[0-9]+)*(?=[-.])", last)

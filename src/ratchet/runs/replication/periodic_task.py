@@ -13,7 +13,7 @@ HURRIED_S = 0.25
 """Between two tries while somebody waits for us."""
 
 
-class Outage:
+class OutageTracker:
     """Since when errands fail, and why; told at its beginning and at its end, however many fail.
 
     Args:
@@ -54,7 +54,7 @@ class Outage:
             self._tell(f"the mirror is reached again, after {max(0.0, time.time() - since):.0f} s")
 
 
-class Errand(threading.Thread):
+class PeriodicTask(threading.Thread):
     """Does a piece of work every so often, sooner when it is asked to hurry, later when it fails.
 
     Args:
@@ -64,7 +64,7 @@ class Errand(threading.Thread):
         outage: told how it went.
     """
 
-    def __init__(self, name: str, work: Callable[[], None], every_s: float, outage: Outage) -> None:
+    def __init__(self, name: str, work: Callable[[], None], every_s: float, outage: OutageTracker) -> None:
         super().__init__(name=name, daemon=True)
         self._work, self._every_s, self._outage = work, every_s, outage
         self._wake = threading.Event()

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.schema import Machine
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
-from ratchet.runs.journal import Event, Reader, read_line
-from ratchet.runs.progress_view import Vitals
+from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
+from ratchet.runs.progress_view import ProgressView
 from ratchet.runs.replication import lease, manifests
-from ratchet.runs.replication.lease import Claim
-from ratchet.runs.replication.manifests import Following
-from ratchet.runs.replication.object_names import RunNames, numbers_of
-from ratchet.runs.replication.store import Store, Terms
-from ratchet.runs.replication_protocol import Mirrored
-from ratchet.runs.run_source import Aside
-from ratchet.runs.status import SHOWN, Goodput, Progress, duration, size
+from ratchet.runs.replication.lease import LeaseRecord
+from ratchet.runs.replication.manifests import ReplicaJournalReader
+from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication_protocol import ReplicationState
+from ratchet.runs.run_source import SidecarState
+from ratchet.runs.status import SHOWN, Goodput, RunProgress, format_duration, format_size
 
 _KINDS = 2
 """Parts of a name before the run's id and what is below it."""
@@ -43,14 +43,14 @@ class ReplicatingMachine:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReplicaState:
     """Of one run all that its journal does not tell."""
 
     durable: tuple[int, int]
     """Token and step of the newest checkpoint, or of the result; zeros before there is one."""
     finished: bool
     """Whether the result is there."""
-    holder: Claim | None
+    holder: LeaseRecord | None
     """The newest claim that holds, or held, the run."""
     holders: int
     """How many tokens were handed out and used."""
@@ -58,12 +58,12 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Survey:
+class RemoteRunStatus:
     """One run, as far as it has arrived."""
 
-    progress: Progress
+    progress: RunProgress
     goodput: Goodput
-    standing: Standing
+    standing: ReplicaState
     durable_t: float | None
     """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None when the
     journal lacks it."""
@@ -71,7 +71,7 @@ class Survey:
     """Of the journal."""
 
 
-def runs(store: Store) -> list[str]:
+def list_remote_runs(store: ReplicaStore) -> list[str]:
     """Ids of all runs in a mirror, for somebody who waits.
 
     Raises:
@@ -82,70 +82,70 @@ def runs(store: Store) -> list[str]:
     return sorted({part[1] for part in parts if len(part) > _KINDS and part[0] == "runs"})
 
 
-def held(store: Store) -> list[str]:
-    """Ids of those that a machine holds now, and that have no result. Raises as `runs` does."""
-    there = ((run, standing(store, RunNames(run))) for run in runs(store))
+def list_held_runs(store: ReplicaStore) -> list[str]:
+    """Ids of those that a machine holds now, and that have no result. Raises as `list_remote_runs` does."""
+    there = ((run, read_replica_state(store, RunObjectNames(run))) for run in list_remote_runs(store))
     return [run for run, found in there if found.holder and found.holder.state == "holding" and not found.finished]
 
 
-def of(store: Store, run: str) -> Survey:
+def read_remote_run(store: ReplicaStore, run: str) -> RemoteRunStatus:
     """Read one run. Raises MirrorError, SettingsError when the mirror cannot be read."""
-    names = RunNames(run)
-    progress, goodput, sealed_t = Progress(), Goodput(), dict[object, float]()
-    events, damaged = _events(manifests.recover(store, names).content)
+    names = RunObjectNames(run)
+    progress, goodput, sealed_t = RunProgress(), Goodput(), dict[object, float]()
+    events, damaged = _parse_events(manifests.recover_journal(store, names).content)
     for event in events:
         progress.see(event)
         goodput.see(event)
         if event.kind == "checkpoint":
             sealed_t[event.data.get("step")] = event.t
-    there = standing(store, names)
+    there = read_replica_state(store, names)
     damaged += progress.damaged_events
-    return Survey(progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
+    return RemoteRunStatus(progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
 
 
-def standing(store: Store, names: RunNames) -> Standing:
+def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaState:
     """Read all of one run but its journal. Raises MirrorError, SettingsError when the mirror cannot be read."""
-    held = _claims(store, names)
+    held = _read_claims(store, names)
     results = list(store.list(names.folder("result")))
-    checkpoints = map(_pair, store.list(names.folder("checkpoints")))
-    return Standing(
-        durable=max((*checkpoints, *_results(store, results)), default=(0, 0)),
+    checkpoints = map(_parse_pair, store.list(names.folder("checkpoints")))
+    return ReplicaState(
+        durable=max((*checkpoints, *_read_results(store, results)), default=(0, 0)),
         finished=bool(results),
         holder=held[-1] if held else None,
         holders=len(held),
-        machines=_machines(store, names),
+        machines=_read_machine_reports(store, names),
     )
 
 
-def _events(content: bytes) -> tuple[list[Event], int]:
+def _parse_events(content: bytes) -> tuple[list[JournalEvent], int]:
     """Those of a journal, and how many lines were damaged."""
     with tempfile.TemporaryDirectory(prefix="ratchet-survey-") as folder:
         path = Path(folder) / "journal.jsonl"
         path.write_bytes(content)
-        reader = Reader(path)
+        reader = JournalReader(path)
         return list(reader.read()), reader.damaged_lines
 
 
-def _pair(name: str) -> tuple[int, int]:
-    numbers = numbers_of(name)
+def _parse_pair(name: str) -> tuple[int, int]:
+    numbers = parse_numbers(name)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
 
 
-def _results(store: Store, there: list[str]) -> Iterator[tuple[int, int]]:
+def _read_results(store: ReplicaStore, there: list[str]) -> Iterator[tuple[int, int]]:
     """Token and step of those that can be read."""
     for name in there:
-        with suppress(DamagedError):
-            if numbers := numbers_of(name):
-                yield numbers[0], manifests.read(store, name).step
+        with suppress(DamagedFileError):
+            if numbers := parse_numbers(name):
+                yield numbers[0], manifests.read_replica_manifest(store, name).step
 
 
-def _claims(store: Store, names: RunNames) -> list[Claim]:
+def _read_claims(store: ReplicaStore, names: RunObjectNames) -> list[LeaseRecord]:
     """Of those who hold or held the run, by token."""
-    read = (Claim.from_bytes(store.read(names.claim(*key)) or b"") for key in lease.keys(store, names))
+    read = (LeaseRecord.from_bytes(store.read(names.claim(*key)) or b"") for key in lease.list_keys(store, names))
     return [claim for claim in read if claim is not None and claim.state != "waiting"]
 
 
-def _machines(store: Store, names: RunNames) -> tuple[ReplicatingMachine, ...]:
+def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[ReplicatingMachine, ...]:
     """All reports that can be read, the newest last."""
     found = []
     for name in store.list(names.folder("nodes")):
@@ -162,31 +162,32 @@ def _machines(store: Store, names: RunNames) -> tuple[ReplicatingMachine, ...]:
     return tuple(sorted(found, key=lambda one: one.last_t))
 
 
-def line(store: Store, run: str) -> str:
+def summarize_run(store: ReplicaStore, run: str) -> str:
     """A run in one line."""
-    found = of(store, run)
+    found = read_remote_run(store, run)
     p = found.progress
-    return f"run {run}: {_state(found)}; step {p.step} of {p.planned_steps or '?'}, {_durable(found)}"
+    return f"run {run}: {_describe_state(found)}; step {p.step} of {p.planned_steps or '?'}, {_describe_durable(found)}"
 
 
-def describe(store: Store, run: str) -> str:
+def describe_remote_run(store: ReplicaStore, run: str) -> str:
     """What `ratchet status --mirror URL RUN` prints."""
-    found = of(store, run)
+    found = read_remote_run(store, run)
     p = found.progress
     again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
     lines = [
-        f"run {run}: {_state(found)}",
+        f"run {run}: {_describe_state(found)}",
         f"  step        {p.step} of {p.planned_steps or '?'}",
-        f"  durable     {_durable(found)}",
-        f"  machines    {_machines_in_words(found.standing)}",
+        f"  durable     {_describe_durable(found)}",
+        f"  machines    {_describe_machines(found.standing)}",
         f"  interrupted {len(p.ends)} time{'s' * (len(p.ends) != 1)}{again}",
         *(f"              {end}" for end in p.ends[-SHOWN:]),
     ]
     if (share := found.goodput.share()) is not None:
-        kept = f"steps that count took {duration(found.goodput.useful_s)} of {duration(found.goodput.wall_s())}"
+        useful, wall = format_duration(found.goodput.useful_s), format_duration(found.goodput.wall_s())
+        kept = f"steps that count took {useful} of {wall}"
         lines.append(f"  goodput     {share:.1%}: {kept}")
     if found.standing.machines:
-        lines.append(f"  upload      {_upload(found.standing)}")
+        lines.append(f"  upload      {_describe_upload(found.standing)}")
     lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
     lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
     if found.damaged_lines:
@@ -194,7 +195,7 @@ def describe(store: Store, run: str) -> str:
     return "\n".join(lines)
 
 
-def _state(found: Survey) -> str:
+def _describe_state(found: RemoteRunStatus) -> str:
     if found.standing.finished:
         return f"finished ({found.progress.finished or 'its result is in the mirror'})"
     holder = found.standing.holder
@@ -207,36 +208,36 @@ def _state(found: Survey) -> str:
     return f"held by machine {holder.node} since {holder.since}"
 
 
-def _durable(found: Survey) -> str:
+def _describe_durable(found: RemoteRunStatus) -> str:
     if not found.standing.durable[1]:
         return "no checkpoint yet"
-    age = "" if found.durable_t is None else f", sealed {duration(max(0.0, time.time() - found.durable_t))} ago"
+    age = "" if found.durable_t is None else f", sealed {format_duration(max(0.0, time.time() - found.durable_t))} ago"
     return f"step {found.standing.durable[1]}{age}"
 
 
-def _machines_in_words(found: Standing) -> str:
+def _describe_machines(found: ReplicaState) -> str:
     if not found.machines:
-        return _held(found)
+        return _describe_holders(found)
     last = found.machines[-1]
-    heard = duration(max(0.0, time.time() - last.last_t))
-    return f"{_held(found)}; {last.node} reported last, {heard} ago"
+    heard = format_duration(max(0.0, time.time() - last.last_t))
+    return f"{_describe_holders(found)}; {last.node} reported last, {heard} ago"
 
 
-def _held(found: Standing) -> str:
+def _describe_holders(found: ReplicaState) -> str:
     """One machine may have had the run several times."""
     return f"{len(found.machines)}, which have held it {found.holders} time{'s' * (found.holders != 1)}"
 
 
-def _upload(found: Standing) -> str:
+def _describe_upload(found: ReplicaState) -> str:
     sent, seconds = (
         sum(one.bytes_sent for one in found.machines),
         sum(one.send_s for one in found.machines),
     )
-    text = f"{size(sent)} sent"
+    text = f"{format_size(sent)} sent"
     if seconds:
         text += f" at {8 * sent / seconds / 1e6:,.1f} Mbps"
     if skipped := sum(one.bytes_skipped for one in found.machines):
-        text += f", {size(skipped)} were there already"
+        text += f", {format_size(skipped)} were there already"
     outages = sum(one.outages for one in found.machines)
     return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text
 
@@ -247,7 +248,7 @@ SILENT_S = 300.0
 """A machine that holds a run, and has not reported for so long, is not thought to train it."""
 
 
-class There:
+class RemoteRunSource:
     """One run in a mirror; see run/attached.py.
 
     Args:
@@ -255,34 +256,34 @@ class There:
         name: the run's id.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: ReplicaStore, name: str) -> None:
         self.name = name
-        self.vitals, self.aside = Vitals(), Aside()
-        self.new: Sequence[Event] = ()
-        self._store, self._names = store, RunNames(name)
-        self._journal = Following(store, self._names)
+        self.vitals, self.aside = ProgressView(), SidecarState()
+        self.new: Sequence[JournalEvent] = ()
+        self._store, self._names = store, RunObjectNames(name)
+        self._journal = ReplicaJournalReader(store, self._names)
 
     def look(self) -> None:
         """Take in what has arrived since the last time. Raises MirrorError when the mirror cannot be read."""
         content, anew = self._journal.look()
         if anew:
-            self.vitals = Vitals()
-        self.new = [event for event, _ in map(read_line, content.splitlines(keepends=True)) if event is not None]
+            self.vitals = ProgressView()
+        self.new = [event for event, _ in map(parse_line, content.splitlines(keepends=True)) if event is not None]
         for event in self.new:
             self.vitals.see(event)
         self.aside = self._aside()
 
-    def _aside(self) -> Aside:
-        found = standing(self._store, self._names)
+    def _aside(self) -> SidecarState:
+        found = read_replica_state(self._store, self._names)
         token, step = found.durable
-        noted = Mirrored(
+        noted = ReplicationState(
             place=self._store.shown, token=token, node=found.holder.node if found.holder else "", lock=(0, 0),
             durable_steps=(step,) if step else (), result=found.finished,
         )  # fmt: skip
-        return Aside(running=_is_trained(found), mirror=noted, finished=found.finished)
+        return SidecarState(running=_is_trained(found), mirror=noted, finished=found.finished)
 
 
-def _is_trained(found: Standing) -> bool:
+def _is_trained(found: ReplicaState) -> bool:
     """Whether a machine holds the run, and has given a sign of life lately, by its own clock."""
     if found.holder is None or found.holder.state != "holding" or found.finished:
         return False
@@ -299,7 +300,7 @@ PATIENCE_S = 30.0
 OPTION = "--mirror"
 
 
-def meant(machine: Machine, words: str | bool, run: str | None) -> tuple[Store, str | None]:
+def resolve_mirror(machine: Machine, words: str | bool, run: str | None) -> tuple[ReplicaStore, str | None]:
     """The mirror, opened, and what was said of a run in it. `--mirror RUN` is a run in the project's own mirror.
 
     Args:
@@ -319,14 +320,14 @@ def meant(machine: Machine, words: str | bool, run: str | None) -> tuple[Store, 
         raise SettingsError(
             f"{OPTION}{meant}? Set machine.mirror, or name it: {OPTION} s3://BUCKET/PREFIX, {OPTION} /FOLDER"
         )
-    return Store(url, Terms(patience_s=PATIENCE_S), lambda: False), run
+    return ReplicaStore(url, TransferLimits(patience_s=PATIENCE_S), lambda: False), run
 
 
-def named(store: Store, prefix: str) -> str:
+def find_remote_run(store: ReplicaStore, prefix: str) -> str:
     """The one run in a mirror whose id begins so.
 
     Raises:
         DataError: there is none, or more than one.
         MirrorError: the mirror cannot be reached.
     """
-    return directory.one_of(runs(store), prefix, "the mirror")
+    return directory.match_prefix(list_remote_runs(store), prefix, "the mirror")

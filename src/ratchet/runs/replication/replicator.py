@@ -14,14 +14,14 @@ from ratchet.errors import InterruptedRunError, MirrorError
 from ratchet.runs import log, replication_protocol
 from ratchet.runs.directory import Run
 from ratchet.runs.replication import lease, manifests, restore
-from ratchet.runs.replication.lease import SIGNS, Key, Lease
-from ratchet.runs.replication.manifests import Beginning
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.restore import Arrival, Source
-from ratchet.runs.replication.retry import shown
-from ratchet.runs.replication.store import Store, Terms
-from ratchet.runs.replication.upload import Duty, Upload
-from ratchet.runs.replication_protocol import Mirrored
+from ratchet.runs.replication.lease import SIGNS, Key, ReplicaLease
+from ratchet.runs.replication.manifests import JournalStart
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.restore import DownloadProgress, RestoreSource
+from ratchet.runs.replication.retry import strip_credentials
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.upload import ReplicationJob, RunUploader
+from ratchet.runs.replication_protocol import ReplicationState
 
 PATIENCE_S = 20.0
 """How long one call tries again while a training is under way; who called tries again later."""
@@ -33,13 +33,13 @@ LAST_WORD_S = 5.0
 """For giving the run back, when nothing else is left to do."""
 
 
-def node_name() -> str:
+def create_node_name() -> str:
     """Of this process, for no other one: the machine's name and eight random digits."""
     host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:50] or "machine"
     return f"{host}-{uuid4().hex[:8]}"
 
 
-class Local:
+class ReplicationContext:
     """What is here, and how to reach what is there.
 
     Args:
@@ -49,48 +49,48 @@ class Local:
 
     def __init__(self, run: Run, machine: Machine) -> None:
         self.run, self.machine = run, machine
-        self.node, self._place = node_name(), shown(machine.mirror or "")
-        self.names = RunNames(run.paths.root.name)
+        self.node, self._place = create_node_name(), strip_credentials(machine.mirror or "")
+        self.names = RunObjectNames(run.paths.root.name)
         self._last_word_s: float | None = None
 
     # ------------------------------------------------------------------------------------------------ what is there
 
     @contextmanager
-    def opened(self, stopping: Callable[[], bool]) -> Iterator[Source]:
+    def opened(self, stopping: Callable[[], bool]) -> Iterator[RestoreSource]:
         """The mirror, which is waited for as long as `machine.mirror_wait_s`.
 
         Raises:
             InterruptedRunError: asked to stop.
             MirrorError, SettingsError: it cannot be reached, or not be used.
         """
-        store = self._store(Terms(patience_s=self.machine.mirror_wait_s, timeout_s=TIMEOUT_S), stopping)
+        store = self._store(TransferLimits(patience_s=self.machine.mirror_wait_s, timeout_s=TIMEOUT_S), stopping)
         try:
             store.check()
-            yield Source(store, self.names, Arrival(self.names.run_id, stopping, say))
+            yield RestoreSource(store, self.names, DownloadProgress(self.names.run_id, stopping, print_notice))
         except MirrorError:
             if stopping():
                 raise InterruptedRunError(f"run {self.names.run_id}: stopped while it waited for its mirror") from None
             raise
 
-    def quick_store(self) -> Store:
+    def quick_store(self) -> ReplicaStore:
         """The mirror for calls that have to be done, or to have failed, within a quarter of the lease."""
         quarter_s = self.machine.lease_s / SIGNS
-        return self._store(Terms(patience_s=quarter_s, timeout_s=min(TIMEOUT_S, quarter_s)), self._is_over)
+        return self._store(TransferLimits(patience_s=quarter_s, timeout_s=min(TIMEOUT_S, quarter_s)), self._is_over)
 
-    def lease(self) -> Lease:
+    def lease(self) -> ReplicaLease:
         """A claim on the run that has not been made yet."""
-        return Lease(self.quick_store(), self.names, self.node, self.machine.lease_s, self.machine.meeting_place)
+        return ReplicaLease(self.quick_store(), self.names, self.node, self.machine.lease_s, self.machine.meeting_place)
 
-    def upload(self, lease: Lease, note: Mirrored) -> Upload:
+    def upload(self, lease: ReplicaLease, note: ReplicationState) -> RunUploader:
         """Begins to copy what is here, under a lease that is held."""
         ended = threading.Event()
-        store = self._store(Terms(self.machine.mirror_bytes_s, PATIENCE_S, TIMEOUT_S), ended.is_set)
-        upload = Upload(Duty(self.run, self.names, store, lease, self.node, self.machine), note, ended)
+        store = self._store(TransferLimits(self.machine.mirror_bytes_s, PATIENCE_S, TIMEOUT_S), ended.is_set)
+        upload = RunUploader(ReplicationJob(self.run, self.names, store, lease, self.node, self.machine), note, ended)
         upload.start()
         return upload
 
-    def _store(self, terms: Terms, stopping: Callable[[], bool]) -> Store:
-        return Store(self.machine.mirror or "", terms, stopping)
+    def _store(self, terms: TransferLimits, stopping: Callable[[], bool]) -> ReplicaStore:
+        return ReplicaStore(self.machine.mirror or "", terms, stopping)
 
     def leave(self) -> None:
         """From now on there is little time, for whatever is still said."""
@@ -102,9 +102,9 @@ class Local:
 
     # ------------------------------------------------------------------------------------------------- what is here
 
-    def noted(self) -> Mirrored | None:
+    def noted(self) -> ReplicationState | None:
         """What was noted of this mirror here before."""
-        noted = replication_protocol.read(self.run.paths)
+        noted = replication_protocol.read_replication_state(self.run.paths)
         return noted if noted is not None and noted.place == self._place else None
 
     def is_done(self, stopping: Callable[[], bool]) -> bool:
@@ -115,33 +115,35 @@ class Local:
         noted = self.noted()
         if noted is None or not noted.result or not self.run.paths.is_finished():
             return False
-        store = self._store(Terms(patience_s=min(ASK_S, self.machine.mirror_wait_s), timeout_s=ASK_S), stopping)
+        store = self._store(
+            TransferLimits(patience_s=min(ASK_S, self.machine.mirror_wait_s), timeout_s=ASK_S), stopping
+        )
         try:
             if restore.has_result(store, self.names):
                 return True
         except MirrorError as error:
-            say(f"it was in the mirror, which cannot be asked now whether it still is: {error}")
+            print_notice(f"it was in the mirror, which cannot be asked now whether it still is: {error}")
             return True
         noted = noted.model_copy(update={"result": False, "durable_steps": (), "journal_bytes": 0, "journal_shift": 0})
         noted.save(self.run.paths.mirror)
         self.tell(["the mirror has not all of the result any more: it is sent again"])
         return False
 
-    def earlier(self, noted: Mirrored | None) -> Key | None:
+    def earlier(self, noted: ReplicationState | None) -> Key | None:
         """The claim of the supervisor that had this directory before us: we hold its lock, so it is gone."""
-        if noted is None or noted.lock != replication_protocol.identity(self.run.lock):
+        if noted is None or noted.lock != replication_protocol.get_lock_identity(self.run.lock):
             return None
         return noted.token, noted.node
 
     def note(
-        self, token: int, durable_steps: tuple[int, ...] = (), begins: Beginning | None = None, result: bool = False
-    ) -> Mirrored:
+        self, token: int, durable_steps: tuple[int, ...] = (), begins: JournalStart | None = None, result: bool = False
+    ) -> ReplicationState:
         """Note what of the run is in the mirror."""
-        begins = begins or Beginning()
+        begins = begins or JournalStart()
         with self.run.paths.journal.open("rb") as stream:
             known = sha256(stream.read(begins.start)).hexdigest()
-        note = Mirrored(
-            place=self._place, token=token, node=self.node, lock=replication_protocol.identity(self.run.lock),
+        note = ReplicationState(
+            place=self._place, token=token, node=self.node, lock=replication_protocol.get_lock_identity(self.run.lock),
             durable_steps=durable_steps, result=result, journal_bytes=begins.start, journal_sha256=known,
             journal_shift=begins.shift,
         )  # fmt: skip
@@ -152,15 +154,15 @@ class Local:
         """What happened on the way, in the journal that goes on: it may have come from the mirror."""
         for text in notices:
             self.run.journal.append("notice", text=text)
-            say(text)
+            print_notice(text)
 
     # ------------------------------------------------------------------------------------------------ both together
 
-    def is_finished_there(self, source: Source) -> bool:
+    def is_finished_there(self, source: RestoreSource) -> bool:
         """Fetch the result, if the mirror has it: then there is nothing to write, and nobody to agree with."""
         if self.run.paths.is_finished():
             return False
-        token = restore.result(self.run, source)
+        token = restore.restore_result(self.run, source)
         if token is None:
             return False
         self.note(token, result=True)
@@ -169,7 +171,7 @@ class Local:
         source.notices.append(f"the result of run {self.names.run_id} is taken from its mirror")
         return True
 
-    def fetch(self, source: Source, as_what: str) -> restore.Restored:
+    def fetch(self, source: RestoreSource, as_what: str) -> restore.RestoreResult:
         """Bring what the mirror has, in the place of what is here.
 
         Args:
@@ -177,7 +179,7 @@ class Local:
             as_what: this machine does it, for the notice.
         """
         had = self.run.paths.checkpoint_steps()
-        found = restore.everything(self.run, source)
+        found = restore.restore_all(self.run, source)
         if found.put_back:
             source.notices.append(f"the mirror has no whole checkpoint ({as_what}): what is here goes on")
         else:
@@ -187,7 +189,7 @@ class Local:
         return found
 
 
-def settled(missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float) -> str | None:
+def wait_until_settled(missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float) -> str | None:
     """Wait until nothing is missing in the mirror, or the run is lost: then, or after `wait_s`, what is."""
     deadline = time.monotonic() + wait_s
     while lacks := missing():
@@ -199,9 +201,9 @@ def settled(missing: Callable[[], str | None], lost: Callable[[], str | None], w
     return None
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """To whoever reads what the command says."""
-    log.say(text)
+    log.print_message(text)
 
 
 # The mirror of a run as its supervisor sees it: take the run, keep the copy going, wait for it, give the run back.
@@ -209,7 +211,7 @@ def say(text: str) -> None:
 # Of a run that one machine trains; `member` is the same for several that train one together.
 
 
-class Keeper:
+class RunReplicator:
     """Implements `run.custody.Custody`.
 
     Args:
@@ -218,9 +220,9 @@ class Keeper:
     """
 
     def __init__(self, run: Run, machine: Machine) -> None:
-        self._here = Local(run, machine)
+        self._here = ReplicationContext(run, machine)
         self._lease = self._here.lease()
-        self._upload: Upload | None = None
+        self._upload: RunUploader | None = None
 
     def take(self, stopping: Callable[[], bool]) -> None:
         """See Custody."""
@@ -233,7 +235,7 @@ class Keeper:
             if known and here.is_finished_there(source):
                 here.tell(source.notices)
                 return
-            self._lease.take(stopping, say, here.earlier(noted))
+            self._lease.take(stopping, print_notice, here.earlier(noted))
             if not known:
                 source.store.write(here.names.spec, here.run.paths.spec.read_bytes())
             note = self._brought(source, noted)
@@ -250,7 +252,7 @@ class Keeper:
         if self._upload is None:
             return None
         self._upload.hurry()
-        return settled(self._upload.missing, self.lost, wait_s)
+        return wait_until_settled(self._upload.missing, self.lost, wait_s)
 
     def release(self) -> None:
         """See Custody."""
@@ -259,11 +261,11 @@ class Keeper:
             self._upload.end()
         self._lease.release()
 
-    def _brought(self, source: Source, noted: Mirrored | None) -> Mirrored:
+    def _brought(self, source: RestoreSource, noted: ReplicationState | None) -> ReplicationState:
         """Bring the directory to where the mirror stands, if that is further, and say what lies there of it."""
         here, token = self._here, self._lease.token
-        written = lease.highest_token(source.store, here.names, lease.WRITTEN)
-        begins = Beginning()
+        written = lease.find_highest_token(source.store, here.names, lease.WRITTEN)
+        begins = JournalStart()
         steps: tuple[int, ...] = ()
         if written == 0:
             pass
@@ -273,31 +275,31 @@ class Keeper:
         else:
             found = here.fetch(source, f"holder {written} of this run; we are {token}")
             steps = found.steps
-            begins = Beginning(found.origin, found.origin[1]) if found.origin else begins
+            begins = JournalStart(found.origin, found.origin[1]) if found.origin else begins
         if begins.origin is not None:
             self._lease.go_on_from(begins.origin)
         return here.note(token, steps, begins)
 
-    def _is_further(self, store: Store, noted: Mirrored | None, written: int) -> bool:
+    def _is_further(self, store: ReplicaStore, noted: ReplicationState | None, written: int) -> bool:
         """Whether this directory has all that the mirror has, or the mirror has no checkpoint and we do: nobody else
         has written the run since this directory's last holder, or its last training was one of several machines, of
         which another one was the holder."""
-        token, step = restore.newest_step(store, self._here.names)
-        ours = restore.valid_step(self._here.run.paths)
+        token, step = restore.find_newest_step(store, self._here.names)
+        ours = restore.find_valid_step(self._here.run.paths)
         if token == 0 and ours:
             return True
         return noted is not None and (noted.token >= written or noted.token == 0) and ours >= step
 
-    def _own_beginning(self, store: Store, noted: Mirrored | None) -> Beginning:
+    def _own_beginning(self, store: ReplicaStore, noted: ReplicationState | None) -> JournalStart:
         """How this directory's journal goes on from the mirror's; if they do not agree any more, all is sent anew."""
         here = self._here
         if noted is not None and noted.token == 0:
-            return manifests.joined(here.run.paths.journal, store, here.names)
+            return manifests.join_journal(here.run.paths.journal, store, here.names)
         if noted is None or not noted.journal_bytes:
-            return Beginning()
+            return JournalStart()
         with here.run.paths.journal.open("rb") as stream:
             known = sha256(stream.read(noted.journal_bytes)).hexdigest()
         if known != noted.journal_sha256:
-            return Beginning()
+            return JournalStart()
         there = noted.journal_bytes + noted.journal_shift
-        return Beginning((noted.token, there), noted.journal_bytes, noted.journal_shift)
+        return JournalStart((noted.token, there), noted.journal_bytes, noted.journal_shift)

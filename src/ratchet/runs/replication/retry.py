@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ratchet.errors import MirrorError, RatchetError, SettingsError
-from ratchet.redaction import HIDDEN, redacted
+from ratchet.redaction import HIDDEN, redact
 
 LONGEST_TEXT = 300
 
 
-def shown(url: str) -> str:
+def strip_credentials(url: str) -> str:
     """A URL without user, password, query and fragment."""
     parts = urlsplit(url)
     if "://" not in url:
@@ -31,14 +31,14 @@ def refuse_secrets(url: str) -> None:
     found = "a password" if parts.password is not None else "a query" if parts.query else ""
     if found:
         raise SettingsError(
-            f"machine.mirror {shown(url)}: {found} stands in the URL, and settings are kept with the run for everybody "
-            "to read; leave it out and give credentials in the environment or in the library's own files"
+            f"machine.mirror {strip_credentials(url)}: {found} stands in the URL, and settings are kept with the run "
+            "for everybody to read; leave it out and give credentials in the environment or in the library's own files"
         )
 
 
-def scrubbed(text: str) -> str:
+def scrub_text(text: str) -> str:
     """A library's words in one line, without what they may repeat of URLs and of the environment."""
-    text = " ".join(redacted(text).split())
+    text = " ".join(redact(text).split())
     text = re.sub(r"//[^/@\s]+@", f"//{HIDDEN}@", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", rf"\1?{HIDDEN}", text)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
@@ -87,7 +87,7 @@ ADVICE: dict[Kind, str] = {
 }
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """An error and those it was raised from."""
     seen: set[int] = set()
     current: BaseException | None = error
@@ -97,7 +97,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__
 
 
-def _names(error: BaseException) -> Iterator[str]:
+def _iterate_error_names(error: BaseException) -> Iterator[str]:
     """What a library calls an error, the most exact name first: the service's code, its status, the class."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -109,11 +109,11 @@ def _names(error: BaseException) -> Iterator[str]:
     yield type(error).__name__
 
 
-def kind_of(error: BaseException) -> Kind:
+def classify_error(error: BaseException) -> Kind:
     """What is wrong: nothing of that name is there, the place, the credentials, the clock; all else may pass."""
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return "place"
-    names = [name for one in _chain(error) for name in _names(one)]
+    names = [name for one in _iterate_causes(error) for name in _iterate_error_names(one)]
     kinds: tuple[tuple[Kind, set[str]], ...] = (("place", PLACE), ("clock", CLOCK), ("absent", ABSENT))
     for kind, known in (*kinds, ("credentials", CREDENTIALS)):
         if any(name in known for name in names):
@@ -121,15 +121,15 @@ def kind_of(error: BaseException) -> Kind:
     return "absent" if isinstance(error, FileNotFoundError) else "network"
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line, with the service's code, without secrets."""
-    code = next(name for one in reversed(list(_chain(error))) for name in _names(one) if name)
+    code = next(name for one in reversed(list(_iterate_causes(error))) for name in _iterate_error_names(one) if name)
     strerror = getattr(error, "strerror", None)
     words = str(strerror or error)
-    return scrubbed(words if code in words else f"{code}: {words}" if words else code)
+    return scrub_text(words if code in words else f"{code}: {words}" if words else code)
 
 
-class Patience:
+class RetryPolicy:
     """Tries again until it works or the time is over. Safe in threads.
 
     Args:
@@ -197,10 +197,10 @@ class Patience:
             except RatchetError:
                 raise
             except Exception as error:
-                kind = kind_of(error)
+                kind = classify_error(error)
                 if kind == "absent":
-                    raise FileNotFoundError(described(error)) from None
-                told = f"{self._shown}: cannot {what}: {described(error)}"
+                    raise FileNotFoundError(describe_error(error)) from None
+                told = f"{self._shown}: cannot {what}: {describe_error(error)}"
                 told += f"; {ADVICE[kind]}" if ADVICE[kind] else ""
                 self._under_way[call] = (what, began, told)
                 if strict and kind != "network":

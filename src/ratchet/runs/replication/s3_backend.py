@@ -15,21 +15,21 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs.replication.backend import (
     BUFFERED_BYTES,
     PIECE_BYTES,
-    Body,
-    Progress,
-    Throttle,
-    Trying,
-    Watch,
-    WrongBytesError,
-    damaged,
-    digest_there,
-    shallow_socket,
+    BandwidthThrottle,
+    ContentMismatchError,
+    RetryCallable,
+    ThrottledBody,
+    TransferProgress,
+    TransferWatchdog,
+    build_damaged_error,
+    compute_remote_digest,
+    create_shallow_socket,
 )
-from ratchet.runs.replication.retry import shown
+from ratchet.runs.replication.retry import strip_credentials
 from ratchet.storage.files import Entry
 
 PART_BYTES = 8 << 20
@@ -37,18 +37,18 @@ PART_BYTES = 8 << 20
 MOST_PARTS = 10_000
 
 
-def part_bytes(size: int) -> int:
+def compute_part_bytes(size: int) -> int:
     """Size of the parts of a file: equal ones, as some services insist."""
     return max(PART_BYTES, -(-size // MOST_PARTS))
 
 
-def base64_of(digest: bytes) -> str:
+def encode_base64(digest: bytes) -> str:
     """As the service writes checksums."""
     return base64.b64encode(digest).decode()
 
 
 @dataclass(frozen=True)
-class Parts:
+class MultipartChecksums:
     """Sums of a file, by part of `each` bytes."""
 
     path: Path
@@ -58,11 +58,11 @@ class Parts:
     sha256s: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, path: Path) -> "Parts":
+    def of(cls, path: Path) -> "MultipartChecksums":
         """Read a file once."""
-        each, whole = part_bytes(path.stat().st_size), hashlib.sha256()
+        each, whole = compute_part_bytes(path.stat().st_size), hashlib.sha256()
         md5s, sha256s, size = [], [], 0
-        for data in _read(path, each):
+        for data in _read_parts(path, each):
             whole.update(data)
             size += len(data)
             md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
@@ -85,8 +85,8 @@ class Parts:
     def checksum(self) -> str:
         """SHA-256, as the service writes it."""
         if self.whole:
-            return base64_of(self.sha256s[0])
-        return f"{base64_of(hashlib.sha256(b''.join(self.sha256s)).digest())}-{len(self.sha256s)}"
+            return encode_base64(self.sha256s[0])
+        return f"{encode_base64(hashlib.sha256(b''.join(self.sha256s)).digest())}-{len(self.sha256s)}"
 
     def data(self, number: int) -> bytes:
         """A part, counted from 1. Raises DamagedError when the file has gone."""
@@ -95,10 +95,10 @@ class Parts:
                 stream.seek((number - 1) * self.each)
                 return stream.read(self.each)
         except FileNotFoundError:  # which would be taken for an answer of the service
-            raise DamagedError(f"{self.path}: was removed while it was sent; it is not mirrored") from None
+            raise DamagedFileError(f"{self.path}: was removed while it was sent; it is not mirrored") from None
 
 
-def _read(path: Path, each: int) -> Iterator[bytes]:
+def _read_parts(path: Path, each: int) -> Iterator[bytes]:
     with path.open("rb") as stream:
         yield stream.read(each)  # of an empty file: one empty part
         while data := stream.read(each):
@@ -122,27 +122,29 @@ Listed = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Character:
+class S3Capabilities:
     """What a service can be believed."""
 
     md5_tags: bool
     refuses_wrong_sums: bool
 
 
-class Bucket:
+class S3Backend:
     """S3's own requests through s3fs, which finds credentials and endpoint in the environment and in boto's files."""
 
-    def __init__(self, url: str, throttle: Throttle, watch: Watch, timeout_s: float) -> None:
+    def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> None:
         parts = urlsplit(url)
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         if find_spec("s3fs") is None:
-            raise SettingsError(f"machine.mirror {shown(url)}: the library s3fs is missing (pip install s3fs)")
+            raise SettingsError(
+                f"machine.mirror {strip_credentials(url)}: the library s3fs is missing (pip install s3fs)"
+            )
         if not self._bucket:
-            raise SettingsError(f"machine.mirror {shown(url)}: no bucket; write s3://BUCKET/PREFIX")
+            raise SettingsError(f"machine.mirror {strip_credentials(url)}: no bucket; write s3://BUCKET/PREFIX")
         self._throttle, self._watch, self._timeout_s = throttle, watch, timeout_s
         self._lock = threading.Lock()
         self._system: Any = None
-        self._character: Character | None = None
+        self._character: S3Capabilities | None = None
         self._uploads: dict[str, str] = {}
         self._verified: dict[str, Entry] = {}
 
@@ -171,25 +173,25 @@ class Bucket:
             return first
         second, _ = self._get(name, {})
         if first != second:
-            raise WrongBytesError("read twice, it was not the same")
+            raise ContentMismatchError("read twice, it was not the same")
         return first
 
     def piece(self, name: str, start: int) -> bytes:
         return self._get(name, {"Range": f"bytes={start}-{start + PIECE_BYTES - 1}"}, some=True)[0]
 
     def write(self, name: str, data: bytes) -> None:
-        self._put(name, data, base64_of(hashlib.sha256(data).digest()))
+        self._put(name, data, encode_base64(hashlib.sha256(data).digest()))
 
     def remove(self, name: str) -> None:
         self._call("delete_object", Key=self._key(name))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: Trying) -> int:
+    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
         """In parts, each verified before the object appears; what a killed process sent of it is not sent again."""
         if self._verified.get(name) == entry and trying(f"look for {name}", lambda: self._has_size(name, entry[1])):
             return 0
-        parts = Parts.of(path)
+        parts = MultipartChecksums.of(path)
         if parts.entry != entry:
-            raise damaged(path, parts.entry)
+            raise build_damaged_error(path, parts.entry)
         if self._holds(name, parts, trying):
             return 0
         sent: Sizes = []
@@ -205,9 +207,9 @@ class Bucket:
             if tag == parts.etag or self._holds(name, parts, trying):
                 self._verified[name] = entry
                 return sum(sent)
-        raise WrongBytesError(f"{name}: sent {RESTARTS} times, and what the service holds is still something else")
+        raise ContentMismatchError(f"{name}: sent {RESTARTS} times, and what the service holds is still something else")
 
-    def _send_whole(self, name: str, parts: Parts, sent: Sizes) -> str:
+    def _send_whole(self, name: str, parts: MultipartChecksums, sent: Sizes) -> str:
         """Returns the ETag of the object; `sent` grows by what arrived."""
         data = parts.data(1)
         tag = self._put(name, data, parts.checksum)
@@ -215,7 +217,7 @@ class Bucket:
         self._require(parts, 1, tag)
         return tag
 
-    def _send_parts(self, name: str, parts: Parts, trying: Trying, sent: Sizes) -> str:
+    def _send_parts(self, name: str, parts: MultipartChecksums, trying: RetryCallable, sent: Sizes) -> str:
         """As `_send_whole`."""
         upload, arrived = trying(f"begin {name}", lambda: self._begun(name))
         for number, md5 in enumerate(parts.md5s, 1):
@@ -223,7 +225,7 @@ class Bucket:
                 arrived[number], size = trying(f"write {name}", self._part(name, upload, parts, number))
                 sent.append(size)
         listed = [
-            {"PartNumber": number, "ETag": f'"{arrived[number]}"', "ChecksumSHA256": base64_of(sha256)}
+            {"PartNumber": number, "ETag": f'"{arrived[number]}"', "ChecksumSHA256": encode_base64(sha256)}
             for number, sha256 in enumerate(parts.sha256s, 1)
         ]
         return trying(f"finish {name}", lambda: self._finished(name, upload, listed))
@@ -237,10 +239,10 @@ class Bucket:
         try:
             done = self._call("complete_multipart_upload", MultipartUpload={"Parts": listed}, **this)
         except OSError as error:
-            if _code(error) not in UNFINISHABLE:
+            if _error_code(error) not in UNFINISHABLE:
                 raise
             self._call("abort_multipart_upload", **this)
-            raise FileNotFoundError(f"{name}: {_code(error)}") from None
+            raise FileNotFoundError(f"{name}: {_error_code(error)}") from None
         return str(done["ETag"]).strip('"')
 
     def _begun(self, name: str) -> tuple[str, dict[int, str]]:
@@ -269,10 +271,10 @@ class Bucket:
             return None
         return next((str(one["UploadId"]) for one in listed if one["Key"] == key), None)
 
-    def _part(self, name: str, upload: str, parts: Parts, number: int) -> Callable[[], tuple[str, int]]:
+    def _part(self, name: str, upload: str, parts: MultipartChecksums, number: int) -> Callable[[], tuple[str, int]]:
         def send() -> tuple[str, int]:
             data = parts.data(number)
-            sha256 = base64_of(parts.sha256s[number - 1])
+            sha256 = encode_base64(parts.sha256s[number - 1])
             asked: dict[str, Any] = {"Key": self._key(name), "UploadId": upload, "PartNumber": number}
             tag = str(self._call("upload_part", data, ChecksumSHA256=sha256, **asked)["ETag"]).strip('"')
             self._require(parts, number, tag)
@@ -280,10 +282,10 @@ class Bucket:
 
         return send
 
-    def _require(self, parts: Parts, number: int, tag: str) -> None:
+    def _require(self, parts: MultipartChecksums, number: int, tag: str) -> None:
         """Raise WrongBytesError if the service can be believed, and has something else."""
         if tag != parts.md5s[number - 1].hex() and self._known().md5_tags:
-            raise WrongBytesError("the service's MD5 of what arrived is another")
+            raise ContentMismatchError("the service's MD5 of what arrived is another")
 
     def _has_size(self, name: str, size: int) -> bool:
         try:
@@ -291,7 +293,7 @@ class Bucket:
         except FileNotFoundError:
             return False
 
-    def _holds(self, name: str, parts: Parts, trying: Trying) -> bool:
+    def _holds(self, name: str, parts: MultipartChecksums, trying: RetryCallable) -> bool:
         """Whether an object is there, with exactly these bytes."""
         key = self._key(name)
         try:
@@ -303,25 +305,25 @@ class Bucket:
         right = str(there["ETag"]).strip('"') == parts.etag
         if not right and str(there.get("ChecksumSHA256")) == parts.checksum:
             right = trying("ask what the service verifies", self._known).refuses_wrong_sums
-        if right or digest_there(self, name, parts.entry[1], trying) == parts.entry[0]:
+        if right or compute_remote_digest(self, name, parts.entry[1], trying) == parts.entry[0]:
             self._verified[name] = parts.entry
             return True
         return False
 
-    def _known(self) -> Character:
+    def _known(self) -> S3Capabilities:
         """Put small objects with a right and a wrong checksum, and see."""
         if self._character is None:
             name, data = f"checks/{uuid4().hex}", b"is this what arrived?"
-            right, wrong = (base64_of(hashlib.sha256(one).digest()) for one in (data, b"no"))
+            right, wrong = (encode_base64(hashlib.sha256(one).digest()) for one in (data, b"no"))
             tag, refuses = self._put(name, data, right), False
             try:
                 self._put(name, data, wrong)
             except OSError as error:
-                refuses = _code(error) in REFUSALS
+                refuses = _error_code(error) in REFUSALS
                 if not refuses:
                     raise
             self.remove(name)
-            self._character = Character(hashlib.md5(data, usedforsecurity=False).hexdigest() == tag, refuses)
+            self._character = S3Capabilities(hashlib.md5(data, usedforsecurity=False).hexdigest() == tag, refuses)
         return self._character
 
     def _put(self, name: str, data: bytes, sha256: str) -> str:
@@ -338,7 +340,7 @@ class Bucket:
         """
         system = self._opened()
 
-        async def get(progress: Progress) -> tuple[bytes, str]:
+        async def get(progress: TransferProgress) -> tuple[bytes, str]:
             answer = await system._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), **asked)
             body, found = answer["Body"], bytearray()
             try:
@@ -358,8 +360,8 @@ class Bucket:
         """One request."""
         system = self._opened()
 
-        async def call(progress: Progress) -> dict[str, Any]:
-            sent = {} if body is None else {"Body": Body(body, self._throttle, progress)}
+        async def call(progress: TransferProgress) -> dict[str, Any]:
+            sent = {} if body is None else {"Body": ThrottledBody(body, self._throttle, progress)}
             answer: dict[str, Any] = await system._call_s3(method, Bucket=self._bucket, **asked, **sent)
             return answer
 
@@ -381,23 +383,23 @@ class Bucket:
             "connect_timeout": self._timeout_s,
             "read_timeout": 2 * (self._timeout_s + self._watch.buffered_s(BUFFERED_BYTES)),  # the watch is nearer
             "retries": {"mode": "standard", "total_max_attempts": 1},
-            "connector_args": {"socket_factory": shallow_socket},
+            "connector_args": {"socket_factory": create_shallow_socket},
         }
         system: Any = fsspec.filesystem(
             "s3", skip_instance_cache=True, use_listings_cache=False, config_kwargs=settings
         )
         system.retries = 1  # tries are ours: patience counts them, and asks whether there is time for another
         system.connect()
-        system.s3.meta.events.register_last("before-call.s3", _without_expect)
+        system.s3.meta.events.register_last("before-call.s3", _remove_expect_header)
         return system
 
 
-def _without_expect(params: dict[str, Any], **_: Any) -> None:
+def _remove_expect_header(params: dict[str, Any], **_: Any) -> None:
     """Send bodies at once: for a server that answers no `Expect: 100-continue`, the client would wait for ever."""
     params["headers"].pop("Expect", None)
 
 
-def _code(error: BaseException) -> str:
+def _error_code(error: BaseException) -> str:
     """The service's, of what s3fs has translated."""
     response = getattr(error.__cause__, "response", None)
     return str(response["Error"].get("Code", "")) if response else ""

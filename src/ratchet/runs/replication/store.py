@@ -8,13 +8,19 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from ratchet.config.machine import fault_of_scheme
-from ratchet.errors import DamagedError, MirrorError, SettingsError
+from ratchet.config.machine import explain_scheme_fault
+from ratchet.errors import DamagedFileError, MirrorError, SettingsError
 from ratchet.runs.replication import file_backends
-from ratchet.runs.replication.backend import Engine, Throttle, Watch, WrongBytesError, pieces
-from ratchet.runs.replication.file_backends import Folder
-from ratchet.runs.replication.retry import ADVICE, Patience, refuse_secrets, shown
-from ratchet.runs.replication.s3_backend import Bucket
+from ratchet.runs.replication.backend import (
+    BandwidthThrottle,
+    ContentMismatchError,
+    StorageBackend,
+    TransferWatchdog,
+    read_pieces,
+)
+from ratchet.runs.replication.file_backends import LocalBackend
+from ratchet.runs.replication.retry import ADVICE, RetryPolicy, refuse_secrets, strip_credentials
+from ratchet.runs.replication.s3_backend import S3Backend
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
@@ -24,12 +30,12 @@ READINGS = 8
 FOLDER = ("", "file", "local")
 
 
-def _nothing(*about: object) -> None:
+def _ignore_progress(*about: object) -> None:
     """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class TransferLimits:
     """How a store deals with its network."""
 
     bytes_s: float | None = None
@@ -46,13 +52,13 @@ class Terms:
     """Bound of all waits."""
 
 
-class Store:
+class ReplicaStore:
     """Objects by name below a URL. Every call may be made from any thread.
 
     Every call raises MirrorError when it did not work for as long as the terms say, or when there is no more time.
     """
 
-    def __init__(self, url: str, terms: Terms, stopping: Callable[[], bool]) -> None:
+    def __init__(self, url: str, terms: TransferLimits, stopping: Callable[[], bool]) -> None:
         """Open; nothing is sent yet.
 
         Args:
@@ -65,13 +71,16 @@ class Store:
                 it), or where no other machine can read, or that carries a secret.
         """
         refuse_secrets(url)
-        self.shown = shown(url)
+        self.shown = strip_credentials(url)
         """The URL, as messages may name it."""
-        self._engine = _engine(
-            url, Throttle(terms.bytes_s), Watch(terms.timeout_s, terms.slowest_bytes_s, stopping), terms.timeout_s
+        self._engine = _create_backend(
+            url,
+            BandwidthThrottle(terms.bytes_s),
+            TransferWatchdog(terms.timeout_s, terms.slowest_bytes_s, stopping),
+            terms.timeout_s,
         )
         waits_s = (terms.patience_s, terms.first_wait_s, terms.longest_wait_s)
-        self._trying = Patience(self.shown, waits_s, stopping, self._engine.reopen)
+        self._trying = RetryPolicy(self.shown, waits_s, stopping, self._engine.reopen)
 
     @property
     def trouble(self) -> str:
@@ -89,7 +98,7 @@ class Store:
         def check() -> None:
             self._engine.write(name, data)
             if self._engine.list("checks").get(name) != len(data) or self._engine.read(name) != data:
-                raise WrongBytesError("what was written is not what is there")
+                raise ContentMismatchError("what was written is not what is there")
             self._engine.remove(name)
 
         try:
@@ -98,7 +107,7 @@ class Store:
             raise SettingsError(
                 f"machine.mirror {self.shown}: cannot write there: {error}; {ADVICE['place']}"
             ) from None
-        if isinstance(self._engine, Folder):
+        if isinstance(self._engine, LocalBackend):
             self._trying.run("tidy up", self._engine.tidy)
 
     def list(self, folder: str, strict: bool = False) -> dict[str, int]:
@@ -109,7 +118,7 @@ class Store:
         try:
             if (
                 strict
-                and isinstance(self._engine, Folder)
+                and isinstance(self._engine, LocalBackend)
                 and not self._trying.run("look", self._engine.is_there, strict)
             ):
                 raise SettingsError(
@@ -135,9 +144,9 @@ class Store:
             try:
                 there = self._engine.read(name)
             except FileNotFoundError as error:
-                raise WrongBytesError("it was written, and is not there") from error
+                raise ContentMismatchError("it was written, and is not there") from error
             if there != data:
-                raise WrongBytesError("read back, it is not what was written")
+                raise ContentMismatchError("read back, it is not what was written")
 
         self._trying.run(f"write {name}", write)
 
@@ -152,14 +161,14 @@ class Store:
         """
         try:
             return self._engine.send(name, path, entry, self._trying.run)
-        except WrongBytesError as error:
+        except ContentMismatchError as error:
             raise MirrorError(f"machine.mirror {self.shown}: {error}") from None
-        except DamagedError:
+        except DamagedFileError:
             if path.exists():
                 raise
             raise FileNotFoundError(errno.ENOENT, "was removed while it was sent", str(path)) from None
 
-    def fetch(self, name: str, path: Path, entry: Entry, beat: Callable[[int], None] = _nothing) -> None:
+    def fetch(self, name: str, path: Path, entry: Entry, beat: Callable[[int], None] = _ignore_progress) -> None:
         """Copy an object to a file that is not there yet, durably.
 
         Args:
@@ -184,17 +193,17 @@ class Store:
                 wrong = found
         finally:
             partial.unlink(missing_ok=True)
-        raise DamagedError(f"{self.shown}/{name}: content differs from its digest; this copy is of no use")
+        raise DamagedFileError(f"{self.shown}/{name}: content differs from its digest; this copy is of no use")
 
     def _copy(self, name: str, partial: Path, entry: Entry, beat: Callable[[int], None]) -> str:
         """Returns the digest of what came."""
         if (size := self._size(name)) != entry[1]:
             found = "missing" if size is None else f"{size:,} bytes"
-            raise DamagedError(f"{self.shown}/{name}: {found}, its manifest says {entry[1]:,} bytes")
+            raise DamagedFileError(f"{self.shown}/{name}: {found}, its manifest says {entry[1]:,} bytes")
         found_digest = hashlib.sha256()
 
         def blocks() -> Iterator[list[bytes]]:
-            for piece in pieces(self._engine, name, entry[1], self._trying.run):
+            for piece in read_pieces(self._engine, name, entry[1], self._trying.run):
                 found_digest.update(piece)
                 yield [piece]
                 beat(len(piece))
@@ -202,17 +211,17 @@ class Store:
         try:
             files.write_blocks(partial, blocks())
         except FileNotFoundError:
-            raise DamagedError(f"{self.shown}/{name}: was removed while it was read") from None
+            raise DamagedFileError(f"{self.shown}/{name}: was removed while it was read") from None
         return found_digest.hexdigest()
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """An object, piece by piece; unverified. Raises DamagedError if there is none."""
         size = self._size(name)
         if size is None:
-            raise DamagedError(f"{self.shown}/{name}: missing")
-        yield from pieces(self._engine, name, size, self._trying.run)
+            raise DamagedFileError(f"{self.shown}/{name}: missing")
+        yield from read_pieces(self._engine, name, size, self._trying.run)
 
-    def remove(self, names: Collection[str], require: Callable[[], None] = _nothing) -> None:
+    def remove(self, names: Collection[str], require: Callable[[], None] = _ignore_progress) -> None:
         """Remove those that are there.
 
         Args:
@@ -237,16 +246,16 @@ class Store:
             return None
 
 
-def _engine(url: str, throttle: Throttle, watch: Watch, timeout_s: float) -> Engine:
+def _create_backend(url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> StorageBackend:
     """Whoever knows the scheme of a URL best."""
     parts = urlsplit(url) if "://" in url else None
     scheme = "" if parts is None else parts.scheme
     if scheme in S3:
-        return Bucket(url, throttle, watch, timeout_s)
+        return S3Backend(url, throttle, watch, timeout_s)
     if scheme in FOLDER:
         path = Path(url if parts is None else unquote(parts.netloc + parts.path))
-        return Folder(path.expanduser().absolute(), throttle, watch)
-    if fault := fault_of_scheme(url):
-        raise SettingsError(f"machine.mirror {shown(url)}: {fault}")
-    file_backends.require_known(url)
-    return file_backends.Remote(url, throttle, watch)
+        return LocalBackend(path.expanduser().absolute(), throttle, watch)
+    if fault := explain_scheme_fault(url):
+        raise SettingsError(f"machine.mirror {strip_credentials(url)}: {fault}")
+    file_backends.require_known_scheme(url)
+    return file_backends.FsspecBackend(url, throttle, watch)

@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.schema import Machine
-from ratchet.errors import DamagedError, MirrorError
+from ratchet.errors import DamagedFileError, MirrorError
 from ratchet.runs.directory import CHECKPOINT, RESULT, Run
 from ratchet.runs.replication import manifests, restore
-from ratchet.runs.replication.garbage_collection import Tidier
-from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.manifests import Beginning, JournalCopy, Sealed, Sender, Sent
-from ratchet.runs.replication.object_names import RunNames
-from ratchet.runs.replication.periodic_task import Errand, Outage
-from ratchet.runs.replication.store import Store
-from ratchet.runs.replication_protocol import Mirrored
+from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
+from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.manifests import (
+    JournalStart,
+    JournalUploader,
+    ReplicaManifest,
+    SealedDirectoryUploader,
+    TransferStatistics,
+)
+from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.periodic_task import OutageTracker, PeriodicTask
+from ratchet.runs.replication.store import ReplicaStore
+from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.storage import files
 from ratchet.storage.files import Manifest
 
@@ -30,18 +36,18 @@ JOIN_S = 2.0
 
 
 @dataclass(frozen=True)
-class Duty:
+class ReplicationJob:
     """A run, and where its copy is kept."""
 
     run: Run
-    names: RunNames
-    store: Store
-    lease: Lease
+    names: RunObjectNames
+    store: ReplicaStore
+    lease: ReplicaLease
     node: str
     machine: Machine
 
 
-class Upload:
+class RunUploader:
     """Everything that is copied under one token.
 
     Args:
@@ -50,25 +56,25 @@ class Upload:
         ended: set when nothing more is to be sent: the store is not tried again then.
     """
 
-    def __init__(self, duty: Duty, noted: Mirrored, ended: threading.Event) -> None:
+    def __init__(self, duty: ReplicationJob, noted: ReplicationState, ended: threading.Event) -> None:
         self._duty, self._noted, self._saved, self._ended = duty, noted, noted, ended
-        self._sender = Sender(duty.store, duty.names)
-        self._tidier = Tidier(duty.store, duty.names, duty.machine.keep_checkpoints, duty.lease)
+        self._sender = SealedDirectoryUploader(duty.store, duty.names)
+        self._tidier = ReplicaGarbageCollector(duty.store, duty.names, duty.machine.keep_checkpoints, duty.lease)
         self._untidy = False
         self._sent: dict[int, str] = {}
         """Steps whose documents bear our token, and the digest of what they were: one may be sealed again."""
         self._refused: set[str] = set()
-        begins = Beginning(start=noted.journal_bytes, shift=noted.journal_shift)
-        self._journal = JournalCopy(duty.run.paths.journal, duty.store, duty.names, duty.lease.token, begins)
+        begins = JournalStart(start=noted.journal_bytes, shift=noted.journal_shift)
+        self._journal = JournalUploader(duty.run.paths.journal, duty.store, duty.names, duty.lease.token, begins)
         self._journal_mutex, self._note_mutex = threading.Lock(), threading.Lock()
         self._report: dict[str, Any] = {
             "node": duty.node, "token": duty.lease.token, "started": round(time.time(), 3), "bytes_sent": 0,
             "bytes_skipped": 0, "send_s": 0.0,
         }  # fmt: skip
-        self._outage = Outage(self._alert)
+        self._outage = OutageTracker(self._alert)
         self._errands = (
-            Errand("mirror-checkpoints", self._copy_sealed, LOOK_S, self._outage),
-            Errand("mirror-journal", self._copy_journal, duty.machine.mirror_every_s, self._outage),
+            PeriodicTask("mirror-checkpoints", self._copy_sealed, LOOK_S, self._outage),
+            PeriodicTask("mirror-journal", self._copy_journal, duty.machine.mirror_every_s, self._outage),
         )
 
     def start(self) -> None:
@@ -95,7 +101,7 @@ class Upload:
         """What is not in the mirror yet, and why, in words; None: all of it is."""
         parts = []
         newest = max(self._noted.durable_steps, default=0)
-        if sealed_as(self._duty.run.paths.result, RESULT) is not None:
+        if find_manifest(self._duty.run.paths.result, RESULT) is not None:
             parts += [] if self._noted.result else ["the result"]
         elif (step := self._due_step()) is not None:
             parts.append(f"the checkpoint of step {step} (the newest there is of step {newest})")
@@ -113,7 +119,7 @@ class Upload:
         if duty.lease.lost():
             return
         self._tidy()
-        if (manifest := sealed_as(duty.run.paths.result, RESULT)) is not None:
+        if (manifest := find_manifest(duty.run.paths.result, RESULT)) is not None:
             if not self._noted.result:
                 self._require_lease()
                 self._send_result(manifest)
@@ -124,7 +130,7 @@ class Upload:
             except FileNotFoundError:
                 if duty.run.paths.checkpoint(step).exists():
                     raise
-            except DamagedError as error:  # the worker will find it too, and go on from another
+            except DamagedFileError as error:  # the worker will find it too, and go on from another
                 self._refused |= {manifest.digest} if (manifest := self._checkpoint(step)) else set()
                 duty.run.journal.append("notice", text=f"checkpoint of step {step} is not mirrored: {error}")
 
@@ -141,13 +147,13 @@ class Upload:
         return None
 
     def _checkpoint(self, step: int) -> Manifest | None:
-        return sealed_as(self._duty.run.paths.checkpoint(step), CHECKPOINT)
+        return find_manifest(self._duty.run.paths.checkpoint(step), CHECKPOINT)
 
     def _send_checkpoint(self, step: int) -> None:
         duty, started = self._duty, time.monotonic()
         self._note(in_flight=step)
-        sealed = manifests.of_checkpoint(duty.run.paths.checkpoint(step))
-        others = [manifests.of_checkpoint(duty.run.paths.checkpoint(other)) for other in sealed.refers_to]
+        sealed = manifests.build_checkpoint_manifest(duty.run.paths.checkpoint(step))
+        others = [manifests.build_checkpoint_manifest(duty.run.paths.checkpoint(other)) for other in sealed.refers_to]
         self._flush()  # decisions that later steps repeat are in the mirror before the state that follows from them
         costs = []
         for one in (*others, sealed):  # a document is there only when all that it needs is
@@ -167,7 +173,7 @@ class Upload:
         duty, started = self._duty, time.monotonic()
         step = max(duty.run.paths.checkpoint_steps(), default=0)
         self._flush()
-        sealed = Sealed(manifest.kind, step, manifest.files)
+        sealed = ReplicaManifest(manifest.kind, step, manifest.files)
         cost = self._sender.send(duty.run.paths.result, sealed, duty.names.result(duty.lease.token))
         self._require_lease()
         self._tell(step, "result", [cost], time.monotonic() - started)  # else a run could end before it is told
@@ -175,7 +181,7 @@ class Upload:
         with suppress(OSError):  # nobody looks for what was lost of a run that is finished, and safe
             restore.remove_superseded(duty.run.paths)
 
-    def _tell(self, step: int, what: str, costs: list[Sent], seconds: float) -> None:
+    def _tell(self, step: int, what: str, costs: list[TransferStatistics], seconds: float) -> None:
         sent, skipped = sum(cost.bytes_sent for cost in costs), sum(cost.bytes_skipped for cost in costs)
         self._report["bytes_sent"] += sent
         self._report["bytes_skipped"] += skipped
@@ -250,10 +256,10 @@ class Upload:
         self._duty.run.journal.append("alert", text=text)
 
 
-def sealed_as(directory: Path, kind: str) -> Manifest | None:
+def find_manifest(directory: Path, kind: str) -> Manifest | None:
     """The manifest of a directory that looks sealed as this; None if it does not. Its files are not looked at."""
     try:
         manifest = files.read_manifest(directory)
-    except DamagedError:
+    except DamagedFileError:
         return None
     return manifest if manifest.kind == kind else None

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ratchet.errors import DamagedError, DataError, first_line
+from ratchet.errors import DamagedFileError, DataError, first_line
 from ratchet.storage import files
 
 
@@ -38,7 +38,7 @@ class Record(BaseModel):
             stage = {"data": "prepare"}.get(path.parent.name, path.parent.name)
             raise DataError(f"{path}: not there; run the stage that makes it (`dvc repro {stage}`)") from None
         except (ValueError, ValidationError) as error:
-            raise DamagedError(f"{path}: not a {cls.__name__} ({_first_line(error)}); make it again") from None
+            raise DamagedFileError(f"{path}: not a {cls.__name__} ({_first_line(error)}); make it again") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -108,10 +108,10 @@ class TrainReport(Record):
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write JSON lines, atomically."""
-    files.write_atomic(path, "".join(map(line, rows)))
+    files.write_atomic(path, "".join(map(to_json_line, rows)))
 
 
-def line(row: dict[str, Any]) -> str:
+def to_json_line(row: dict[str, Any]) -> str:
     """One JSON line."""
     return json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n"
 
@@ -122,25 +122,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{path}: no such text ({first_line(error)}); make it again") from None
+        raise DamagedFileError(f"{path}: no such text ({first_line(error)}); make it again") from None
     # By "\n" alone: a text may hold what Unicode calls the end of a line, which JSON does not escape.
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise DamagedError(f"{path}:{number}: not JSON ({error}); make it again") from None
+            raise DamagedFileError(f"{path}:{number}: not JSON ({error}); make it again") from None
     return rows
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def find_differing_keys(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Dotted keys, such as `train.rank`, in which two records (as JSON) differ."""
-    x, y = flat(a), flat(b)
+    x, y = flatten(a), flatten(b)
     return sorted(key for key in x.keys() | y.keys() if x.get(key) != y.get(key))
 
 
-def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a record (as JSON) by dotted key."""
     found: dict[str, Any] = {}
     for key, value in node.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found

@@ -9,7 +9,7 @@ from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import Record
 
 
-class Lengths(Record):
+class LengthDistribution(Record):
     """Distribution of conversation lengths, in tokens; training rows as often as they come in an epoch."""
 
     least: int
@@ -23,7 +23,7 @@ class Lengths(Record):
     """Rows by length, in bins named by their lower edge; the widths are those of the edges' steps."""
 
 
-class Drop(Record):
+class DroppedRows(Record):
     """Rows left out for one reason."""
 
     count: int
@@ -31,7 +31,7 @@ class Drop(Record):
     """Where the first few stand (file:line), with what was found there."""
 
 
-class Taught(Record):
+class TeacherProvenance(Record):
     """That a source is answers of a teacher, which `ratchet select` chose."""
 
     teachers: tuple[str, ...]
@@ -59,10 +59,10 @@ class SourceCard(Record):
     split: str | None = None
     rows: int = 0
     """Rows read, faults included."""
-    taught: Taught | None = None
+    taught: TeacherProvenance | None = None
 
 
-class Balanced(Record):
+class BalanceReport(Record):
     """What prepare.balance did to the training rows."""
 
     by: str
@@ -75,7 +75,7 @@ class Balanced(Record):
     """The same, as often as they come in an epoch."""
 
 
-class Cluster(Record):
+class NearDuplicateCluster(Record):
     """Rows that are almost the same, of which one is kept."""
 
     kept: str
@@ -87,7 +87,7 @@ class Cluster(Record):
     """The beginning of the kept row's text and of one that was dropped."""
 
 
-class NearDuplicates(Record):
+class NearDuplicateReport(Record):
     """What the search for near-duplicates found."""
 
     threshold: float
@@ -98,10 +98,10 @@ class NearDuplicates(Record):
     """Dropped rows whose kept row is in another split: they would have leaked."""
     contradicting: int = 0
     """Dropped rows with another label than the row kept for them."""
-    largest: tuple[Cluster, ...]
+    largest: tuple[NearDuplicateCluster, ...]
 
 
-class Leak(Record):
+class LeakageReport(Record):
     """Overlap with one evaluation set."""
 
     documents: int
@@ -113,7 +113,7 @@ class Leak(Record):
     """Where the first few stand, with the words that are shared."""
 
 
-class Truncated(Record):
+class TruncationReport(Record):
     """Conversations that were cut."""
 
     rows: int = 0
@@ -121,7 +121,7 @@ class Truncated(Record):
     """Tokens cut off."""
 
 
-class Stratum(Record):
+class SplitStratum(Record):
     """One value of the field that the split is stratified by, or one label."""
 
     rows: int
@@ -142,9 +142,9 @@ class DatasetCard(Record):
     task: Literal["labels", "text"]
     rows_in: int
     rows_out: int
-    dropped: dict[str, Drop]
+    dropped: dict[str, DroppedRows]
     splits: dict[str, int]
-    lengths: dict[str, Lengths]
+    lengths: dict[str, LengthDistribution]
     """By split."""
     labels: dict[str, int]
     """Training rows of each label; empty for a text task."""
@@ -152,7 +152,7 @@ class DatasetCard(Record):
     """By the source's name in params.yaml."""
     repeated: int = 0
     """Training rows written again because of their source's weight or prepare.balance, beside rows_out."""
-    balanced: Balanced | None = None
+    balanced: BalanceReport | None = None
     taught_rows: int = 0
     """Training rows that are answers of a teacher."""
     template: str = ""
@@ -161,12 +161,12 @@ class DatasetCard(Record):
     """Token that ends an answer."""
     wanted: dict[str, float] = Field(default_factory=dict)
     """Fraction of each split as set."""
-    strata: dict[str, Stratum] = Field(default_factory=dict)
+    strata: dict[str, SplitStratum] = Field(default_factory=dict)
     """Rows by stratum (or label) and split; empty where neither is set."""
-    near_duplicates: NearDuplicates | None = None
-    leaks: dict[str, Leak] = Field(default_factory=dict)
+    near_duplicates: NearDuplicateReport | None = None
+    leaks: dict[str, LeakageReport] = Field(default_factory=dict)
     """By evaluation set."""
-    truncated: dict[str, Truncated] = Field(default_factory=dict)
+    truncated: dict[str, TruncationReport] = Field(default_factory=dict)
     """By split."""
     packing: dict[str, float] = Field(default_factory=dict)
     """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
@@ -182,7 +182,7 @@ PROVENANCE = "provenance"
 """Name of what a row says of where it comes from."""
 
 
-class Teacher(Record):
+class TeacherGeneration(Record):
     """One generation whose answers were chosen from."""
 
     generation: str
@@ -205,12 +205,12 @@ class SelectionSpec(Record):
     recipe_version: int = 1
     """Raised when a change of code chooses others by the same settings."""
     select: Select
-    teachers: tuple[Teacher, ...]
+    teachers: tuple[TeacherGeneration, ...]
     reward_files: dict[str, str]
     """SHA-256 of those words of the reward's command that name a file of the project."""
 
 
-class Filter(Record):
+class FilterReport(Record):
     """What one filter did, in answers."""
 
     name: str
@@ -229,7 +229,7 @@ class SelectionCard(OutputCard):
     prompts: int
     """Asked, each as often as it is in an output of its own."""
     answers: int
-    filters: tuple[Filter, ...]
+    filters: tuple[FilterReport, ...]
     """In their order; `left` of the last one is the rows."""
     without_reference: int = 0
     """Prompts without a reference, which select.reference: match takes as they are."""
@@ -244,7 +244,7 @@ CARD = "distill.json"
 AGAIN = "run `ratchet distill`"
 
 
-class Teaching(Record):
+class DistillationCard(Record):
     """The card of experiments/distill. Beside it lie the probabilities: shard-NNNNN.safetensors."""
 
     digest: str

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ratchet.config.evaluation import Form
 from ratchet.config.schema import Machine
-from ratchet.errors import DamagedError, DataError, SettingsError
+from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.storage import digests
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
@@ -16,7 +16,7 @@ Who = Literal["base", "candidate", "merged", "champion", "anchor"]
 """The models of one evaluation. `merged` is the candidate as it was exported, `candidate` the same as an adapter."""
 
 
-class Metric(Record):
+class MetricValue(Record):
     """One figure of one model, with the per-sample scores that it is made of."""
 
     value: float
@@ -32,7 +32,7 @@ class Metric(Record):
     """What guessing reaches."""
 
 
-class Scores(Record):
+class ModelScores(Record):
     """One model's results."""
 
     model_digest: str
@@ -41,16 +41,16 @@ class Scores(Record):
     """As an adapter on the base that it was trained on (the base: with adapters off), or as plain weights."""
     contract: str
     """Fingerprint of `EvalReport.contracts[contract]`; only equal contracts are compared."""
-    metrics: dict[str, Metric]
+    metrics: dict[str, MetricValue]
     samples: dict[str, str]
-    """Relative names of per-sample files, by metric; see `Sample`."""
+    """Relative names of per-sample files, by metric; see `SampleScore`."""
     per_class: dict[str, dict[str, float]] = Field(default_factory=dict)
     """Precision, recall, F1, support and (with label scores) average precision of each label."""
-    slices: dict[str, dict[str, Metric]] = Field(default_factory=dict)
+    slices: dict[str, dict[str, MetricValue]] = Field(default_factory=dict)
     """Metrics of parts of the rows, by part: `tokens <= 64`, `topic = billing`."""
 
 
-class Cost(Record):
+class InferenceCost(Record):
     """What answering costs on the machine that evaluated: a measurement, not the same twice."""
 
     rows: int
@@ -65,7 +65,7 @@ class Cost(Record):
     device: str
 
 
-class Preference(Record):
+class JudgePreference(Record):
     """What a judge said of the candidate's answers beside another model's, each pair in both orders."""
 
     against: Who
@@ -81,15 +81,15 @@ class Preference(Record):
     """Pairs without a readable verdict in one order or both; they are in no figure but first_bias."""
     unreadable: dict[str, int]
     """Replies without a verdict, by reason."""
-    win_rate: Metric | None
+    win_rate: MetricValue | None
     """Wins, and half of what is neither; a pair that depends on the order is half. None: there are no rows."""
-    agreement: Metric | None
+    agreement: MetricValue | None
     """Pairs on which both orders led to the same verdict; None: no pair was asked about."""
-    first_bias: Metric | None
+    first_bias: MetricValue | None
     """Share of verdicts for the answer that came first, beyond a half; ties aside. None: there are only ties."""
 
 
-class Judgements(Record):
+class JudgeReport(Record):
     """Generated answers compared by another model (evaluate.judge); no rule of the gate reads it."""
 
     model: str
@@ -97,7 +97,7 @@ class Judgements(Record):
     rubric_digest: str
     candidate: Who
     """Whose answers were held against the others': candidate, or merged."""
-    comparisons: dict[Who, Preference]
+    comparisons: dict[Who, JudgePreference]
     questions: int
     """Different ones, both orders counted."""
     requests: int
@@ -109,7 +109,7 @@ class Judgements(Record):
     """By evaluate.judge.price_in and price_out; None: they are not known. What was kept from before is in it, too."""
 
 
-class EvalReport(Record):
+class EvaluationReport(Record):
     """Base, candidate, champion and anchor."""
 
     adapter_digest: str
@@ -125,9 +125,9 @@ class EvalReport(Record):
     """Fingerprint of the test rows and of the harness's documents: what look-ups are counted for."""
     contracts: dict[str, dict[str, Any]]
     """What made the scores comparable, by fingerprint: data, template, tasks, numbers, batch, versions."""
-    scores: dict[Who, Scores]
-    costs: dict[Who, Cost] = Field(default_factory=dict)
-    judged: Judgements | None = None
+    scores: dict[Who, ModelScores]
+    costs: dict[Who, InferenceCost] = Field(default_factory=dict)
+    judged: JudgeReport | None = None
     """Of evaluate.judge; None: nobody was asked."""
     chosen_by: dict[str, int] = Field(default_factory=dict)
     """Test rows (or tasks) that also belong to a set by which models are chosen, by the name of that set."""
@@ -135,7 +135,7 @@ class EvalReport(Record):
     """What a reader should know, a sentence each (a batch that was halved, a metric that could not be had)."""
 
 
-class Objective(Record):
+class ObjectiveSet(Record):
     """A set by which models are chosen, so that it must not be the gate's: experiments/objectives/NAME.json."""
 
     name: str
@@ -144,7 +144,7 @@ class Objective(Record):
     """Harness tasks, by name."""
 
 
-class Noise(Record):
+class EvaluationNoise(Record):
     """`ratchet gate --aa`: the candidate scored a second time; what differs is noise of the evaluation."""
 
     model_digest: str
@@ -152,11 +152,11 @@ class Noise(Record):
     contract: str
     batch_rows: tuple[int, int]
     """Rows scored at once, the first time and the second."""
-    metrics: dict[str, Metric]
+    metrics: dict[str, MetricValue]
     samples: dict[str, str]
 
 
-class Sample(Record):
+class SampleScore(Record):
     """A line of a per-sample file, `format` left out."""
 
     id: str
@@ -239,7 +239,7 @@ class HeldOutLaunch(Record):
 
     def question(self, card: DatasetCard) -> str:
         """What each run is asked, as 12 hex digits: equal ones are answered once."""
-        return digests.of_json(
+        return digests.hash_json(
             {
                 "metrics": sorted(self.job.metrics),
                 "rows": self.job.rows,
@@ -262,7 +262,7 @@ class HeldOutLaunch(Record):
             )
 
 
-class HeldOut(Record):
+class HeldOutScores(Record):
     """What one run's adapter scored: experiments/runs/RUN/held_out-QUESTION.json."""
 
     question: str
@@ -292,26 +292,26 @@ class HeldOut(Record):
         return self.model_copy(update={"seal": self._digest()})
 
     def _digest(self) -> str:
-        return digests.of_json(self.model_dump(mode="json", exclude={"seal"}))
+        return digests.hash_json(self.model_dump(mode="json", exclude={"seal"}))
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what was saved sealed. Raises DataError or DamagedError as any record, and for a digest that differs."""
         found = super().load(path)
         if found.seal != found._digest():
-            raise DamagedError(f"{path}: not as it was written (its digest differs); remove it, it is made again")
+            raise DamagedFileError(f"{path}: not as it was written (its digest differs); remove it, it is made again")
         return found
 
 
-def path_in(run: Path, question: str) -> Path:
+def held_out_path(run: Path, question: str) -> Path:
     """Where a run's directory keeps its answer to a question."""
     return run / f"held_out-{question}.json"
 
 
-def answered(run: Path, question: str, adapter_digest: str) -> HeldOut | None:
+def read_held_out(run: Path, question: str, adapter_digest: str) -> HeldOutScores | None:
     """What is kept of this question and this very adapter; None where nothing is, or nothing that can be trusted."""
     try:
-        found = HeldOut.load(path_in(run, question))
-    except (DataError, DamagedError):
+        found = HeldOutScores.load(held_out_path(run, question))
+    except (DataError, DamagedFileError):
         return None
     return found if (found.question, found.adapter_digest) == (question, adapter_digest) else None

@@ -12,7 +12,7 @@ Progress = Callable[[str, int, int], None]
 tensors, rows)."""
 
 
-class Parity(Record):
+class MergeParity(Record):
     """The merged model, reloaded from disk, against base + adapter on the same test rows."""
 
     rows: int
@@ -24,7 +24,7 @@ class Parity(Record):
     """Fraction of answer positions with the same most likely token."""
 
 
-class Closeness(Record):
+class DistributionDistance(Record):
     """Next-token distributions of one form against base + adapter, at answer positions of the same test rows."""
 
     rows: int
@@ -62,7 +62,7 @@ class TaskScore(Record):
     """Fraction of rows with the same answer, token by token."""
 
 
-class Probe(Record):
+class ExportProbe(Record):
     """A question of ours, no row of the data, and what this form answered in its runtime, greedily."""
 
     question: str
@@ -75,7 +75,7 @@ class Probe(Record):
     elsewhere."""
 
 
-class Artifact(Record):
+class ExportArtifact(Record):
     """One form of the model, and what was found when it was run."""
 
     name: str
@@ -88,7 +88,7 @@ class Artifact(Record):
     size_bytes: int
     runtime: str
     """Name and version of what ran it."""
-    closeness: Closeness
+    closeness: DistributionDistance
     task: TaskScore | None
     """None when no test row has an answer to compare with."""
     texts_tokenised: int
@@ -102,7 +102,7 @@ class Artifact(Record):
     """Generated, one answer at a time, on the machine that exported."""
     threads: int
     """CPU threads with which it was run."""
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[ExportProbe, ...] = ()
     """With the settings under which it is served."""
     notes: tuple[str, ...] = ()
 
@@ -134,13 +134,13 @@ class MergeTrial(Record):
     """One way to merge, measured against the model that was trained."""
 
     merge_base: Literal["dequantized", "original"]
-    parity: Parity
+    parity: MergeParity
     kl: float
     """Mean divergence from base + adapter at answer positions, in nats."""
     check: MergeCheck
 
 
-class Merge(Record):
+class MergeReport(Record):
     """What was merged, and how well."""
 
     adapters: dict[str, float]
@@ -155,7 +155,7 @@ class Merge(Record):
     """Of the ways that were tried; the bundle names the one that was taken."""
 
 
-class Scan(Record):
+class BaseScan(Record):
     """What came in with the base, looked through for code that would run when it is opened."""
 
     files: int
@@ -167,7 +167,7 @@ class Scan(Record):
     scanner: str
 
 
-class Lineage(Record):
+class ModelLineage(Record):
     """Where a model comes from."""
 
     base: BaseCard
@@ -186,10 +186,10 @@ class Lineage(Record):
     """Digest of all that identifies the run."""
     sbom_digest: str
     """SHA-256 of sbom.json: libraries, base and data, as CycloneDX."""
-    scan: Scan
+    scan: BaseScan
 
 
-class Bundle(Record):
+class ModelBundle(Record):
     """The exported model in all its forms, as one thing that is promoted or not."""
 
     model_digest: str
@@ -202,15 +202,15 @@ class Bundle(Record):
     dtype: str
     size_bytes: int
     """Of the merged model, as `hf` holds it."""
-    parity: Parity
+    parity: MergeParity
     """Of the merged model."""
     base_form: str = ""
     """How the base's weights were held while the adapter was trained, e.g. `nf4+dq uint8`, `none`."""
-    merge: Merge | None = None
+    merge: MergeReport | None = None
     """None in bundles of earlier versions, as what follows."""
-    artifacts: tuple[Artifact, ...] = ()
+    artifacts: tuple[ExportArtifact, ...] = ()
     """`hf` first."""
-    lineage: Lineage | None = None
+    lineage: ModelLineage | None = None
     evaluation: str | None = None
     """SHA-256 of eval.json; known once the model is promoted, as the next."""
     verdict: str | None = None
@@ -221,6 +221,6 @@ class Bundle(Record):
         own = self.lineage.base.quantization if self.lineage else None
         return "base" if self.base_form == "none" and own is None else f"{self.merge_base} base"
 
-    def artifact(self, name: str) -> Artifact | None:
+    def artifact(self, name: str) -> ExportArtifact | None:
         """One form, by name."""
         return next((one for one in self.artifacts if one.name == name), None)

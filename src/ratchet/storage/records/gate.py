@@ -10,7 +10,7 @@ Decision = Literal["PROMOTE", "HOLD", "REJECT", "INVALID"]
 Action = Literal["promote", "rollback"]
 
 
-class Comparison(Record):
+class ModelComparison(Record):
     """Two models on the same samples. Signs are turned so that a positive difference is an improvement."""
 
     metric: str
@@ -44,14 +44,14 @@ class Comparison(Record):
     """E.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`."""
 
 
-class Reason(Record):
+class RuleResult(Record):
     """What one rule found."""
 
     rule: str
     metric: str
     outcome: Outcome
     text: str
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[ModelComparison, ...] = ()
 
 
 class Verdict(Record):
@@ -65,7 +65,7 @@ class Verdict(Record):
     """The candidate is the champion already."""
     champion_digest: str | None
     anchor_digest: str | None = None
-    reasons: tuple[Reason, ...]
+    reasons: tuple[RuleResult, ...]
     gate_set: str = ""
     lookups: int = 0
     """Models looked at with this gate set, this one included."""
@@ -77,7 +77,7 @@ class Verdict(Record):
     """What the gate said of this model on these samples under other rules: margins belong before the look."""
 
 
-class Forced(Record):
+class ForcedPromotion(Record):
     """Promotion against the verdict."""
 
     by: str
@@ -95,7 +95,7 @@ class Champion(Record):
     model_digest: str
     adapter_digest: str
     run_id: str
-    forced: Forced | None = None
+    forced: ForcedPromotion | None = None
 
 
 class ChampionFile(Record):
@@ -147,7 +147,7 @@ class Promotion(Record):
     """Of this entry without this field, as canonical JSON."""
 
 
-class LookUp(Record):
+class GateSetLookup(Record):
     """A line of experiments/lookups.jsonl: a model whose scores on a gate set were seen, or judged."""
 
     gate_set: str

@@ -12,7 +12,7 @@ TrialState = Literal["running", "complete", "pruned", "infeasible", "failed"]
 from. `failed`: anything else that went wrong; says nothing about the values."""
 
 
-class Take(Record):
+class TrialExecution(Record):
     """A worker that had the trial, and for how long."""
 
     worker: str
@@ -23,7 +23,7 @@ class Take(Record):
     """When it last gave a sign of life."""
 
 
-class Cost(Record):
+class TrainingCost(Record):
     """What a training came to, from its journal; of a trial that was continued, all of it."""
 
     trained_tokens: int = 0
@@ -68,8 +68,8 @@ class Trial(Record):
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
     """Digest of the manifest of each checkpoint that is kept, by step."""
-    cost: Cost = Cost()
-    takes: tuple[Take, ...] = ()
+    cost: TrainingCost = TrainingCost()
+    takes: tuple[TrialExecution, ...] = ()
     """Workers that had it, in order; more than one: somebody died."""
     begun: float = 0.0
     """Unix time."""
@@ -81,7 +81,7 @@ class Trial(Record):
         return self.state != "running"
 
 
-class Axis(Record):
+class ParameterAxis(Record):
     """One searched setting, as pictures need it."""
 
     knob: str
@@ -94,14 +94,14 @@ class Axis(Record):
     conditional: bool = False
 
 
-class Measure(Record):
+class SweepObjective(Record):
     """What trials were judged by."""
 
     metric: str
     direction: Direction
 
 
-class Comparison(Record):
+class FinalistComparison(Record):
     """The leading finalist against another: mean over seeds, paired by validation row."""
 
     other: int
@@ -131,12 +131,12 @@ class Finalist(Record):
     means: tuple[float, ...]
     """Metric on the validation rows, by seed."""
     mean: float
-    cost: Cost
+    cost: TrainingCost
     dropped: str = ""
     """Why it got no further seeds."""
 
 
-class Finals(Record):
+class FinalRound(Record):
     """The finalists and which of them won."""
 
     metric: str
@@ -144,7 +144,7 @@ class Finals(Record):
     rows: int
     finalists: tuple[Finalist, ...]
     """Best mean first, those that were dropped at the end."""
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[FinalistComparison, ...]
     """Of the first with each of the others."""
     winner: int
     """Trial number."""
@@ -157,8 +157,8 @@ class SweepReport(Record):
     study: str
     """Name and generation, such as `sweep` or `sweep.2`."""
     storage: Literal["journal", "postgres"]
-    objectives: tuple[Measure, ...]
-    axes: tuple[Axis, ...]
+    objectives: tuple[SweepObjective, ...]
+    axes: tuple[ParameterAxis, ...]
     sampler: str
     """Kind, seed, settings, for people."""
     pruner: str
@@ -174,7 +174,7 @@ class SweepReport(Record):
     """Share of the variance of the first objective that each knob explains; empty where too few trials say so."""
     best: tuple[int, ...] = ()
     """Trial number of the best; of several objectives those of the Pareto front."""
-    finals: Finals | None = None
+    finals: FinalRound | None = None
     winner: int | None = None
     stopped: str = ""
     """Why the sweep ended before its budget was spent; empty where it did not."""

@@ -75,7 +75,7 @@ class MemoryForecast(Record):
         return max(map(needed, self.phases))
 
 
-class LayerCost(Record):
+class LayerQuantizationCost(Record):
     """What quantisation does to one linear layer."""
 
     bytes_full: int
@@ -99,7 +99,7 @@ class QuantizationCost(Record):
     """Mean Kullback-Leibler divergence of next-token distributions from those of full precision, in nats."""
     greedy_agreement: float
     """Fraction of answer positions at which full precision finds the same token most likely."""
-    layers: dict[str, LayerCost]
+    layers: dict[str, LayerQuantizationCost]
 
 
 class QuantizationReport(Record):
@@ -138,7 +138,7 @@ class ModuleAnalysis(Record):
         return self.update_norm / self.weight_norm if self.weight_norm else 0.0
 
 
-class Analysis(Record):
+class AdapterAnalysis(Record):
     """What training did to the model, module by module. Deterministic, like the run."""
 
     steps: tuple[int, ...]
@@ -177,7 +177,7 @@ PARTS: tuple[PartName, ...] = (
 body; clipping and step; copy of the state for a checkpoint; one validation; what lies between (journal, guards)."""
 
 
-class Part(Record):
+class StepPart(Record):
     """One of the things that a step's time goes into."""
 
     name: PartName
@@ -194,7 +194,7 @@ class Part(Record):
         return self.each_s / self.every_steps
 
 
-class Operator(Record):
+class OperatorTime(Record):
     """An operator of torch, by the time in itself and not in those that it calls."""
 
     name: str
@@ -206,7 +206,7 @@ class Operator(Record):
     """Of all operators' time."""
 
 
-class Floors(Record):
+class RooflineLimits(Record):
     """What a step must compute and move, and how fast this machine does either."""
 
     flops: float
@@ -238,7 +238,7 @@ class Floors(Record):
         return max(self.flops_s, self.bytes_s)
 
 
-class Profile(Record):
+class TrainingProfile(Record):
     """Some optimizer steps of a run, measured."""
 
     run_id: str
@@ -257,16 +257,16 @@ class Profile(Record):
     """Of the same."""
     synchronised_step_s: float | None
     """The same on a GPU that is waited for at every border between parts; `parts` are measured so."""
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """In the order of PARTS."""
-    operators: tuple[Operator, ...]
+    operators: tuple[OperatorTime, ...]
     """The most expensive ones, greatest first."""
     micro_batches: float
     """A step, the mean over the measured steps; so are the next three."""
     input_tokens: float
     padded_tokens: float
     trained_tokens: float
-    floors: Floors
+    floors: RooflineLimits
     saved_activation_bytes: int
     """Kept for the backward pass of one micro-batch, at most."""
     peak_bytes: int

@@ -16,31 +16,31 @@ from ratchet.config.schema import Settings
 from ratchet.errors import TrackingError
 from ratchet.runs import status as run_status
 from ratchet.runs import tracking_payload
-from ratchet.runs.directory import RunPaths, all_runs
-from ratchet.runs.log import say
-from ratchet.runs.tracking_payload import end_of
+from ratchet.runs.directory import RunPaths, list_runs
+from ratchet.runs.log import print_message
+from ratchet.runs.tracking_payload import read_final_status
 from ratchet.storage import digests
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import experiments, run_logger
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, log_batch, run_tags
-from ratchet.tracking.mlflow.run_logger import Draw, RunObserver
+from ratchet.tracking.mlflow.run_logger import Draw, MlflowRunCallback
 
 Artifacts = Mapping[str, Sequence[Path]]
 PAGE_TAG = "ratchet.page_digest"
 
 
-class Tracking:
+class MlflowTracker:
     """One experiment in the project's own MLflow store, or on a server; opened, and made, at the first use.
 
     Every method raises TrackingError when MLflow's files cannot be read or written.
     """
 
-    def __init__(self, layout: Layout, experiment: str, server: str | None = None) -> None:
+    def __init__(self, layout: ProjectLayout, experiment: str, server: str | None = None) -> None:
         self.experiment = experiment
         self._place = Experiment(layout, experiment, server)
         self.store = self._place.store
 
-    def observer(self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True) -> RunObserver:
+    def observer(self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True) -> MlflowRunCallback:
         """An observer of this run; touches nothing yet.
 
         Args:
@@ -53,9 +53,9 @@ class Tracking:
 
         def begin() -> None:
             for note in self.reconcile(paths.root.parent, besides=paths.root.name) if reconcile else ():
-                say(note)
+                print_message(note)
 
-        return RunObserver(self._place, paths, settings, draw, begin)
+        return MlflowRunCallback(self._place, paths, settings, draw, begin)
 
     def reconcile(self, runs: Path, besides: str = "", end: Callable[[RunPaths], None] | None = None) -> list[str]:
         """End what is RUNNING in MLflow though nobody trains it; returns a line for each, or for one not in `runs`.
@@ -77,9 +77,11 @@ class Tracking:
                         continue
                     notes.append(f"run {run_id}: RUNNING in MLflow, no directory in {runs}; left as it is")
                 elif not paths.lock().held_elsewhere():
-                    status = end_of(paths)
+                    status = read_final_status(paths)
                     if end is None:
-                        client.set_terminated(run.info.run_id, status, round(run_status.of(paths).last_t * 1000))
+                        client.set_terminated(
+                            run.info.run_id, status, round(run_status.read_progress(paths).last_t * 1000)
+                        )
                     else:
                         end(paths)
                     notes.append(f"run {run_id}: was RUNNING in MLflow, nobody trains it; now {status}")
@@ -93,17 +95,17 @@ class Tracking:
             self.observer(paths, settings, draw, reconcile=False).catch_up()
 
         notes, known = self.reconcile(runs, end=send), self._place.known()
-        for paths in all_runs(runs):
+        for paths in list_runs(runs):
             unheard = paths.root.name not in known and paths.is_finished() and not paths.lock().held_elsewhere()
-            if unheard and tracking_payload.tells(paths.journal, settings.machine):
+            if unheard and tracking_payload.should_report(paths.journal, settings.machine):
                 send(paths)
                 notes.append(f"run {paths.root.name}: MLflow did not have it; now it has")
         return notes
 
     def views(self, server: str) -> dict[str, str]:
         """Store our views of the experiment; where MLflow's pages at `server` show each, by name."""
-        experiments.write(self._place)
-        return {view.name: experiments.address(server, self._place.id, view) for view in experiments.VIEWS}
+        experiments.write_views(self._place)
+        return {view.name: experiments.view_url(server, self._place.id, view) for view in experiments.VIEWS}
 
     def log_report(
         self, run_id: str, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
@@ -129,14 +131,14 @@ class Tracking:
             mlflow_id = run.info.run_id
             files = [(path, folder or None) for folder, paths in artifacts.items() for path in paths]
             self._place.each([partial(client.log_artifact, mlflow_id, str(path), folder) for path, folder in files])
-            new = run_logger.of_report(self._place, client, run, metrics)
+            new = run_logger.build_report_points(self._place, client, run, metrics)
             changed = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
             if new or changed:  # tags come last: they say that the files are there
-                new = run_logger.attributed(self._place, client, run, new)
+                new = run_logger.attribute_metrics(self._place, client, run, new)
                 log_batch(client, mlflow_id, metrics=new, tags=run_tags(changed))
 
     def report(
-        self, run: RunObserver, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],
+        self, run: MlflowRunCallback, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],
         grace_s: float,
     ) -> None:  # fmt: skip
         """`log_report` for a stage: sends first what MLflow has missed of the run; a dead MLflow is a notice.
@@ -148,9 +150,11 @@ class Tracking:
         def tell() -> None:
             self._log_report(run.run_id, self._caught_up(run), metrics, artifacts, tags)
 
-        _told(run.run_id, "figures of this stage are", tell, grace_s)
+        _send_within_grace(run.run_id, "figures of this stage are", tell, grace_s)
 
-    def publish(self, run: RunObserver, page: Path, more: Callable[[Path], Sequence[Path]], grace_s: float) -> None:
+    def publish(
+        self, run: MlflowRunCallback, page: Path, more: Callable[[Path], Sequence[Path]], grace_s: float
+    ) -> None:
         """Add the page of a finished run, unless it is there; waits as `report` does.
 
         Args:
@@ -161,15 +165,15 @@ class Tracking:
         """
 
         def tell() -> None:
-            found, told = self._caught_up(run), {PAGE_TAG: digests.of_file(page)}
+            found, told = self._caught_up(run), {PAGE_TAG: digests.hash_file(page)}
             if found is not None and found.data.tags.get(PAGE_TAG) == told[PAGE_TAG]:
                 return
             with tempfile.TemporaryDirectory() as scratch:
                 self._log_report(run.run_id, found, {}, {"": [page], "plots": more(Path(scratch))}, told)
 
-        _told(run.run_id, "its page is", tell, grace_s)
+        _send_within_grace(run.run_id, "its page is", tell, grace_s)
 
-    def _caught_up(self, run: RunObserver) -> Any:
+    def _caught_up(self, run: MlflowRunCallback) -> Any:
         """MLflow's run, which has all that the journal says; None: there is none, nor a journal here."""
         found = self.find(run.run_id)
         if run.is_here and (found is None or not run.is_told(found)):
@@ -190,7 +194,7 @@ class Tracking:
         return self._place.connected()
 
 
-def _told(run_id: str, what: str, tell: Callable[[], None], grace_s: float) -> None:
+def _send_within_grace(run_id: str, what: str, tell: Callable[[], None], grace_s: float) -> None:
     """Tell MLflow; if it fails, or has not heard all of it after `grace_s` seconds, a line says so."""
     failed: list[Exception] = []
 
@@ -209,4 +213,4 @@ def _told(run_id: str, what: str, tell: Callable[[], None], grace_s: float) -> N
             raise error
         why = str(error)
     if thread.is_alive() or failed:
-        say(f"run {run_id}: {what} not logged to MLflow: {why}")
+        print_message(f"run {run_id}: {what} not logged to MLflow: {why}")

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow.store import SETTLE_S, Store
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow.store import SETTLE_S, MlflowStore
 
 RUN_TAG = "ratchet.run_id"
 HOST_TAG = "ratchet.host"
@@ -37,10 +37,10 @@ class Experiment:
     Every method raises TrackingError when MLflow's files cannot be read or written.
     """
 
-    def __init__(self, layout: Layout, name: str, server: str | None) -> None:
+    def __init__(self, layout: ProjectLayout, name: str, server: str | None) -> None:
         self.layout = layout
         self.name = name
-        self.store = Store(layout, server)
+        self.store = MlflowStore(layout, server)
         self._id = ""
 
     @contextmanager
@@ -155,11 +155,11 @@ def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
             client.log_batch(mlflow_id, **batch)
             return
         except MlflowException as error:
-            if attempt == MAX_COLLISIONS or not _is_collision(error):
+            if attempt == MAX_COLLISIONS or not _is_insert_collision(error):
                 raise
 
 
-def _is_collision(error: Exception) -> bool:
+def _is_insert_collision(error: Exception) -> bool:
     """Whether a database (SQLite, PostgreSQL, MySQL) refused a row because another process had just inserted it."""
     return any(word in str(error) for word in ("IntegrityError", "UniqueViolation"))
 
@@ -205,7 +205,7 @@ DATE = "attributes.start_time"
 
 
 @dataclass(frozen=True)
-class View:
+class ExperimentView:
     """A saved view of the table of runs."""
 
     key: str
@@ -218,7 +218,7 @@ class View:
     group_by_tag: str = ""
 
 
-def _columns(params: Sequence[str], metrics: Sequence[str], tags: Sequence[str]) -> tuple[str, ...]:
+def _view_columns(params: Sequence[str], metrics: Sequence[str], tags: Sequence[str]) -> tuple[str, ...]:
     kinds = (("params", params), ("metrics", metrics), ("tags", tags))
     return tuple(f"{kind}.`{key}`" for kind, keys in kinds for key in keys)
 
@@ -228,18 +228,18 @@ _FIGURES = ("validation/loss", "test/candidate/accuracy", "train/tokens_per_seco
 _STATE = ("ratchet.status", "ratchet.attempts", "ratchet.verdict", "ratchet.version")
 
 VIEWS = (
-    View("ratchet-runs", "Runs", _columns(_SETTINGS, _FIGURES, _STATE)),
-    View(
-        "ratchet-best", "Best first", _columns(_SETTINGS, _FIGURES, _STATE),
+    ExperimentView("ratchet-runs", "Runs", _view_columns(_SETTINGS, _FIGURES, _STATE)),
+    ExperimentView(
+        "ratchet-best", "Best first", _view_columns(_SETTINGS, _FIGURES, _STATE),
         order_by="metrics.`validation/loss`", ascending=True,
     ),
-    View(
-        "ratchet-seeds", "Seeds", _columns(("train.seed",), _FIGURES, ("ratchet.seeds_of",)),
+    ExperimentView(
+        "ratchet-seeds", "Seeds", _view_columns(("train.seed",), _FIGURES, ("ratchet.seeds_of",)),
         group_by_tag="ratchet.seeds_of",
     ),
-    View(
+    ExperimentView(
         "ratchet-sweeps", "Sweeps",
-        _columns(
+        _view_columns(
             ("train.learning_rate", "train.rank", "train.alpha", "train.batch_rows"),
             ("trial/validation_loss", "validation/loss"),
             ("ratchet.trial", "ratchet.trial_state", "ratchet.trial_reason"),
@@ -249,7 +249,7 @@ VIEWS = (
 )  # fmt: skip
 
 
-def write(experiment: Experiment) -> None:
+def write_views(experiment: Experiment) -> None:
     """Store views and words, each unless it is there: what somebody changed by hand stays as it is.
 
     Raises:
@@ -266,7 +266,7 @@ def write(experiment: Experiment) -> None:
             client.set_experiment_tag(experiment.id, NOTE_TAG, NOTE)
 
 
-def address(server: str, experiment_id: str, view: View) -> str:
+def view_url(server: str, experiment_id: str, view: ExperimentView) -> str:
     """Where MLflow's page shows a view."""
     runs = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
     return f"{runs}?workflowType=machine_learning&viewStateShareKey={view.key}"
@@ -283,7 +283,7 @@ def _is_ours(text: str | None) -> bool:
         return True
 
 
-def _envelope(view: View, created_ms: int) -> str:
+def _envelope(view: ExperimentView, created_ms: int) -> str:
     grouped = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": view.group_by_tag}]}
     state: dict[str, Any] = {
         "searchFilter": view.search, "orderByKey": view.order_by, "orderByAsc": view.ascending, "startTime": "ALL",

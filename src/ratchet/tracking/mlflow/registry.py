@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import ChampionError
-from ratchet.storage.layout import Layout
+from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import run_logger
-from ratchet.tracking.mlflow.store import Store
+from ratchet.tracking.mlflow.store import MlflowStore
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""
@@ -21,7 +21,7 @@ DIGEST_TAG = "ratchet.model_digest"
 
 
 @dataclass(frozen=True)
-class Version:
+class MlflowModelVersion:
     """A registered version; `tags` are those that it was registered with."""
 
     number: int
@@ -31,16 +31,16 @@ class Version:
     tags: dict[str, str]
 
 
-class Registry:
+class MlflowModelRegistry:
     """The versions of one registered model in the project's own MLflow store.
 
     Every method raises TrackingError when the database cannot be read or written.
     """
 
-    def __init__(self, layout: Layout, model_name: str) -> None:
+    def __init__(self, layout: ProjectLayout, model_name: str) -> None:
         self.layout = layout
         self.model_name = model_name
-        self._store = Store(layout)
+        self._store = MlflowStore(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
         """The number of the version of this model, registered now if it is not yet.
@@ -126,23 +126,23 @@ class Registry:
         """The version of this model, or None."""
         return next((v.number for v in self.versions() if v.model_digest == model_digest), None)
 
-    def version(self, number: int) -> Version | None:
+    def version(self, number: int) -> MlflowModelVersion | None:
         """A registered version, or None."""
         return next((v for v in self.versions() if v.number == number), None)
 
-    def versions(self) -> list[Version]:
+    def versions(self) -> list[MlflowModelVersion]:
         """All versions that Ratchet registered, ascending."""
         if not self.layout.mlflow_database.exists():
             return []
         with self._store.connected() as client:
             return sorted(self._versions(client), key=lambda v: v.number)
 
-    def _versions(self, client: Any) -> list[Version]:
+    def _versions(self, client: Any) -> list[MlflowModelVersion]:
         found, token = [], None
         while True:
             page = client.search_model_versions(f"name = '{self.model_name}'", page_token=token)
             found += [
-                Version(int(v.version), v.tags[DIGEST_TAG], v.source, dict(v.tags))
+                MlflowModelVersion(int(v.version), v.tags[DIGEST_TAG], v.source, dict(v.tags))
                 for v in page
                 if DIGEST_TAG in v.tags
             ]

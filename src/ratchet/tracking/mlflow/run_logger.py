@@ -17,14 +17,14 @@ from typing import Any
 
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.runs import status as run_status
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.runs.journal import Event, Reader
-from ratchet.runs.log import say
-from ratchet.runs.status import Memory
-from ratchet.runs.tracking_payload import Figures, Point, end_of, parameters_of
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.log import print_message
+from ratchet.runs.status import MemoryStatus
+from ratchet.runs.tracking_payload import MetricPoint, MetricPointExtractor, collect_parameters, read_final_status
 from ratchet.storage import code_version, digests
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
@@ -60,39 +60,43 @@ def log_models(experiment: Experiment, client: Any, run: Any, paths: RunPaths) -
     """
     try:
         report = TrainReport.load(paths.result / "train.json")
-    except (DataError, DamagedError) as error:
-        say(f"no logged models: {error}")
+    except (DataError, DamagedFileError) as error:
+        print_message(f"no logged models: {error}")
         return
-    found = _by_step(experiment, client, run)
+    found = _models_by_step(experiment, client, run)
     roles: dict[int, list[str]] = {}
     for role, step in (("best", report.best_step), ("last", report.steps)):
         roles.setdefault(step, []).append(role)
     missing = [(step, names) for step, names in roles.items() if step not in found]
     if missing:
-        experiment.each([partial(_make, experiment, client, run, report, step, names) for step, names in missing])
-        found = _by_step(experiment, client, run)
+        experiment.each(
+            [partial(_create_logged_model, experiment, client, run, report, step, names) for step, names in missing]
+        )
+        found = _models_by_step(experiment, client, run)
     for step in roles:
         if str(found[step].status) != "READY":
-            _complete(experiment, client, run, found[step], paths)
+            _complete_logged_model(experiment, client, run, found[step], paths)
 
 
-def of_run(experiment: Experiment, client: Any, mlflow_id: str) -> list[Any]:
+def find_logged_models(experiment: Experiment, client: Any, mlflow_id: str) -> list[Any]:
     """The logged models of MLflow's run of this id, the oldest first."""
     order = [{"field_name": "creation_timestamp", "ascending": True}]
     wanted = f"source_run_id = '{mlflow_id}'"
     return list(client.search_logged_models([experiment.id], filter_string=wanted, order_by=order))
 
 
-def attributed(experiment: Experiment, client: Any, run: Any, metrics: Sequence[Any]) -> list[Any]:
+def attribute_metrics(experiment: Experiment, client: Any, run: Any, metrics: Sequence[Any]) -> list[Any]:
     """The metrics, those of the run's own model said to be of its logged model and of the data that were prepared."""
     from mlflow.entities import Metric
 
     if not any(metric.key.startswith(OWN) for metric in metrics):
         return list(metrics)
-    kept = next((m for m in of_run(experiment, client, run.info.run_id) if m.tags.get(KEPT_TAG) == "true"), None)
+    kept = next(
+        (m for m in find_logged_models(experiment, client, run.info.run_id) if m.tags.get(KEPT_TAG) == "true"), None
+    )
     if kept is None:
         return list(metrics)
-    about = {"model_id": kept.model_id, **_dataset(run)}
+    about = {"model_id": kept.model_id, **_dataset_identity(run)}
     return [Metric(m.key, m.value, m.timestamp, m.step, **about) if m.key.startswith(OWN) else m for m in metrics]
 
 
@@ -106,10 +110,10 @@ def link_version(client: Any, experiment_id: str, adapter_digest: str, name: str
             client.set_logged_model_tags(model.model_id, {VERSIONS_TAG: json.dumps([*told, entry])})
 
 
-def _by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, Any]:
+def _models_by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, Any]:
     """One logged model for each step: of those that a lost answer has made twice, the older one stays."""
     found: dict[int, Any] = {}
-    for model in of_run(experiment, client, run.info.run_id):
+    for model in find_logged_models(experiment, client, run.info.run_id):
         if (step := model.tags.get(STEP_TAG)) is None:
             continue  # somebody else's
         if found.setdefault(int(step), model) is not model:
@@ -117,7 +121,9 @@ def _by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, Any]:
     return found
 
 
-def _make(experiment: Experiment, client: Any, run: Any, report: TrainReport, step: int, roles: Sequence[str]) -> None:
+def _create_logged_model(
+    experiment: Experiment, client: Any, run: Any, report: TrainReport, step: int, roles: Sequence[str]
+) -> None:
     tags = {RUN_TAG: report.run_id, STEP_TAG: str(step), ROLE_TAG: ",".join(roles), EXTERNAL_TAG: "true"}
     tags[KEPT_TAG] = str(step == report.kept_step).lower()
     tags["ratchet.place"] = f"result/checkpoints/{roles[0]}"
@@ -127,16 +133,19 @@ def _make(experiment: Experiment, client: Any, run: Any, report: TrainReport, st
     client.create_logged_model(experiment.id, name, run.info.run_id, tags, dict(run.data.params), "adapter")
 
 
-def _complete(experiment: Experiment, client: Any, run: Any, model: Any, paths: RunPaths) -> None:
+def _complete_logged_model(experiment: Experiment, client: Any, run: Any, model: Any, paths: RunPaths) -> None:
     """Everything that belongs to a model; that it is READY comes last, and says so."""
     from mlflow.entities import LoggedModelOutput, Metric
 
     step = int(model.tags[STEP_TAG])
     losses = client.get_metric_history(run.info.run_id, LOSS) if LOSS in run.data.metrics else []
-    about = {"model_id": model.model_id, **_dataset(run)}
+    about = {"model_id": model.model_id, **_dataset_identity(run)}
     # With the very time of the point of the run, or the run would have it twice.
     points = [Metric(LOSS, p.value, p.timestamp, p.step, **about) for p in losses if p.step == step]
-    calls = [partial(client.log_model_artifact, model.model_id, str(path)) for path in _described(paths, model.tags)]
+    calls = [
+        partial(client.log_model_artifact, model.model_id, str(path))
+        for path in _list_described_files(paths, model.tags)
+    ]
     if points:
         calls.append(partial(log_batch, client, run.info.run_id, metrics=points))
     if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
@@ -145,13 +154,13 @@ def _complete(experiment: Experiment, client: Any, run: Any, model: Any, paths: 
     client.finalize_logged_model(model.model_id, "READY")
 
 
-def _described(paths: RunPaths, tags: Mapping[str, str]) -> list[Path]:
+def _list_described_files(paths: RunPaths, tags: Mapping[str, str]) -> list[Path]:
     names = [paths.result / "adapter" / "adapter_config.json"]
     names += [paths.result / "README.md"] if tags[KEPT_TAG] == "true" else []
     return [path for path in names if path.exists()]
 
 
-def _dataset(run: Any) -> dict[str, str]:
+def _dataset_identity(run: Any) -> dict[str, str]:
     """What the figures of a model are of; nothing where the run's data are not known to MLflow."""
     inputs = run.inputs.dataset_inputs if run.inputs else []
     return {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest} if inputs else {}
@@ -167,7 +176,7 @@ FROM_JOURNAL = ("train/", "validation/", "system/")
 """What keys begin with whose points have steps."""
 
 
-class Stored:
+class MetricPointSender:
     """Which steps MLflow has of one run. What is there is not sent again: steps that are done again after a crash, on
     this machine or on another, are told as they were the first time."""
 
@@ -179,7 +188,7 @@ class Stored:
             histories = experiment.each([partial(client.get_metric_history, self._mlflow_id, key) for key in keys])
         self._steps = {key: {point.step for point in points} for key, points in zip(keys, histories, strict=True)}
 
-    def send(self, client: Any, points: Iterable[Point], tags: Mapping[str, str]) -> None:
+    def send(self, client: Any, points: Iterable[MetricPoint], tags: Mapping[str, str]) -> None:
         """Store what is new of these points, and the tags."""
         from mlflow.entities import Metric
 
@@ -197,7 +206,7 @@ class Stored:
                 self._steps.setdefault(metric.key, set()).add(metric.step)
 
 
-def of_report(experiment: Experiment, client: Any, run: Any, figures: Mapping[str, float]) -> list[Any]:
+def build_report_points(experiment: Experiment, client: Any, run: Any, figures: Mapping[str, float]) -> list[Any]:
     """Points for figures of the whole run, without those that MLflow shows already: a changed value is a later point.
 
     Args:
@@ -211,12 +220,12 @@ def of_report(experiment: Experiment, client: Any, run: Any, figures: Mapping[st
     changed = {key: value for key, value in figures.items() if run.data.metrics.get(key) != value}
     there = [key for key in changed if key in run.data.metrics]
     histories = experiment.each([partial(client.get_metric_history, run.info.run_id, key) for key in there])
-    newest = {key: _newest(points) for key, points in zip(there, histories, strict=True)}
+    newest = {key: _newest_timestamp_ms(points) for key, points in zip(there, histories, strict=True)}
     now_ms = round(time.time() * 1000)
     return [Metric(key, value, max(now_ms, newest.get(key, 0) + 1), REPORT_STEP) for key, value in changed.items()]
 
 
-def _newest(points: Sequence[Any]) -> int:
+def _newest_timestamp_ms(points: Sequence[Any]) -> int:
     return max((int(point.timestamp) for point in points if point.step == REPORT_STEP), default=0)
 
 
@@ -225,13 +234,13 @@ def _newest(points: Sequence[Any]) -> int:
 NAME_CHARACTERS = 400
 
 
-def is_there(run: Any, card: DatasetCard) -> bool:
+def has_dataset(run: Any, card: DatasetCard) -> bool:
     """Whether MLflow's run has these data as an input."""
     inputs = run.inputs.dataset_inputs if run.inputs else []
     return any(one.dataset.digest == card.digest[: digests.SHORT] for one in inputs)
 
 
-def log(client: Any, mlflow_id: str, card: DatasetCard) -> None:
+def log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
     """Add it. MLflow keeps one for each name and digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -258,7 +267,7 @@ SETTINGS = "settings.yaml"
 Draw = Callable[[Path, Path], None]
 
 
-class RunObserver:
+class MlflowRunCallback:
     """Shows one run in MLflow; an observer of the supervisor. Its state is MLflow's, read back at the first use."""
 
     name = "mlflow"
@@ -284,8 +293,8 @@ class RunObserver:
         self._status = ""
         self._attempts = 0
         self._card: DatasetCard | None = None
-        self._stored: Stored
-        self._figures = Figures()
+        self._stored: MetricPointSender
+        self._figures = MetricPointExtractor()
 
     @property
     def is_busy(self) -> bool:
@@ -297,7 +306,7 @@ class RunObserver:
         with self._mutex:
             self._mlflow_id = ""
 
-    def see(self, events: Sequence[Event]) -> None:
+    def see(self, events: Sequence[JournalEvent]) -> None:
         """Send what is new in these events; giving the same ones again changes nothing."""
         with self._mutex:
             self._see(events)
@@ -310,9 +319,9 @@ class RunObserver:
     def catch_up(self) -> None:
         """Send what MLflow has missed of a run that nobody trains now, and how it ended."""
         with self._mutex:
-            self._see(list(Reader(self._paths.journal).read()))
+            self._see(list(JournalReader(self._paths.journal).read()))
             if not self._paths.lock().held_elsewhere():
-                self._finish(end_of(self._paths))
+                self._finish(read_final_status(self._paths))
 
     @property
     def is_here(self) -> bool:
@@ -322,9 +331,9 @@ class RunObserver:
     def is_told(self, found: Any) -> bool:
         """Whether MLflow's run has all of the journal, and everything that belongs to a finished run."""
         told: str | None = found.data.tags.get(JOURNAL_TAG)
-        return bool(found.info.status == "FINISHED") and told == str(_size(self._paths.journal))
+        return bool(found.info.status == "FINISHED") and told == str(_file_size(self._paths.journal))
 
-    def _see(self, events: Sequence[Event]) -> None:
+    def _see(self, events: Sequence[JournalEvent]) -> None:
         with self._experiment.connected() as client:
             if not self._attach(client, events[0].t if events else time.time()):
                 self._begun()
@@ -345,7 +354,7 @@ class RunObserver:
             if not self._attach(client, time.time()):
                 return
             run = client.get_run(self._mlflow_id)
-            seen, progress = _size(self._paths.journal), run_status.of(self._paths)
+            seen, progress = _file_size(self._paths.journal), run_status.read_progress(self._paths)
             end = progress.finished or (progress.ends[-1] if progress.ends else "ended without a word")
             tags = {"ratchet.status": f"{end.replace('_', ' ')}; step {progress.step} of {progress.planned_steps}"}
             try:
@@ -354,7 +363,7 @@ class RunObserver:
                     log_models(self._experiment, client, run, self._paths)
                 tags[JOURNAL_TAG] = str(seen)
             finally:  # the status is true even when the disk has no room for a plot
-                figures = of_report(self._experiment, client, run, _memory(progress.memory))
+                figures = build_report_points(self._experiment, client, run, _memory_peaks(progress.memory))
                 log_batch(client, self._mlflow_id, metrics=figures, tags=run_tags(tags))
                 client.set_terminated(self._mlflow_id, status, round((progress.last_t or time.time()) * 1000))
                 self._status = status
@@ -377,17 +386,17 @@ class RunObserver:
         if self.is_told(run):
             return False
         mlflow_id, there = run.info.run_id, run.data.tags
-        self._card = _card(self._experiment.layout.dataset_card, spec)
-        wanted = parameters_of(spec, self._settings)
+        self._card = _load_dataset_card(self._experiment.layout.dataset_card, spec)
+        wanted = collect_parameters(spec, self._settings)
         missing = [Param(key, value) for key, value in wanted.items() if key not in run.data.params]
         tags = {key: value for key, value in self._tags(spec).items() if there.get(key) != value}
         calls: list[Callable[[], Any]] = []
         if missing or tags:
             calls.append(partial(log_batch, client, mlflow_id, params=missing, tags=run_tags(tags)))
-        if (card := self._card) is not None and not is_there(run, card):
+        if (card := self._card) is not None and not has_dataset(run, card):
             calls.append(partial(self._log_dataset, client, mlflow_id, card))
         self._experiment.each(calls)
-        self._stored = Stored(self._experiment, run)
+        self._stored = MetricPointSender(self._experiment, run)
         ours = there.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
         self._attempts = int(there.get(ATTEMPTS_TAG, "0")) if ours else 0  # each machine counts its own
         self._mlflow_id, self._status = mlflow_id, run.info.status
@@ -400,7 +409,7 @@ class RunObserver:
         try:
             client.log_text(self._mlflow_id, params_file.dump(self._settings), SETTINGS)
         except (MlflowException, OSError) as error:
-            say(f"run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); tried again at its end")
+            print_message(f"run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); tried again at its end")
 
     def _tags(self, spec: RunSpec) -> dict[str, str]:
         """What it was trained on, and with which it differs in nothing but the seed."""
@@ -408,11 +417,11 @@ class RunObserver:
         alike = spec.model_dump(mode="json")
         alike["train"].pop("seed")
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
-        tags["ratchet.seeds_of"] = digests.of_json(alike)[: digests.SHORT]
+        tags["ratchet.seeds_of"] = digests.hash_json(alike)[: digests.SHORT]
         if self._card is not None:
             tags["ratchet.data_card"] = layout.dataset_card.relative_to(layout.root).as_posix()
-            tags["ratchet.data_card_digest"] = digests.of_file(layout.dataset_card)
-        with suppress(DataError, DamagedError):  # another base, or none, is there now: nothing is said of it
+            tags["ratchet.data_card_digest"] = digests.hash_file(layout.dataset_card)
+        with suppress(DataError, DamagedFileError):  # another base, or none, is there now: nothing is said of it
             base = BaseCard.load(layout.base_card)
             if base.digest == spec.base_digest:
                 tags["ratchet.base"] = base.source
@@ -421,9 +430,9 @@ class RunObserver:
 
     def _log_dataset(self, client: Any, mlflow_id: str, card: DatasetCard) -> None:
         with self._experiment.store.locked():  # MLflow looks for the dataset, and makes it; two at once both would
-            log(client, mlflow_id, card)
+            log_dataset(client, mlflow_id, card)
 
-    def _tags_of_attempt(self, event: Event) -> dict[str, str]:
+    def _tags_of_attempt(self, event: JournalEvent) -> dict[str, str]:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # what is checked out now belongs to our own attempt, to no older one
@@ -448,15 +457,15 @@ class RunObserver:
             )
 
 
-def _card(path: Path, spec: RunSpec) -> DatasetCard | None:
+def _load_dataset_card(path: Path, spec: RunSpec) -> DatasetCard | None:
     """The card of the run's data; None if the data were prepared anew since, or are gone."""
-    with suppress(DataError, DamagedError):
+    with suppress(DataError, DamagedFileError):
         card = DatasetCard.load(path)
         return card if card.digest == spec.data_digest else None
     return None
 
 
-def _memory(memory: Memory) -> dict[str, float]:
+def _memory_peaks(memory: MemoryStatus) -> dict[str, float]:
     """Peaks as they were measured and foreseen: figures of the whole run."""
     figures = {f"memory/{phase}_bytes": float(count) for phase, count in memory.peaks.items()}
     if memory.peaks:
@@ -466,5 +475,5 @@ def _memory(memory: Memory) -> dict[str, float]:
     return figures
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0

@@ -20,10 +20,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ratchet.errors import BusyError, SchemaError, TrackingError
+from ratchet.errors import LockHeldError, TrackingError, TrackingSchemaError
 from ratchet.storage import files
-from ratchet.storage.layout import Layout
-from ratchet.storage.locks import Lock
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
 
 ADDRESSES = (
     ("experiments", "artifact_location"),
@@ -44,10 +44,10 @@ SETTLE_S = 2.0
 LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 
 
-class Store:
+class MlflowStore:
     """Opens the database, and makes it, at the first use; or a server, if one is given."""
 
-    def __init__(self, layout: Layout, server: str | None = None) -> None:
+    def __init__(self, layout: ProjectLayout, server: str | None = None) -> None:
         self.layout = layout
         self.server = server
         self._client: Any = None
@@ -58,8 +58,10 @@ class Store:
         if self._client is None:
             try:
                 with self.locked():
-                    self._client = _open(self.layout) if self.server is None else _reach(self.server)
-            except SchemaError:
+                    self._client = (
+                        _open_database(self.layout) if self.server is None else _connect_to_server(self.server)
+                    )
+            except TrackingSchemaError:
                 raise
             except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise at opening
                 raise self._error(error) from error
@@ -67,12 +69,12 @@ class Store:
 
         try:
             yield self._client
-        except (MlflowException, OSError, BusyError) as error:
+        except (MlflowException, OSError, LockHeldError) as error:
             raise self._error(error) from error
 
-    def locked(self) -> Lock:
+    def locked(self) -> FileLock:
         """Waits for, and takes, the lock of whoever creates something that must exist once."""
-        return Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
+        return FileLock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
     def settle(self) -> None:
         """Let machines that looked at the same moment as we, and found nothing, make what they are about to make.
@@ -93,9 +95,9 @@ class Store:
         return self.server or str(self.layout.mlflow_database)
 
 
-def _open(layout: Layout) -> Any:
+def _open_database(layout: ProjectLayout) -> Any:
     """MLflow's client on the project's SQLite file. The caller holds the lock."""
-    client = _client_class()
+    client = _load_client_class()
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
     database = layout.mlflow_database
     # Migrated aside (6 s): a half-migrated database would be there for good. An empty file is what sqlite3 leaves
@@ -110,7 +112,7 @@ def _open(layout: Layout) -> Any:
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         _require_schema(connection, database)
-        _follow(connection, layout)
+        _update_artifact_addresses(connection, layout)
     return client(f"sqlite:///{database}", f"sqlite:///{database}")
 
 
@@ -135,34 +137,34 @@ def _require_schema(connection: sqlite3.Connection, database: Path) -> None:
     shown = f"MLflow ({database}): its tables are of schema version {', '.join(found) or 'none'}"
     if found and set(found) <= {script.revision for script in scripts.walk_revisions()}:
         path, url = shlex.quote(str(database)), shlex.quote(f"sqlite:///{database}")
-        raise SchemaError(
+        raise TrackingSchemaError(
             f"{shown}, older than {wanted} of the MLflow that is installed ({VERSION}). While nothing uses it, keep a "
             f"copy and migrate: `cp {path} {path}.backup && mlflow db upgrade {url}`. Nothing was changed"
         )
-    raise SchemaError(
+    raise TrackingSchemaError(
         f"{shown}, which the MLflow that is installed ({VERSION}, schema {wanted}) does not know: a newer one wrote "
         "it. Open it with that one (`pip freeze` where it was made names it), or put a backup from before in its "
         "place. Nothing was changed"
     )
 
 
-def _client_class() -> Any:
+def _load_client_class() -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
     from mlflow import MlflowClient
 
     return MlflowClient
 
 
-def _reach(server: str) -> Any:
+def _connect_to_server(server: str) -> Any:
     """MLflow's client of a server that answers. User and password are the environment's, as MLflow documents them."""
     with suppress(urllib.error.HTTPError):  # an answer, too: what it means MLflow will say
         urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_S).close()  # noqa: S310 (settings: http)
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)
-    return _client_class()(server, server)
+    return _load_client_class()(server, server)
 
 
-def _follow(connection: sqlite3.Connection, layout: Layout) -> None:
+def _update_artifact_addresses(connection: sqlite3.Connection, layout: ProjectLayout) -> None:
     """Let addresses of a store that was moved or copied point to where it lies now.
 
     MLflow keeps them absolute, so that a copied project would write into the one that it was copied from.

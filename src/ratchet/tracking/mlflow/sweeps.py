@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ratchet.errors import TrackingError
 from ratchet.storage.records.sweep import SweepReport
 from ratchet.tracking.mlflow.experiments import HOST_TAG, log_batch
-from ratchet.tracking.mlflow.store import Store
+from ratchet.tracking.mlflow.store import MlflowStore
 from ratchet.tuning import tracking_payload
 from ratchet.tuning.tracking_payload import (
     KEY_TAG,
@@ -27,7 +27,7 @@ from ratchet.tuning.tracking_payload import (
     STATE_TAG,
     STUDY_TAG,
     TRIAL_TAG,
-    Child,
+    ChildRun,
     Status,
 )
 
@@ -38,11 +38,11 @@ ACTIVE = ("RUNNING", "FINISHED")  # no trial is made RUNNING again that is so, o
 PATIENCE = 3  # trials that cannot be shown before an update gives up: MLflow may take 20 s to fail
 
 
-class Tracked(Protocol):
+class ExperimentTracker(Protocol):
     """What is needed of the project's tracking."""
 
     experiment: str
-    store: Store
+    store: MlflowStore
 
     def connected(self) -> AbstractContextManager[Any]:
         """MLflow's client, the experiment made; failures are TrackingErrors."""
@@ -52,7 +52,7 @@ class Tracked(Protocol):
 
 
 @dataclass
-class _Known:
+class _ChildRunState:
     """What MLflow is known to show of a child."""
 
     mlflow_id: str
@@ -60,25 +60,25 @@ class _Known:
     points: int = -1
     """Of the curve, as sent by this process; -1: it has not looked yet."""
 
-    def shows(self, child: Child, tags: Mapping[str, str]) -> bool:
+    def shows(self, child: ChildRun, tags: Mapping[str, str]) -> bool:
         """Whether there is nothing to send. What is over and has its state is complete."""
         told = all(self.tags.get(key, "") == value for key, value in tags.items())
         return told and (self.points == len(child.curve) or child.status is not None)
 
 
 @dataclass
-class SweepTracking:
+class MlflowSweepTracker:
     """Shows sweeps in the experiment of `tracking`; one object for one study, used by one thread.
 
     Every method raises TrackingError when MLflow cannot be read or written; nothing is lost by that, repeat it later.
     """
 
-    tracking: Tracked
+    tracking: ExperimentTracker
     figures: Callable[[SweepReport], Mapping[str, float]]
     """Further metrics of the parent, by key: what pruning saved."""
     _experiment_id: str = ""
     _parent_id: str = ""
-    _known: dict[str, _Known] | None = None
+    _known: dict[str, _ChildRunState] | None = None
     """By key of the child; None: not asked yet."""
     _shown: object = None
     """What the parent shows, as this process has sent it."""
@@ -140,7 +140,7 @@ class SweepTracking:
     def _update(self, client: Any, report: SweepReport, pending: Collection[str]) -> None:
         parent, known = self._parent(client, report), self._children(client, report.study)
         failures: list[TrackingError] = []
-        for child in tracking_payload.children(report):
+        for child in tracking_payload.build_child_runs(report):
             wanted = {**child.tags, PARENT_TAG: parent}
             if child.key not in pending:
                 wanted[STATE_TAG] = child.state
@@ -175,17 +175,19 @@ class SweepTracking:
             self._parent_id = str(found.info.run_id)
         return self._parent_id
 
-    def _children(self, client: Any, study: str) -> dict[str, _Known]:
+    def _children(self, client: Any, study: str) -> dict[str, _ChildRunState]:
         if self._known is None:
             found = {}
             for run in self._search(client, f"tags.`{STUDY_TAG}` = '{study}'"):
                 tags = run.data.tags
                 if key := tags.get(RUN_TAG) or tags.get(KEY_TAG):
-                    found[key] = _Known(run.info.run_id, dict(tags))
+                    found[key] = _ChildRunState(run.info.run_id, dict(tags))
             self._known = found
         return self._known
 
-    def _show(self, client: Any, child: Child, known: _Known | None, wanted: Mapping[str, str]) -> _Known:
+    def _show(
+        self, client: Any, child: ChildRun, known: _ChildRunState | None, wanted: Mapping[str, str]
+    ) -> _ChildRunState:
         """Bring one child up to date: figures first, then its status, and its state last."""
         run = client.get_run(known.mlflow_id) if known else self._found(client, child)
         mlflow_id, data, old = str(run.info.run_id), run.data, run.info.status
@@ -195,7 +197,7 @@ class SweepTracking:
         unsent = list(child.curve.items())[max(0, known.points if known else 0) :]
         # The time is one that stays, or a point sent again would be another one.
         points += [("curve/validation_loss", loss, run.info.start_time, rows) for rows, loss in unsent]
-        _log(client, mlflow_id, points, missing)
+        _log_points(client, mlflow_id, points, missing)
         if child.status is not None and STATE_TAG in wanted:
             if old not in (child.status, "FINISHED"):
                 client.set_terminated(mlflow_id, child.status, at_ms)
@@ -203,10 +205,10 @@ class SweepTracking:
             client.update_run(mlflow_id, status="RUNNING")  # one that was pruned goes on
         if run.info.run_name != child.name:
             client.update_run(mlflow_id, name=child.name)
-        _tag(client, mlflow_id, data.tags, wanted)
-        return _Known(mlflow_id, {**data.tags, **wanted}, len(child.curve))
+        _set_tags(client, mlflow_id, data.tags, wanted)
+        return _ChildRunState(mlflow_id, {**data.tags, **wanted}, len(child.curve))
 
-    def _found(self, client: Any, child: Child) -> Any:
+    def _found(self, client: Any, child: ChildRun) -> Any:
         """The child's run in MLflow, made if it is not there."""
         start_ms = round(child.begun * 1000)
         if child.run_id is not None:
@@ -218,7 +220,7 @@ class SweepTracking:
 
     def _show_parent(self, client: Any, report: SweepReport, parent: str, *, at_work: bool) -> None:
         further = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
-        metrics, tags = tracking_payload.summary(report) | further, tracking_payload.parent_tags(report)
+        metrics, tags = tracking_payload.summary_metrics(report) | further, tracking_payload.parent_tags(report)
         tags |= {HOST_TAG: socket.gethostname()} if at_work else {}
         if (metrics, tags, at_work) == self._shown:
             return
@@ -226,12 +228,14 @@ class SweepTracking:
         over = sum(trial.is_over for trial in report.trials)
         at_ms = round(max((max(t.begun, t.ended or 0.0) for t in report.trials), default=0.0) * 1000)
         changed = {key: value for key, value in metrics.items() if run.data.metrics.get(key) != value}
-        points = [(key, value, _moment(client, parent, key, over, at_ms), over) for key, value in changed.items()]
+        points = [
+            (key, value, _point_time_ms(client, parent, key, over, at_ms), over) for key, value in changed.items()
+        ]
         params = {
             key: value for key, value in tracking_payload.parent_params(report).items() if key not in run.data.params
         }
-        _log(client, parent, points, params)
-        _tag(client, parent, run.data.tags, tags)
+        _log_points(client, parent, points, params)
+        _set_tags(client, parent, run.data.tags, tags)
         if at_work and run.info.status != "RUNNING":
             client.update_run(parent, status="RUNNING")
         self._shown = (metrics, tags, at_work)
@@ -253,7 +257,7 @@ class SweepTracking:
                 return
 
 
-def _moment(client: Any, mlflow_id: str, key: str, over: int, at_ms: int) -> int:
+def _point_time_ms(client: Any, mlflow_id: str, key: str, over: int, at_ms: int) -> int:
     """Time of a figure of the study after `over` trials: of the report, so that the same report gives the same point.
 
     MLflow shows the point of the highest step and, of those, of the latest time: a value that changes although no trial
@@ -263,7 +267,9 @@ def _moment(client: Any, mlflow_id: str, key: str, over: int, at_ms: int) -> int
     return max([at_ms, *(time_ms + 1 for time_ms in alike)])
 
 
-def _log(client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, int]], params: Mapping[str, str]) -> None:
+def _log_points(
+    client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, int]], params: Mapping[str, str]
+) -> None:
     """Send metric points (key, value, time in ms, step) and params; points that are there already stay one."""
     from mlflow.entities import Metric, Param
 
@@ -274,7 +280,7 @@ def _log(client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, in
         log_batch(client, mlflow_id, metrics=metrics[start : start + MAX_BATCH])
 
 
-def _tag(client: Any, mlflow_id: str, there: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+def _set_tags(client: Any, mlflow_id: str, there: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
     new = [RunTag(key, value) for key, value in wanted.items() if there.get(key, "") != value]

@@ -14,7 +14,7 @@ import evaluate
 import numpy as np
 import sacrebleu
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 RESAMPLES = 1000
 
@@ -23,7 +23,7 @@ class Bleu(evaluate.Metric):  # type: ignore[misc]
     """BLEU in points, 0 to 100."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__), "Papineni et al., ACL 2002; Post, WMT 2018")
+        return metric_info(str(__doc__), "Papineni et al., ACL 2002; Post, WMT 2018")
 
     def _compute(
         self, predictions: list[str], references: list[str], answers_per_row: int = 1, seed: int = 0
@@ -33,17 +33,17 @@ class Bleu(evaluate.Metric):  # type: ignore[misc]
         counts = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in found], dtype=np.int64)
         rows = counts.reshape(-1, answers_per_row, counts.shape[1]).sum(axis=1)
         rng = np.random.default_rng(seed)
-        resampled = [corpus(rows[rng.integers(0, len(rows), len(rows))].sum(axis=0)) for _ in range(RESAMPLES)]
+        resampled = [corpus_score(rows[rng.integers(0, len(rows), len(rows))].sum(axis=0)) for _ in range(RESAMPLES)]
         low, high = np.percentile(resampled, [2.5, 97.5])
         return {
             "bleu": [one.score for one in found],
-            "corpus": corpus(rows.sum(axis=0)),
+            "corpus": corpus_score(rows.sum(axis=0)),
             "low": float(low),
             "high": float(high),
         }
 
 
-def corpus(counts: Any) -> float:
+def corpus_score(counts: Any) -> float:
     """BLEU of summed counts: n-grams that match, n-grams, length of the answers and of the expected ones."""
     *grams, answered, expected = (int(x) for x in counts)
     half = len(grams) // 2

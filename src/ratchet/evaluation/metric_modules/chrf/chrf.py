@@ -8,14 +8,14 @@ from typing import Any
 import evaluate
 import sacrebleu
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 
 class Chrf(evaluate.Metric):  # type: ignore[misc]
     """chrF in points, 0 to 100."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__), "Popovic, WMT 2015")
+        return metric_info(str(__doc__), "Popovic, WMT 2015")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         scorer = sacrebleu.CHRF()

@@ -4,14 +4,14 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 
 class ExactMatch(evaluate.Metric):  # type: ignore[misc]
     """1 for the expected answer, else 0."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__))
+        return metric_info(str(__doc__))
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         pairs = zip(predictions, references, strict=True)

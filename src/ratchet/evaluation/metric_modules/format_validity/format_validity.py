@@ -11,7 +11,7 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 MATCHER = """
 import json, re, sys
@@ -25,7 +25,7 @@ class FormatValidity(evaluate.Metric):  # type: ignore[misc]
     """1 for an answer of the right form, else 0."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__))
+        return metric_info(str(__doc__))
 
     def _compute(
         self,
@@ -37,7 +37,9 @@ class FormatValidity(evaluate.Metric):  # type: ignore[misc]
         """Raises TimeoutError when a regular expression needs longer than `longest_s` seconds."""
         texts = [answer.strip() for answer in predictions]
         valid = (
-            [is_json(text) for text in texts] if answer_format == "json" else matching(answer_format, texts, longest_s)
+            [is_json(text) for text in texts]
+            if answer_format == "json"
+            else match_whole_texts(answer_format, texts, longest_s)
         )
         return {"format_validity": [float(one) for one in valid]}
 
@@ -45,17 +47,17 @@ class FormatValidity(evaluate.Metric):  # type: ignore[misc]
 def is_json(text: str) -> bool:
     """Whether a text is one JSON value; Python's NaN and Infinity are none."""
     try:
-        json.loads(text, parse_constant=_refuse, parse_int=str, parse_float=str)
+        json.loads(text, parse_constant=_reject_constant, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def matching(pattern: str, texts: list[str], longest_s: float) -> list[bool]:
+def match_whole_texts(pattern: str, texts: list[str], longest_s: float) -> list[bool]:
     """Which texts match as a whole."""
     asked = json.dumps({"pattern": pattern, "texts": texts})
     command = [sys.executable, "-I", "-c", MATCHER]

@@ -13,13 +13,13 @@ from typing import Any
 import evaluate
 from rouge_score import rouge_scorer
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 WORD = re.compile(r"[^\W_]+")
 
 
-class Words:
+class RougeWordTokenizer:
     """A tokenizer as rouge_score wants one."""
 
     def tokenize(self, text: str) -> list[str]:
@@ -31,9 +31,9 @@ class Rouge(evaluate.Metric):  # type: ignore[misc]
     """F-measures between 0 and 1."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__), "Lin, ACL workshop 2004")
+        return metric_info(str(__doc__), "Lin, ACL workshop 2004")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
-        scorer = rouge_scorer.RougeScorer(list(KINDS), tokenizer=Words())
+        scorer = rouge_scorer.RougeScorer(list(KINDS), tokenizer=RougeWordTokenizer())
         found = [scorer.score(target=b, prediction=a) for a, b in zip(predictions, references, strict=True)]
         return {kind: [float(one[kind].fmeasure) for one in found] for kind in KINDS}

@@ -14,7 +14,7 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.texts import info
+from ratchet.evaluation.metric_modules.texts import metric_info
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -24,18 +24,22 @@ class TokenF1(evaluate.Metric):  # type: ignore[misc]
     """F1 of shared words, between 0 and 1."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return info(str(__doc__), "Rajpurkar et al., EMNLP 2016")
+        return metric_info(str(__doc__), "Rajpurkar et al., EMNLP 2016")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
-        return {"token_f1": [f1(words(a), words(b)) for a, b in zip(predictions, references, strict=True)]}
+        return {
+            "token_f1": [
+                word_f1(normalize_words(a), normalize_words(b)) for a, b in zip(predictions, references, strict=True)
+            ]
+        }
 
 
-def words(text: str) -> list[str]:
+def normalize_words(text: str) -> list[str]:
     """What is compared of a text."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
-def f1(answer: list[str], expected: list[str]) -> float:
+def word_f1(answer: list[str], expected: list[str]) -> float:
     """Harmonic mean of the shares of both that are in the other."""
     if not answer or not expected:
         return float(answer == expected)
