@@ -1,29 +1,29 @@
 """Every exception of Ratchet, and the exit code each one becomes.
 
-    RatchetError                     1   our bug, or a failure that a person must look at
-    ├── InputError                   2   settings, data or state that the user can mend
-    │   ├── SettingsError                params.yaml or a command-line option
-    │   │   └── TooLargeError            a training that does not fit, by the memory forecast
-    │   ├── DataError                    a source file, a row, a split
-    │   ├── BaseModelError               the base model or its tokenizer
-    │   ├── DamagedError                 a sealed thing whose bytes are not what its manifest says
-    │   ├── BusyError                    somebody else holds the lock
-    │   │   └── HeldError            75   another machine has the run; it may be done with it later
-    │   ├── StorageError                 a disk that takes nothing: read-only, full, not ours to write
-    │   └── ChampionError                champion file and registry disagree, or the champion is gone
-    ├── GateError                    3   the gate did not pass; nothing was promoted
-    ├── RunFailedError               1   training gave up; the message says why and after how many attempts
-    ├── DivergedError                1   too many bad steps; the message is the diagnosis, the weights are finite
-    ├── CorruptedError               1   weights in memory are not finite; the last checkpoint is, and is gone back to
-    ├── MemoryExhaustedError         1   not even one row fits into memory; the message says what would
-    ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
-    │   └── SchemaError              2   its tables are another MLflow's; the message says which command migrates them
-    ├── studies.leases.LeaseLostError    1   another worker has the trial; it never leaves a worker of a sweep
-    ├── PeersLostError               1   other ranks of the training are gone, or did not come; the state is sealed
-    ├── MirrorError                  75   the mirror cannot be reached, for longer than we are to wait for it
-    ├── EndpointError                75   a server of a model does not answer, for longer than we are to try
-    ├── UnfitError                   69   less than `ratchet doctor --require` asks for; another machine may do
-    └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
+    RatchetError                       1   a bug, or a failure that a person must look at
+    ├── InputError                     2   settings, data or state that the user can fix
+    │   ├── SettingsError                  params.yaml or a command-line option
+    │   │   └── InsufficientMemoryError    the memory forecast says that the training does not fit
+    │   ├── DataError                      a source file, a row, a split
+    │   ├── BaseModelError                 the base model or its tokenizer
+    │   ├── DamagedFileError               a sealed file whose bytes differ from its manifest
+    │   ├── LockHeldError                  another process holds the lock
+    │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
+    │   ├── StorageError                   a disk that cannot be written: read-only, full, not permitted
+    │   └── ChampionError                  champion file and registry disagree, or the champion is gone
+    ├── GateError                      3   the gate did not pass; nothing was promoted
+    ├── RunFailedError                 1   training gave up; the message has the cause and the number of attempts
+    ├── DivergenceError                1   too many bad steps; the message is the diagnosis, the weights are finite
+    ├── NonFiniteStateError            1   weights in memory are not finite; training resumes from the last checkpoint
+    ├── MemoryExhaustedError           1   not even one row fits into memory; the message says what would
+    ├── TrackingError                  1   MLflow's database or artifacts cannot be read or written
+    │   └── TrackingSchemaError        2   the tables are of another MLflow version; the message has the command
+    ├── tuning.leases.TrialLeaseLostError  1   another worker has the trial; never leaves a worker of a sweep
+    ├── PeersLostError                 1   other ranks of the training are gone or did not come; the state is saved
+    ├── MirrorError                   75   the mirror cannot be reached within the time allowed
+    ├── EndpointError                 75   a model server does not answer within the time allowed
+    ├── UnsuitableMachineError        69   less than `ratchet doctor --require` asks for; another machine may do
+    └── InterruptedRunError           75   stopped on request after a checkpoint was saved; safe to repeat
 
 Messages say what, where (key path or file:line), what was found, and what to do.
 """

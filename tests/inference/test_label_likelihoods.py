@@ -73,7 +73,7 @@ def test_batches_make_room_for_likelihoods_and_give_same_bytes(
     limit_tokens: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute, asked = torch_backend.label_room.label_scores, set[tuple[int, ...]]()
+    compute, asked = torch_backend.label_room.score_labels, set[tuple[int, ...]]()
 
     def scarce(model: Any, prompts: Any, *more: Any) -> list[list[float]]:
         if tuple(prompts[0]) not in asked:

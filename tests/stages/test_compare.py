@@ -123,7 +123,7 @@ def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
     assert scores["accuracy"][0].startswith("60.0 %")
     assert scores["accuracy"][1].startswith("85.0 %")
 
-    report = cases.EvalReport.load(project.eval_report)
+    report = cases.EvaluationReport.load(project.eval_report)
     other = {**report.scores, "champion": report.scores["champion"].model_copy(update={"contract": "k2"})}
     evaluate(project, runs[0], candidate, scores=other)
     text, page = compared(project, "champion", candidate)

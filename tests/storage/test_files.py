@@ -337,7 +337,7 @@ LETTERS = """
     def letters():
         if not (root / "out").exists():
             return "nothing"
-        files.verify(root / "out", "thing")
+        files.verify_sealed(root / "out", "thing")
         return (root / "out" / "a.bin").read_text()[:3] + (root / "out" / "sub" / "b.bin").read_text()
 
     found = letters()

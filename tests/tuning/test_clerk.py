@@ -148,7 +148,7 @@ def test_one_run_that_cannot_be_sent_keeps_no_other_from_it(study: Study, capsys
     assert not clerk.close(60)
     said = capsys.readouterr().err.splitlines()
     assert "does not show 4 runs completely yet; the next start of this sweep sends it" in said[-1]
-    assert sum(f"{study.trials[0].run_id}: DamagedError" in line for line in said) == 1
+    assert sum(f"{study.trials[0].run_id}: DamagedFileError" in line for line in said) == 1
     assert shown(study, 0)[1] is None
     study.runs[0].paths.spec.write_bytes(whole)
     assert not started(study).close(60)

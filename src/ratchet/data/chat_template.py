@@ -23,7 +23,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
-        """The text; with `prompt`, up to where the assistant begins to speak. Raises UnwritableError."""
+        """The text; with `prompt`, up to where the assistant begins to speak. Raises TemplateRenderError."""
         try:
             return str(self._apply([_without_training_flags(message) for message in messages], tools, prompt))
         except Exception as error:  # a template is a program: it raises what it likes
@@ -98,7 +98,7 @@ def alternation_pattern(names: Iterable[str]) -> str:
 
 def _prefix_tree_pattern(names: list[str]) -> str:
     """The expression for sorted, different names."""
-    shared = common_prefix(names[0], names[-1])
+    shared = longest_shared_prefix(names[0], names[-1])
     rest = [name[len(shared) :] for name in names]
     ends_here = rest[0] == ""
     groups: dict[str, list[str]] = {}
@@ -110,7 +110,7 @@ def _prefix_tree_pattern(names: list[str]) -> str:
     return f"{re.escape(shared)}(?:{branches}){'?' if ends_here else ''}"
 
 
-def common_prefix(first: str, last: str) -> str:
+def longest_shared_prefix(first: str, last: str) -> str:
     """What two texts begin with, and so every text that is sorted between them."""
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:
@@ -362,8 +362,8 @@ class SpanFinder:
         """The skeleton of an outline with its spans.
 
         Raises:
-            UnwritableError: the template refuses the marks.
-            UntrainableError: it cannot be told what a learned turn is, or the template does not write it.
+            TemplateRenderError: the template refuses the marks.
+            UntrainableTemplateError: it cannot be told what a learned turn is, or the template does not write it.
         """
         skeleton = TemplateSkeleton.of(self._chat.write(outline.messages, tools))
         if any(slot >= len(outline.slots) for slot in skeleton.order):
@@ -415,7 +415,7 @@ class SpanFinder:
 
 
 def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline, turn: int) -> list[int]:
-    """Where in the skeleton the turn's texts are: each once, side by side. Raises UntrainableError."""
+    """Where in the skeleton the turn's texts are: each once, side by side. Raises UntrainableTemplateError."""
     wanted = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
     places = [place for place, slot in enumerate(skeleton.order) if slot in wanted]
     written = [skeleton.order[place] for place in places]
@@ -439,7 +439,11 @@ def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) 
 
 
 def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, whole: bool) -> None:
-    """Raise UntrainableError unless the literal follows the prompt's last text; with `whole`, all before must be equal.
+    """Check that the literal follows the prompt's last text; with `whole`, all before it must be equal.
+
+    Raises:
+        UntrainableTemplateError: it does not.
+
 
     Earlier turns are not held to that: Mistral's template, for one, moves the system message to the last user turn.
     """
@@ -463,7 +467,7 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
         Characters of the header, the further words of the prompt, and whether a thinking block sets the two apart.
 
     Raises:
-        UntrainableError: they differ in more than white space or the beginning of a thinking block.
+        UntrainableTemplateError: they differ in more than white space or the beginning of a thinking block.
     """
     if not text_follows:
         if header.startswith(prompt):
@@ -475,7 +479,7 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
         if _GIVEN.fullmatch(given) or (given.isspace() and _THINKING_LAST.search(header)):
             return len(header), given, True
     opened = len(_THINKING_LAST.sub("", prompt))
-    shared = common_prefix(header, prompt)
+    shared = longest_shared_prefix(header, prompt)
     if len(shared) >= opened and (_GAP.fullmatch(header, opened) or not text_follows):
         both = _GAP.match(shared, opened)  # the prompt opens a thinking block, and the text has an empty one, or none
         return both.end() if both else opened, "", True

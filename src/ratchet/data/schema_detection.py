@@ -360,7 +360,7 @@ def _escape_name(name: Any) -> str:
 
 
 def column_value(fields: Fields, column: str) -> Any:
-    """What a record has in a column. Raises UnfitError where it has none."""
+    """What a record has in a column. Raises UnusableRecordError where it has none."""
     try:
         return fields[column]
     except KeyError:
@@ -369,7 +369,7 @@ def column_value(fields: Fields, column: str) -> Any:
 
 
 def column_text(fields: Fields, column: str) -> str:
-    """The text of a column. Raises UnfitError where a record has none."""
+    """The text of a column. Raises UnusableRecordError where a record has none."""
     return parse_text(column_value(fields, column), f"column {column!r}")
 
 

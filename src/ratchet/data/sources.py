@@ -99,7 +99,7 @@ def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> Sele
 
     Raises:
         DataError: it is mixed with other files, or is to be judged by.
-        DamagedError: the rows are not those that the card speaks of, or it is no such card.
+        DamagedFileError: the rows are not those that the card speaks of, or it is no such card.
     """
     names = [name for name, path in files.items() if card_path(path).is_file()]
     if not names:
@@ -176,7 +176,7 @@ class SourceReader:
 
         Raises:
             DataError: a file is missing, of no known format, named twice, or lies where DVC would not see it change.
-            DamagedError: a file by `ratchet select` is not as that wrote it.
+            DamagedFileError: a file by `ratchet select` is not as that wrote it.
         """
         self._settings = settings
         self.files = [

@@ -87,7 +87,7 @@ class DraftTokenizer:
         self._tokens.no_padding()
 
     def prompt_ids(self, question: Conversation) -> list[int]:
-        """Ids of the text after which the assistant speaks. Raises UnwritableError."""
+        """Ids of the text after which the assistant speaks. Raises TemplateRenderError."""
         text = self._chat.write(question.messages, question.tools, prompt=True)
         return list(self._tokens.encode(text, add_special_tokens=False).ids)
 

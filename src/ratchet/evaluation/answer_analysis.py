@@ -118,7 +118,7 @@ def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
     """Prompt by prompt what an output says.
 
     Raises:
-        DamagedError: it is not as it was written.
+        DamagedFileError: it is not as it was written.
     """
     answers: list[GeneratedAnswer] = []
     count = 0
@@ -142,7 +142,7 @@ def read_generation(path: Path, task: str) -> GenerationAnswers:
         task: prepare.task: `labels` if answers come from a small set; generate.labels say so, too.
 
     Raises:
-        SettingsError, DamagedError: see `output.read_card` and `asked`.
+        SettingsError, DamagedFileError: see `output.read_card` and `asked`.
     """
     card = output.read_card(path)
     return GenerationAnswers(path, card, list(read_answers(path, card)), has_label_answers(card, task))

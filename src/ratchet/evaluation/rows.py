@@ -79,7 +79,7 @@ def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -
     """The test rows of stage prepare, or those of another split, every byte checked.
 
     Raises:
-        DamagedError, DataError: they are not there, or not as they were written.
+        DamagedFileError, DataError: they are not there, or not as they were written.
         SettingsError: evaluate.categories names a field that prepare.keep does not.
     """
     if unknown := [name for name in settings.evaluate.categories if name not in settings.prepare.keep]:

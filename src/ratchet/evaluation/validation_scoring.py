@@ -60,10 +60,10 @@ def score_runs(layout: ProjectLayout, launch: HeldOutLaunch) -> list[HeldOutScor
     Where memory runs out the batch is halved, and all that was not kept is scored anew: in batches of one size.
 
     Raises:
-        DamagedError: a run has no sealed result, or data or base are not as they were written.
+        DamagedFileError: a run has no sealed result, or data or base are not as they were written.
         DataError: a run was trained on other data or another base than the project has now.
         SettingsError: a metric that this data gives no figure of.
-        DivergedError: a model gives no numbers for some rows.
+        DivergenceError: a model gives no numbers for some rows.
         MemoryExhaustedError: not even one row fits.
         StorageError: a run directory takes nothing.
     """

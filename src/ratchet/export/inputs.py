@@ -109,7 +109,7 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     """Read and check what export needs, before anything takes long.
 
     Raises:
-        DamagedError: the adapter on disk is not the one that the training report names.
+        DamagedFileError: the adapter on disk is not the one that the training report names.
         DataError: a stage before this has not run, or is of other settings.
         BaseModelError: the base is gone or changed, or an adapter is of another base.
         SettingsError: a format cannot carry this model.

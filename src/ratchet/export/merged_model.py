@@ -63,7 +63,7 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
     Never more than one model is in memory.
 
     Raises:
-        DamagedError: a merged module does not compute what base + adapter does, or the tokenizer changed on its way.
+        DamagedFileError: a merged module computes other numbers than base + adapter, or the tokenizer changed.
     """
     trained = _measure_trained_model(job, score)
     found = {way: _run_trial(job, trained, way, scratch / f"merged-{way}") for way in job.ways}

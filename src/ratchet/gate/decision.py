@@ -122,7 +122,7 @@ def confirm_verdict(layout: ProjectLayout, settings: Settings, tasks_now: Mappin
 
     Raises:
         GateError: another decision, or other findings, than those on file.
-        DataError, DamagedError: what it was judged by is gone or damaged.
+        DataError, DamagedFileError: what it was judged by is gone or damaged.
     """
     now = decide_verdict(reading.read_evidence(layout, settings, tasks_now), settings.gate)
     if now.decision == verdict.decision and _summarize_reasons(now) == _summarize_reasons(verdict):

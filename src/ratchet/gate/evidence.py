@@ -88,7 +88,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, tasks_now: Mapping[
 
     Raises:
         DataError: a stage before has not run.
-        DamagedError: a file is not as it was written; names it, and its line.
+        DamagedFileError: a file is not as it was written; names it, and its line.
     """
     report, bundle = EvaluationReport.load(layout.eval_report), ModelBundle.load(layout.bundle)
     files.verify_sealed(layout.evaluate, "evaluation")
@@ -124,7 +124,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, tasks_now: Mapping[
 
 
 def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
-    """Samples by id, and the first id that comes twice, if one does. Raises DamagedError naming file and line."""
+    """Samples by id, and the first id that comes twice, if one does. Raises DamagedFileError naming file and line."""
     found: dict[str, SampleScore] = {}
     twice = None
     for number, row in enumerate(base.read_lines(path), start=1):
@@ -136,7 +136,7 @@ def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
 
 
 def read_rows(layout: ProjectLayout) -> list[EvaluatedRow]:
-    """The test rows, as the evaluation wrote them. Raises DamagedError naming file and line."""
+    """The test rows, as the evaluation wrote them. Raises DamagedFileError naming file and line."""
     path = layout.evaluate / ROWS
     return [_parse_record(EvaluatedRow, row, path, number) for number, row in enumerate(base.read_lines(path), start=1)]
 

@@ -29,8 +29,8 @@ def record_look(layout: ProjectLayout, gate_set: str, model: str, run_id: str) -
         run_id: of its training.
 
     Raises:
-        DamagedError: a line of the file cannot be read; nothing is written.
-        BusyError: another process has been writing it for a minute.
+        DamagedFileError: a line of the file cannot be read; nothing is written.
+        LockHeldError: another process has been writing it for a minute.
     """
     _append_look(layout, GateSetLookup(gate_set=gate_set, model=model, run_id=run_id))
 
@@ -80,7 +80,7 @@ def count_models(layout: ProjectLayout, gate_set: str, model: str) -> int:
 
 
 def read_looks(path: Path) -> list[GateSetLookup]:
-    """All look-ups, oldest first; none where there is no file. Raises DamagedError naming the line that is none."""
+    """All look-ups, oldest first; none where there is no file. Raises DamagedFileError naming the line that is none."""
     if not path.exists():
         return []
     found = []
@@ -112,7 +112,7 @@ def count_overlaps(
         further: sets that are not written there.
 
     Raises:
-        DamagedError: a file there is no such set.
+        DamagedFileError: a file there is no such set.
     """
     sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
     rows, names = set(ids), set(tasks)

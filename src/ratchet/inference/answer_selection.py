@@ -90,7 +90,7 @@ def open_output(path: Path, layout: ProjectLayout, settings: Settings, other: Pa
 
     Raises:
         SettingsError: no such file, or no output of `ratchet generate`.
-        DamagedError: it was changed since.
+        DamagedFileError: it was changed since.
         DataError: its prompts are not there, or others.
     """
     card = output.read_card(path)
@@ -132,7 +132,7 @@ def read_prompt_answers(outputs: Sequence[GenerationOutput]) -> Iterator[PromptA
     """Every prompt with its answers; of outputs for the same prompts all answers together. One prompt in memory.
 
     Raises:
-        DamagedError: an output does not hold the answers that its card speaks of.
+        DamagedFileError: an output does not hold the answers that its card speaks of.
     """
     together: dict[str, list[int]] = {}
     for number, one in enumerate(outputs):
@@ -426,7 +426,7 @@ class AnswerSelector:
 
         Raises:
             SettingsError: the reward's program fails, or no prompt has the reference that is asked for.
-            DamagedError: an output is not whole.
+            DamagedFileError: an output is not whole.
             OSError: the disk does not take it.
         """
         left, chosen = self.folder / "left.jsonl", self.folder / "chosen.jsonl"

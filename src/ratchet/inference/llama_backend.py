@@ -102,7 +102,7 @@ def load_backend(start: GenerationStart, ties: BackendCallbacks) -> LlamaBackend
     """Start the server on the file that a generation asks.
 
     Raises:
-        DamagedError, BaseModelError, RatchetError: see `llama_server.start_server`.
+        DamagedFileError, BaseModelError, RatchetError: see `llama_server.start_server`.
     """
     settings = start.generate
     context = max(DEFAULT_CONTEXT_TOKENS, settings.max_new_tokens + ROOM_TOKENS)

@@ -33,7 +33,7 @@ def resolve_model(name: str, layout: ProjectLayout, settings: Settings) -> Model
 
     Raises:
         SettingsError: no model is called so.
-        DataError, DamagedError, ChampionError, BaseModelError: it is not there, or not whole; the message says what
+        DataError, DamagedFileError, ChampionError, BaseModelError: it is not there, or not whole; the message says what
             makes it.
     """
     if name in ("base", "adapter"):

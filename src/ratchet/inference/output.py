@@ -31,7 +31,7 @@ def seal_result(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedg
     """Seal all records in the order of the prompts, with the card.
 
     Raises:
-        DamagedError: not all answers are there.
+        DamagedFileError: not all answers are there.
         OSError: the disk does not take it; nothing is left behind.
     """
     finish, counted = Counter[str](), Counter[str]()
@@ -198,7 +198,7 @@ def read_records(output: Path, card: GenerationCard) -> Iterator[dict[str, Any]]
     """The records of an output, whatever its format; objects are objects again.
 
     Raises:
-        DamagedError: it is not as it was written, by the SHA-256 on its card; or holds other records than it says.
+        DamagedFileError: it is not as it was written, by the SHA-256 on its card; or holds other records than it says.
     """
     if digests.hash_file(output) != card.output:
         raise DamagedFileError(f"{output}: was changed since it was written; run its `ratchet generate` again")

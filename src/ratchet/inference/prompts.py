@@ -256,7 +256,7 @@ def _kept_field_value(name: str, value: Any) -> Value:
     """A kept field as JSON can hold it; dates as in ISO 8601, and a number that is none as null.
 
     Raises:
-        UnfitError: it has parts, or is no text that a file can hold.
+        UnusableRecordError: it has parts, or is no text that a file can hold.
     """
     if isinstance(value, str):
         if problem := find_text_flaw(value):

@@ -277,7 +277,7 @@ def load_backend(kind: Kind, start: GenerationStart, ties: BackendCallbacks) -> 
     """The model that a generation asks, loaded.
 
     Raises:
-        BaseModelError, DamagedError, SettingsError: it cannot be loaded as it is, or generate.labels are no answers.
+        BaseModelError, DamagedFileError, SettingsError: it cannot be loaded, or generate.labels are no answers.
     """
     device = loading.pick_device(start.machine.device)
     path, base = Path(start.path), start.base

@@ -176,7 +176,7 @@ def write(model: Model, directory: Path, base_digest: str) -> None:
 
 
 def read(directory: Path) -> dict[str, Tensor]:
-    """The saved tensors, by peft's names. Raises DamagedError when there is no readable file of them."""
+    """The saved tensors, by peft's names. Raises DamagedFileError when there is no readable file of them."""
     try:
         tensors: dict[str, Tensor] = load_file(directory / WEIGHTS)
     except (SafetensorError, OSError) as error:

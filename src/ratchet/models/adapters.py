@@ -86,7 +86,7 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
     signs, or other vectors for singular values that are nearly equal.
 
     Raises:
-        DamagedError: they are of other layers than this model adapts.
+        DamagedFileError: they are of other layers than this model adapts.
     """
     own, shapes = pissa_tensors(model), {name: tensor.shape for name, tensor in saved.items()}
     odd = own.keys() ^ shapes.keys() | {name for name in own.keys() & shapes.keys() if own[name].shape != shapes[name]}
@@ -201,7 +201,7 @@ def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
     """Let the allocator remember what it did when a checkpoint was written.
 
     Raises:
-        DamagedError: it is of other matrices than this model trains.
+        DamagedFileError: it is of other matrices than this model trains.
     """
     tuner = _adalora_model(model)
     parameters = {} if tuner is None else {n: p for n, p in tuner.model.named_parameters() if p.requires_grad}
@@ -300,7 +300,7 @@ def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `extra_tensors` gave; the tensors are copied.
 
     Raises:
-        DamagedError: they are of another adapter.
+        DamagedFileError: they are of another adapter.
     """
     first = {name: tensor for name, tensor in tensors.items() if name.startswith("first/")}
     restore_pissa(model, first)
@@ -321,7 +321,7 @@ def load(base: Model, directory: Path) -> Model:
 
     Raises:
         BaseModelError: the adapter does not fit this base.
-        DamagedError: its file cannot be read.
+        DamagedFileError: its file cannot be read.
     """
     try:
         saved = adapter_format.read(directory)
@@ -354,7 +354,7 @@ def swap(model: Model, directory: Path) -> Model:
 
     Raises:
         BaseModelError: the adapter is of another base; then `model` is as it was. Or it does not fit this one.
-        DamagedError: its files cannot be read.
+        DamagedFileError: its files cannot be read.
     """
     own, other = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
     if own != other:
@@ -367,7 +367,7 @@ def swap(model: Model, directory: Path) -> Model:
 
 
 def _base_digest(directory: Path) -> str:
-    """Of the base that a saved adapter was trained on. Raises DamagedError when its settings cannot be read."""
+    """Of the base that a saved adapter was trained on. Raises DamagedFileError when its settings cannot be read."""
     path = directory / adapter_format.CONFIG
     try:
         return str(json.loads(path.read_bytes())["base_model_name_or_path"])

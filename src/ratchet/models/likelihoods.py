@@ -529,7 +529,7 @@ def score_pairs(
         None when not even whole texts can be read with this model's body apart from its head.
 
     Raises:
-        UnreadableError: an empty prompt or continuation, or a continuation that is longer than what the model reads.
+        UnscorablePairError: an empty prompt or continuation, or a continuation longer than the model's window.
     """
     texts = [_build_prompt_continuation(place, *pair, limits.most_tokens) for place, pair in enumerate(pairs)]
     asked = [METHOD, limits.batch_rows, limits.pad]

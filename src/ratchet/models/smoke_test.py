@@ -16,7 +16,7 @@ def run_smoke_test(directory: Path) -> str:
     """Load model and tokenizer from disk alone and answer one prompt greedily; returns the answer.
 
     Raises:
-        DamagedError: a logit is not finite, or nothing was generated.
+        DamagedFileError: a logit is not finite, or nothing was generated.
         OSError, ValueError: transformers cannot load the directory.
     """
     import torch

@@ -32,7 +32,7 @@ def model_digest(artifacts: Iterable[ExportArtifact]) -> str:
 
 
 def verify_export(layout: ProjectLayout) -> Manifest:
-    """The export, every byte as it was sealed, and as it was measured. Raises DamagedError naming what is not."""
+    """The export, every byte as it was sealed, and as it was measured. Raises DamagedFileError naming what is not."""
     manifest = files.verify_sealed(layout.export, "export")
     require_match(layout.export, {name: entry[0] for name, entry in manifest.files.items()})
     return manifest
@@ -46,7 +46,7 @@ def require_match(folder: Path, digests: Mapping[str, str]) -> None:
         digests: SHA-256 of every file in it, by relative POSIX name.
 
     Raises:
-        DamagedError: naming the form, or the file, that is another one than the bundle speaks of.
+        DamagedFileError: naming the form, or the file, that is another one than the bundle speaks of.
     """
     bundle = ModelBundle.load(folder / BUNDLE)
     for one in bundle.artifacts:

@@ -64,7 +64,7 @@ _CURE = "git has it as it was: compare with `git log -p` of it, and bring that b
 
 
 def read_entries(path: Path) -> list[Promotion]:
-    """All entries, oldest first. Raises DamagedError naming the line that breaks the chain."""
+    """All entries, oldest first. Raises DamagedFileError naming the line that breaks the chain."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -79,7 +79,7 @@ def read_entries(path: Path) -> list[Promotion]:
 def append_entry(path: Path, entry: Promotion) -> Promotion:
     """Chain an entry to the newest one and add it; returns it with its digests. One that is there already is returned.
 
-    The caller holds the promotion lock. Raises DamagedError when the chain is broken: nothing is added to such a one.
+    The caller holds the promotion lock. Raises DamagedFileError when the chain is broken; nothing is appended then.
     """
     entries = read_entries(path)
     if found := next((e for e in entries if e.id == entry.id), None):
@@ -96,7 +96,7 @@ def entry_digest(entry: Promotion) -> str:
 
 
 def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile) -> None:
-    """Raise DamagedError unless the champion file names the newest entry, and that entry the champion.
+    """Raise DamagedFileError unless the champion file names the newest entry, and that entry the champion.
 
     A file that names neither champion nor entry was begun anew: its next champion is chained to what is there.
     """

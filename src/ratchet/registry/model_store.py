@@ -85,7 +85,7 @@ def store_model(
         signing: signs it, before it is sealed.
 
     Raises:
-        DamagedError: the export changed meanwhile.
+        DamagedFileError: the export changed meanwhile.
         OSError: the disk has no room for a copy.
     """
     folder = layout.promoted_model(bundle.model_digest)

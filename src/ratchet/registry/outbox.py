@@ -90,7 +90,7 @@ def add_event(outbox: Path, content: dict[str, Any], told: Sequence[HookSettings
 
 
 def read_deliveries(outbox: Path) -> list[EventDelivery]:
-    """All events, oldest first. Raises DamagedError for a folder that cannot be read."""
+    """All events, oldest first. Raises DamagedFileError for a folder that cannot be read."""
     return [_read_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
 
 

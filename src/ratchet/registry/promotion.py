@@ -22,7 +22,7 @@ LOCK_WAIT_S = 60.0
 
 
 def acquire_lock(layout: ProjectLayout) -> FileLock:
-    """The lock of whoever promotes, rolls back, or finishes what was left. Raises BusyError after a while."""
+    """The lock of whoever promotes, rolls back, or finishes what was left. Raises LockHeldError after a while."""
     return FileLock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
 
 

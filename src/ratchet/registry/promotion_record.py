@@ -72,7 +72,7 @@ def utc_now() -> str:
 
 
 def read_intent(path: Path) -> PromotionIntent | None:
-    """What a command that died has left, or None. Raises DamagedError when that cannot be read."""
+    """What a command that died has left, or None. Raises DamagedFileError when that cannot be read."""
     if not path.exists():
         return None
     try:

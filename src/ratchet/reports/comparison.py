@@ -260,7 +260,7 @@ class EvaluationIndex:
     """What a project keeps of evaluations."""
 
     def __init__(self, layout: ProjectLayout, names: ComparisonIndex) -> None:
-        """Raises DamagedError when a file of the evaluation is not as it was written."""
+        """Raises DamagedFileError when a file of the evaluation is not as it was written."""
         self._layout, self._names = layout, names
         self.current: EvaluationReport | None = None
         self.groups: Mapping[str, str | None] = {}
@@ -592,7 +592,7 @@ def compare_subjects(
     """Read everything about these subjects.
 
     Raises:
-        DamagedError: a file of a run or of the evaluation is not as it was written.
+        DamagedFileError: a file of a run or of the evaluation is not as it was written.
     """
     examinations = EvaluationIndex(layout, names)
     points = max(LEAST_POINTS, min(MOST_POINTS, POINTS // max(1, len(subjects))))

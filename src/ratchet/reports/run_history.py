@@ -410,7 +410,7 @@ def read_run_summary(paths: RunPaths) -> RunSummary:
     """The account of a run, also of one that is not finished, or not there.
 
     Raises:
-        DamagedError: a file is not as it was written, or of a newer version; it names the file.
+        DamagedFileError: a file is not as it was written, or of a newer version; it names the file.
     """
     paths.require_known_format()
     return RunSummary(

@@ -218,7 +218,7 @@ class RunPaths:
         return sorted(int(number[1]) for number in numbers if number)
 
     def require_known_format(self) -> None:
-        """Raise DamagedError if a newer version of Ratchet wrote this directory, or format.json is unreadable."""
+        """Raise DamagedFileError if a newer version of Ratchet wrote this directory, or format.json is unreadable."""
         try:
             found = json.loads(self.format.read_bytes())["format"]
         except FileNotFoundError:
@@ -257,8 +257,8 @@ class Run:
         """Take the run of this spec, making its directory at the first time.
 
         Raises:
-            BusyError: another process is training it; nothing was changed.
-            DamagedError: the directory holds another run's spec, or is of a newer version.
+            LockHeldError: another process is training it; nothing was changed.
+            DamagedFileError: the directory holds another run's spec, or is of a newer version.
             StorageError: it cannot be written; a directory that was not there is not there.
         """
         paths = RunPaths(runs / spec.run_id)
@@ -320,7 +320,7 @@ def _prepare_directory(paths: RunPaths, spec: BaseRunSpec) -> Journal:
 
 
 def _require_same(path: Path, spec: BaseRunSpec) -> None:
-    """Raise DamagedError unless the file holds this spec."""
+    """Raise DamagedFileError unless the file holds this spec."""
     try:
         found = type(spec).load(path)
     except DamagedFileError as error:

@@ -31,7 +31,7 @@ class ReplicatorProtocol(Protocol):
             stopping: asked while it waits, whether it is to end.
 
         Raises:
-            HeldError: another machine trains this run, and is alive.
+            LeaseHeldError: another machine trains this run, and is alive.
             MirrorError, SettingsError: the copy cannot be reached, or must not be used.
             InterruptedRunError: asked to stop meanwhile.
         """

@@ -327,7 +327,7 @@ def describe_stop(stopped: Mapping[str, Any]) -> str:
 
 
 def describe_run(paths: RunPaths) -> str:
-    """What `ratchet status` prints: a few lines for people. Raises DamagedError for a run of a newer version."""
+    """What `ratchet status` prints: a few lines for people. Raises DamagedFileError for a run of a newer version."""
     paths.require_known_format()
     reader = JournalReader(paths.journal)
     p = replay_events(reader.read())

@@ -58,7 +58,7 @@ def supervise(
     Raises:
         InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter), a checkpoint is sealed; or
             the copy lacks something.
-        HeldError, MirrorError, SettingsError: see `ReplicatorProtocol.take`.
+        LeaseHeldError, MirrorError, SettingsError: see `ReplicatorProtocol.take`.
         InputError: the worker found settings, data or base model unusable.
         RunFailedError: gave up, with the cause.
         StorageError: the run directory cannot be written.

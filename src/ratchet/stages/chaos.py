@@ -65,7 +65,7 @@ def chaos(
 
     Raises:
         SettingsError: an option cannot be.
-        DataError, DamagedError: a stage before has not run.
+        DataError, DamagedFileError: a stage before has not run.
         RunFailedError: the undisturbed training failed.
     """
     numbers = plan.allocate_counts(plan.ROWS if options.faults is None else options.faults, options.kills)
@@ -101,7 +101,7 @@ def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> S
     """The project's own settings, with so many optimizer steps and some validations in between.
 
     Raises:
-        DataError, DamagedError, SettingsError: the data is not there, or cannot be learned from with these settings.
+        DataError, DamagedFileError, SettingsError: the data is missing, or these settings cannot train on it.
     """
     files.verify_sealed(layout.data, "data")
     rows = token_files.load_rows(layout.data, "train")

@@ -29,7 +29,7 @@ def compare(layout: ProjectLayout, settings: Settings, names: Sequence[str], out
     Raises:
         DataError: a name that nothing has, or several have.
         SettingsError: fewer than two names, too many, or one thing twice.
-        DamagedError: a file that was to be read is not as it was written.
+        DamagedFileError: a file that was to be read is not as it was written.
     """
     if len(names) < 2:
         raise SettingsError(f"{names[0]}: name two or more; `ratchet report {names[0]}` shows one. To compare, {HOW}")

@@ -65,8 +65,8 @@ def deploy(layout: ProjectLayout, settings: Settings, directory: Path, options: 
         ChampionError: no such version, its folder is gone, or it does not answer as it was verified.
         SettingsError: a directory that is not ours, a form that the model does not have, a signature of a key that is
             not trusted; options that contradict each other.
-        DamagedError: a byte differs, or nobody signed.
-        BusyError, StorageError, OSError: the directory is in use, or its disk takes nothing.
+        DamagedFileError: a byte differs, or nobody signed.
+        LockHeldError, StorageError, OSError: the directory is in use, or its disk takes nothing.
     """
     if options.rollback:
         if options.form is not None or options.version is not None:
@@ -134,7 +134,7 @@ def _load_promoted(layout: ProjectLayout, settings: Settings, version: int, mode
 
 
 def _current_form(place: DeploymentDirectory) -> str | None:
-    """The form that the directory has now. Raises DamagedError for a history that cannot be read."""
+    """The form that the directory has now. Raises DamagedFileError for a history that cannot be read."""
     now, log = place.target(place.current), place.log()
     try:
         return Release.load(now / releases.RECORD).form if now is not None else None
@@ -257,7 +257,7 @@ def check_release(layout: ProjectLayout, folder: Path) -> Release:
     """Require that a release is whole, and as somebody whom the project trusts signed it; returns its record.
 
     Raises:
-        DamagedError: a byte differs, or a file is missing; the message names it.
+        DamagedFileError: a byte differs, or a file is missing; the message names it.
         SettingsError: signed by somebody whom the project does not trust, or no longer.
     """
     release = releases.verify_release(folder)

@@ -74,7 +74,7 @@ def export(layout: ProjectLayout, settings: Settings) -> str:
 
     Raises:
         DataError: a stage before this one has not run, or is of other settings.
-        DamagedError: an input is not what it was, or a merged module does not compute what base + adapter does.
+        DamagedFileError: an input is not what it was, or a merged module does not compute what base + adapter does.
         BaseModelError: the base is gone or changed, or an adapter is of another one.
         SettingsError: a format cannot carry this model, or a tool for it is not here.
     """

@@ -293,7 +293,7 @@ class FaultCampaign:
         """Carry out a plan.
 
         Raises:
-            DataError, DamagedError: a stage before training has not run.
+            DataError, DamagedFileError: a stage before training has not run.
             RunFailedError: the undisturbed training itself failed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -420,7 +420,7 @@ def copy_project(project: ProjectLayout, root: Path, settings: Settings, databas
     """A project of its own that trains on the same base and data: linked, for nothing ever writes to them.
 
     Raises:
-        DataError, DamagedError: stage base or prepare has not run.
+        DataError, DamagedFileError: stage base or prepare has not run.
     """
     base = BaseCard.load(project.base_card)
     DatasetCard.load(project.dataset_card)

@@ -27,7 +27,7 @@ def gate(layout: ProjectLayout, settings: Settings) -> str:
 
     Raises:
         DataError: evaluate or export have not run.
-        DamagedError: what they left is not as they wrote it, or the list of look-ups is damaged.
+        DamagedFileError: what they left is not as they wrote it, or the list of look-ups is damaged.
         SettingsError: a harness task is not defined any more.
     """
     from ratchet.reports import plots, verdict_page
@@ -70,7 +70,7 @@ def check_verdict(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]
     Raises:
         GateError: there is no verdict, or it is about another model, champion or anchor than those on file now, or
             by the rules of now it would be another.
-        DamagedError: somebody changed it.
+        DamagedFileError: somebody changed it.
     """
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")

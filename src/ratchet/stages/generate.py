@@ -50,8 +50,8 @@ def generate(layout: ProjectLayout, settings: Settings, options: GenerateOptions
     Raises:
         SettingsError: no such model; an output that is there from other settings, whose name has no known ending, or
             that cannot be made.
-        DataError, DamagedError, ChampionError, BaseModelError: prompts or model are not there, or not whole.
-        BusyError: somebody else writes this output, or answers the same.
+        DataError, DamagedFileError, ChampionError, BaseModelError: prompts or model are not there, or not whole.
+        LockHeldError: somebody else writes this output, or answers the same.
         StorageError: the output could be made before, and cannot now; the answers are kept.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """

@@ -33,8 +33,8 @@ def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> str:
 
     Raises:
         SettingsError: options that do not go together, a file without a key, a fingerprint that is none.
-        DamagedError: keys.json was tampered with.
-        BusyError: somebody else is changing it.
+        DamagedFileError: keys.json was tampered with.
+        LockHeldError: somebody else is changing it.
     """
     _check_options(options)
     said = _apply_options(layout, options)

@@ -354,7 +354,7 @@ def admission(
 
     Raises:
         SettingsError: a requirement that is none, nothing to measure the network against, a mirror that nobody may use.
-        UnfitError: the machine is not good enough; the table is in the message, the record is written.
+        UnsuitableMachineError: the machine is not good enough; the table is in the message, the record is written.
     """
     if required is None:
         raise SettingsError(f"--mirror and --json go with {OPTION}, such as {OPTION} disk=50GB")

@@ -51,8 +51,8 @@ def promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions =
         GateError: the verdict is not PROMOTE, or is not about this model, or compared it with an earlier champion, or
             would be another by the rules of now.
         ChampionError: champion file and registry disagree, or somebody else promoted meanwhile.
-        BusyError: another promotion is at work.
-        DataError, DamagedError: a stage's output is missing or damaged, or the ledger is.
+        LockHeldError: another promotion is at work.
+        DataError, DamagedFileError: a stage's output is missing or damaged, or the ledger is.
         SettingsError: there is no key to sign with that this project trusts.
         TrackingError: MLflow's database cannot be used.
     """
@@ -138,8 +138,8 @@ def rollback(
         SettingsError: a hook that cannot be told, an empty reason, or an option that a rollback does not have.
         ChampionError: no such version, its model is gone, damaged or does not answer, somebody else promoted meanwhile,
             or champion file and registry disagree and this is neither's version.
-        DamagedError: the ledger is broken.
-        BusyError: another promotion is at work.
+        DamagedFileError: the ledger is broken.
+        LockHeldError: another promotion is at work.
         TrackingError: MLflow's database cannot be used.
     """
     if options.force or options.anchor:

@@ -27,7 +27,7 @@ def promotions(
         False when the chain is broken, or ledger, champion file and alias differ; and what to show.
 
     Raises:
-        BusyError: a promotion is at work.
+        LockHeldError: a promotion is at work.
         TrackingError: MLflow's database cannot be used.
         SettingsError: a hook that cannot be told.
     """

@@ -58,7 +58,7 @@ def report(layout: ProjectLayout, settings: Settings, name: str | None, output: 
         DataError: a name that nothing has, or several have; or there is no run yet.
         SettingsError: a group of seeds, which `ratchet compare` shows; an output without its card, or another file; or
             no page may be written there.
-        DamagedError: a file that was to be read is not as it was written.
+        DamagedFileError: a file that was to be read is not as it was written.
     """
     if output is not None:
         page_files.require_writable_target(output)

@@ -36,7 +36,7 @@ def reset(layout: ProjectLayout, run: str | None, yes: bool, ask: Callable[[str]
 
     Raises:
         DataError: no such run, or several.
-        BusyError: it goes on now.
+        LockHeldError: it goes on now.
         SettingsError: no run named, or no terminal to ask on.
         StorageError: it cannot be removed.
     """
@@ -73,7 +73,7 @@ def reset_replica(
 
     Raises:
         DataError: no such run there, or several.
-        HeldError: a machine trains it.
+        LeaseHeldError: a machine trains it.
         SettingsError: no mirror, no run named, or no terminal to ask on.
         MirrorError: the mirror cannot be reached.
     """
@@ -139,7 +139,7 @@ def _size_bytes(root: Path) -> int:
 
 
 def _require_exists(paths: RunPaths, lock: FileLock) -> None:
-    """Raise BusyError if somebody removed the run while we took its lock."""
+    """Raise LockHeldError if somebody removed the run while we took its lock."""
     if not directory.is_lock_current(lock):
         raise LockHeldError(f"run {paths.root.name} was removed by somebody else at this moment")
 

@@ -40,9 +40,9 @@ def select(layout: ProjectLayout, settings: Settings, options: SelectOptions, sa
     Raises:
         SettingsError: no such output; settings that do not fit it; the reward's program fails; what is to be written
             cannot be, or something else has its name.
-        DamagedError: an output was changed.
+        DamagedFileError: an output was changed.
         DataError: prompts are not there, or nothing is left.
-        BusyError: somebody else writes this output.
+        LockHeldError: somebody else writes this output.
         OSError: the disk does not take it.
     """
     target = options.output.absolute()

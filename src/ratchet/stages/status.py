@@ -24,7 +24,7 @@ def status(layout: ProjectLayout, run: str | None) -> str:
 
     Raises:
         DataError: no such run, or several.
-        DamagedError: it is of a newer version.
+        DamagedFileError: it is of a newer version.
     """
     generations = [paths for paths in directory.list_runs(layout.generations) if paths.lock().held_elsewhere()]
     if run is None:
@@ -47,7 +47,7 @@ def status(layout: ProjectLayout, run: str | None) -> str:
 
 
 def _format_generation(paths: RunPaths) -> str:
-    """A generation in a few lines. Raises DamagedError for one of a newer version."""
+    """A generation in a few lines. Raises DamagedFileError for one of a newer version."""
     paths.require_known_format()
     reader, vitals = JournalReader(paths.journal), create_view(paths)
     for event in reader.read():

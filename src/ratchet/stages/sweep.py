@@ -124,7 +124,7 @@ def sweep(
 def repair_journal(layout: ProjectLayout) -> str:
     """Cut the journal of studies where it is damaged; see studies.journal. Returns what was done, for people.
 
-    Raises BusyError when a sweep runs here.
+    Raises LockHeldError when a sweep runs here.
     """
     for path in sorted(layout.stage_lock("sweep").parent.glob("sweep-*")):
         if (lock := FileLock(path, f"sweep {path.name.removeprefix('sweep-')}")).held_elsewhere():

@@ -48,7 +48,7 @@ def train(
         publish: told of the page that the run has got, now or before.
 
     Raises:
-        BusyError: another process trains this run.
+        LockHeldError: another process trains this run.
         InterruptedRunError, InputError, RunFailedError, MirrorError: see `supervise`.
     """
     launch = build_launch(layout, settings)
@@ -95,8 +95,8 @@ def profile_training(layout: ProjectLayout, settings: Settings, steps: int) -> s
 
     Raises:
         SettingsError: too few steps, asked for or planned.
-        DataError, DamagedError: the data are not as they were prepared.
-        BusyError: somebody else profiles this run.
+        DataError, DamagedFileError: the data are not as they were prepared.
+        LockHeldError: somebody else profiles this run.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
     if steps < LEAST_STEPS:
@@ -140,7 +140,7 @@ def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
 
 
 def _remove_profile(work: RunPaths, run: Run | None = None) -> None:
-    """Remove the directory that a profile is made in. Raises BusyError while somebody else makes one there."""
+    """Remove the directory that a profile is made in. Raises LockHeldError while somebody else makes one there."""
     if work.root.exists():
         with storage_errors(work.root), work.lock().acquire() if run is None else nullcontext():
             files.remove_sealed(work.root)

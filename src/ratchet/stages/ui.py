@@ -23,7 +23,7 @@ def ui(layout: ProjectLayout, settings: Settings, port: int) -> NoReturn:
 
     Raises:
         SettingsError: another process has the port.
-        SchemaError: the store is another MLflow's.
+        TrackingSchemaError: the store is another MLflow's.
         TrackingError: it cannot be read or written.
     """
     _require_free_port(port)

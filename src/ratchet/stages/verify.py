@@ -202,7 +202,7 @@ def _strip_path(path: Path, text: str) -> str:
 
 
 def _require_fitting(path: Path, spec: dict[str, Any] | None) -> None:
-    """Raise DamagedError unless an intact checkpoint is of this run, and what it refers to is there."""
+    """Raise DamagedFileError unless an intact checkpoint is of this run, and what it refers to is there."""
     identity, state = path / "identity.json", path / "state.json"
     if not identity.exists():
         return  # format 1 had none

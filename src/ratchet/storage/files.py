@@ -235,7 +235,7 @@ def publish_directory(scratch: Path, target: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a sealed directory, without checking the files. Raises DamagedError when there is none."""
+    """The manifest of a sealed directory, without checking the files. Raises DamagedFileError when there is none."""
     path = directory / MANIFEST
     try:
         raw = json.loads(content := path.read_bytes())
@@ -261,8 +261,8 @@ def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
     """Check every byte of a sealed directory against its manifest.
 
     Raises:
-        DamagedError: naming the first file that is missing, of another size or content, that cannot be read, or that
-            the manifest does not name.
+        DamagedFileError: names the first file that is missing, unreadable, of another size or content, or not in the
+            manifest.
     """
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:

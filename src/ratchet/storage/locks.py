@@ -39,7 +39,7 @@ class FileLock:
         return self._fd
 
     def acquire(self, wait_s: float = 0.0) -> "FileLock":
-        """Take the lock, trying for `wait_s` seconds. Raises BusyError naming the holder's process id."""
+        """Take the lock, trying for `wait_s` seconds. Raises LockHeldError naming the holder's process id."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + wait_s

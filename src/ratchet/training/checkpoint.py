@@ -109,7 +109,7 @@ def _build_header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# What a checkpoint says of itself in JSON, read with suspicion: whatever is found there, no error but DamagedError.
+# What a checkpoint says of itself in JSON, read with suspicion: whatever is found there, no error but DamagedFileError.
 
 FORMAT = 3
 """2 had no file of the adapter's own tensors, and a state without gradient norms."""
@@ -134,7 +134,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     """State and identity of a checkpoint; its bytes are not compared with the manifest.
 
     Raises:
-        DamagedError: they are not such, or of another format.
+        DamagedFileError: they are not such, or of another format.
     """
     document = read_json(path / STATE)
     found = document.get("format", 1)
@@ -156,7 +156,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON, without NaN. Raises DamagedError for anything else, and for a file that cannot be read."""
+    """An object of JSON, without NaN. Raises DamagedFileError for anything else, and for a file that cannot be read."""
     try:
         value = json.loads(path.read_bytes(), parse_constant=_reject_non_finite)
     except OSError as error:
@@ -282,7 +282,7 @@ def write(
         beat: called after each piece of work, as a sign of life.
 
     Raises:
-        CorruptedError: a weight or a state of optimizer or adapter is not finite.
+        NonFiniteStateError: a weight or a state of optimizer or adapter is not finite.
         OSError: the disk is full or failing; the checkpoints that were there are as they were.
     """
     for tensors in (snapshot.weights, snapshot.optimizer, snapshot.extra):
@@ -362,7 +362,7 @@ def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], No
     Each damaged or outdated newer one is reported by `notice` and passed over.
 
     Raises:
-        DamagedError: one that is intact was written by a newer version, or belongs to another run.
+        DamagedFileError: one that is intact was written by a newer version, or belongs to another run.
     """
     for step in reversed(paths.checkpoint_steps()):
         path = paths.checkpoint(step)
@@ -389,7 +389,7 @@ def _verify_and_read(path: Path) -> CheckpointMetadata:
 
 
 def _refuse_newer(path: Path) -> None:
-    """Raise DamagedError for an intact checkpoint of a later format.
+    """Raise DamagedFileError for an intact checkpoint of a later format.
 
     One flipped bit can make a later format of any number: so it takes an intact seal, or a later seal as well.
     """
@@ -443,7 +443,7 @@ def read(path: Path) -> TrainSnapshot:
     """The snapshot that was saved, in memory of its own.
 
     Raises:
-        DamagedError: it is not what was sealed, or its state is not one of this format.
+        DamagedFileError: it is not what was sealed, or its state is not one of this format.
     """
     sealed = read_metadata(path)
     tensors = _load_tensors(path, OPTIMIZER) | _load_optional_tensors(path, CONSTANTS)
@@ -482,7 +482,7 @@ def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimiz
     """Put model and optimizer into a state. What they learn later does not change the snapshot.
 
     Raises:
-        DamagedError: it is of other parameters than this model trains, or of another optimizer.
+        DamagedFileError: it is of other parameters than this model trains, or of another optimizer.
     """
     _put_weights(snapshot.weights, snapshot.extra, model, f"the checkpoint of step {snapshot.state.step}")
     tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer.items()}  # optimizers keep those they get
@@ -490,7 +490,7 @@ def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimiz
 
 
 def load_weights(path: Path, model: Model) -> None:
-    """Put the adapter of a checkpoint into the model. Raises DamagedError if it does not fit."""
+    """Put the adapter of a checkpoint into the model. Raises DamagedFileError if it does not fit."""
     _put_weights(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
 
 

@@ -78,7 +78,7 @@ class TeacherShardReader:
             teaching: digest of the shards, as the run's spec has it.
 
         Raises:
-            DamagedError: a file is not as it was sealed.
+            DamagedFileError: a file is not as it was sealed.
             DataError: it is of other rows, or not what the run began with.
         """
         files.verify_sealed(directory, KIND)

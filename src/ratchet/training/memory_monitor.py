@@ -175,7 +175,7 @@ def require_memory(
     (machine.shard_base), or both.
 
     Raises:
-        TooLargeError: it does not fit, and `machine.on_forecast` is `refuse`.
+        InsufficientMemoryError: it does not fit, and `machine.on_forecast` is `refuse`.
     """
     if machine.shard_base is True and work.ranks == 1:
         journal.append("notice", text="machine.shard_base: true, but there is one rank, so nothing is shared")

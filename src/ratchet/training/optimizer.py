@@ -110,7 +110,7 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, An
     """Put back what `flatten_state` took out.
 
     Raises:
-        DamagedError: it belongs to another optimizer or other parameters.
+        DamagedFileError: it belongs to another optimizer or other parameters.
     """
     state = {int(index): entries for index, entries in rest["values"].items()}
     for path, tensor in tensors.items():

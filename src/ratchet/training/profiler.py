@@ -266,7 +266,7 @@ def profile_training(task: TrainingContext, steps: int) -> None:
     Raises:
         SettingsError: the training has too few steps.
         InterruptedRunError: asked to stop; nothing is kept.
-        DivergedError, CorruptedError, MemoryExhaustedError: see `StepExecutor.step`.
+        DivergenceError, NonFiniteStateError, MemoryExhaustedError: see `StepExecutor.step`.
         StorageError: the disk takes nothing.
     """
     require_steps(task.plan.steps)

@@ -54,7 +54,7 @@ def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
     them have to ask.
 
     Raises:
-        CorruptedError: a checkpoint that belongs to the result was damaged since it was sealed.
+        NonFiniteStateError: a checkpoint that belongs to the result was damaged since it was sealed.
     """
     task, state = loop.task, loop.state
     for step in {state.best_step, state.step}:

@@ -131,7 +131,7 @@ class GradientAccumulator:
             loss_scale: factor of the loss in the backward pass; the gradient is divided by it again.
 
         Raises:
-            DoesNotFitError: the same step may be computed again, with a smaller budget.
+            MicrobatchMemoryError: the same step may be computed again, with a smaller budget.
         """
         task = self.task
         self.drop()  # of a computation of the same step that is not learned from
@@ -187,7 +187,7 @@ class GradientAccumulator:
         """The sum of what is computed of all pieces of all ranks; None when any of them was asked to stop.
 
         Raises:
-            DoesNotFitError: a piece of any rank: the largest that failed. Where the base is shared, only the rank
+            MicrobatchMemoryError: a piece of any rank: the largest that failed. Where the base is shared, only the rank
                 whose piece it was hears of it: the others wait for its pass, and it cannot go on with that.
         """
         task, total, failed = self.task, 0.0, (0, 0)
@@ -260,7 +260,7 @@ class GradientAccumulator:
         """Mean loss per answer token of all validation rows, in nats, and their number; None when asked to stop.
 
         Raises:
-            DoesNotFitError: all of it may be computed again, with a smaller budget.
+            MicrobatchMemoryError: all of it may be computed again, with a smaller budget.
         """
         task = self.task
         task.model.eval()
@@ -284,7 +284,7 @@ class GradientAccumulator:
 
     @contextmanager
     def _fitting(self, phase: Phase, step: int, lengths: list[int]) -> Iterator[None]:
-        """Turns every kind of exhausted memory into DoesNotFitError, with the gradient so far forgotten."""
+        """Turns every kind of exhausted memory into MicrobatchMemoryError, with the gradient so far forgotten."""
         tokens = len(lengths) * max(lengths)
         try:
             self.task.faults.memory(phase, step, tokens)
@@ -446,8 +446,8 @@ class StepExecutor:
         """One optimizer step over one global batch, or the decision to do without it; nothing when asked to stop.
 
         Raises:
-            DivergedError: more bad steps than `train.guards` puts up with.
-            CorruptedError: a weight is not finite although no step made it so.
+            DivergenceError: more bad steps than `train.guards` puts up with.
+            NonFiniteStateError: a weight is not finite although no step made it so.
             MemoryExhaustedError: one row does not fit.
         """
         started, number = time.monotonic(), self.state.step + 1

@@ -91,7 +91,7 @@ class TrainingLoop:
         Raises:
             InterruptedRunError: asked to stop; the state is sealed.
             PeersLostError: other ranks are gone, or were asked to stop; the state is sealed.
-            DivergedError, CorruptedError, MemoryExhaustedError: see `StepExecutor.step`.
+            DivergenceError, NonFiniteStateError, MemoryExhaustedError: see `StepExecutor.step`.
             SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
             StorageError: the end could not be saved within `machine.storage_wait_s`.
         """

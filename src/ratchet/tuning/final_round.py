@@ -209,7 +209,7 @@ def values_for_seed(settings: Settings, trial: Trial, index: int) -> dict[str, A
 def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> None:
     """Note that models are chosen by these rows, so that the gate refuses to judge by them; repeating changes nothing.
 
-    Rows that were noted before stay: models were chosen by them. Raises DamagedError when the file is no such set.
+    Rows that were noted before stay: models were chosen by them. Raises DamagedFileError when the file is no such set.
     """
     path = layout.objectives / f"{study}.json"
     known = set(ObjectiveSet.load(path).sample_ids) if path.exists() else set[str]()

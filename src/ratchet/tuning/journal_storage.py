@@ -110,7 +110,7 @@ def _scan_lines(data: bytes, start: int) -> _JournalScan:
 
 
 def _raise_scan_error(path: Path, number: int, found: _JournalScan) -> None:
-    """Raise DamagedError for what stopped a scan at line `number`, unless it is a torn tail."""
+    """Raise DamagedFileError for what stopped a scan at line `number`, unless it is a torn tail."""
     if found.newer:
         raise DamagedFileError(
             f"{path}:{number}: written by a newer version of Ratchet (format {found.newer}, this one knows {FORMAT}); "
@@ -137,8 +137,8 @@ class StudyJournalBackend(BaseJournalBackend):
     """One process's view of the file; JournalStorage asks it from one thread at a time.
 
     Methods raise StorageError when the disk takes or gives nothing, or the file was replaced, removed or cut while
-    this process had it open; DamagedError for damage before the last line and for lines of a newer Ratchet; BusyError
-    when somebody else has been appending for APPEND_WAIT_S.
+    this process had it open; DamagedFileError for damage before the last line and for lines of a newer Ratchet;
+    LockHeldError when another process has been appending for APPEND_WAIT_S.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,8 +264,8 @@ class StudyJournalBackend(BaseJournalBackend):
 def repair(path: Path) -> str:
     """Cut a journal at its first damaged line, and keep the rest in a file beside it. Returns what was done, as text.
 
-    The caller has made sure that no worker runs; one that does notices that its file was replaced. Raises BusyError
-    when somebody holds the storage, DamagedError for lines of a newer Ratchet, StorageError for a disk that fails.
+    The caller has made sure that no worker runs; one that does notices that its file was replaced. Raises LockHeldError
+    when somebody holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a disk that fails.
     """
     if not path.exists():
         return f"{path}: not there; nothing to repair"

@@ -100,7 +100,7 @@ class AdvisoryLock:
         self._session: psycopg.Connection[Any] | None = None
 
     def acquire(self, wait_s: float) -> None:
-        """Raises BusyError naming the holder, StorageError when the server does not answer."""
+        """Raises LockHeldError naming the holder, StorageError when the server does not answer."""
         with self._answering():
             self._see_that_it_lives()
             session = self._connected()
@@ -199,8 +199,8 @@ def open_database(url: str, wait_s: float) -> PostgresDatabase:
     Raises:
         SettingsError: see `parse_address`.
         StorageError: the server does not answer, or this user may not make tables.
-        DamagedError: the tables are those of another version of Optuna.
-        BusyError: somebody has held the lock for `wait_s` seconds.
+        DamagedFileError: the tables are those of another version of Optuna.
+        LockHeldError: somebody has held the lock for `wait_s` seconds.
     """
     address = parse_address(url)
     creator: Any = make_connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise
@@ -244,7 +244,7 @@ def _open_tables(where: str, pool: QueuePool) -> RDBStorage:
 
 
 def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
-    """Raises DamagedError unless the tables are as the installed Optuna makes them."""
+    """Raises DamagedFileError unless the tables are as the installed Optuna makes them."""
     there, ours = tables.get_current_version(), tables.get_head_version()
     if there == ours:
         return

@@ -20,7 +20,7 @@ class StudyLock(Protocol):
     """A lock among all processes that use a storage; one that dies lets go of it."""
 
     def acquire(self, wait_s: float) -> object:
-        """Raises BusyError naming the holder."""
+        """Raises LockHeldError naming the holder."""
 
     def release(self) -> None:
         """Raises StorageError where it turns out that the lock had been lost meanwhile."""
@@ -60,7 +60,7 @@ class StudyStorage:
         """Nobody else of this storage, thread, process or machine, is inside meanwhile; may be nested in a thread.
 
         Raises:
-            BusyError: somebody has been inside for LOCK_WAIT_S.
+            LockHeldError: somebody has been inside for LOCK_WAIT_S.
             StorageError: the storage does not answer, or the lock was lost before the end.
         """
         if not self._mutex.acquire(timeout=LOCK_WAIT_S):
@@ -121,8 +121,8 @@ def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
     Raises:
         SettingsError: an address of something else than Postgres, or one with a password in it.
         StorageError: the disk takes nothing, or the server does not answer.
-        DamagedError: the journal is damaged, or the storage was made by another version of Optuna or Ratchet.
-        BusyError: somebody has held the storage for LOCK_WAIT_S.
+        DamagedFileError: the journal is damaged, or the storage was made by another version of Optuna or Ratchet.
+        LockHeldError: somebody has held the storage for LOCK_WAIT_S.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study and trial
     if url is not None:

@@ -21,7 +21,7 @@ def retry_storage(act: Callable[[], Answer], wait_s: float, look: Callable[[], N
         look: called between two tries; may raise to end it.
 
     Raises:
-        StorageError, BusyError: it did not answer for so long.
+        StorageError, LockHeldError: it did not answer for so long.
     """
     since_s: float | None = None
     while True:

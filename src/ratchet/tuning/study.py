@@ -44,7 +44,7 @@ class StudySession:
         Raises:
             SettingsError: a space that cannot be searched, or one that is not the study's (`fork` makes another study).
             DataError: stage base or prepare has not run; or there is no study, and none is to be made.
-            DamagedError, BusyError, StorageError: see studies.storage and studies.register.
+            DamagedFileError, LockHeldError, StorageError: see studies.storage and studies.register.
         """
         space = SearchSpace.of(settings)
         spec = build_run_spec(layout, settings)

@@ -64,7 +64,7 @@ def carry_over_trials(storage: StudyStorage, old: int, new: int, descent: StudyM
     May be called again after it was interrupted; the caller holds the storage. Returns how many there are now.
 
     Raises:
-        DamagedError: another program has put a trial into one of the two.
+        DamagedFileError: another program has put a trial into one of the two.
     """
     if not descent.is_comparable:
         return 0
@@ -235,7 +235,7 @@ def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
 
     Raises:
         SettingsError: a study of that name belongs to another program.
-        DamagedError: one was written by a newer Ratchet.
+        DamagedFileError: one was written by a newer Ratchet.
         StorageError: the storage does not answer.
     """
     return list(_iterate_versions(storage, name))
@@ -276,8 +276,8 @@ def find_or_create(
 
     Raises:
         SettingsError: there are generations, all of other identities, and `fork` is not set.
-        SettingsError, DamagedError: see `list_versions`.
-        BusyError, StorageError: see `StudyStorage.locked`.
+        SettingsError, DamagedFileError: see `list_versions`.
+        LockHeldError, StorageError: see `StudyStorage.locked`.
     """
     wanted = json.loads(json.dumps(identity))
     with storage.locked(), storage.connected():

@@ -262,7 +262,7 @@ def run_trial(work: TrialTask, layout: ProjectLayout, worker: SweepWorker, asked
 
     Raises:
         InterruptedRunError: this worker was asked to stop; a checkpoint is sealed, and the trial given back.
-        LeaseLostError: another worker has the trial; nothing was told.
+        TrialLeaseLostError: another worker has the trial; nothing was told.
     """
     trial, number = work.trial, work.trial.number
     launch, spec = build_launch(layout, work.settings), build_run_spec(layout, work.settings)

@@ -91,7 +91,7 @@ def constraint_attributes(trial: Trial, earlier: FrozenTrial) -> dict[str, float
 
 
 def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
-    """The record of a stored trial. Raises DamagedError for one that Ratchet has not written."""
+    """The record of a stored trial. Raises DamagedFileError for one that Ratchet has not written."""
     attributes = frozen.user_attrs
     if "values" not in attributes:
         raise DamagedFileError(

@@ -23,8 +23,8 @@ _NOTE = "note."
 class TrialStore:
     """One generation of a study in a storage; may be asked from several threads.
 
-    All methods raise StorageError or BusyError when the storage does not answer or is held by somebody else for long,
-    and DamagedError when it is damaged. Whatever is written is there after the death of the process, as a whole.
+    All methods raise StorageError or LockHeldError when the storage does not answer or another process holds it for
+    long, and DamagedFileError when it is damaged. Whatever is written is there after the death of the process, as a whole.
     """
 
     def __init__(self, storage: StudyStorage, generation: StudyVersion) -> None:
@@ -109,7 +109,7 @@ class TrialStore:
         """Note the validation loss after so many rows, unless it is known: a resumed run measures some again.
 
         Raises:
-            LeaseLostError: the trial is over.
+            TrialLeaseLostError: the trial is over.
         """
         with self._over_is_lost(number):
             trial_id, frozen = self._frozen(number)
@@ -125,7 +125,7 @@ class TrialStore:
             worker: who holds the lease.
 
         Raises:
-            LeaseLostError: another worker has the trial, or it is over.
+            TrialLeaseLostError: another worker has the trial, or it is over.
         """
         if not outcome.is_over:
             raise ValueError("a trial that is finished is over")
@@ -147,7 +147,7 @@ class TrialStore:
         """Give a sign of life; needs no lock, so that it comes even while others hold the storage.
 
         Raises:
-            LeaseLostError: another worker has the trial, or it is over.
+            TrialLeaseLostError: another worker has the trial, or it is over.
         """
         with self._over_is_lost(number):
             trial_id, frozen, lease = self._held(number, worker)
@@ -158,7 +158,7 @@ class TrialStore:
         """Give a trial back that is not finished: anybody may take it over at once.
 
         Raises:
-            LeaseLostError: another worker has the trial, or it is over.
+            TrialLeaseLostError: another worker has the trial, or it is over.
         """
         with self.locked(), self._over_is_lost(number):
             trial_id, _, lease = self._held(number, worker)

@@ -159,7 +159,7 @@ def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path
     promoted(project, "a")
     event = tmp_path / "event.json"
     event.write_text(json.dumps({"id": "1", "action": "promote"}))
-    code = CODE.replace("sys.exit(deploy.watch(", "print(deploy.deploy(").replace(", say))", "))")
+    code = CODE.replace("sys.exit(deploy.watch_champion(", "print(deploy.deploy(").replace(", say))", "))")
     hook = HookSettings(command=(sys.executable, "-c", code, str(project.root), str(served)), retries=0)
     outcome = hooks.send_event(hook, event, project.root)
     assert outcome.told, "".join(path.read_text() for path in tmp_path.glob("*.log"))

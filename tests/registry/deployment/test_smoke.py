@@ -107,9 +107,9 @@ def test_kill_during_smoke_test_leaves_no_server(
         "import sys; from pathlib import Path\n"
         "from ratchet.config.schema import Settings; from ratchet.storage.layout import ProjectLayout as Layout\n"
         "from ratchet.stages.deploy import deploy; from ratchet.registry.deployment import smoke_test as smoke\n"
-        "smoke._compared = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
-        "smoke.llama_server.Server.close = lambda self: None\n"
-        "smoke._same_prompt = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
+        "smoke._compare_answer = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
+        "smoke.llama_server.LlamaServer.close = lambda self: None\n"
+        "smoke._is_same_prompt = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
         "deploy(Layout(Path(sys.argv[1])), Settings(), Path(sys.argv[2]))\n"
     )
     deployer = subprocess.Popen(

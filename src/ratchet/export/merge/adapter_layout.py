@@ -140,7 +140,7 @@ def read_updates(directory: Path, plain: Model, skeleton: Model, base_digest: st
 
     Raises:
         BaseModelError: the adapter is of another base, of a kind that is no change of weights, or does not fit.
-        DamagedError: it cannot be read, or holds NaN.
+        DamagedFileError: it cannot be read, or holds NaN.
     """
     return dict(_collect_updates(directory, plain, _attach_adapter(directory, skeleton, base_digest)))
 

@@ -28,7 +28,7 @@ class AdapterUpdates:
 
         Raises:
             BaseModelError: an adapter is of another base, of a kind that is no change of weights, or does not fit.
-            DamagedError: an adapter cannot be read, or holds NaN.
+            DamagedFileError: an adapter cannot be read, or holds NaN.
             SettingsError: a pattern of `modules` matches nothing.
         """
         parts = []

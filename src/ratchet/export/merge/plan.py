@@ -58,7 +58,7 @@ def plan_merge(recipe: MergeRecipe) -> MergePlan:
 
     Raises:
         BaseModelError: base or adapter are not what they should be, or do not go together.
-        DamagedError: an adapter cannot be read, or holds NaN.
+        DamagedFileError: an adapter cannot be read, or holds NaN.
         SettingsError: the recipe asks for what these files do not have.
     """
     validate_recipe(recipe)

@@ -11,7 +11,7 @@ def require_mergeable(recipe: MergeRecipe) -> None:
 
     Raises:
         BaseModelError: base or adapter are not what they should be, or do not go together.
-        DamagedError: an adapter cannot be read, or holds NaN.
+        DamagedFileError: an adapter cannot be read, or holds NaN.
         SettingsError: the recipe asks for what these files do not have.
     """
     plan_merge(recipe)

@@ -108,7 +108,7 @@ def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> Mer
         progress: told the bytes that are written, and of how many.
 
     Raises:
-        BaseModelError, DamagedError, SettingsError: as `recipe.require_mergeable`.
+        BaseModelError, DamagedFileError, SettingsError: as `recipe.require_mergeable`.
     """
     plan = plan_merge(recipe)
     files.make_directory(directory)

@@ -73,7 +73,7 @@ def measure_closeness(
         targets: of each row, the token that follows each of its positions.
 
     Raises:
-        DamagedError: the form gives something else than log-probabilities of the same vocabulary.
+        DamagedFileError: the form gives something else than log-probabilities of the same vocabulary.
         ValueError: nothing to compare, or not equally many rows.
     """
     sums = _DivergenceTotals()
@@ -168,7 +168,7 @@ class ModuleComparison:
             scales: [positions]; None: the largest value at each.
 
         Raises:
-            DamagedError: they have not the same shape.
+            DamagedFileError: they have not the same shape.
         """
         if expected.shape != found.shape:
             raise DamagedFileError(
@@ -191,7 +191,7 @@ class ModuleComparison:
 
 
 def require_within_tolerance(parts: Sequence[ModuleDeviation]) -> None:
-    """Raises DamagedError, with the one that is furthest off, when any is."""
+    """Raises DamagedFileError, with the one that is furthest off, when any is."""
     off = sorted((part for part in parts if not part.excess <= 1), key=lambda part: (-part.excess, part.name))
     if off:
         worst, others = off[0], len(off) - 1

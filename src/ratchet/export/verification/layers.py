@@ -86,7 +86,7 @@ def record_activations(model: Model, rows: Sequence[Tokens]) -> ActivationRecord
         rows: token ids of real rows, at least one.
 
     Raises:
-        DamagedError: base + adapter computes what is no number.
+        DamagedFileError: base + adapter computes what is no number.
     """
     base = model.get_base_model()
     found = ActivationRecording([list(row[:TOKENS]) for row in spread_items(list(rows), ROWS)], _compute_dtype(base))
@@ -237,7 +237,7 @@ def _compute_dtype(base: Model) -> torch.dtype:
 
 
 def _require_numbers(found: ActivationRecording) -> None:
-    """Raises DamagedError, with the first module or layer whose output holds NaN or infinity."""
+    """Raises DamagedFileError, with the first module or layer whose output holds NaN or infinity."""
     parts = [(name, [leaf.outputs]) for name, leaf in found.leaves.items()]
     parts += [(name, layer.outputs) for name, layer in found.layers.items()]
     parts += [("the base without the adapter", found.bare_logits), ("base + adapter", found.logits)]
@@ -269,7 +269,7 @@ def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtyp
         dtype: type of its stored weights.
 
     Raises:
-        DamagedError: it equals the base although the adapter does something; a module is not there; or one is off,
+        DamagedFileError: it equals the base although the adapter does something; a module is not there; or one is off,
             and is named.
     """
     tolerance = module_tolerance(dtype, recording.dtype)
@@ -293,7 +293,7 @@ def _measure_adapter_effect(recording: ActivationRecording, merged: Model) -> fl
     """Largest difference of a logit to the bare base; 0 where the adapter changes nothing.
 
     Raises:
-        DamagedError: the merged model is the base, while base + adapter is not.
+        DamagedFileError: the merged model is the base, while base + adapter is not.
     """
     with_adapter, bare = torch.cat(recording.logits), torch.cat(recording.bare_logits)
     if torch.equal(with_adapter, bare):

@@ -48,7 +48,7 @@ def measure_merge(
         material: rows and positions.
 
     Raises:
-        DamagedError: a module of the merged model is off, or it has another vocabulary.
+        DamagedFileError: a module of the merged model is off, or it has another vocabulary.
     """
     checked = check_merge(recording, merged, dtype)
     greatest, total, elements, agreeing, count = 0.0, 0.0, 0, 0, 0

@@ -123,7 +123,7 @@ def examine_format(
         score: of expected and given answers, by `material.metric`: the evaluation's own.
 
     Raises:
-        DamagedError: the form has another vocabulary, or gives no numbers.
+        DamagedFileError: the form has another vocabulary, or gives no numbers.
     """
     given = _compute_distributions(runtime, material, progress)
     close = measure_closeness(reference.log_probabilities, given, material.targets)

@@ -41,7 +41,7 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
             quantised, in float32.
 
     Raises:
-        BaseModelError, DamagedError: an adapter does not fit this base, or cannot be read.
+        BaseModelError, DamagedFileError: an adapter does not fit this base, or cannot be read.
         SettingsError: the base cannot be loaded so, or an adapter is of a kind that cannot be put beside another.
     """
     train = recipe.train

@@ -186,7 +186,7 @@ class GradientReducer:
             states: of all its ranks, in its order; none, or nothing in them: begin anew.
 
         Raises:
-            DamagedError: they are of other parameters or another method.
+            DamagedFileError: they are of other parameters or another method.
         """
         if not any(states):
             return

@@ -199,7 +199,7 @@ class LlamaClient:
         """By how many nats the likeliest token is ahead of the second, at each token of a greedy answer.
 
         Raises:
-            DamagedError: the model computes what is no number.
+            DamagedFileError: the model computes what is no number.
         """
         found = []
         for done in range(len(answer)):
@@ -297,9 +297,9 @@ def start_server(
         ready_s: how long it may take.
 
     Raises:
-        DamagedError: no GGUF file, or an incomplete one.
+        DamagedFileError: no GGUF file, or an incomplete one.
         BaseModelError: an architecture, pre-tokenizer or chat template that this llama.cpp does not understand.
-        BusyError: the port is taken.
+        LockHeldError: the port is taken.
         RatchetError: it crashed, or was not ready in time.
     """
     if not path.is_file():

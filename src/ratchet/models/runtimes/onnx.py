@@ -123,7 +123,7 @@ def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
         threads: that compute one operation together; they do not spin while they wait.
 
     Raises:
-        DamagedError: a file is missing, or is not what it should be.
+        DamagedFileError: a file is missing, or is not what it should be.
     """
     onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
@@ -144,7 +144,7 @@ def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
 
 
 def _require_inputs(path: Path, session: Any) -> None:
-    """Raises DamagedError unless the graph is one with a cache, as this room feeds it."""
+    """Raises DamagedFileError unless the graph is one with a cache, as this room feeds it."""
     names = {one.name for one in session.get_inputs()}
     missing = [name for name in ("input_ids", "attention_mask", "position_ids") if name not in names]
     if missing or session.get_outputs()[0].name != "logits" or not any(name.startswith(_PAST) for name in names):

@@ -72,7 +72,7 @@ class ChatStream:
         """Send the request; of an answer that is none the whole body, of another one nothing: `pieces` reads it.
 
         Raises:
-            SilentError: no answer has begun within `limit_s` seconds, or the connection failed.
+            IncompleteReplyError: no answer has begun within `limit_s` seconds, or the connection failed.
         """
         self.close()
         self._over, self._late, self._heard_s = threading.Event(), False, time.monotonic()
@@ -96,8 +96,8 @@ class ChatStream:
         """What comes, and at the end the whole, whose text is what came.
 
         Raises:
-            SilentError: it broke off, or nothing came for too long.
-            ShapeError: what came is no stream of an answer.
+            IncompleteReplyError: it broke off, or nothing came for too long.
+            MalformedReplyError: what came is no stream of an answer.
         """
         if self._response is None:
             raise MalformedReplyError("no answer was begun")
@@ -164,7 +164,7 @@ class _ChatReplyBuilder:
         self._nats: list[Any] = []
 
     def take(self, data: str) -> Iterator[ChatDelta]:
-        """The pieces of one event. Raises ShapeError."""
+        """The pieces of one event. Raises MalformedReplyError."""
         document = replies.read_object(data.encode())
         if "error" in document:  # a server that fails while it answers
             raise MalformedReplyError(f"the server broke off: {replies.read_error_message(data.encode())}")
@@ -192,7 +192,7 @@ class _ChatReplyBuilder:
                 yield ChatDelta(text, reasoning)
 
     def reply(self) -> ChatReply:
-        """The whole. Raises ShapeError when it has no end: neither a reason for it nor the sign."""
+        """The whole. Raises MalformedReplyError when it has no end: neither a reason for it nor the sign."""
         if self._finish is None and not self.ended:
             raise MalformedReplyError("the stream ended before the answer did")
         message = {"content": "".join(self._texts[False]), "reasoning_content": "".join(self._texts[True])}

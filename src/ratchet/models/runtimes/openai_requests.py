@@ -54,7 +54,7 @@ def read_reply(body: bytes, tries: int) -> ChatReply:
     """The first choice of a chat completion.
 
     Raises:
-        ShapeError: it is none.
+        MalformedReplyError: it is none.
     """
     document = read_object(body)
     choices = document.get("choices")
@@ -82,7 +82,7 @@ def read_reply(body: bytes, tries: int) -> ChatReply:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """An answer that is a JSON object. Raises ShapeError."""
+    """An answer that is a JSON object. Raises MalformedReplyError."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -250,8 +250,8 @@ class HttpExchange:
         """Send it and read the whole answer. POST with a body (as JSON), GET without (None).
 
         Raises:
-            SilentError: no whole answer within `limit_s` seconds, or the connection failed.
-            BrokenOffError: `break_off` was called.
+            IncompleteReplyError: no whole answer within `limit_s` seconds, or the connection failed.
+            RequestCancelledError: `break_off` was called.
         """
         connection = create_connection(place, min(CONNECT_S, limit_s))
         timer = threading.Timer(limit_s, self._end, ("late",))
@@ -335,7 +335,7 @@ class RetriableRequest:
         self._lock = threading.Lock()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, not at all when it is nothing or less. Raises BrokenOffError when it was broken off."""
+        """Sleep, not at all when it is nothing or less. Raises RequestCancelledError when it was broken off."""
         if self._over.wait(max(0.0, seconds)):
             raise RequestCancelledError
 
@@ -351,7 +351,7 @@ class RetriableRequest:
         return one.run(place, path, body, headers, limit_s)
 
     def break_off(self) -> None:
-        """End it now; its thread meets BrokenOffError."""
+        """End it now; its thread meets RequestCancelledError."""
         with self._lock:
             self._over.set()
             if self._exchange is not None:
@@ -427,7 +427,7 @@ class RequestPool(Generic[A, T]):
 
 
 def run_single_request(answer: Callable[[RetriableRequest], T], stop: Callable[[], bool]) -> T:
-    """One request. Raises what it met; BrokenOffError where `stop` says so."""
+    """One request. Raises what it met; RequestCancelledError where `stop` says so."""
     flights: RequestPool[None, T] = RequestPool(lambda _, flight: answer(flight))
     try:
         for _, found in flights.fly(iter([None]), 1, stop):

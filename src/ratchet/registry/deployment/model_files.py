@@ -19,7 +19,7 @@ def build_model_files(
         forced: who promoted it against the verdict; card and commands say so.
 
     Raises:
-        DamagedError: the merged model in the export has no usable config.json.
+        DamagedFileError: the merged model in the export has no usable config.json.
     """
     return server_files.mlmodel_files(export / "hf") | server_files.build_server_files(
         export / "hf", bundle, name, forced

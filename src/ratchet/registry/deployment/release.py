@@ -125,7 +125,7 @@ def _default_artifact(bundle: ModelBundle) -> ExportArtifact:
 
 
 def plan_release(promoted: PromotedModel, artifact: ExportArtifact) -> Release:
-    """The release of this form. Raises DamagedError when the promoted folder lacks what its server needs."""
+    """The release of this form. Raises DamagedFileError when the promoted folder lacks what its server needs."""
     where = artifact_path(artifact)
     own = [name for name in promoted.files if name == where or name.startswith(f"{where}/")]
     served = f"{server_files.FOLDER}/{server_files.format_slug(artifact.name)}/"
@@ -153,7 +153,7 @@ def stage_release(promoted: PromotedModel, release: Release, target: Path) -> No
     """Write and seal a release; what is there under the name is replaced.
 
     Raises:
-        DamagedError: a file of the promoted model changed since it was verified.
+        DamagedFileError: a file of the promoted model changed since it was verified.
         OSError: the disk takes no more; nothing is left behind.
     """
     known: dict[str, files.Entry] = {}
@@ -190,7 +190,7 @@ def is_release(folder: Path, known: Container[str]) -> bool:
 
 
 def verify_release(folder: Path) -> Release:
-    """The record of a release of which every byte is as it was sealed. Raises DamagedError naming what is not."""
+    """The record of a release of which every byte is as it was sealed. Raises DamagedFileError naming what is not."""
     manifest = files.verify_sealed(folder, KIND)
     release = Release.load(folder / RECORD)
     if manifest.files.keys() - {RECORD} != release.origins.keys():
@@ -207,7 +207,7 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
         signed: SHA-256 of each file of the promoted model, as its signature (model.sig in `folder`) lists it.
 
     Raises:
-        DamagedError: a file is not as it was signed, or none of those that were; or it hides that it was forced.
+        DamagedFileError: a file is not as it was signed, or none of those that were; or it hides that it was forced.
     """
     found = files.read_manifest(folder).files
     if found.get(SIGNATURE, ("", 0))[0] != release.signature:
@@ -314,7 +314,7 @@ class DeploymentDirectory:
         return self.root / ".rollback.json"
 
     def target(self, link: Path) -> Path | None:
-        """The release that a link leads to; None where there is no link. Raises DamagedError for a link elsewhere."""
+        """The release of a link; None where there is no link. Raises DamagedFileError for a link elsewhere."""
         if not os.path.lexists(link):
             return None
         written = str(link.readlink()) if link.is_symlink() else ""
@@ -376,7 +376,7 @@ class DeploymentDirectory:
         files.fsync_directory(self.root)
 
     def log(self) -> list[Deployment]:
-        """What was deployed, oldest first. Raises DamagedError for a line that is none."""
+        """What was deployed, oldest first. Raises DamagedFileError for a line that is none."""
         found = []
         lines = self.history.read_bytes().splitlines() if self.history.exists() else []
         for number, content in enumerate(lines, start=1):
@@ -432,8 +432,8 @@ def open_directory(directory: Path, model_name: str, new: bool = True) -> Iterat
 
     Raises:
         SettingsError: it is no directory, holds other things, or another model.
-        DamagedError: it does not say any more which model it holds.
-        BusyError: somebody else deploys into it.
+        DamagedFileError: it does not say any more which model it holds.
+        LockHeldError: somebody else deploys into it.
         StorageError: it cannot be made, or not written.
     """
     root = _absolute_directory(directory)

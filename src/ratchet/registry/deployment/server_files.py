@@ -325,7 +325,7 @@ def build_server_files(
         forced: who promoted it against the verdict.
 
     Raises:
-        DamagedError: the directory has no usable config.json.
+        DamagedFileError: the directory has no usable config.json.
     """
     facts = read_facts(directory, name)
     commands = {one.name: _serve_command(one, facts) for one in bundle.artifacts}
@@ -339,7 +339,7 @@ def build_server_files(
 
 
 def read_facts(directory: Path, name: str) -> ServingFacts:
-    """Facts of a Hugging Face directory. Raises DamagedError when it has no usable config.json."""
+    """Facts of a Hugging Face directory. Raises DamagedFileError when it has no usable config.json."""
     config = _read_json(directory / "config.json")
     if not config:
         raise DamagedFileError(f"{directory / 'config.json'}: no config of a model; export it again")

@@ -39,7 +39,7 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, dated: bool, threads:
 
     Raises:
         ChampionError: it does not start, does not answer, or answers otherwise; the message says to which question.
-        DamagedError: the release cannot be read, or nothing was verified to compare with.
+        DamagedFileError: the release cannot be read, or nothing was verified to compare with.
     """
     if not artifact.probes:
         raise DamagedFileError(

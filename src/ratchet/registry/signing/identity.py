@@ -88,7 +88,7 @@ def verify_identity(found: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> 
     """Whose signature this is.
 
     Raises:
-        DamagedError: it is not one that sigstore's log and authority know, or not of this statement.
+        DamagedFileError: it is not one that sigstore's log and authority know, or not of this statement.
         SettingsError: it is somebody's whom the project never trusted, or sigstore's roots cannot be read.
     """
     from sigstore import errors, models, verify

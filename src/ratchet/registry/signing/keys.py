@@ -97,7 +97,7 @@ def read_keyring(path: Path) -> Keyring:
     """The keyring of a project; one that is not there trusts nobody.
 
     Raises:
-        DamagedError: it is none, or a fingerprint in it is not that of its key.
+        DamagedFileError: it is none, or a fingerprint in it is not that of its key.
     """
     if not path.exists():
         return Keyring()

@@ -81,7 +81,7 @@ def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = 
         known: SHA-256 of files that the caller vouches for, which are not read.
 
     Raises:
-        DamagedError: something in the folder is neither a file nor a folder.
+        DamagedFileError: something in the folder is neither a file nor a folder.
         SettingsError: the signer cannot sign.
     """
     path = folder / SIGNATURE
@@ -101,7 +101,7 @@ def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str
         known: SHA-256 of files that were just compared with the seal's manifest, which are not read again.
 
     Raises:
-        DamagedError: it is not signed, or a file is not as it was signed; the message names it.
+        DamagedFileError: it is not signed, or a file is not as it was signed; the message names it.
         SettingsError: signed by somebody whom the project does not trust, or no longer.
     """
     return require_trusted(judge_folder(folder, keys.read_keyring(layout.keyring), known))
@@ -210,7 +210,7 @@ def _describe_difference(signed: Mapping[str, str], here: Mapping[str, str]) -> 
 
 
 def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of every file that is covered. Raises DamagedError for what is neither file nor folder."""
+    """SHA-256 of every file that is covered. Raises DamagedFileError for what is neither file nor folder."""
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -140,7 +140,10 @@ def create_shallow_socket(address: Any) -> socket.socket:
 
 
 class TransferWatchdog:
-    """Lets a call run as long as it makes progress. Raises StalledError or StoppedError otherwise, and its own errors.
+    """Lets a call run as long as it makes progress.
+
+    Raises TransferStalledError or TransferStoppedError otherwise, and the errors of the call.
+
 
     Args:
         timeout_s: without progress, after which it has stalled.
@@ -240,7 +243,7 @@ class StorageBackend(Protocol):
 
     def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
         """A file, unless it is there; returns the bytes that were sent, tries that failed apart. Verified when it
-        returns. Calls `trying` itself, for each step. Raises DamagedError if the file is not what `entry` says."""
+        returns. Calls `trying` itself, for each step. Raises DamagedFileError if the file is not what `entry` says."""
 
     def remove(self, name: str) -> None:
         """An object."""

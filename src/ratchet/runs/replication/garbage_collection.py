@@ -66,7 +66,7 @@ class ReplicaGarbageCollector:
     def tidy(self) -> GarbageCollectionResult:
         """Remove what can go. Nothing of ours may be on its way to the mirror meanwhile.
 
-        Raises MirrorError, and HeldError when the run is another machine's.
+        Raises MirrorError, and LeaseHeldError when the run is another machine's.
         """
         found = self._documents()
         needed = self._needed(found)

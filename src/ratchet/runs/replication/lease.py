@@ -234,7 +234,7 @@ class ReplicaLease:
             earlier: a claim whose process is known to be gone: it is not waited for.
 
         Raises:
-            HeldError: the run is another machine's, which gives signs of life.
+            LeaseHeldError: the run is another machine's, which gives signs of life.
             InterruptedRunError: asked to stop.
             MirrorError: the mirror does not answer, or too slowly.
         """
@@ -257,7 +257,7 @@ class ReplicaLease:
         )
 
     def go_on_from(self, origin: Origin | None) -> None:
-        """Write down where our journal begins. Raises MirrorError; HeldError when the run is another's by now."""
+        """Write down where our journal begins. Raises MirrorError; LeaseHeldError when the run is another's by now."""
         with self._mutex:
             self._claim = replace(self._claim, goes_on=origin)
         self.confirm()
@@ -266,7 +266,7 @@ class ReplicaLease:
         """Give a sign of life now, and look for later holders.
 
         Raises:
-            HeldError: there is one.
+            LeaseHeldError: there is one.
             MirrorError: the mirror does not answer.
         """
         with self._mutex:

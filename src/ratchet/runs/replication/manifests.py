@@ -59,7 +59,7 @@ class ReplicaManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Raises DamagedError when it is no such document, or names a file outside its directory."""
+        """Raises DamagedFileError when it is no such document, or names a file outside its directory."""
         try:
             raw = json.loads(data)
             if (found := raw["format"]) != FORMAT:
@@ -80,7 +80,7 @@ def _is_digest(text: str) -> bool:
 
 
 def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
-    """The document of a sealed checkpoint. Raises DamagedError when it is none.
+    """The document of a sealed checkpoint. Raises DamagedFileError when it is none.
 
     Like State.refers_to of the training, read without its libraries: best and last good step, if they are others.
     """
@@ -95,7 +95,7 @@ def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
 
 
 def build_result_manifest(directory: Path, step: int) -> ReplicaManifest:
-    """The document of a sealed result. Raises DamagedError when it is none."""
+    """The document of a sealed result. Raises DamagedFileError when it is none."""
     manifest = files.read_manifest(directory)
     return ReplicaManifest(manifest.kind, step, manifest.files)
 
@@ -122,7 +122,7 @@ class SealedDirectoryUploader:
 
         Raises:
             MirrorError: the mirror does not take it now.
-            DamagedError: a file is not what was sealed.
+            DamagedFileError: a file is not what was sealed.
             FileNotFoundError: the directory was removed meanwhile.
         """
         cost = TransferStatistics()
@@ -148,7 +148,7 @@ class SealedDirectoryUploader:
 
 
 def read_replica_manifest(store: ReplicaStore, name: str) -> ReplicaManifest:
-    """A document of a mirror. Raises DamagedError when there is none, or it is unreadable."""
+    """A document of a mirror. Raises DamagedFileError when there is none, or it is unreadable."""
     data = store.read(name)
     if data is None:
         raise DamagedFileError(f"{name}: is not there any more")
@@ -174,7 +174,7 @@ def fetch_sealed(
         beat: told of the bytes of each piece that came; may raise, and then nothing is left.
 
     Raises:
-        DamagedError: something of it is missing in the mirror, or damaged; nothing of it is left.
+        DamagedFileError: something of it is missing in the mirror, or damaged; nothing of it is left.
         OSError: the disk has no room for it, or fails.
         MirrorError: the mirror does not answer.
     """

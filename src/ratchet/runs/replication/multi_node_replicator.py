@@ -179,7 +179,7 @@ class MultiNodeReplicator:
     # ---------------------------------------------------------------------------------------------------- strangers
 
     def _await_strangers(self, source: RestoreSource, stopping: Callable[[], bool]) -> None:
-        """Return when no stranger has the run. Raises HeldError when one does, and InterruptedRunError."""
+        """Return when no stranger has the run. Raises LeaseHeldError when one does, and InterruptedRunError."""
         here, told = self._here, False
         onlooker = LeaseObserver(source.store, here.names, here.machine.lease_s)
         while True:

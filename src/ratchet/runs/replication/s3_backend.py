@@ -89,7 +89,7 @@ class MultipartChecksums:
         return f"{encode_base64(hashlib.sha256(b''.join(self.sha256s)).digest())}-{len(self.sha256s)}"
 
     def data(self, number: int) -> bytes:
-        """A part, counted from 1. Raises DamagedError when the file has gone."""
+        """A part, counted from 1. Raises DamagedFileError when the file has gone."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek((number - 1) * self.each)
@@ -283,7 +283,7 @@ class S3Backend:
         return send
 
     def _require(self, parts: MultipartChecksums, number: int, tag: str) -> None:
-        """Raise WrongBytesError if the service can be believed, and has something else."""
+        """Raise ContentMismatchError if the service can be believed, and has something else."""
         if tag != parts.md5s[number - 1].hex() and self._known().md5_tags:
             raise ContentMismatchError("the service's MD5 of what arrived is another")
 

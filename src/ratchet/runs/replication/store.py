@@ -156,7 +156,7 @@ class ReplicaStore:
         Parts that have arrived are not sent again. It is there only when what arrived has been verified.
 
         Raises:
-            DamagedError: the file is not what `entry` says; nothing is sent.
+            DamagedFileError: the file is not what `entry` says; nothing is sent.
             FileNotFoundError: there is no such file, or no longer.
         """
         try:
@@ -178,7 +178,7 @@ class ReplicaStore:
             beat: told of the bytes of each piece that came; may raise, and then nothing is left.
 
         Raises:
-            DamagedError: it is not there, or not what `entry` says, the same twice; there is no file then.
+            DamagedFileError: it is not there, or not what `entry` says, the same twice; there is no file then.
         """
         partial = path.parent / f"{files.PARTIAL}{path.name}-{uuid4().hex}"
         try:
@@ -215,7 +215,7 @@ class ReplicaStore:
         return found_digest.hexdigest()
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """An object, piece by piece; unverified. Raises DamagedError if there is none."""
+        """An object, piece by piece; unverified. Raises DamagedFileError if there is none."""
         size = self._size(name)
         if size is None:
             raise DamagedFileError(f"{self.shown}/{name}: missing")

@@ -30,7 +30,7 @@ class Record(BaseModel):
 
         Raises:
             DataError: the stage that writes it has not run.
-            DamagedError: the file is not such a record, or of another format version.
+            DamagedFileError: the file is not such a record, or of another format version.
         """
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
@@ -117,7 +117,7 @@ def to_json_line(row: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines that `write_lines` wrote. Raises DamagedError naming file and line."""
+    """Read JSON lines that `write_lines` wrote. Raises DamagedFileError naming file and line."""
     rows = []
     try:
         text = path.read_text(encoding="utf-8")

@@ -296,7 +296,7 @@ class HeldOutScores(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what was saved sealed. Raises DataError or DamagedError as any record, and for a digest that differs."""
+        """Read a sealed record. Raises DataError or DamagedFileError as any record, and for a digest that differs."""
         found = super().load(path)
         if found.seal != found._digest():
             raise DamagedFileError(f"{path}: not as it was written (its digest differs); remove it, it is made again")

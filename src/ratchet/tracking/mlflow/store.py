@@ -120,7 +120,7 @@ def _require_schema(connection: sqlite3.Connection, database: Path) -> None:
     """Refuse tables of another version: MLflow would change some of them unasked, and fail on others.
 
     Raises:
-        SchemaError: what was found, and the command that migrates it.
+        TrackingSchemaError: what was found, and the command that migrates it.
     """
     from alembic.script import ScriptDirectory
     from mlflow import __file__ as mlflow_file
