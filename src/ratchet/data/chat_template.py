@@ -444,7 +444,6 @@ def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal:
     Raises:
         UntrainableTemplateError: it does not.
 
-
     Earlier turns are not held to that: Mistral's template, for one, moves the system message to the last user turn.
     """
     follows = skeleton.order[:literal][-1:] == prompt.order[-1:]

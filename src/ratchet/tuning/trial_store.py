@@ -24,7 +24,7 @@ class TrialStore:
     """One generation of a study in a storage; may be asked from several threads.
 
     All methods raise StorageError or LockHeldError when the storage does not answer or another process holds it for
-    long, and DamagedFileError when it is damaged. Whatever is written is there after the death of the process, as a whole.
+    long, and DamagedFileError when it is damaged. A write is atomic and survives the death of the process.
     """
 
     def __init__(self, storage: StudyStorage, generation: StudyVersion) -> None:

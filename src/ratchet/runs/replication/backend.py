@@ -144,7 +144,6 @@ class TransferWatchdog:
 
     Raises TransferStalledError or TransferStoppedError otherwise, and the errors of the call.
 
-
     Args:
         timeout_s: without progress, after which it has stalled.
         slowest_bytes_s: of a connection that does not count as stalled.
