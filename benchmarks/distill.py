@@ -14,7 +14,7 @@ students have few labels, and prompts without labels. Four students, all else eq
 - `both`: from these rows, with the teacher's probabilities.
 
 Each has the learning rate, of `rates`, that gave its first seed the least loss of the validation rows, and keeps the
-checkpoint of the least validation loss. Intervals are paired, of rows and seeds both (gating/seeds.py). The sizes, and
+checkpoint of the least validation loss. Intervals are paired over rows and seeds (gate/finalists.py). The sizes, and
 what stands in DISTILL, SAMPLES and AGREEMENT, were chosen on validation rows (`--validation` judges by these); then the
 test rows were judged once. Time per answer: one row at a time, in turns with the teacher.
 """

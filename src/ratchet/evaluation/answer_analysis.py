@@ -305,7 +305,7 @@ class LikelihoodAnalysis:
     left_out: int
     """Prompts with a reference that are not among them: the reference is no label, or a label's is not known."""
     curves: Mapping[str, Mapping[str, Any]]
-    """Precision and recall of each label, as services/metrics.curves gives them."""
+    """Precision and recall of each label, as evaluation/metrics.curves gives them."""
     average_precision: MetricValue
     """Mean over labels."""
     calibration: LabelCalibration

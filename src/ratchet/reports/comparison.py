@@ -323,7 +323,7 @@ def read_validation_scores(account: RunSummary) -> dict[str, HeldOutScores]:
 
 # Which differences are more than chance: only where the same rows were scored under one contract.
 #
-# The statistics are the gate's (gating/paired) on test rows, and those of a sweep's finals (gating/seeds) on
+# The statistics are the gate's (gate/paired_test) on test rows, and those of a sweep's finals (gate/finalists) on
 # validation
 # rows, where seeds count too. Of each pair the leader is picked by these very scores, so p-values are doubled; then
 # Holm's correction over everything that one page compares.

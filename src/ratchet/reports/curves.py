@@ -1,4 +1,4 @@
-"""Curves of trainings, one above the other: drawn by step as they are, and as data for services/curves.js.
+"""Curves of trainings, one above the other: drawn by step as they are, and as data for reports/curves.js.
 
 Colours are those of Okabe and Ito (Color Universal Design, 2008); each side has a pattern of dashes of its own, too.
 """
@@ -19,7 +19,7 @@ from ratchet.storage.html import NONE, Html, explanation, table, tag
 WIDE, HIGH = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
 COLOURS, DASHES = 7, 4
-"""Of lines, in services/curves.css; each is used again once all are taken."""
+"""Of lines, in reports/curves.css; each is used again once all are taken."""
 NUMBERS = 10
 """Rows of the table behind a picture."""
 ROOM, FAR, BEYOND = 1.0, 0.25, 6
@@ -284,7 +284,7 @@ def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
     return float(getattr(line, axis)[place])
 
 
-# Curves of trainings as services/curves.js draws them, and what it lets a reader choose; legend and explanation.
+# Curves of trainings as reports/curves.js draws them, and what it lets a reader choose; legend and explanation.
 
 
 def render_script_data(found: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:

@@ -172,7 +172,7 @@ def _format_text(given: Any) -> str:
     return given if isinstance(given, str) else "" if given is None else str(given)
 
 
-# The browser of flipped samples: complete without JavaScript, filtered and paged with it (services/gate.js).
+# The browser of flipped samples: complete without JavaScript, filtered and paged with it (reports/gate.js).
 
 ROOM_BYTES = 1_300_000
 """Of all samples together: the page stays below 2 MB."""

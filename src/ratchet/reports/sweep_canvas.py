@@ -417,7 +417,7 @@ VARIABLES = {
     TOP: "top",
     **{colour: state for state, colour in COLOURS.items()},
 }
-"""Colours of pictures, and the CSS variables of services/sweep.css that stand for them on a page."""
+"""Colours of pictures, and the CSS variables of reports/sweep.css that stand for them on a page."""
 
 _LEFT_OUT = (
     re.compile(r"<metadata>.*?</metadata>", re.S),

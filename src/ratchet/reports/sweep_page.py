@@ -372,7 +372,7 @@ def render_reproduction(report: SweepReport) -> Sequence[Html]:
 
 # The page of a sweep, for people: one HTML file that loads nothing, whole without its script.
 #
-# Pictures come as SVG from services/sweep_plots.py, by whoever asks for the page, and are written into it.
+# Pictures come as SVG from reports/sweep_plots.py, by whoever asks for the page, and are written into it.
 
 HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
 

@@ -193,7 +193,7 @@ def _format_amount(count: int, size: int) -> str:
 
 # What training made and what memory it needs, as pages: one HTML file each, that needs no network and no script.
 #
-# Pictures come as PNG from services/plots.py, by whoever asks for the page, and are written into it.
+# Pictures come as PNG from reports/plots.py, by whoever asks for the page, and are written into it.
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 

@@ -1,6 +1,6 @@
 """What every kind of run has: a spec whose digest is its id, and a start that says how and where its worker runs.
 
-A training is one kind (directory.py: RunSpec and Launch), a generation another (generating/spec.py). Supervisor,
+A training is one kind (RunSpec and TrainingLaunchSpec), a generation another (inference/spec.py). Supervisor,
 journal, lock and recovery know no more of a run than stands here.
 """
 

@@ -115,7 +115,7 @@ METRICS: dict[str, PrometheusMetric] = {
     ),
     "ratchet_gate_timestamp_seconds": PrometheusMetric("gauge", "When the gate decided"),
 }
-"""Every name. Those of the gate come from a file of its own (services/prometheus.py), for it is another process."""
+"""Every name. Those of the gate come from a file of its own (tracking/prometheus.py), for it is another process."""
 
 
 class PrometheusSeries:

@@ -139,8 +139,8 @@ class ReplicationState(Record):
     place: str
     """Where the mirror is: what lies in another one is not known."""
     token: int
-    """Of the last time that this directory's run was ours to write; see mirror/names.py. 0: another of the machines
-    that train it together copied it."""
+    """Token of the last lease that this directory held (runs/replication/object_names.py); 0: another machine of the
+    same training copied the run."""
     node: str
     lock: tuple[int, int]
     """Device and inode of the run's lock: a copy of the directory has another."""

@@ -60,7 +60,7 @@ def chaos(
         layout: stages base and prepare have run; nothing of the project is changed.
         settings: the project's; trainings are as short as `options` say.
         options: see there.
-        draw: makes the picture; see services/plots.py.
+        draw: makes the picture; see reports/plots.py.
         say: told what goes on.
 
     Raises:

@@ -23,7 +23,7 @@ def compare(layout: ProjectLayout, settings: Settings, names: Sequence[str], out
     Args:
         layout: the project.
         settings: its settings; of section gate, how differences are tested.
-        names: what is compared, see history/subjects.
+        names: what is compared, see reports/comparison.
         output: the page; None: experiments/pages/compare-NAMES.html.
 
     Raises:

@@ -51,7 +51,7 @@ def report(layout: ProjectLayout, settings: Settings, name: str | None, output: 
     Args:
         layout: the project.
         settings: its settings; of section gate, how differences are tested.
-        name: what is reported on, see history/subjects, or the output of a generation; None: the latest run.
+        name: what is reported on, see reports/comparison, or the output of a generation; None: the latest run.
         output: the page; None: experiments/pages/report-RUN.html, or answers-GENERATION.html.
 
     Raises:

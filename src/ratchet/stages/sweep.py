@@ -1,6 +1,6 @@
 """Many supervised runs chosen by a study → winning values. A command, no stage; imports no torch.
 
-Workers are processes (sweeping/worker.py) that share the study with any others, on this machine and elsewhere. Here
+Workers are processes (tuning/worker.py) that share the study with any others, on this machine and elsewhere. Here
 they are started and watched, their trials shown in MLflow and in the terminal, and what came of it is written down.
 """
 

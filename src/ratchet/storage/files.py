@@ -5,7 +5,7 @@ and size of each file) is written last, and one rename publishes it. `verify_sea
 follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before its
 contents are durable, and nothing is removed before the rename that replaces it is. `before` is the seam through which
 disks are made to fail: called before every operation here that changes one, it may raise OSError, wait, or kill the
-process (faults/injection).
+process (runs/fault_injection/injection.py).
 """
 
 import glob

@@ -1,7 +1,7 @@
 """HTML whose text is always escaped, and the figures of a report in it: tables, bars, histograms.
 
 Pictures are HTML bars and SVG in percentages of their width, so that they take the reader's colours, light or dark, and
-fit a phone. The classes are those of services/page.css.
+fit a phone. The classes are those of reports/page.css.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """Entry of a worker: `python -m ratchet.training.worker_main RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
 
-What it works at is the caller's: a training here, a generation in generating/start.py.
+The caller chooses the work: training here, generation in inference/worker_main.py.
 
 HEARTBEAT is a descriptor, or where those of several ranks are found (heartbeat.py: address_of). The parent is the
 supervisor, or the agent that starts the ranks of a machine.

@@ -53,7 +53,7 @@ def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswer
     """Score answers beside those of base + adapter to the same prompts; None when nothing was asked.
 
     The interval of the difference is the gate's: Tango's score interval for right and wrong, else the BCa bootstrap,
-    groups whole (gating/paired.py).
+    groups whole (gate/paired_test.py).
 
     Raises:
         ValueError: not as many answers as were expected.

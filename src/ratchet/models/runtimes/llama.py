@@ -28,7 +28,7 @@ LISTED = re.compile(rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\]
 
 
 class LlamaRuntime:
-    """A Runtime (runtimes/runtime.py) that asks a server of its own."""
+    """A Runtime (models/runtimes/runtime.py) that asks a server of its own."""
 
     def __init__(self, server: LlamaServer) -> None:
         model = server.model()

@@ -221,7 +221,7 @@ def _read_error_message(content: bytes) -> str:
 
 # A llama.cpp server as a child of ours.
 #
-# The child is `runtimes/llama_process.py`: llama.cpp itself, with nothing of ours between. It gets none of this
+# The child is `models/runtimes/llama_process.py`: llama.cpp itself, with nothing of ours between. It gets none of this
 # process's
 # secrets, ends when we do (its standard input is a pipe that only we hold), and a failure there, even a crash in C++,
 # is an error here.

@@ -34,7 +34,7 @@ class _OnnxCache:
 
 
 class OnnxRuntime:
-    """A Runtime (runtimes/runtime.py) on the CPU."""
+    """A Runtime (models/runtimes/runtime.py) on the CPU."""
 
     def __init__(self, directory: Path, session: Any, tokenizer: Tokenizer) -> None:
         self._directory = directory
