@@ -178,6 +178,14 @@ def test_outside_libraries_are_the_declared_dependencies() -> None:
     assert declared - imported == USED_INDIRECTLY, "declared, not imported"
 
 
+def test_the_command_of_the_distribution_exists() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"ratchet"}
+    module, _, function = scripts["ratchet"].partition(":")
+    body = tree(module.removeprefix("ratchet.")).body
+    assert function in {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
 HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
 
 
