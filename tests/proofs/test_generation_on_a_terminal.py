@@ -12,7 +12,7 @@ from tmux_screen import Screen, needs_tmux
 
 PACKAGES = ("inference", "console")
 COUNT = 60
-SLOW = json.dumps([InjectedFault(kind="slow", seconds=0.1).model_dump(mode="json")])
+SLOW = json.dumps([InjectedFault(kind="slow", seconds=0.4).model_dump(mode="json")])
 
 
 def generation(root: Path, url: str) -> Generation:
