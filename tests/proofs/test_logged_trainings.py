@@ -69,7 +69,7 @@ if "ratchet.training.worker_main" in sys.orig_argv:
             def exec_module(module):
                 execute(module)
                 talk("while loading")
-                run = module.Loop.run
+                run = module.TrainingLoop.run
                 def failing(loop):
                     talk("before the first step")
                     if loop.task.journal.attempt == 1:
@@ -80,7 +80,7 @@ if "ratchet.training.worker_main" in sys.orig_argv:
                     loop.task.journal.append("notice", text="noticed " + line)
                     loop.task.journal.append("alert", text="alerted " + line)
                     return run(loop)
-                module.Loop.run = failing
+                module.TrainingLoop.run = failing
             spec.loader.exec_module = exec_module
             return spec
     sys.meta_path.insert(0, Finder())
