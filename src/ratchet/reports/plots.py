@@ -253,7 +253,6 @@ def _encode_png(figure: Any) -> bytes:
 
 # The picture of what 4 bits cost: bytes against divergence, and the error of the layers by kind.
 
-COST_DPI = 120
 COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
 """Okabe and Ito, Color Universal Design, 2008: NF4 blue, FP4 orange, paler with double quantisation."""
 KINDS_AT_MOST = 16
@@ -272,7 +271,7 @@ def draw_quantization_report(report: QuantizationReport, target: Path) -> None:
     _draw_sizes(left, full, variants)
     _draw_layers(right, variants)
     figure.suptitle(f"{report.rows} validation rows, {report.tokens} answer tokens, {report.dtype}", fontsize=9)
-    figure.savefig(target, format="png", dpi=COST_DPI)
+    figure.savefig(target, format="png", dpi=DPI)
 
 
 def _draw_sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, ...]) -> None:
@@ -308,7 +307,6 @@ def _draw_layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
 
 # Precision-recall curves of labels, and how far their probabilities can be relied on, as PNG.
 
-CURVE_DPI = 120
 SHOWN_CURVES = 12
 """Labels, at most: those with the lowest average precision, which are where a model goes wrong."""
 CURVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
@@ -350,7 +348,7 @@ def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path 
     else:
         axes.text(0.5, 0.5, "no label has a curve", ha="center", va="center")
     axes.grid(alpha=0.3)
-    figure.savefig(target, format="png", dpi=CURVE_DPI)
+    figure.savefig(target, format="png", dpi=DPI)
 
 
 def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target: Path | IO[bytes]) -> None:
@@ -377,7 +375,7 @@ def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target
     lower.set(xlabel="probability of the likeliest label", ylabel="prompts")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    figure.savefig(target, format="png", dpi=CURVE_DPI)
+    figure.savefig(target, format="png", dpi=DPI)
 
 
 def _shorten_label(label: str) -> str:

@@ -257,8 +257,6 @@ def find_provider(
 
 AUTO = "auto"
 POLL_S = 2.0
-NOTICE_TIMEOUT_S = 1.0
-_NOTICE_TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
 
 
 class PreemptionMonitor(threading.Thread):
@@ -363,21 +361,21 @@ class _NoticeServer:
     def _answer(self) -> str | None:
         """The body of an answer 200, which may be empty; None for 404. Raises OSError for every other."""
         try:
-            answer = query_metadata(self._url, self._headers, NOTICE_TIMEOUT_S)
+            answer = query_metadata(self._url, self._headers, TIMEOUT_S)
         except OSError as error:
-            if get_http_status(error) != 401 or _NOTICE_TOKEN in self._headers:
-                self._headers.pop(_NOTICE_TOKEN, None)  # it may have expired: the next question asks for a new one
+            if get_http_status(error) != 401 or _TOKEN in self._headers:
+                self._headers.pop(_TOKEN, None)  # it may have expired: the next question asks for a new one
                 raise
         else:
             return None if answer is None else answer.text
         parts = urlsplit(self._url)
         token = query_metadata(
             f"{parts.scheme}://{parts.netloc}/latest/api/token",
-            {f"{_NOTICE_TOKEN}-ttl-seconds": "21600"},
-            NOTICE_TIMEOUT_S,
+            {f"{_TOKEN}-ttl-seconds": str(_TOKEN_LIFE_S)},
+            TIMEOUT_S,
             "PUT",
         )
-        self._headers[_NOTICE_TOKEN] = token.text if token else ""
+        self._headers[_TOKEN] = token.text if token else ""
         return None  # asked with the token the next time
 
 
