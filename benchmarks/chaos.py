@@ -69,7 +69,7 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
     results = campaigns.run_campaign(project, settings, trials, folder, say)
     rows = []
     for name in PLANS[quick]:
-        own = [result for result in results if result.trial.row == name]
+        own = [result for result in results if result.trial.category == name]
         blows = sum(result.seen.delivered + len(result.trial.faults) for result in own)
         label = f"{ROW_OF[name]} {name}, {len(own)} runs, {blows} blows"
         rows.append(count(f"{label}: not exact", sum(not result.exact for result in own)))
@@ -80,8 +80,8 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
         if recoveries:
             rows.append(told(f"{label}: slowest recovery (s)", max(recoveries)))
         if stops := [seconds for result in own for seconds in result.seen.stops_s]:
-            rows.append(at_most(f"{label}: slowest stop (s)", max(stops), settings.machine.grace_s))
-    alarms = sum(result.seen.kinds["died:stalled"] for result in results if not result.trial.stalls)
+            rows.append(at_most(f"{label}: slowest stop (s)", max(stops), settings.machine.grace_period_s))
+    alarms = sum(result.seen.kinds["worker_exited:stalled"] for result in results if not result.trial.can_stall)
     return [*rows, count("R15 false alarms of the watch", alarms)]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from report import finish
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent
@@ -81,7 +81,7 @@ def write(layout: ProjectLayout, seed: int, events: int) -> str:
     spec.save(paths.spec)
     draw = random.Random(seed)
     with paths.journal.open("wb") as stream:
-        stream.write(JournalEvent("attempt", 1.0, 1, {"pid": 1, "code_version": "x"}).line())
+        stream.write(JournalEvent("attempt_started", 1.0, 1, {"pid": 1, "code_version": "x"}).line())
         for first in range(1, events + 1, CHUNK):
             numbers = range(first, min(first + CHUNK, events + 1))
             stream.write("".join(line(step, events, draw) for step in numbers).encode())

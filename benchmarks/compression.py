@@ -32,7 +32,7 @@ from compression_link import End, NoLinkError, link, shape
 from report import finish
 from report_rows import Row, at_least, at_most, count, middle, ratio, told
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.train import GradientCompressionSettings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -42,8 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8": {"method": "int8"},
     "powersgd": {"method": "powersgd"},
     "topk": {"method": "topk"},
-    "powersgd-4 at once": {"method": "powersgd", "rank": 4, "warmup": 0},
-    "topk-1% at once": {"method": "topk", "share": 0.01, "warmup": 0},
+    "powersgd-4 at once": {"method": "powersgd", "rank": 4, "warmup_ratio": 0},
+    "topk-1% at once": {"method": "topk", "topk_fraction": 0.01, "warmup_ratio": 0},
 }
 AGGRESSIVE = {"powersgd-4 at once", "topk-1% at once"}
 """What these cost is told; the others, with the settings that are the defaults, must lose nothing."""
@@ -62,8 +62,8 @@ TRAIN_ROWS = 1200
 BASE_STEPS = 150
 """Of pre-training: so that an adapter has something to adapt."""
 TRAIN = {
-    "quantization": "none", "rank": RANK, "alpha": 2 * RANK, "epochs": 3, "batch_rows": 16, "learning_rate": 0.01,
-    "dropout": 0.05, "warmup": 0.05,
+    "quantization": "none", "rank": RANK, "alpha": 2 * RANK, "epochs": 3, "batch_size": 16, "learning_rate": 0.01,
+    "dropout": 0.05, "warmup_ratio": 0.05,
 }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row
         if name != "none":
             saved = 100 * (1 - sent / whole)
             yield told(f"{name}: bytes of a compressed sum, % less than none", saved)
-            compressed = 1 - GradientCompressionSettings.model_validate(settings).whole_steps(STEPS) / STEPS
+            compressed = 1 - GradientCompressionSettings.model_validate(settings).uncompressed_steps(STEPS) / STEPS
             yield at_least(f"{name}: bytes of a whole training, % less than none", compressed * saved, SAVED_PERCENT)
         if not shared:
             counted = sum(middle(method[name]["counted"])[0] for method in methods)

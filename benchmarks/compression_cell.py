@@ -79,7 +79,7 @@ def measure_loss(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for seed in range(given["seeds"]):
         for name, compression in given["methods"].items():
-            settings = Train.model_validate(given["train"] | {"seed": seed, "compression": compression})
+            settings = Train.model_validate(given["train"] | {"seed": seed, "gradient_compression": compression})
             found.setdefault(name, []).append(_trained(Path(given["base"]), Path(given["data"]), settings))
             if dist.get_rank() == 0:
                 print(f"{name}, seed {seed}: {found[name][-1]['loss']:.4f}", file=sys.stderr, flush=True)
@@ -95,8 +95,10 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     model = adapters.attach(loaded, settings, "base", (), plan.steps)
     parameters = list(adapters.trainable_parameters(model))
     optimizer = optimizers.build(model, settings, device)
-    compression = settings.compression
-    wire = GradientReducer(parameters, dist.group.WORLD, compression, whole_sums=compression.whole_steps(plan.steps))
+    compression = settings.gradient_compression
+    wire = GradientReducer(
+        parameters, dist.group.WORLD, compression, uncompressed_sums=compression.uncompressed_steps(plan.steps)
+    )
     learned, losses = 0, []
     for step in range(plan.steps):
         schedule.seed_step(settings.seed, step, rank)
@@ -106,7 +108,9 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
         model.train()
         for _, parameter in parameters:
             parameter.grad = None
-        nll = chunked_loss.forward_backward(model, SequenceBatch.of(train, batch[rank::world], device), 1 / trained)
+        nll = chunked_loss.forward_backward(
+            model, SequenceBatch.from_sequences(train, batch[rank::world], device), 1 / trained
+        )
         losses.append(float(nll) / max(1, sum(map(train.trained, batch[rank::world]))))
         wire.sum()
         torch.nn.utils.clip_grad_norm_([parameter for _, parameter in parameters], settings.max_grad_norm)
@@ -127,12 +131,12 @@ def _validation(model: Any, rows: TokenRows) -> float:
         total = sum(
             float(
                 chunked_loss.compute_nll(
-                    model, SequenceBatch.of(rows, [[k] for k in part.tolist()], torch.device("cpu"))
+                    model, SequenceBatch.from_sequences(rows, [[k] for k in part.tolist()], torch.device("cpu"))
                 )
             )
             for part in torch.arange(len(rows)).split(32)
         )
-    return total / rows.trained(list(range(len(rows))))
+    return total / rows.count_trained(list(range(len(rows))))
 
 
 def _alike(weights: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from fingerprints import fingerprint
 from report_rows import count
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.loading import Model
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -49,7 +49,7 @@ class Training:
     @property
     def identity(self) -> dict[str, Any]:
         """What is written beside each checkpoint."""
-        return {"spec": self.spec.model_dump(mode="json"), "made_by": {"torch": torch.__version__}}
+        return {"spec": self.spec.model_dump(mode="json"), "environment": {"torch": torch.__version__}}
 
     def step(self) -> None:
         """Change everything."""
@@ -73,7 +73,7 @@ class Training:
 
 def of_snapshot(taken: TrainSnapshot) -> str:
     """Fingerprint of weights, optimizer and state."""
-    return fingerprint({**taken.weights, **taken.optimizer}, [taken.state.as_json(), taken.rest])
+    return fingerprint({**taken.weights, **taken.optimizer_tensors}, [taken.state.to_json(), taken.optimizer_values])
 
 
 def crash_points(training: Training, folder: Path) -> list[Any]:

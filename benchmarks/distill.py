@@ -32,12 +32,12 @@ import numpy as np
 import torch
 from distill_scores import Compared, Scores, compared, means, scores, seconds_per_answer
 from distill_world import (
+    DISTILLED,
     LABELLED,
-    TAUGHT,
     TEACHER,
     Answers,
     Division,
-    add_taught,
+    add_distilled,
     asked,
     bundled,
     divide,
@@ -53,13 +53,15 @@ from distill_world import (
 from report import finish
 from report_rows import Row, at_most, told
 
-from ratchet.config.schema import Settings, TinyModelSettings
+from ratchet.config.base import TinyModelSettings
+from ratchet.config.settings import Settings
 from ratchet.config.train import DistillSettings
 from ratchet.data import token_files
 from ratchet.data.batches import TokenRows
 from ratchet.models import base_model
 from ratchet.models.device import Model
 from ratchet.stages.distill import distill
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 
@@ -76,8 +78,8 @@ DISTILL = DistillSettings(teacher=TEACHER, weight=0.5, temperature=1.0, top_k=64
 ARMS: dict[str, tuple[str, DistillSettings | None]] = {
     "alone": ("labels", None),
     "probabilities": ("labels", DISTILL),
-    "answers": ("taught", None),
-    "both": ("taught", DISTILL),
+    "answers": ("distilled", None),
+    "both": ("distilled", DISTILL),
 }
 """Of each student: its rows, and who says more about them."""
 COMPARED = (
@@ -113,8 +115,8 @@ class Size:
 SIZES = {
     True: Size(
         160, 1000, 150,
-        TinyModelSettings(vocabulary=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
-        TinyModelSettings(vocabulary=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
+        TinyModelSettings(vocab_size=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
+        TinyModelSettings(vocab_size=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
         9, 300, (1e-3, 3e-3), (0, 1, 2),
     ),
     False: Size(
@@ -127,7 +129,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Taught:
+class DistilledProjects:
     """What there is when the teacher has spoken: projects of the students, and rows that judge."""
 
     size: Size
@@ -141,7 +143,7 @@ class Taught:
     pad: int
 
 
-def prepared(work: Path, size: Size) -> Taught:
+def prepared(work: Path, size: Size) -> DistilledProjects:
     """Train the teacher, ask it, and lay out the students' projects."""
     division = divide(bundled(), size.labelled, size.unlabelled, size.validation)
     read = [*division.learned, *division.judged]
@@ -154,19 +156,22 @@ def prepared(work: Path, size: Size) -> Taught:
     answers = asked(with_labels, place, division, SAMPLES, AGREEMENT)
     own = [*division.labelled, *division.judged]
     labels = project(work / "labels", students(size), read, own)
-    with_base_of(labels, work / "taught")
-    add_taught(ProjectLayout(work / "taught"), answers)
-    taught = project(work / "taught", students(size, (LABELLED, TAUGHT)), read, own)
+    with_base_of(labels, work / "distilled")
+    add_distilled(ProjectLayout(work / "distilled"), answers)
+    distilled = project(work / "distilled", students(size, (LABELLED, DISTILLED)), read, own)
     rows: dict[Split, TokenRows] = {name: token_files.load_rows(with_labels.data, name) for name in SPLITS}
-    for layout in (labels, taught):
+    for layout in (labels, distilled):
         if not (layout.root / TEACHER).exists():
             files.link_tree(place, layout.root / TEACHER)
-        print(distill(layout, students(size, teacher=DISTILL), False, print), flush=True)
+        print(
+            distill(Project.from_parts(layout, students(size, teacher=DISTILL)), forecast=False, on_progress=print),
+            flush=True,
+        )
         for name, one in rows.items():
             if not np.array_equal(token_files.load_rows(layout.data, name).input_ids, one.input_ids):
                 raise SystemExit(f"{layout.data}: its {name} rows are others than the teacher's")
     pad = base_model.load_tokenizer(place).pad_token_id
-    return Taught(size, division, teacher, answers, {"labels": labels, "taught": taught}, rows, pad)
+    return DistilledProjects(size, division, teacher, answers, {"labels": labels, "distilled": distilled}, rows, pad)
 
 
 def students(
@@ -179,7 +184,7 @@ def students(
     return settings_of(size.student, train_of(rate, epochs, BATCH_ROWS, seed, teacher), tables)
 
 
-def student(there: Taught, arm: str, rate: float, seed: int) -> Model:
+def student(there: DistilledProjects, arm: str, rate: float, seed: int) -> Model:
     """One of them, trained."""
     name, teacher = ARMS[arm]
     layout = there.projects[name]
@@ -187,7 +192,7 @@ def student(there: Taught, arm: str, rate: float, seed: int) -> Model:
     return with_adapter(layout, settings, trained(layout, settings))
 
 
-def measure(there: Taught, judged: Split) -> list[Row]:
+def measure(there: DistilledProjects, judged: Split) -> list[Row]:
     """Train all students, and judge."""
     size, rows = there.size, there.rows
     chosen: dict[str, float] = {}
@@ -208,7 +213,7 @@ def measure(there: Taught, judged: Split) -> list[Row]:
     return [*setting(there, chosen, judged), *gains(found, rows[judged]), *costs(there, models)]
 
 
-def setting(there: Taught, chosen: dict[str, float], judged: Split) -> Iterator[Row]:
+def setting(there: DistilledProjects, chosen: dict[str, float], judged: Split) -> Iterator[Row]:
     """Who knew what."""
     yield told(f"{judged} rows", len(there.rows[judged]))
     yield told("labelled rows of the teacher", len(there.division.teachers))
@@ -224,7 +229,7 @@ def setting(there: Taught, chosen: dict[str, float], judged: Split) -> Iterator[
 
 def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
     """What the teacher's help is worth."""
-    counts = [float(rows.trained([row])) for row in range(len(rows))]
+    counts = [float(rows.count_trained([row])) for row in range(len(rows))]
     for what, tokens_of in (("accuracy", None), ("loss", counts)):
         values = {who: [one.right if tokens_of is None else one.nats for one in all_] for who, all_ in found.items()}
         yield from means(what, values, tokens_of)
@@ -232,7 +237,7 @@ def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
             yield from compared(what, values, pair, tokens_of)
 
 
-def costs(there: Taught, models: dict[str, Model]) -> Iterator[Row]:
+def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
     """Size and time of the student, beside the teacher's."""
     sizes = {name: sum(one.numel() for one in model.parameters()) for name, model in models.items()}
     times = seconds_per_answer(models, there.rows["test"], there.pad, TIMED)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ratchet.config.sweep import Direction
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.gate import finalists
 from ratchet.gate.finalists import FinalistComparator, FinalistScores
 from ratchet.models import scoring
@@ -49,13 +49,13 @@ def scores(model: Model, rows: TokenRows) -> Scores:
     """Of all rows. A greedy answer is the given one if, after each part of it, its next token is the likeliest."""
     right, nats = [], []
     for start in range(0, len(rows), BATCH):
-        batch = SequenceBatch.of(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
+        batch = SequenceBatch.from_sequences(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
         targets = batch.labels[:, 1:]
         with torch.no_grad():
             logits = compute_all_logits(model, batch)[:, :-1].float()
-        nll = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
+        nll = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none")
         nats += nll.sum(dim=1).tolist()
-        right += ((logits.argmax(dim=-1) == targets) | (targets == MASKED)).all(dim=1).float().tolist()
+        right += ((logits.argmax(dim=-1) == targets) | (targets == IGNORE_INDEX)).all(dim=1).float().tolist()
     return Scores(right, nats)
 
 
@@ -79,13 +79,13 @@ def compared(
         found: of each way, of each seed, of each row.
     """
     wanted: Direction = "maximize" if tokens_of is None else "minimize"
-    contest = FinalistComparator(SweepObjective(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
+    comparator = FinalistComparator(SweepObjective(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
     one, other = (
         FinalistScores(number, {}, tuple(f"{who}{k}" for k in range(len(found[who]))), found[who])
         for number, who in enumerate((pair.first, pair.second))
     )
-    better = finalists.compare_pair(contest, (one, other), (one, other), LEVEL)
-    worse = finalists.compare_pair(contest, (other, one), (one, other), LEVEL)
+    better = finalists.compare_pair(comparator, (one, other), (one, other), LEVEL)
+    worse = finalists.compare_pair(comparator, (other, one), (one, other), LEVEL)
     name = f"{what}: gain of {pair.first} over {pair.second}"
     yield told(name, better.value)
     yield told(f"{name}, upper end (95 %)", -worse.low)
@@ -120,5 +120,5 @@ def _divided(rows: TokenRows, row: int) -> tuple[list[int], list[int]]:
     """Prompt and answer of a row, the end of turn included and what the template writes after it left out."""
     span = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
     ids, labels = rows.input_ids[span].tolist(), rows.labels[span].tolist()
-    first = next(place for place, label in enumerate(labels) if label != MASKED)
-    return ids[:first], [label for label in labels if label != MASKED]
+    first = next(place for place, label in enumerate(labels) if label != IGNORE_INDEX)
+    return ids[:first], [label for label in labels if label != IGNORE_INDEX]

@@ -25,13 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ratchet.config.train import DistillSettings, Train
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.device import Model, use_threads
 from ratchet.models.loss import SequenceBatch
 from ratchet.models.teacher import TeacherCandidate, TeacherModel
 from ratchet.storage import files
-from ratchet.storage.records.data import CARD, DistillationCard
+from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
 from ratchet.training.distillation import KIND, TeacherShardPlan, TeacherShardReader, TeacherShardWriter
 from ratchet.training.online_distillation import OnlineTeacherReader
 
@@ -49,8 +49,8 @@ Ask = Callable[[list[list[int]], SequenceBatch], Any]
 
 
 def settings(top_k: int | None) -> Train:
-    """Of a student that is taught by a teacher that stays."""
-    distill = DistillSettings(teacher="teacher", asked="during", temperature=2.0, top_k=top_k)
+    """Memory of a student that learns from a teacher in the same process."""
+    distill = DistillSettings(teacher="teacher", mode="online", temperature=2.0, top_k=top_k)
     return Train(quantization="none", rank=8, alpha=16, distill=distill)
 
 
@@ -58,7 +58,7 @@ def random_rows(count: int) -> TokenRows:
     """Half of each is learned from."""
     draw = np.random.default_rng(1)
     ids = draw.integers(3, VOCABULARY, (count, TOKENS)).tolist()
-    return TokenRows.from_lists(ids, [[MASKED] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
+    return TokenRows.from_lists(ids, [[IGNORE_INDEX] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
 
 
 def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
@@ -69,7 +69,7 @@ def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
 
 def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[TeacherShardReader, float]:
     """What a teacher says about all rows, sealed as `ratchet distill` does; and the seconds that took."""
-    chosen, plan, out = settings(TOP_K), TeacherShardPlan.of(rows), folder / "distill"
+    chosen, plan, out = settings(TOP_K), TeacherShardPlan.from_rows(rows), folder / "distill"
     begun_s = time.perf_counter()
     shards = TeacherShardWriter(folder / "shards", plan)
     shards.write(TeacherModel(found, chosen, CPU), rows, AT_ONCE, lambda _: None)
@@ -79,8 +79,8 @@ def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[Tea
             digest="d", teacher="teacher", teacher_digest="d", data_digest="d", quantization="none",
             compute_dtype="float32", temperature=2.0, top_k=TOP_K, rows=plan.rows, positions=plan.positions,
             tokens=VOCABULARY, teacher_rows=VOCABULARY, base_rows=VOCABULARY, teacher_loss=0.0, left_out=0.0,
-            teacher_parameters=found.blueprint.parameters, base_parameters=1,
-        ).save(scratch / CARD)  # fmt: skip
+            teacher_parameters=found.spec.parameters, base_parameters=1,
+        ).save(scratch / DISTILLATION_CARD)  # fmt: skip
     return TeacherShardReader(out, rows, chosen.distill, "d"), time.perf_counter() - begun_s
 
 
@@ -88,8 +88,10 @@ def one(model: Model, ask: Ask | None, rows: TokenRows, number: int) -> tuple[fl
     """Seconds and loss of a micro-batch."""
     sequences = [[(AT_ONCE * number + place) % len(rows)] for place in range(AT_ONCE)]
     begun_s = time.perf_counter()
-    batch = SequenceBatch.of(rows, sequences, CPU)
-    loss = chunked_loss.forward_backward(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
+    batch = SequenceBatch.from_sequences(rows, sequences, CPU)
+    loss = chunked_loss.forward_backward(
+        model, batch, 1e-3, teacher_targets=None if ask is None else ask(sequences, batch)
+    )
     seconds = time.perf_counter() - begun_s
     model.zero_grad()
     return seconds, float(loss)
@@ -126,7 +128,7 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
         told("micro-batch, memory / disk", *ratio(seconds["memory"], seconds["disk"])),
         told("micro-batch, every token / disk", *ratio(seconds["all"], seconds["disk"])),
         told("passes over the rows until asking before has paid", pays),
-        told("parameters, teacher / student", found.blueprint.parameters / sum(p.numel() for p in model.parameters())),
+        told("parameters, teacher / student", found.spec.parameters / sum(p.numel() for p in model.parameters())),
     ]
 
 

@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 import small_project
 import torch
 
+from ratchet.cli.generate import format_generation
+from ratchet.cli.select_answers import format_selection
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.base import Base, TinyModelSettings
 from ratchet.config.generate import Generate
-from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
-from ratchet.config.selection import Select
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.select import Select
+from ratchet.config.settings import Settings
 from ratchet.config.train import DistillSettings, Train
 from ratchet.data import splits, token_files
 from ratchet.models import adapters, base_model, loading
@@ -28,9 +32,10 @@ from ratchet.models.device import Model
 from ratchet.runs.directory import Run
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.stages.base import base
-from ratchet.stages.generate import GenerateOptions, generate
+from ratchet.stages.generate import generate
 from ratchet.stages.prepare import prepare
-from ratchet.stages.select_answers import SelectOptions, select
+from ratchet.stages.project import Project
+from ratchet.stages.select_answers import select
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
@@ -43,7 +48,7 @@ TEACHER = "models/teacher"
 CPU = torch.device("cpu")
 HALVES, ORDER = 101, 102
 """Seeds of the draws by content: which half a row is in, and which come first."""
-LABELLED, TAUGHT = "labelled.csv", "taught.jsonl"
+LABELLED, DISTILLED = "labelled.csv", "distilled.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -109,7 +114,7 @@ def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (
         tables: files of data/raw; those that are no CSV hold messages.
     """
     sources = [
-        SourceSettings(files=f"data/raw/{name}", shape="columns" if name.endswith(".csv") else "messages")
+        SourceSettings(files=f"data/raw/{name}", record_schema="columns" if name.endswith(".csv") else "messages")
         for name in tables
     ]
     return Settings(
@@ -119,7 +124,7 @@ def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (
             task="labels", max_tokens=96,
         ),
         train=train,
-        machine=Machine(device="cpu", threads=1, micro_batch_rows=32, checkpoint_every="10 min"),
+        machine=Machine(device="cpu", threads=1, micro_batch_size=32, checkpoint_every="10 min"),
     )  # fmt: skip
 
 
@@ -128,7 +133,7 @@ def train_of(
 ) -> Train:
     """The checkpoint of the least validation loss counts, so nobody is blamed for what he learned by heart later."""
     return Train(
-        quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_rows=batch_rows, seed=seed,
+        quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_size=batch_rows, seed=seed,
         validate_every_steps=25, distill=teacher or DistillSettings(),
     )  # fmt: skip
 
@@ -151,10 +156,10 @@ def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Seq
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     if not layout.base_card.exists():
         write(layout.raw / LABELLED, read)
-        base(layout, settings, lambda line: print(f"  {line}", flush=True))
+        base(Project.from_parts(layout, settings), lambda line: print(f"  {line}", flush=True))
     if not layout.dataset_card.exists():
         write(layout.raw / LABELLED, rows)
-        print(prepare(layout, settings), flush=True)
+        print(prepare(Project.from_parts(layout, settings)), flush=True)
     return layout
 
 
@@ -213,17 +218,18 @@ class Answers:
 def asked(layout: ProjectLayout, model: Path, division: Division, samples: int, agreement: float) -> Answers:
     """`ratchet generate`, some answers to each of the students' unlabelled prompts, and `ratchet select`: those that
     are a label the teacher was trained on, and that so many of the samples agree on."""
-    prompts, output, place = (layout.root / name for name in ("unlabelled.jsonl", "answers.jsonl", TAUGHT))
+    prompts, output, place = (layout.root / name for name in ("unlabelled.jsonl", "answers.jsonl", DISTILLED))
     rows = division.unlabelled
     prompts.write_text("".join(json.dumps({"id": n, "prompt": row.request}) + "\n" for n, row in enumerate(rows)))
     known = "|".join(map(re.escape, sorted({row.intent for row in division.teachers})))
     settings = Settings(
         machine=Machine(device="cpu", threads=1),
-        generate=Generate(max_new_tokens=16, column="prompt", samples=samples, temperature=1.0),
-        select=Select(format=known, agreement=agreement),
+        generate=Generate(max_new_tokens=16, prompt_column="prompt", samples=samples, temperature=1.0),
+        select=Select(answer_format=known, min_agreement=agreement),
     )
-    print(generate(layout, settings, GenerateOptions(prompts, output, str(model)), print), flush=True)
-    print(select(layout, settings, SelectOptions((output,), place), print), flush=True)
+    project = Project.from_parts(layout, settings)
+    print(format_generation(generate(project, prompts, output, str(model), print)), flush=True)
+    print(format_selection(select(project, (output,), place, on_progress=print)), flush=True)
     said = [(int(one["id"]), one["answer"]) for one in _lines(output)]
     kept = [(int(one["id"]), one["messages"][-1]["content"]) for one in _lines(place)]
     right, kept_right = (sum(rows[n].intent == answer for n, answer in some) / len(some) for some in (said, kept))
@@ -234,7 +240,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def add_taught(layout: ProjectLayout, answers: Answers) -> None:
+def add_distilled(layout: ProjectLayout, answers: Answers) -> None:
     """The answers and their card become a source of a project."""
     layout.raw.mkdir(parents=True, exist_ok=True)
     for path in (answers.place, card_of(answers.place)):

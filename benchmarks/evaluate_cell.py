@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ratchet.config.evaluation import HarnessSettings
+from ratchet.config.evaluate import HarnessSettings
 from ratchet.evaluation import harness
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models import likelihoods, scoring, tiny_model
@@ -174,11 +174,11 @@ def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
         scoring.score_labels(model, asked[first : first + batch_rows], named, batch_rows, 0)
     middle = time.perf_counter()
     pairs = [(prompt, label) for prompt in asked for label in named]
-    alone = [likelihoods.PromptContinuation.of(*pair, MODEL_TOKENS) for pair in pairs]
+    alone = [likelihoods.PromptContinuation.from_tokens(*pair, MODEL_TOKENS) for pair in pairs]
     plan = likelihoods.plan_batches(alone, batch_rows, likelihoods.CacheSharing.NONE)
     reading = likelihoods.ContinuationScorer(model, alone, 0, 0)
     for batch in plan.batches:
-        reading.batch(batch)
+        reading.score_batch(batch)
     return {"shared_s": middle - start, "anew_s": time.perf_counter() - middle, "pairs": len(pairs)}
 
 

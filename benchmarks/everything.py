@@ -68,7 +68,7 @@ BENCHMARKS = (
     Benchmark("merge", 102),
     Benchmark("prepare", 126),
     Benchmark("sweep", 300),
-    Benchmark("observers", 128),
+    Benchmark("callbacks", 128),
     Benchmark("compare", 12),
     # What the peer does when it is hurt, and what a save costs, takes as long again: see its full mode.
     Benchmark("chaos", 140, shown="missed", arguments=("--only", "damage", "killed", "campaign")),

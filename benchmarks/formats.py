@@ -29,7 +29,7 @@ from ratchet.errors import RatchetError
 from ratchet.export import huggingface
 from ratchet.export.gguf import writer
 from ratchet.export.onnx import exporter
-from ratchet.export.verification.divergence import measure_closeness
+from ratchet.export.verification.divergence import measure_distance
 from ratchet.export.verification.parity import TorchRuntime
 from ratchet.models import base_model
 from ratchet.models.runtimes import llama, tokenizer_probes
@@ -84,14 +84,16 @@ class Cell:
     @property
     def allowed(self) -> float:
         """Divergence that the gate lets pass."""
-        return RULE.kl_of(self.form.rpartition("/")[2]) or RULE.kl_of("float32") or 0.0
+        return RULE.kl_bound(self.form.rpartition("/")[2]) or RULE.kl_bound("float32") or 0.0
 
     @property
     def ok(self) -> bool:
         """Within the bound, or refused with a message that says what can be carried."""
         if self.found is None:
             return bool(self.why)
-        return self.found.kl <= self.allowed and self.texts >= RULE.min_same_texts * len(tokenizer_probes.TEXTS)
+        return self.found.kl <= self.allowed and self.texts >= RULE.min_tokenizer_agreement * len(
+            tokenizer_probes.TEXTS
+        )
 
 
 def tokenizer_of(directory: Path) -> Any:
@@ -135,7 +137,7 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
 
     def examined(form: str, runtime: ModelRuntime) -> Cell:
         found = (runtime.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True))
-        close = measure_closeness(reference, found, targets)
+        close = measure_distance(reference, found, targets)
         same = sum(runtime.token_ids(text) == ids for text, ids in zip(tokenizer_probes.TEXTS, texts, strict=True))
         return Cell(name, form, runtime.name, close, same)
 

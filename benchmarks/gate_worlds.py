@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule
-from ratchet.evaluation.metric_modules.figures import SHARE
+from ratchet.evaluation.metrics import SHARE
 from ratchet.gate.decision import decide_verdict
 from ratchet.gate.evidence import GateEvidence
 from ratchet.gate.paired_test import PairedScores
-from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelScores, SampleScore, Who
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole, ModelScores, SampleScore
 from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision
 
@@ -104,7 +104,7 @@ def improve(*metrics: str) -> MustImproveRule:
 def evidence(pairs: Sequence[PairedScores]) -> GateEvidence:
     """All that the gate judges by, nothing wrong but perhaps the scores."""
     names = ids(len(pairs[0].new))
-    samples: dict[Who, dict[str, dict[str, SampleScore]]] = {"candidate": {}, "champion": {}}
+    samples: dict[ModelRole, dict[str, dict[str, SampleScore]]] = {"candidate": {}, "champion": {}}
     for place, one in enumerate(pairs):
         weights = one.weights or [1.0] * len(names)
         for who, values in (("candidate", one.new), ("champion", one.old)):
@@ -116,13 +116,13 @@ def evidence(pairs: Sequence[PairedScores]) -> GateEvidence:
     return GateEvidence(
         report=EvaluationReport(
             adapter_digest=ADAPTER, base_digest="b" * 64, data_digest="e" * 64, run_id="r1", model_digest=MODEL,
-            champion_digest=CHAMPION, gate_set="9" * 64, contracts={"k": {}}, scores=scores,
+            champion_digest=CHAMPION, test_set_digest="9" * 64, contracts={"k": {}}, scores=scores,
         ),
         bundle=_bundle(),
         champion=CURRENT,
         samples=samples,
         groups=dict(zip(names, groups, strict=True)) if groups else {},
-        lookups=1, noise=None, noise_samples={}, tasks_now={},
+        test_set_uses=1, noise=None, noise_samples={}, current_task_digests={},
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _unit(pairs: PairedScores) -> str:
     return "1" if pairs.weights else "nats per token, mean of rows"
 
 
-def _scores(pairs: Sequence[PairedScores], who: Who) -> ModelScores:
+def _scores(pairs: Sequence[PairedScores], who: ModelRole) -> ModelScores:
     metrics = {}
     for place, one in enumerate(pairs):
         values: NDArray[np.float64] = np.asarray(one.new if who == "candidate" else one.old)
@@ -165,4 +165,4 @@ def _scores(pairs: Sequence[PairedScores], who: Who) -> ModelScores:
         )  # fmt: skip
     digest = ADAPTER if who == "candidate" else CHAMPION
     files = {name: name for name in metrics}
-    return ModelScores(model_digest=digest, form="adapter", contract="k", metrics=metrics, samples=files)
+    return ModelScores(model_digest=digest, model_format="adapter", contract="k", metrics=metrics, samples=files)

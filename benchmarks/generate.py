@@ -64,8 +64,8 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
         rows.append(told(f"{name}, tokens/s", *middle([tokens / one for one in each(who, "seconds")])))
     figures = found["figures"]
     rows += [
-        told("tokens decided by a plain pass", figures["doubted"] / figures["chosen"]),
-        told("mean log-probabilities computed anew", figures["means_anew"] / figures["answers"]),
+        told("tokens decided by a plain pass", figures["tokens_rechecked"] / figures["tokens_chosen"]),
+        told("mean log-probabilities computed anew", figures["means_recomputed"] / figures["answers"]),
         told("drawn: tokens/s of greedy (CPU time)", found["drawn"]),
     ]
     return rows

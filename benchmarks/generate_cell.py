@@ -42,7 +42,7 @@ class Sides:
         lengths = [draw.randint(*WORDS) for _ in range(prompts)]
         starts = [draw.randrange(len(words) - length) for length in lengths]
         self.texts = [" ".join(words[i : i + length]) for i, length in zip(starts, lengths, strict=True)]
-        self.settings = DecodingOptions(max_new_tokens=tokens, ends=tuple(self.ends), pad=pad)
+        self.settings = DecodingOptions(max_new_tokens=tokens, end_token_ids=tuple(self.ends), pad_token_id=pad)
         self.figures: dict[str, int] = {}
 
     def ours(self, **changes: Any) -> list[DecodingResult]:
@@ -53,7 +53,7 @@ class Sides:
             for i, text in enumerate(self.texts)
         )
         decoder = BatchDecoder(self.model, settings, None, lambda *_: None, lambda: None)
-        found = sorted(decoder.answers(asked, lambda: False), key=lambda one: one.place)
+        found = sorted(decoder.generate(asked, lambda: False), key=lambda one: one.index)
         self.figures = decoder.figures
         return found
 

@@ -27,7 +27,7 @@ from typing import Any
 from small_project import BUNDLED, SETTINGS, build
 
 from ratchet.config.generate import Generate
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.inference.spec import ANSWERS
 from ratchet.runs.journal import JournalReader
 from ratchet.storage import digests
@@ -44,7 +44,7 @@ KINDS = ("worker", "both", "stop")
 def settings_of(settings: Settings) -> Settings:
     """The same project, generating."""
     how = Generate(max_new_tokens=TOKENS, temperature=0.8, shard_rows=100, window_rows=256)
-    machine = settings.machine.model_copy(update={"retries": 10, "retry_delay_s": 0.0})
+    machine = settings.machine.model_copy(update={"max_restarts": 10, "restart_delay_s": 0.0})
     return settings.model_copy(update={"generate": how, "machine": machine})
 
 
@@ -88,7 +88,9 @@ class Trial:
         """What each worker said when it was ready."""
         root = self.root
         return (
-            [] if root is None else [e.data for e in JournalReader(root / "journal.jsonl").read() if e.kind == "ready"]
+            []
+            if root is None
+            else [e.data for e in JournalReader(root / "journal.jsonl").read() if e.kind == "worker_ready"]
         )
 
     def kept(self) -> set[int]:
@@ -96,7 +98,7 @@ class Trial:
         root = self.root
         if root is None:
             return set()
-        found = {event.data["place"] for event in JournalReader(root / "ledger.jsonl").read()}
+        found = {event.data["index"] for event in JournalReader(root / "ledger.jsonl").read()}
         for shard in root.glob(f"shards/shard-*/{ANSWERS}"):
             found |= {json.loads(line)["place"] for line in shard.read_bytes().splitlines()}
         return found

@@ -17,11 +17,11 @@ import pyarrow as pa
 import torch
 import transformers
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.data.splits import SPLITS
 from ratchet.errors import InterruptedRunError
 from ratchet.models import adapters, loading
@@ -30,9 +30,9 @@ from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.storage import files
+from ratchet.training.context import TrainingContext
 from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.stopping import GracefulShutdown
-from ratchet.training.train_step import TrainingContext
 from ratchet.training.trainer import TrainingLoop
 
 SHAPE = {
@@ -70,7 +70,7 @@ class StopAfter(GracefulShutdown):
         self.left = steps
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether they are done."""
         return self.left <= 0
 
@@ -82,7 +82,7 @@ def drawn(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
     flat = draw.integers(3, SHAPE["vocab_size"], int(lengths.sum())).tolist()
     ends = np.cumsum(lengths).tolist()
     ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-    return ids, [[MASKED] * int(ASKED * len(row)) + row[int(ASKED * len(row)) :] for row in ids]
+    return ids, [[IGNORE_INDEX] * int(ASKED * len(row)) + row[int(ASKED * len(row)) :] for row in ids]
 
 
 def make(folder: Path, counts: list[int]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _write(counts: dict[str, int], writers: token_files.SplitWriters) -> None:
 def settings_of(rows: int, steps: int, rank: int = 8, batching: str = "shuffled") -> Train:
     """Of a training of so many steps."""
     return Train(
-        quantization="none", rank=rank, alpha=16, dropout=0.1, epochs=steps * BATCH_ROWS / rows, batch_rows=BATCH_ROWS,
+        quantization="none", rank=rank, alpha=16, dropout=0.1, epochs=steps * BATCH_ROWS / rows, batch_size=BATCH_ROWS,
         batching=batching, pack_tokens=2 * LONGEST, learning_rate=0.001, validate_every_steps=100, seed=3,
     )  # fmt: skip
 
@@ -125,11 +125,11 @@ def loop_of(
     return TrainingLoop(
         TrainingContext(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
-            machine=Machine(device="cpu", threads=1, micro_batch_rows=BATCH_ROWS, checkpoint_every=every),
+            machine=Machine(device="cpu", threads=1, micro_batch_size=BATCH_ROWS, checkpoint_every=every),
             model=adapters.attach(plain, train, "base", (), plan.steps),
-            device=device, train=rows[0], validation=rows[1], paths=paths, journal=journal,
-            heartbeat=Heartbeat.private(), stop=stop or GracefulShutdown(), made_by={}, plan=plan,
-            monitor=MemoryMonitor(journal, device, ()), advise=str,
+            device=device, train_rows=rows[0], validation_rows=rows[1], paths=paths, journal=journal,
+            heartbeat=Heartbeat.private(), shutdown=stop or GracefulShutdown(), environment={}, batch_plan=plan,
+            memory_monitor=MemoryMonitor(journal, device, ()), suggest_memory_changes=str,
         )
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
     train, samples = settings_of(512, steps), []
 
     def look(step: int) -> None:
-        paths = loop.task.paths
+        paths = loop.context.paths
         whole, tensors = sealed_bytes(paths) if paths.checkpoint_steps() else (0, 0)
         samples.append(
             {
@@ -158,7 +158,7 @@ def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
 
     loop = loop_of(folder, train, rows, every, look=look)
     loop.run()
-    told = [event.data for event in JournalReader(loop.task.paths.journal).read() if event.kind == "step"]
+    told = [event.data for event in JournalReader(loop.context.paths.journal).read() if event.kind == "step"]
     return {
         "samples": samples,
         "step_s": [one["step_s"] for one in told],
@@ -174,8 +174,8 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
     for rank in ranks:
         loop = loop_of(folder / str(rank), settings_of(64, 2, rank), rows, every=1)
         loop.run()
-        count = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.task.model))
-        whole, tensors = sealed_bytes(loop.task.paths)
+        count = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.context.model))
+        whole, tensors = sealed_bytes(loop.context.paths)
         found.append({"rank": rank, "parameters": count, "bytes": whole, "tensor_bytes": tensors})
     return {"ranks": found}
 
@@ -192,7 +192,7 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     for batching in ("shuffled", "by_length", "packed"):
         begun = time.perf_counter()
         plan = BatchPlan(rows[0].lengths, settings_of(len(rows[0]), steps, batching=batching))
-        rows[0].padded(plan.batch(0))
+        rows[0].pad(plan.batch(0))
         found[f"{batching}_s"] = time.perf_counter() - begun
     found["resident_bytes"] = capacity.resident_bytes() - before
     stop = StopAfter(steps)
@@ -204,7 +204,7 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     loop = loop_of(folder, whole, rows, every=10, stop=stop, look=count)
     with suppress(InterruptedRunError):
         loop.run()
-    told = [event.data for event in JournalReader(loop.task.paths.journal).read() if event.kind == "step"]
+    told = [event.data for event in JournalReader(loop.context.paths.journal).read() if event.kind == "step"]
     warm = told[len(told) // 4 :]
     found["tokens_per_s"] = sum(one["input_tokens"] for one in warm) / sum(one["step_s"] for one in warm)
     return found

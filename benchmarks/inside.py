@@ -18,7 +18,7 @@ from report_rows import at_least, at_most, count, told
 from small_project import rows_of
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import InterruptedRunError
@@ -30,9 +30,9 @@ from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import async_checkpoint, checkpoint
+from ratchet.training.context import TrainingContext
 from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.stopping import GracefulShutdown
-from ratchet.training.train_step import TrainingContext
 from ratchet.training.trainer import TrainingLoop
 
 MTBF_S = 30 * 60.0
@@ -52,7 +52,7 @@ class StopAfter(GracefulShutdown):
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline
         return late or (self._limit is not None and len(steps_of(self._paths)) >= self._limit)
 
@@ -105,24 +105,26 @@ def loop_of(
             machine=settings.machine,
             model=model,
             device=device,
-            train=train,
-            validation=rows_of(project, "validation"),
+            train_rows=train,
+            validation_rows=rows_of(project, "validation"),
             paths=paths,
             journal=journal,
             heartbeat=Heartbeat.private(),
-            stop=stop(paths),
-            made_by={"torch": torch.__version__},
-            plan=BatchPlan(train.lengths, spec.train),
-            monitor=MemoryMonitor(journal, device, ()),
-            advise=str,
+            shutdown=stop(paths),
+            environment={"torch": torch.__version__},
+            batch_plan=BatchPlan(train.lengths, spec.train),
+            memory_monitor=MemoryMonitor(journal, device, ()),
+            suggest_memory_changes=str,
         )
     )
 
 
 def of_loop(loop: TrainingLoop) -> str:
     """Fingerprint of what an ended loop has sealed: all that later steps would depend on."""
-    sealed = checkpoint.read(loop.task.paths.checkpoint(loop.state.step))
-    return fingerprint({**sealed.weights, **sealed.optimizer}, [sealed.state.as_json(), sealed.rest])
+    sealed = checkpoint.read(loop.context.paths.checkpoint(loop.state.step))
+    return fingerprint(
+        {**sealed.weights, **sealed.optimizer_tensors}, [sealed.state.to_json(), sealed.optimizer_values]
+    )
 
 
 def changed(settings: Settings, train: dict[str, Any], machine: dict[str, Any]) -> Settings:
@@ -139,8 +141,8 @@ def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: boo
     """R11: stopped and begun anew after every step (quick: every fourth) of two epochs, for each way of batching."""
     found = []
     for batching in BATCHINGS:
-        rows_a_step = 4 if batching == "packed" else settings.train.batch_rows  # packs are few
-        train = {"batching": batching, "pack_tokens": 256, "epochs": 2, "batch_rows": rows_a_step}
+        rows_a_step = 4 if batching == "packed" else settings.train.batch_size  # packs are few
+        train = {"batching": batching, "pack_tokens": 256, "epochs": 2, "batch_size": rows_a_step}
         own = changed(settings, train, {"checkpoint_every": 1000})
         whole = loop_of(project, folder / "whole", own)
         whole.run()
@@ -153,7 +155,9 @@ def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: boo
             except InterruptedRunError:
                 continue
             break
-        same_losses = [e.data["loss"] for e in steps_of(paths)] == [e.data["loss"] for e in steps_of(whole.task.paths)]
+        same_losses = [e.data["loss"] for e in steps_of(paths)] == [
+            e.data["loss"] for e in steps_of(whole.context.paths)
+        ]
         exact = of_loop(loop) == of_loop(whole) and same_losses
         found.append(count(f"R11 {batching}: inexact in two epochs, {starts} starts", int(not exact)))
         for name in ("whole", "stopped"):
@@ -164,18 +168,18 @@ def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: boo
 def stalls(project: ProjectLayout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
     """R20, R21: what a checkpoint costs training, and the disk, for a state of some 110 MB."""
     train = {
-        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1,
+        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_size": 8, "epochs": 1,
         "validate_every_steps": 1000,
     }  # fmt: skip
     own = changed(settings, train, {"checkpoint_every": LARGE_EVERY_STEPS, "threads": 2})
     loop = loop_of(project, folder / "large", own, large, lambda paths: StopAfter(paths, 24 if quick else 96))
     _until_stopped(loop)
-    saves, steps = events_of(loop.task.paths, "checkpoint"), steps_of(loop.task.paths)
-    blocks = [event.data["block_s"] for event in saves]
+    saves, steps = events_of(loop.context.paths, "checkpoint_saved"), steps_of(loop.context.paths)
+    blocks = [event.data["blocked_s"] for event in saves]
     seconds = statistics.median(event.data["seconds"] for event in saves)
     size = statistics.median(event.data["size_bytes"] for event in saves)
     step_s = statistics.median(event.data["step_s"] for event in steps)
-    state = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.task.model)) * 3 * 4
+    state = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(loop.context.model)) * 3 * 4
     block = statistics.median(blocks)
     every_s = async_checkpoint.auto_interval_s(block, seconds, 0, 0.0)
     written = statistics.median(event.data["bytes_written"] for event in saves)
@@ -205,7 +209,7 @@ def _until_stopped(loop: TrainingLoop) -> None:
 def at_default(project: ProjectLayout, folder: Path, settings: Settings, seconds: float) -> list[Any]:
     """R20: the default interval for so long, nothing computed."""
     train = {
-        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1000,
+        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_size": 8, "epochs": 1000,
         "validate_every_steps": 100_000,
     }  # fmt: skip
     own = changed(settings, train, {"checkpoint_every": "auto", "threads": 2})
@@ -213,7 +217,7 @@ def at_default(project: ProjectLayout, folder: Path, settings: Settings, seconds
     started = time.monotonic()
     _until_stopped(loop)
     wall = time.monotonic() - started
-    blocks = [event.data["block_s"] for event in events_of(loop.task.paths, "checkpoint")]
+    blocks = [event.data["blocked_s"] for event in events_of(loop.context.paths, "checkpoint_saved")]
     shutil.rmtree(folder / "default")
     return [at_most(f"R20 of {wall:.0f} s, {len(blocks)} checkpoints (%)", 100 * sum(blocks) / wall, PERCENT_OF_WALL)]
 

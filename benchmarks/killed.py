@@ -23,11 +23,12 @@ from typing import Any
 from small_project import linked, rows_of
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK, RatchetError
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
 from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.stages.project import Project
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 
@@ -112,10 +113,10 @@ def start(layout: ProjectLayout, *faults: InjectedFault) -> subprocess.Popen[str
 def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
     """Settings of a training that is long enough for so many kills, and puts up with them."""
     steps = math.ceil(kills * (MOST_STEPS_BETWEEN + 1) / 2 * 1.2) + MOST_STEPS_BETWEEN
-    epochs = max(2, math.ceil(steps * settings.train.batch_rows / rows))
+    epochs = max(2, math.ceil(steps * settings.train.batch_size / rows))
     train = settings.train.model_copy(update={"epochs": epochs, "validate_every_steps": 8})
     machine = settings.machine.model_copy(
-        update={"checkpoint_every": INTERVAL_STEPS, "retries": kills, "retry_delay_s": 0.0}
+        update={"checkpoint_every": INTERVAL_STEPS, "max_restarts": kills, "restart_delay_s": 0.0}
     )
     return settings.model_copy(update={"train": train, "machine": machine})
 
@@ -150,11 +151,11 @@ def run_killed(layout: ProjectLayout, kills: int, draw: random.Random) -> tuple[
 
 def _follow_recovery(follower: Follower, process: subprocess.Popen[str], killed: float, deaths: Deaths) -> bool:
     """Watch a run come back; False if it had ended."""
-    if follower.until(process, lambda e: e.kind == "attempt") is None:
+    if follower.until(process, lambda e: e.kind == "attempt_started") is None:
         return False
     begun = time.monotonic()
     told = follower.step
-    ready = follower.until(process, lambda e: e.kind == "ready")
+    ready = follower.until(process, lambda e: e.kind == "worker_ready")
     loaded = time.monotonic()
     if ready is None or follower.until(process, lambda e: e.kind == "step" and e.data["step"] > told) is None:
         return False
@@ -171,7 +172,7 @@ def steps_in_a_save(events: Sequence[JournalEvent]) -> int:
     for event in events:
         if event.kind == "step":
             last = event.data["step"]
-        elif event.kind == "checkpoint":
+        elif event.kind == "checkpoint_saved":
             most = max(most, last - event.data["step"])
     return most
 
@@ -200,7 +201,7 @@ def crash_loop(layout: ProjectLayout, retries: int) -> list[Any]:
     follower = Follower(layout)
     code, output = ended(start(layout, InjectedFault(kind="die", step=3, times=0)))
     follower.look()
-    starts = sum(event.kind == "attempt" for event in follower.events)
+    starts = sum(event.kind == "attempt_started" for event in follower.events)
     right = code == EXIT_BUG and starts == retries + 1 and "gave up after" in output
     return [count(f"R16 crash loop not ended after {retries} restarts, with the reason", int(not right))]
 
@@ -212,7 +213,7 @@ def slow_disk(layout: ProjectLayout) -> list[Any]:
     follower = Follower(layout)
     code, output = ended(start(layout, InjectedFault(kind="slow_disk", step=1, times=0, seconds=SLOW_S)))
     follower.look()
-    deaths = sum(event.kind == "died" for event in follower.events)
+    deaths = sum(event.kind == "worker_exited" for event in follower.events)
     if code != EXIT_OK:
         print(output[-2000:])
     return [count("R15 slow saves taken for a stall", deaths + (code != EXIT_OK))]
@@ -263,7 +264,7 @@ def rows(
     struck_times = len(deaths.lost_steps)
     say(f"  {struck_times} kills in one training of {follower.step} steps: steps lost {deaths.lost_steps}")
     wrong, contradictions, uneven = ledger(struck, settings, follower.events)
-    differing = find_differences(TrainingFingerprint.of(whole), TrainingFingerprint.of(struck))
+    differing = find_differences(TrainingFingerprint.from_project(whole), TrainingFingerprint.from_project(struck))
     for text in differing:
         say(f"  NOT EXACT: {text}")
     for path in ("whole", "struck"):
@@ -291,11 +292,16 @@ def watched(project: ProjectLayout, folder: Path) -> list[Any]:
     """Rows R15, R16 and R25."""
     settings = params_file.load(project.params)
     machine = settings.machine.model_copy(
-        update={"checkpoint_every": INTERVAL_STEPS, "retries": 2, "retry_delay_s": 0.0, "stall_s": STALL_S}
+        update={
+            "checkpoint_every": INTERVAL_STEPS,
+            "max_restarts": 2,
+            "restart_delay_s": 0.0,
+            "stall_timeout_s": STALL_S,
+        }
     )
     settings = settings.model_copy(update={"machine": machine})
     found = second_writer(linked(project, folder / "second", settings))
-    found += crash_loop(linked(project, folder / "loop", settings), machine.retries)
+    found += crash_loop(linked(project, folder / "loop", settings), machine.max_restarts)
     found += slow_disk(linked(project, folder / "slow", settings))
     for name in ("second", "loop", "slow"):
         shutil.rmtree(folder / name)
@@ -313,7 +319,7 @@ def main(root: Path) -> int:
 
     layout = ProjectLayout(root)
     try:
-        print(train(layout, params_file.load(layout.params), lambda _: [], lambda *_: None))
+        print(train(Project.from_parts(layout, params_file.load(layout.params)), lambda _: [], lambda *_: None))
     except RatchetError as error:
         print(error, file=sys.stderr)
         return error.exit_code

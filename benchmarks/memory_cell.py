@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import adapters, loading, model_spec
 from ratchet.models.memory import capacity, forecast
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
 from ratchet.training import memory_monitor
+from ratchet.training.context import TrainingContext
+from ratchet.training.loss_scale import initial_loss_scale
 from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.stopping import GracefulShutdown
-from ratchet.training.train_step import TrainingContext, initial_loss_scale
 from ratchet.training.trainer import TrainingLoop
 
 STEPS = 3
@@ -39,7 +40,7 @@ def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> TokenRows:
     draw = np.random.default_rng(seed)
     ids = [draw.integers(3, vocabulary, tokens).tolist() for _ in range(count)]
     asked = int(QUESTION * tokens)
-    return TokenRows.from_lists(ids, [[MASKED] * asked + row[asked:] for row in ids])
+    return TokenRows.from_lists(ids, [[IGNORE_INDEX] * asked + row[asked:] for row in ids])
 
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     device = loading.pick_device("auto")
     rows = cell["rows"]
     train = Train(
-        quantization=cell["quantization"], rank=cell["rank"], targets=cell["targets"], batch_rows=2 * rows,
+        quantization=cell["quantization"], rank=cell["rank"], target_modules=cell["targets"], batch_size=2 * rows,
         compute_dtype=cell["dtype"], validate_every_steps=2, epochs=1,
     )  # fmt: skip
     machine = Machine(
-        micro_batch_rows=rows, activation_checkpointing=cell["checkpointing"], checkpoint_every=1, threads=1
+        micro_batch_size=rows, activation_checkpointing=cell["checkpointing"], checkpoint_every=1, threads=1
     )
     loading.use_threads(machine.threads)
     torch.use_deterministic_algorithms(True)
@@ -74,18 +75,20 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     spec = RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64)
     scale = initial_loss_scale(loading.pick_dtype(train.compute_dtype, device))
     task = TrainingContext(
-        spec=spec, machine=machine, model=model, device=device, train=learned, validation=checked, paths=work_place,
-        journal=journal, heartbeat=Heartbeat.private(), stop=GracefulShutdown(), made_by={}, plan=plan, monitor=monitor,
-        advise=str, loss_scale=scale,
+        spec=spec, machine=machine, model=model, device=device, train_rows=learned, validation_rows=checked,
+        paths=work_place,
+        journal=journal, heartbeat=Heartbeat.private(), shutdown=GracefulShutdown(), environment={}, batch_plan=plan,
+        memory_monitor=monitor,
+        suggest_memory_changes=str, initial_loss_scale=scale,
     )  # fmt: skip
     TrainingLoop(task).run()
     gpu = device.type == "cuda"
-    measured = {phase: found.allocated_bytes if gpu else found.peak_bytes for phase, found in monitor.found.items()}
+    measured = {phase: found.allocated_bytes if gpu else found.peak_bytes for phase, found in monitor.peaks.items()}
     return {
         "device": device.type,
         "forecast": {one.phase: one.parts for one in expected.phases},
         "measured": measured,
-        "process": {phase: found.peak_bytes for phase, found in monitor.found.items()},
+        "process": {phase: found.peak_bytes for phase, found in monitor.peaks.items()},
         "end_bytes": capacity.resident_bytes(),
     }
 

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from ratchet.config.train import Train
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
 from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.models import adapters
 from ratchet.models.memory import capacity
@@ -58,11 +58,11 @@ def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
 def ours(work: Path, way: Any, target: Path, shard_bytes: int) -> None:
     """Shards to shards."""
     recipe = MergeRecipe(
-        base=work / "base", card=CARD, train=TRAIN, parts=(WeightedAdapter(work / "adapter"),), modules=(),
+        base=work / "base", card=CARD, train=TRAIN, adapters=(WeightedAdapter(work / "adapter"),), modules=(),
         merge_base=way,
         dtype=torch.float32, device=torch.device("cpu"), shard_bytes=shard_bytes,
     )  # fmt: skip
-    streaming.merge_model(recipe, target, lambda *_: None)
+    merger.merge_model(recipe, target, lambda *_: None)
 
 
 def theirs(work: Path, way: str, target: Path, shard_bytes: int) -> None:

@@ -37,7 +37,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.storage.layout import ProjectLayout
@@ -90,7 +90,7 @@ class Log(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         rows = self.trainer._train_batch_size if self.trainer else 0
         self.tell(
-            "begin", step=state.global_step, planned=state.max_steps, micro_batch_rows=rows,
+            "begin", step=state.global_step, planned=state.max_steps, micro_batch_size=rows,
             batch_rows=rows * args.gradient_accumulation_steps,
         )  # fmt: skip
 
@@ -123,15 +123,15 @@ class FaultyTrainer(Trainer):  # type: ignore[misc]
 
 def training_arguments(settings: Settings, options: Options) -> TrainingArguments:
     """Our settings in Trainer's words; the batch of a step is made of micro-batches by gradient accumulation."""
-    train, rows = settings.train, min(settings.machine.micro_batch_rows, settings.train.batch_rows)
+    train, rows = settings.train, min(settings.machine.micro_batch_size, settings.train.batch_size)
     return TrainingArguments(
         output_dir=str(options.out),
         max_steps=options.steps,
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=train.batch_rows // rows,
+        gradient_accumulation_steps=train.batch_size // rows,
         learning_rate=train.learning_rate,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(train.schedule, train.schedule),
-        warmup_steps=math.ceil(train.warmup * options.steps),
+        warmup_steps=math.ceil(train.warmup_ratio * options.steps),
         optim="adamw_torch",
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
@@ -160,7 +160,7 @@ def trainer_of(options: Options, log: Log) -> Trainer:
     path = base_model.locate(layout, card)
     model = adapters.attach(loading.load(path, card, settings.train, device), settings.train, card.digest)
     model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
-    tokenizer = base_model.load_tokenizer(path, layout.own_template, card.added_tokens)
+    tokenizer = base_model.load_tokenizer(path, layout.chat_template, card.added_tokens)
     rows = token_files.open_split(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
         model=model,

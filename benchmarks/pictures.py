@@ -113,7 +113,7 @@ class Studio:
         self._metrics = scratch / "metrics" / "ratchet.prom"
         self._metrics.parent.mkdir()
         self._port = prometheus_server.free_port()
-        self._settings = settings(self._port, self._metrics, project.parent / f"{project.name}-mirror")
+        self._settings = settings(self._port, self._metrics, project.parent / f"{project.name}-replica")
 
     def train(self) -> None:
         """Everything that is a training, and the pictures of consoles and the dashboard."""

@@ -24,7 +24,7 @@ from pictures_terminal import Screen, screen
 import generations
 from chromium import browser, find
 from ratchet.config.machine import EndpointSettings
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, served, serving, streamed
 

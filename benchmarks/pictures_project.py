@@ -7,14 +7,15 @@ from small_project import SETTINGS as SMALL
 from small_project import build
 
 from ratchet.config import params_file
-from ratchet.config.schema import Base, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.storage.layout import ProjectLayout
 from ratchet.training.run_spec import build_run_spec
 
 ROWS = 1000
 SHAPE = TinyModelSettings(
-    vocabulary=800, hidden_size=128, intermediate_size=256, layers=2, heads=4, sequence_tokens=64, batch_sequences=16,
+    vocab_size=800, hidden_size=128, intermediate_size=256, layers=2, heads=4, sequence_length=64, batch_size=16,
     steps=120,
 )  # fmt: skip
 SPACE = {
@@ -37,19 +38,20 @@ FIRST = Variant("rank16", 3, 16)
 OTHERS = (Variant("rank16", 4, 16), Variant("rank2", 3, 2), Variant("rank2", 4, 2))
 
 
-def settings(port: int, metrics: Path, mirror: Path) -> Settings:
+def settings(port: int, metrics: Path, replica: Path) -> Settings:
     """Those of the first training: watched by everybody, and copied."""
     train = SMALL.train.model_copy(
-        update={"rank": 16, "alpha": 32, "epochs": 12, "batch_rows": 32, "validate_every_steps": 25}
+        update={"rank": 16, "alpha": 32, "epochs": 12, "batch_size": 32, "validate_every_steps": 25}
     )
     machine = SMALL.machine.model_copy(
-        update={"checkpoint_every": 20, "micro_batch_rows": 16, "metrics_port": port, "metrics_file": str(metrics),
-                "metrics_wait_s": 3.0, "mirror": str(mirror), "mirror_every_s": 2.0, "system_every_s": 2.0}
+        update={"checkpoint_every": 20, "micro_batch_size": 16, "metrics_port": port, "metrics_file": str(metrics),
+                "metrics_scrape_wait_s": 3.0, "replica": str(replica), "replica_interval_s": 2.0,
+                "system_metrics_interval_s": 2.0}
     )  # fmt: skip
     sweep = Sweep(
-        name="lora", space=SPACE, trials=6, sampler=SamplerSettings(startup=3),
-        pruner=PrunerSettings(kind="asha", first=0.25),
-        finalists=FinalistSettings(top=1),
+        name="lora", space=SPACE, trials=6, sampler=SamplerSettings(n_startup_trials=3),
+        pruner=PrunerSettings(kind="asha", min_resource_fraction=0.25),
+        finalists=FinalistSettings(top_k=1),
     )  # fmt: skip
     return SMALL.model_copy(update={"base": Base(tiny=SHAPE), "train": train, "machine": machine, "sweep": sweep})
 
@@ -66,19 +68,19 @@ def put(layout: ProjectLayout, chosen: Settings) -> str:
 
 
 def varied(chosen: Settings, variant: Variant) -> Settings:
-    """Settings of another training: by itself, without port, file and mirror."""
+    """Settings of another training: by itself, without port, file and replica."""
     update = {"rank": variant.rank, "alpha": 2.0 * variant.rank, "seed": variant.seed}
     return quiet(chosen.model_copy(update={"train": chosen.train.model_copy(update=update)}))
 
 
 def quiet(chosen: Settings) -> Settings:
     """The same, told to nobody over the network, and not copied."""
-    update = {"metrics_port": None, "metrics_file": None, "mirror": None}
+    update = {"metrics_port": None, "metrics_file": None, "replica": None}
     return chosen.model_copy(update={"machine": chosen.machine.model_copy(update=update)})
 
 
 def short(chosen: Settings) -> Settings:
     """Settings of the sweep: an epoch or so a trial."""
     train = chosen.train.model_copy(update={"epochs": 2.0, "validate_every_steps": 6})
-    machine = chosen.machine.model_copy(update={"checkpoint_every": 6, "lease_s": 10.0})
+    machine = chosen.machine.model_copy(update={"checkpoint_every": 6, "lease_timeout_s": 10.0})
     return quiet(chosen.model_copy(update={"train": train, "machine": machine}))

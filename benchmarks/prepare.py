@@ -83,9 +83,11 @@ def build_base(folder: Path, texts: Sequence[str]) -> None:
 def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str], everything: bool) -> None:
     """A project over `data`; the base stage has run."""
     from ratchet.config import params_file
-    from ratchet.config.data import ColumnSettings, DeduplicationSettings, LeakageSettings, Prepare
-    from ratchet.config.schema import Base, Settings
+    from ratchet.config.base import Base
+    from ratchet.config.prepare import ColumnSettings, DeduplicationSettings, LeakageSettings, Prepare
+    from ratchet.config.settings import Settings
     from ratchet.stages.base import base as run_base
+    from ratchet.stages.project import Project
     from ratchet.storage.layout import ProjectLayout
 
     layout = ProjectLayout(folder)
@@ -101,13 +103,13 @@ def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str],
             sources=({"files": "data/raw/rows.jsonl"},),
             columns=ColumnSettings(prompt=columns[0], response=columns[1]),
             max_tokens=PACK_TOKENS,
-            duplicates=DeduplicationSettings(near=0.8 if everything else None),
+            deduplication=DeduplicationSettings(jaccard_threshold=0.8 if everything else None),
             leakage=leakage,
         ),
     )
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    run_base(layout, settings, print)
+    run_base(Project.from_parts(layout, settings), print)
 
 
 def ours(folder: Path) -> dict[str, float]:
@@ -123,7 +125,7 @@ def ours(folder: Path) -> dict[str, float]:
         base_model.locate(layout, BaseCard.load(layout.base_card))
     )  # imports what the other side has too
     started = time.perf_counter()
-    prepare(layout, params_file.load(layout.params))
+    prepare(Project.from_parts(layout, params_file.load(layout.params)))
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
 

@@ -9,14 +9,17 @@ from itertools import islice
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings
-from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.data.batches import TokenRows
 from ratchet.data.splits import SplitName
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
@@ -28,8 +31,8 @@ ROWS = 300
 SETTINGS = Settings(
     base=Base(
         tiny=TinyModelSettings(
-            vocabulary=600, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48,
-            batch_sequences=8, steps=10,
+            vocab_size=600, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_length=48,
+            batch_size=8, steps=10,
         )
     ),
     prepare=Prepare(
@@ -38,9 +41,10 @@ SETTINGS = Settings(
         task="labels", max_tokens=96,
     ),
     train=Train(
-        rank=8, alpha=16, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=8, seed=3,
+        rank=8, alpha=16, dropout=0.1, epochs=2, batch_size=16, learning_rate=0.01, validate_every_steps=8, seed=3,
     ),
-    machine=Machine(device="cpu", threads=1, micro_batch_rows=8, checkpoint_every=2, retries=5, retry_delay_s=0.1),
+    machine=Machine(device="cpu", threads=1, micro_batch_size=8, checkpoint_every=2, max_restarts=5,
+        restart_delay_s=0.1),
 )  # fmt: skip
 
 
@@ -58,8 +62,8 @@ def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Proj
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
-    base(layout, settings, lambda _: None)
-    prepare(layout, settings)
+    base(Project.from_parts(layout, settings))
+    prepare(Project.from_parts(layout, settings))
     return layout
 
 

@@ -1,10 +1,10 @@
 """Goodput on machines that are taken away: a simulated day, and SaladCloud's published test replayed as a schedule.
 
     pip install -c constraints.txt -e .
-    python benchmarks/spot.py [--quick] [--json FILE] [--mirror URL] [--hours H] [--only PART ...]
+    python benchmarks/spot.py [--quick] [--json FILE] [--replica URL] [--hours H] [--only PART ...]
 
 Goodput is the time of the steps that count, each once, over the time from the first machine to the sealed result, in
-the mirror. A real training of a small model runs under the real supervisor with `machine.mirror` (a folder, or any
+the replica. A real training of a small model runs under the real supervisor with `machine.replica` (a folder, or any
 URL); spot_world.py says what its clock counts and what it does not.
 
 `day`: every thirty minutes a blow, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
@@ -40,7 +40,7 @@ from report_rows import Row, at_least, count, told
 from spot_world import CHARGED_LEASE_S, LEASE_S, Blow, World
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.replication import remote_status
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.layout import ProjectLayout
@@ -84,39 +84,40 @@ SALAD = (
 
 
 def world(
-    project: ProjectLayout, folder: Path, mirror: str, useful_s: float, step_s: float, checkpoint_s: float
+    project: ProjectLayout, folder: Path, replica: str, useful_s: float, step_s: float, checkpoint_s: float
 ) -> World:
     """A run of so many simulated seconds of steps."""
     settings = params_file.load(project.params)
     rows = len(small_project.rows_of(project, "train").lengths)
     epochs = useful_s / step_s * ROWS / rows
     light = {
-        "epochs": epochs, "batch_rows": ROWS, "validate_every_steps": 1_000_000, "quantization": "none", "dropout": 0.0,
+        "epochs": epochs, "batch_size": ROWS, "validate_every_steps": 1_000_000, "quantization": "none", "dropout": 0.0,
     }  # fmt: skip
     changes = {
-        "mirror": mirror, "mirror_every_s": 1.0, "lease_s": LEASE_S, "retries": 10, "retry_delay_s": 0.0,
-        "checkpoint_every": round(checkpoint_s / step_s), "grace_s": 30.0,
+        "replica": replica, "replica_interval_s": 1.0, "lease_timeout_s": LEASE_S, "max_restarts": 10,
+        "restart_delay_s": 0.0,
+        "checkpoint_every": round(checkpoint_s / step_s), "grace_period_s": 30.0,
     }  # fmt: skip
     train, machine = settings.train.model_copy(update=light), settings.machine.model_copy(update=changes)
     chosen = Settings.model_validate(settings.model_copy(update={"train": train, "machine": machine}).model_dump())
     return World(project, folder, chosen, step_s)
 
 
-def arrival(mirror: str) -> list[Row]:
-    """Whether all of it arrived in the mirror, and what was sent there."""
-    store = ReplicaStore(mirror, TransferLimits(patience_s=30.0), lambda: False)
+def arrival(replica: str) -> list[Row]:
+    """Whether all of it arrived in the replica, and what was sent there."""
+    store = ReplicaStore(replica, TransferLimits(retry_timeout_s=30.0), lambda: False)
     (name,) = remote_status.list_remote_runs(store)
-    print(remote_status.describe_remote_run(store, name), flush=True)
-    found = remote_status.read_remote_run(store, name).standing
+    print(remote_status.describe_remote_run(remote_status.read_remote_run(store, name)), flush=True)
+    found = remote_status.read_remote_run(store, name).state
     return [
-        count("runs whose result is not in the mirror", int(not found.finished)),
-        told("MB sent to the mirror", sum(machine.bytes_sent for machine in found.machines) / 1e6),
+        count("runs whose result is not in the replica", int(not found.finished)),
+        told("MB sent to the replica", sum(machine.bytes_sent for machine in found.machines) / 1e6),
     ]
 
 
-def day(project: ProjectLayout, folder: Path, mirror: str, hours: float) -> list[Row]:
+def day(project: ProjectLayout, folder: Path, replica: str, hours: float) -> list[Row]:
     """A blow every thirty minutes."""
-    run = world(project, folder, mirror, hours * HOUR_S, DAY_STEP_S, DAY_CHECKPOINT_S)
+    run = world(project, folder, replica, hours * HOUR_S, DAY_STEP_S, DAY_CHECKPOINT_S)
     life, blows, due_s = run.start(), cycle(BLOWS), BETWEEN_BLOWS_S
     while life.until(partial(run.is_past, due_s)):
         blow = next(blows)
@@ -138,7 +139,7 @@ def day(project: ProjectLayout, folder: Path, mirror: str, hours: float) -> list
         told("the same by the clock on the wall (raw)", raw.share() or 0.0),
         told("simulated seconds that one of wall time stands for in steps", useful_s / raw.useful_s),
         count("steps that are missing", run.best - len(raw.steps)),
-        *arrival(mirror),
+        *arrival(replica),
         told("machines used", run.machines),
         told("a checkpoint from sealed to durable, s (mean)", mean(run.lags_s)),
     ]
@@ -154,9 +155,9 @@ def day(project: ProjectLayout, folder: Path, mirror: str, hours: float) -> list
     return rows
 
 
-def replay(project: ProjectLayout, folder: Path, mirror: str, name: str, stops: Sequence[float]) -> list[Row]:
+def replay(project: ProjectLayout, folder: Path, replica: str, name: str, stops: Sequence[float]) -> list[Row]:
     """The published schedule with these stops, beside what was published."""
-    run = world(project, folder, mirror, SALAD_USEFUL_S, SALAD_STEP_S, SALAD_CHECKPOINT_S)
+    run = world(project, folder, replica, SALAD_USEFUL_S, SALAD_STEP_S, SALAD_CHECKPOINT_S)
     gone_s: float | None = None
     for node, stop_s in zip(SALAD, stops, strict=True):
         life = run.start()
@@ -170,7 +171,7 @@ def replay(project: ProjectLayout, folder: Path, mirror: str, name: str, stops: 
         print(f"{name}, {gone_s / HOUR_S:5.2f} h, step {run.best}: the node is gone", flush=True)
     if life.process.returncode:
         raise SystemExit(f"the training ended with exit code {life.process.returncode}\n{life.said()}")
-    arrived = arrival(mirror)
+    arrived = arrival(replica)
     life.close(removed=True)
     test = f"SaladCloud's test, {name} stops"
     return [
@@ -187,23 +188,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less than three simulated hours, and no replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--mirror", metavar="URL", help="an empty place of storage (default: a folder)")
+    parser.add_argument("--replica", metavar="URL", help="an empty place of storage (default: a folder)")
     parser.add_argument("--hours", type=float, metavar="H", help="of the day")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     given = parser.parse_args()
     parts = given.only or (("day",) if given.quick else PARTS)
     with tempfile.TemporaryDirectory(prefix="ratchet-spot-") as scratch:
         folder = Path(scratch)
-        mirror = given.mirror or (folder / "mirror").as_uri()
+        replica = given.replica or (folder / "replica").as_uri()
         project = small_project.build(folder / "project")
         rows: list[Row] = []
         if "day" in parts:
-            rows += day(project, folder / "day", f"{mirror}/day", given.hours or HOURS[given.quick])
+            rows += day(project, folder / "day", f"{replica}/day", given.hours or HOURS[given.quick])
         if "late" in parts:
-            rows += replay(project, folder / "late", f"{mirror}/late", "late", [node.next_s for node in SALAD])
+            rows += replay(project, folder / "late", f"{replica}/late", "late", [node.next_s for node in SALAD])
         if "early" in parts:
             stops = [*(node.last_upload_s for node in SALAD[:-1]), float("inf")]
-            rows += replay(project, folder / "early", f"{mirror}/early", "early", stops)
+            rows += replay(project, folder / "early", f"{replica}/early", "early", stops)
     return finish(rows, given.json)
 
 

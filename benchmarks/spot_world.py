@@ -9,8 +9,8 @@ checkpoint is sent, steps run on: a transfer of .3 s here stands for all the sim
 a step of 3 s takes 20 ms. The larger the scale, the older the newest durable checkpoint of a machine that vanishes.
 
 Two things are charged that the clock does not show: a machine that vanished without a word is waited for as long as the
-default `machine.lease_s` says, although a shorter lease is used here; and in a replay the published time for loading is
-charged in the place of ours.
+default `machine.lease_timeout_s` says, although a shorter lease is used here; and in a replay the published time for
+loading is charged in the place of ours.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from typing import Literal
 import killed
 from small_project import linked
 
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -40,8 +41,8 @@ Blow = Literal["worker", "notice", "gone"]
 PATIENCE_S = 600.0
 POLL_S = 0.005
 LEASE_S = 10.0
-"""Of these trainings. With a shorter one a mirror on a busy machine seems not to answer: 2 s were too few."""
-CHARGED_LEASE_S = Machine().lease_s
+"""Of these trainings. With a shorter one a replica on a busy machine seems not to answer: 2 s were too few."""
+CHARGED_LEASE_S = Machine().lease_timeout_s
 
 
 @dataclass
@@ -73,7 +74,7 @@ class World:
     """Steps that somebody had done before."""
     costs: list[Cost] = field(default_factory=list)
     lags_s: list[float] = field(default_factory=list)
-    """Of each checkpoint that arrived in the mirror: from sealed to durable."""
+    """Of each checkpoint that arrived in the replica: from sealed to durable."""
     _sealed_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def start(self) -> "Life":
@@ -86,11 +87,11 @@ class World:
         """Whether it is that late."""
         return self.clock_s >= clock_s
 
-    def see(self, event: JournalEvent) -> None:
+    def update(self, event: JournalEvent) -> None:
         """Keep the account; the clock has come to this event."""
         step = event.data.get("step", 0)
         match event.kind:
-            case "ready":
+            case "worker_ready":
                 for cost in self.costs:
                     if cost.lost_steps is None:
                         cost.lost_steps = self.best - event.data["start_step"]
@@ -101,9 +102,9 @@ class World:
                 for cost in self.costs:
                     if cost.regained_s is None:
                         cost.regained_s = self.clock_s
-            case "checkpoint":
+            case "checkpoint_saved":
                 self._sealed_s[step] = self.clock_s
-            case "mirror" if event.data["what"] == "checkpoint" and step in self._sealed_s:
+            case "replicated" if event.data["artifact"] == "checkpoint" and step in self._sealed_s:
                 self.lags_s.append(self.clock_s - self._sealed_s.pop(step))
 
 
@@ -148,14 +149,14 @@ class Life:
         for path in self.place.runs.glob("*/journal.jsonl"):
             for event in self._readers.setdefault(path, JournalReader(path)).read():
                 if event.t < self._began_t - 0.01:
-                    continue  # what came with the mirror's journal
+                    continue  # what came with the replica's journal
                 news = True
-                self._is_loaded |= event.kind == "ready"
+                self._is_loaded |= event.kind == "worker_ready"
                 if event.kind == "step":
                     passed_s += world.step_s - event.data["step_s"]
                     world.clock_s += passed_s
                     passed_s = 0.0
-                world.see(event)
+                world.update(event)
         world.clock_s += passed_s
         return news
 
@@ -194,7 +195,7 @@ class Life:
         account = Goodput()
         for path in self.place.runs.glob("*/journal.jsonl"):
             for event in JournalReader(path).read():
-                account.see(event)
+                account.update(event)
         return account
 
     def said(self) -> str:

@@ -41,14 +41,17 @@ from small_project import BUNDLED, linked
 from sweep_account import Search, Take, takes
 
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
-from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
 from ratchet.runs.directory import Run
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
@@ -103,7 +106,7 @@ def settings_of(shape: Shape, steps: int) -> Settings:
     return Settings(
         base=Base(
             tiny=TinyModelSettings(
-                vocabulary=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200
+                vocab_size=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200
             )
         ),
         prepare=Prepare(
@@ -112,15 +115,15 @@ def settings_of(shape: Shape, steps: int) -> Settings:
             split=SplitSettings(validation=0.05),
         ),
         train=Train(
-            rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_rows=shape.batch_rows,
+            rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_size=shape.batch_rows,
             validate_every_steps=math.ceil(FIRST_RUNG * steps),
         ),
         sweep=Sweep(
-            name=STUDY, trials=TRIALS_PER_CELL * len(shape.cells), finalists=FinalistSettings(top=0),
-            pruner=PrunerSettings(first=FIRST_RUNG),
+            name=STUDY, trials=TRIALS_PER_CELL * len(shape.cells), finalists=FinalistSettings(top_k=0),
+            pruner=PrunerSettings(min_resource_fraction=FIRST_RUNG),
             space={"train.rank": rank, "train.alpha": alpha, "train.learning_rate": rate},
         ),
-        machine=Machine(device="cpu", threads=1, micro_batch_rows=shape.batch_rows),
+        machine=Machine(device="cpu", threads=1, micro_batch_size=shape.batch_rows),
     )  # fmt: skip
 
 
@@ -133,8 +136,8 @@ def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
-    base(layout, settings, lambda _: None)
-    prepare(layout, settings)
+    base(Project.from_parts(layout, settings))
+    prepare(Project.from_parts(layout, settings))
     with MlflowStore(layout).connected():
         pass
     steps = shape.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / shape.batch_rows

@@ -71,12 +71,12 @@ def takes(journal: Path) -> list[Take]:
     found: list[Take] = []
     replay, begun, ended, tokens, value, finished = ReplayFilter(), 0.0, 0.0, 0, math.inf, False
     for event in JournalReader(journal).read():
-        if event.kind == "attempt":
+        if event.kind == "attempt_started":
             if begun:
                 found.append(Take(begun, ended, tokens, value, finished))
             begun, tokens, finished = event.t, 0, False
         ended = event.t
-        if replay.new(event):
+        if replay.is_new(event):
             tokens += int(event.data["trained_tokens"]) if event.kind == "step" else 0
             value = min(value, float(event.data["loss"])) if event.kind == "validation" else value
         finished = finished or event.kind == "finished"

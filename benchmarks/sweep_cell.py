@@ -75,7 +75,7 @@ class Loop:
         self.steps, self.folder = steps, folder
         self.card = BaseCard.load(self.layout.base_card)
         self.path = base_model.locate(self.layout, self.card)
-        self.tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
+        self.tokenizer = base_model.load_tokenizer(self.path, self.layout.chat_template, self.card.added_tokens)
         self.rows, self.validation = (
             token_files.open_split(self.layout.data, split).select_columns(["input_ids", "labels"])
             for split in ("train", "validation")
@@ -113,9 +113,10 @@ class Loop:
         model = adapters.attach(loading.load(self.path, self.card, train, torch.device("cpu")), train, self.card.digest)
         model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
         arguments = TrainingArguments(
-            output_dir=str(self.folder), max_steps=self.steps, per_device_train_batch_size=train.batch_rows,
+            output_dir=str(self.folder), max_steps=self.steps, per_device_train_batch_size=train.batch_size,
             per_device_eval_batch_size=len(self.validation), learning_rate=train.learning_rate,
-            lr_scheduler_type=train.schedule, warmup_steps=math.ceil(train.warmup * self.steps), optim="adamw_torch",
+            lr_scheduler_type=train.schedule, warmup_steps=math.ceil(train.warmup_ratio * self.steps),
+            optim="adamw_torch",
             weight_decay=train.weight_decay, max_grad_norm=train.max_grad_norm, eval_strategy="steps",
             eval_steps=train.validate_every_steps, prediction_loss_only=True, save_strategy="no", seed=train.seed,
             use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",

@@ -19,7 +19,7 @@ from pathlib import Path
 import report
 from report_rows import Row, middle, told
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import SamplerSettings, Sweep
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial
@@ -37,24 +37,24 @@ import study_histories
 
 SIZES, QUICK_SIZES = (100, 300, 1000), (30, 100)
 TIMES = 5
-SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=SamplerSettings(startup=20)))
+SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=SamplerSettings(n_startup_trials=20)))
 KINDS = ("random", "tpe", "gp")
 LARGEST_GP = 300
 """Trials beyond which a proposal of a Gaussian process takes minutes."""
 
 
-def fill(register: TrialStore, space: SearchSpace, count: int, worker: SweepWorker) -> None:
+def fill(store: TrialStore, space: SearchSpace, count: int, worker: SweepWorker) -> None:
     """Add trials that are complete, until there are so many."""
-    for number in range(len(register.trials()), count):
+    for number in range(len(store.trials()), count):
         values = study_histories.drawn(space, number)
-        here = register.begin(values, select_searched(space, values), f"{number:016x}", worker)
+        here = store.begin(values, select_searched(space, values), f"{number:016x}", worker)
         loss = study_histories.loss(values)
         curve = {rows: loss + 10 / rows for rows in range(100, 1100, 100)}
         done = Trial(
             number=here, values=values, run_id=f"{number:016x}", state="complete", objectives=(loss,), curve=curve,
             cost=TrainingCost(),
         )  # fmt: skip
-        register.finish(here, done, worker)
+        store.finish(here, done, worker)
 
 
 def seconds(act: Callable[[], object]) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def seconds(act: Callable[[], object]) -> tuple[float, float]:
 @contextmanager
 def opened(url: str) -> Iterator[tuple[TrialStore, SearchSpace]]:
     """The study, as a process opens it that has read nothing yet."""
-    space = SearchSpace.of(SETTINGS)
+    space = SearchSpace.from_settings(SETTINGS)
     storage = open_storage(ProjectLayout(Path.cwd()), url)
     try:
         yield TrialStore.open(storage, "scale", compute_identity(SETTINGS, "d" * 64, "b" * 64), space), space
@@ -80,26 +80,26 @@ def opened(url: str) -> Iterator[tuple[TrialStore, SearchSpace]]:
 
 def measured(url: str, count: int) -> Iterator[Row]:
     """Rows of a study with so many trials."""
-    worker = SweepWorker.here()
-    with opened(url) as (register, space):
-        fill(register, space, count, worker)
-    with opened(url) as (register, space):
+    worker = SweepWorker.current()
+    with opened(url) as (store, space):
+        fill(store, space, count, worker)
+    with opened(url) as (store, space):
         began = time.perf_counter()
-        history = register.trials()
+        history = store.trials()
         yield told(f"{count} trials: first look at all, s", time.perf_counter() - began)
-        yield told(f"{count} trials: a later look, s", *seconds(register.trials))
+        yield told(f"{count} trials: a later look, s", *seconds(store.trials))
         values = study_histories.drawn(space, -1)
-        running = register.begin(values, select_searched(space, values), "f" * 16, worker)
-        yield told(f"{count} trials: a sign of life, s", *seconds(lambda: register.renew(running, worker)))
-        register.finish(running, history[0].model_copy(update={"number": running}), worker)
-        measures = final_round.objective_measures(SETTINGS.sweep)
+        running = store.begin(values, select_searched(space, values), "f" * 16, worker)
+        yield told(f"{count} trials: a sign of life, s", *seconds(lambda: store.renew(running, worker)))
+        store.finish(running, history[0].model_copy(update={"number": running}), worker)
+        objectives = final_round.sweep_objectives(SETTINGS.sweep)
         for kind in KINDS:
             if kind == "gp" and count > LARGEST_GP:
                 continue
             sampler = SETTINGS.sweep.sampler.model_copy(update={"kind": kind})
             yield told(
                 f"{count} trials: a proposal of `{kind}`, s",
-                *seconds(lambda s=sampler: samplers.propose(space, s, measures, history, count, lambda _: False)),
+                *seconds(lambda s=sampler: samplers.propose(space, s, objectives, history, count, lambda _: False)),
             )
 
 

@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from observers import ROWS_OF_STEP, SHAPE, of
-from observers_cell import trained
+from callbacks import ROWS_OF_STEP, SHAPE, of
+from callbacks_cell import trained
 from report import finish
 from report_rows import Row, at_most, ratio, told
 from small_project import SETTINGS, build, linked
 
-from ratchet.config.schema import Base, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
 
 THREADS = 2
@@ -50,7 +51,7 @@ class Bench:
     @classmethod
     def of(cls, name: str, shape: TinyModelSettings, scratch: Path) -> "Bench":
         """Prepared, with a base of this shape."""
-        update = {"epochs": 1, "batch_rows": ROWS_OF_STEP, "validate_every_steps": 100}
+        update = {"epochs": 1, "batch_size": ROWS_OF_STEP, "validate_every_steps": 100}
         train = SETTINGS.train.model_copy(update=update)
         settings = SETTINGS.model_copy(update={"base": Base(tiny=shape), "train": train})
         return cls(name, settings, build(scratch / name, settings=settings), scratch)

@@ -43,7 +43,7 @@ from train_cell import Told, missing
 from train_limit import peak_of_gpu, useful_flops
 from train_projects import Cell, build
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.storage.layout import ProjectLayout
@@ -67,12 +67,12 @@ RATE_S = 4.0
 
 def cpu_cells(quick: bool, threads: int) -> list[Cell]:
     """Cells on a CPU; a quick run has fewer rows, no questions in 4 bits, and nobody beside us at the limit."""
-    machine = Machine(device="cpu", threads=threads, micro_batch_rows=8, micro_batch_tokens=1536)
+    machine = Machine(device="cpu", threads=threads, micro_batch_size=8, micro_batch_tokens=1536)
     plain = Train(
-        quantization="none", rank=16, alpha=32, epochs=1, batch_rows=16, batching="by_length", pack_tokens=1024,
+        quantization="none", rank=16, alpha=32, epochs=1, batch_size=16, batching="by_length", pack_tokens=1024,
         learning_rate=1e-3, validate_every_steps=10**6,
     )  # fmt: skip
-    bundled = plain.model_copy(update={"quantization": "nf4", "rank": 32, "alpha": 64.0, "batch_rows": 32,
+    bundled = plain.model_copy(update={"quantization": "nf4", "rank": 32, "alpha": 64.0, "batch_size": 32,
                                        "pack_tokens": 704})  # fmt: skip
     questions = Cell("questions", "10M", 256 if quick else 640, plain, machine, 512)
     cells = [Cell("bundled", "tiny", 1000 if quick else 2400, bundled, replace_machine(machine, 16), 256), questions]
@@ -83,18 +83,18 @@ def cpu_cells(quick: bool, threads: int) -> list[Cell]:
     return [*cells, limit]
 
 
-def replace_machine(machine: Machine, micro_batch_rows: int) -> Machine:
+def replace_machine(machine: Machine, micro_batch_size: int) -> Machine:
     """The same machine, with other micro-batches."""
-    return machine.model_copy(update={"micro_batch_rows": micro_batch_rows})
+    return machine.model_copy(update={"micro_batch_size": micro_batch_size})
 
 
 def gpu_cells(quick: bool) -> list[Cell]:
     """Cells on a GPU."""
     train = Train(
-        rank=16, alpha=32, epochs=1, batch_rows=8, batching="packed", pack_tokens=2048, learning_rate=2e-4,
+        rank=16, alpha=32, epochs=1, batch_size=8, batching="packed", pack_tokens=2048, learning_rate=2e-4,
         validate_every_steps=10**6,
     )  # fmt: skip
-    machine = Machine(device="cuda", micro_batch_rows=1)
+    machine = Machine(device="cuda", micro_batch_size=1)
     return [
         Cell(name, name, 1200, train, machine, 512, peers=("trl-packed", "unsloth-packed"))
         for name in (["1B"] if quick else ["1B", "7B"])
@@ -200,7 +200,7 @@ def _present(peers: Sequence[str]) -> Iterator[str]:
 
 
 def _rate(cell: Cell, threads: int) -> tuple[float, float]:
-    tokens_of_micro_batch = cell.machine.micro_batch_rows * 176  # of GSM8K rows
+    tokens_of_micro_batch = cell.machine.micro_batch_size * 176  # of GSM8K rows
     given = {"shape": cell.model, "tokens": tokens_of_micro_batch, "threads": threads, "seconds": RATE_S}
     wall, cpu = json.loads(_process(["train_limit.py", json.dumps(given)], threads).splitlines()[-1])
     return wall, cpu
@@ -270,7 +270,9 @@ def _with(target: float, measured: tuple[float, float | None]) -> tuple[float, f
 def _flops(found: Found, one: Figures) -> float:
     """Useful FLOPs of the steps that were timed, as their share of the epoch's tokens."""
     rows = token_files.load_rows(found.layout.data, "train")
-    whole = useful_flops(found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.trained(range(len(rows))))
+    whole = useful_flops(
+        found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.count_trained(range(len(rows)))
+    )
     return whole * one.inputs / int(rows.lengths.sum())
 
 

@@ -66,12 +66,12 @@ class Meter:
     def __init__(self) -> None:
         self.cpu_s: list[float] = []
 
-    def see(self, events: Sequence[Any]) -> None:
+    def on_events(self, events: Sequence[Any]) -> None:
         """A clock for each step; steps that are told together have the same."""
         if count := sum(event.kind == "step" for event in events):
             self.cpu_s += [max([*self.cpu_s[-1:], _cpu_s_of_worker()])] * count
 
-    def finish(self, _: str) -> None:
+    def on_end(self, _: str) -> None:
         """Nothing is left to do."""
 
 
@@ -109,7 +109,7 @@ def ours(project: Path) -> Told:
             told.input_tokens.append(event.data["input_tokens"])
             told.trained_tokens.append(event.data["trained_tokens"])
             told.losses.append(event.data["loss"])
-        elif event.kind == "memory" and event.data["phase"] != "evaluation":
+        elif event.kind == "memory_peak" and event.data["phase"] != "evaluation":
             kind = "peak_bytes" if event.data["device"] == "cpu" else "allocated_bytes"
             told.peak_bytes = max(told.peak_bytes, event.data[kind])
         elif event.kind == "validation":

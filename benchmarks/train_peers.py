@@ -20,7 +20,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, Train
 from ratchet.config import params_file
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, split_micro_batches
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory import capacity
@@ -52,7 +52,7 @@ class Counting:
 
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)
-        trained = int((batch["labels"][:, 1:] != MASKED).sum())
+        trained = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         given = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
         if self.seen % self.micro_batches == 0:
             self.told.input_tokens.append(0)
@@ -87,7 +87,7 @@ class Peer:
     @cached_property
     def trainer(self) -> Trainer:
         """As a training script makes it."""
-        tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
+        tokenizer = base_model.load_tokenizer(self.path, self.layout.chat_template, self.card.added_tokens)
         found = token_files.open_split(self.layout.data, "train").select_columns(["input_ids", "labels"])
         # In memory: what is made of files is kept beside them, and a second run would find the work of the first.
         dataset = Dataset.from_dict(found[self._order()] if self.who == "trainer-in-order" else found[:])
@@ -152,14 +152,14 @@ class Peer:
     def _rows_of_step(self) -> int:
         """Sequences of a step: rows, or packs that hold about as many rows."""
         if not self.packs:
-            return self.train.batch_rows
-        tokens_of_step = self.train.batch_rows * float(self.rows.lengths.mean())
+            return self.train.batch_size
+        tokens_of_step = self.train.batch_size * float(self.rows.lengths.mean())
         return max(1, round(tokens_of_step / self.train.pack_tokens))
 
     def _arguments(self) -> dict[str, Any]:
         """Our settings in Trainer's words."""
         train, of_step = self.train, self._rows_of_step()
-        micro = 1 if self.packs else math.gcd(self.settings.machine.micro_batch_rows, of_step)
+        micro = 1 if self.packs else math.gcd(self.settings.machine.micro_batch_size, of_step)
         in_order = self.who == "trainer-in-order"
         strategies = {"trl-grouped": "group_by_length", "trainer-in-order": "sequential"}
         dtype = loading.pick_dtype(train.compute_dtype, self.device)
@@ -192,11 +192,11 @@ class Peer:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
         rows = token_files.load_rows(self.layout.data, "validation")
         everything = list(range(len(rows)))
-        size = self.settings.machine.micro_batch_rows
+        size = self.settings.machine.micro_batch_size
         with torch.no_grad():
             total = sum(
                 float(answer_nll(model, batch.input_ids, batch.labels).double().sum())
                 for piece in split_micro_batches(everything, rows.lengths.tolist(), size)
-                for batch in [SequenceBatch.of(rows, [[row] for row in piece], self.device)]
+                for batch in [SequenceBatch.from_sequences(rows, [[row] for row in piece], self.device)]
             )
-        return total / rows.trained(everything)
+        return total / rows.count_trained(everything)

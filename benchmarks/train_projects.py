@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
-from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
 
@@ -74,8 +77,8 @@ def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
     ChampionFile().save(layout.champion)
     settings = _bundled(layout, cell) if cell.model == "tiny" else _asked(layout, cell, given)
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
-    base(layout, settings, lambda _: None)
-    prepare(layout, settings)
+    base(Project.from_parts(layout, settings))
+    prepare(Project.from_parts(layout, settings))
     return layout
 
 

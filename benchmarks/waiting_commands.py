@@ -13,7 +13,6 @@ from report_rows import Row, at_most, middle, told
 from ruamel.yaml import YAML
 from small_project import SETTINGS, build
 
-from ratchet.cli.command_line import STAGES
 from ratchet.config import params_file
 from ratchet.runs.journal import Journal
 from ratchet.storage.layout import ProjectLayout
@@ -21,6 +20,8 @@ from ratchet.storage.layout import ProjectLayout
 RATCHET = [sys.executable, "-m", "ratchet"]
 DVC = [sys.executable, "-m", "dvc"]
 LONG_JOURNAL = 100_000
+STAGE_COUNT = 7
+"""As many stages as the dvc.yaml of a project has with `distill`."""
 TOLD = ("promotions", "verify", "keys", "doctor")
 """Verbs whose time is told beside that of the bare interpreter."""
 ROOT = Path(__file__).parents[1]
@@ -113,7 +114,7 @@ def pipeline(folder: Path, real: bool) -> Path:
         shutil.copyfile(ROOT / "experiments" / "champion.json", folder / "experiments" / "champion.json")
     else:
         text = "stages:\n"
-        for number in range(len(STAGES)):
+        for number in range(STAGE_COUNT):
             (folder / f"{number}.txt").write_text(str(number), encoding="utf-8")
             needs = f"    deps: [{number - 1}.txt]\n" if number else ""
             text += f"  s{number}:\n    cmd: 'true'\n{needs}    outs: [{number}.txt]\n"

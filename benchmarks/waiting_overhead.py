@@ -21,10 +21,11 @@ from report_rows import Row, at_most, middle, told
 from small_project import SETTINGS, build, linked
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.console.callback import ConsoleCallback
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.stages.project import Project
 from ratchet.stages.train import train
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train the project until asked to stop."""
     layout = ProjectLayout(Path(arguments[0]))
     settings: Settings = params_file.load(layout.params)
-    train(layout, settings, lambda _: [ConsoleCallback()], lambda *_: None)
+    train(Project.from_parts(layout, settings), lambda _: [ConsoleCallback()], lambda *_: None)
 
 
 if __name__ == "__main__":

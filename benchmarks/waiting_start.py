@@ -26,7 +26,7 @@ FIRST_VERSION = "2705fea"
 ROOT = Path(__file__).parents[1]
 NO_STAGES = "stages: {}\n"
 KNOWN_SECTIONS = ("base", "prepare", "train", "machine")
-BREAKDOWN = ("attempt", "forecast", "ready", "step")
+BREAKDOWN = ("attempt_started", "memory_forecast", "worker_ready", "step")
 """The supervisor's own start; the worker's imports, checks, forecast; the model; the first step."""
 
 

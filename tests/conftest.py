@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from ratchet.config import params_file, schema
+from ratchet.config import params_file
+from ratchet.config.settings import Settings
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 
@@ -49,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
     layout = ProjectLayout(tmp_path / "my project")  # a space, as in many a home directory
     layout.experiments.mkdir(parents=True)
-    layout.params.write_text(params_file.dump(schema.Settings()), encoding="utf-8")
+    layout.params.write_text(params_file.dump(Settings()), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     return layout
 
@@ -138,11 +139,11 @@ def proxy(s3_environment: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 @pytest.fixture
-def mirror(s3: Any, proxy: Any, tmp_path: Path) -> Any:
+def replica(s3: Any, proxy: Any, tmp_path: Path) -> Any:
     """A bucket behind that network."""
-    from behind_proxy import Mirror
+    from behind_proxy import Replica
 
-    return Mirror(s3, proxy, tmp_path)
+    return Replica(s3, proxy, tmp_path)
 
 
 @pytest.fixture(scope="session")

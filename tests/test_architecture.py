@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet.cli import command_line
-from ratchet.config import params_file, schema
+from ratchet.cli.main import main
+from ratchet.config import params_file
+from ratchet.config.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ratchet"
 
 LAYERS = [
-    "cli", "stages", "reports", "console", "tracking", "evaluation", "export", "tuning", "inference", "registry",
+    "cli", "api", "stages", "reports", "console", "tracking", "evaluation", "export", "tuning", "inference", "registry",
     "training", "gate", "models", "runs", "data", "storage", "config", "errors",
 ]  # fmt: skip
 """A package imports itself and what comes after it in this list."""
 BESIDE_ERRORS = {"http_client", "redaction"}
-"""Modules of the lowest layer; settings are checked by them."""
+"""Modules of the lowest layer."""
 FORBIDDEN = {
     "torch": {"runs", "tuning", "registry", "tracking", "gate", "data", "storage", "config"},
     "transformers": {"runs", "tuning", "registry", "tracking", "gate", "data", "storage", "config"},
@@ -105,12 +106,12 @@ def our_imports(name: str) -> Iterator[tuple[str, Import]]:
 def layer(name: str) -> str:
     """The layer that a module belongs to."""
     first = name.split(".", maxsplit=1)[0]
-    return {"__main__": "cli", "": "cli", **dict.fromkeys(BESIDE_ERRORS, "errors")}.get(first, first)
+    return {"__main__": "cli", "": "api", **dict.fromkeys(BESIDE_ERRORS, "errors")}.get(first, first)
 
 
 def test_the_source_is_found() -> None:
-    assert {"cli.command_line", "config.schema", "runs.journal", "training.trainer"} <= set(MODULES)
-    assert all(list(our_imports(name)) for name in ("storage.files", "config.params_file", "cli.command_line"))
+    assert {"cli.main", "config.settings", "runs.journal", "training.trainer"} <= set(MODULES)
+    assert all(list(our_imports(name)) for name in ("storage.files", "config.params_file", "cli.main"))
 
 
 def test_imports_go_down_only() -> None:
@@ -135,7 +136,7 @@ def test_the_top_level_of_the_package_stays_small() -> None:
     names = {path.name for path in SOURCE.iterdir() if path.name != "__pycache__"}
     assert len(names) <= 24, sorted(names)
     packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
-    assert packages == set(LAYERS) - {"errors"}
+    assert packages == set(LAYERS) - {"api", "errors"}
 
 
 def test_the_page_lists_the_packages_as_they_describe_themselves() -> None:
@@ -192,7 +193,7 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
 @pytest.mark.parametrize(
     "modules",
     [
-        ["ratchet.cli.command_line"],
+        ["ratchet.cli.main"],
         ["ratchet.runs.status"],
         ["ratchet.training.worker_main", "ratchet.inference.worker_main"],
         [f"ratchet.{name}" for name in MODULES if re.fullmatch(r"runs\.\w+", name)],
@@ -207,8 +208,8 @@ def test_supervisor_and_status_load_neither_torch_nor_mlflow(modules: list[str])
 
 
 def test_help_waits_for_no_settings() -> None:
-    unwanted = {"pydantic", "ruamel", "ratchet.config.schema"}
-    code = f"import sys, ratchet.cli.command_line\nprint(*({unwanted!r} & set(sys.modules)))"
+    unwanted = {"pydantic", "ruamel", "ratchet.config.settings"}
+    code = f"import sys, ratchet.cli.main\nprint(*({unwanted!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
@@ -275,7 +276,7 @@ def test_nothing_runs_code_out_of_a_file() -> None:
     assert problems == []
 
 
-STAGES: dict[str, Any] = yaml.safe_load((SOURCE / "template" / "dvc.yaml").read_text())["stages"]
+STAGES: dict[str, Any] = yaml.safe_load((SOURCE / "stages" / "dvc_template.yaml").read_text())["stages"]
 
 
 def test_the_stages_and_their_order() -> None:
@@ -283,27 +284,27 @@ def test_the_stages_and_their_order() -> None:
 
 
 def test_this_repository_has_the_stages_that_new_projects_get() -> None:
-    assert (ROOT / "dvc.yaml").read_bytes() == (SOURCE / "template" / "dvc.yaml").read_bytes()
+    assert (ROOT / "dvc.yaml").read_bytes() == (SOURCE / "stages" / "dvc_template.yaml").read_bytes()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_word_five_places(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert STAGES[stage]["cmd"] == f"ratchet {stage}"
     with pytest.raises(SystemExit) as ended:
-        command_line.main([stage, "--help"])
+        main([stage, "--help"])
     assert ended.value.code == 0
     assert f"ratchet {stage}" in capsys.readouterr().out
     functions = {node.name for node in tree(f"stages.{stage}").body if isinstance(node, ast.FunctionDef)}
     assert stage in functions
     assert any(str(param).split(".")[0] == stage for param in STAGES[stage]["params"])
-    section = schema.Settings.model_fields[stage].annotation
+    section = Settings.model_fields[stage].annotation
     assert isinstance(section, type)
     assert section.__name__ == stage.capitalize()
 
 
 def known(param: str) -> bool:
     """Whether `prepare.columns` and the like is a section or knob of Settings."""
-    node: Any = schema.Settings().model_dump()
+    node: Any = Settings().model_dump()
     for key in param.split("."):
         if not isinstance(node, dict) or key not in node:
             return False
@@ -336,5 +337,5 @@ def leaves(node: Any, prefix: str = "") -> set[str]:
 def test_params_yaml_of_this_repository_names_every_knob() -> None:
     settings = params_file.load(ROOT / "params.yaml")
     written = leaves(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8")))
-    assert leaves(schema.Settings().model_dump(mode="json")) - written == set()
+    assert leaves(Settings().model_dump(mode="json")) - written == set()
     assert params_file.parse(params_file.dump(settings)) == settings

@@ -215,15 +215,15 @@ def test_cost_of_an_interruption_on_the_simulated_clock(module: Module) -> None:
 
     def see(kind: str, clock_s: float, **data: Any) -> None:
         world.clock_s = clock_s
-        world.see(JournalEvent(kind, 0.0, 1, data))
+        world.update(JournalEvent(kind, 0.0, 1, data))
 
-    see("ready", 1.0, start_step=0)
+    see("worker_ready", 1.0, start_step=0)
     for step in range(1, 6):
         see("step", 1.0 + 3 * step, step=step)
-    see("checkpoint", 12.0, step=3)
-    see("mirror", 15.0, step=3, what="checkpoint")
+    see("checkpoint_saved", 12.0, step=3)
+    see("replicated", 15.0, step=3, artifact="checkpoint")
     world.costs.append(spot.Cost("gone", dealt_s=16.0))
-    see("ready", 90.0, start_step=3)
+    see("worker_ready", 90.0, start_step=3)
     for step in (4, 5, 6):
         see("step", 81.0 + 3 * step, step=step)
     assert (world.best, world.done_again, world.lags_s) == (6, 2, [3.0])
@@ -231,32 +231,32 @@ def test_cost_of_an_interruption_on_the_simulated_clock(module: Module) -> None:
 
 
 def test_observers_are_held_in_every_other_block_of_steps(module: Module) -> None:
-    turns = module("observers_cell").Turns(first=4, block=2, odd=True)
+    turns = module("callbacks_cell").Turns(first=4, block=2, odd=True)
     assert [turns.held(step) for step in range(10)] == [False] * 4 + [True, True, False, False, True, True]
-    other = module("observers_cell").Turns(first=4, block=2, odd=False)
+    other = module("callbacks_cell").Turns(first=4, block=2, odd=False)
     assert [other.held(step) for step in range(4, 10)] == [not turns.held(step) for step in range(4, 10)]
 
 
 def test_cost_of_observing_is_found_whatever_the_processes_differ_by(module: Module) -> None:
-    observers, cell = module("observers"), module("observers_cell")
+    callbacks, cell = module("callbacks"), module("callbacks_cell")
     draw = random.Random(0)
-    steps = range(observers.FIRST + 10 * observers.BLOCK)
+    steps = range(callbacks.FIRST + 10 * callbacks.BLOCK)
 
     def training(odd: bool, pace: float, cost: float) -> Any:
-        turns = cell.Turns(observers.FIRST, observers.BLOCK, odd)
+        turns = cell.Turns(callbacks.FIRST, callbacks.BLOCK, odd)
         step_s = [pace * (1 if turns.held(step) else cost) * draw.gauss(0.3, 0.003) for step in steps]
         return cell.Training(step_s=step_s, whole_s=1.0, begun_s=1.0, supervisor_s=0.1, adapter="a", untold=[])
 
     for cost in (1.0, 1.03):
         for pace in (1.0, 1.2):
             pair = training(False, 1.0, cost), training(True, pace, cost)
-            value, half = observers.compared([pair])
+            value, half = callbacks.compared([pair])
             assert value == pytest.approx(cost, abs=0.005), (cost, pace)
             assert half < 0.01
     loud = [one.step_s for one in pair]
-    for step in range(observers.FIRST, len(steps), 3):
+    for step in range(callbacks.FIRST, len(steps), 3):
         loud[0][step] *= draw.uniform(0.5, 2.0)
-    assert observers.compared([pair])[1] > half, "a loud machine is seen in the interval"
+    assert callbacks.compared([pair])[1] > half, "a loud machine is seen in the interval"
 
 
 def test_a_page_of_a_terminal_keeps_colours_over_lines_and_letters_as_they_are(module: Module) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from ratchet.cli.command_line import main
+from ratchet.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

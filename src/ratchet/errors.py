@@ -1,31 +1,32 @@
 """Every exception of Ratchet, and the exit code each one becomes.
 
-    RatchetError                       1   a bug, or a failure that a person must look at
+    RatchetError                       1   a bug, or a failure that needs investigation
     ├── InputError                     2   settings, data or state that the user can fix
     │   ├── SettingsError                  params.yaml or a command-line option
     │   │   └── InsufficientMemoryError    the memory forecast says that the training does not fit
+    │   ├── ProjectError                   no project in the directory
     │   ├── DataError                      a source file, a row, a split
     │   ├── BaseModelError                 the base model or its tokenizer
     │   ├── DamagedFileError               a sealed file whose bytes differ from its manifest
     │   ├── LockHeldError                  another process holds the lock
     │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
-    │   ├── StorageError                   a disk that cannot be written: read-only, full, not permitted
-    │   └── ChampionError                  champion file and registry disagree, or the champion is gone
+    │   ├── StorageError                   a directory that cannot be written: read-only, full, no permission
+    │   └── ChampionError                  champion file and registry disagree, or the champion is missing
     ├── GateError                      3   the gate did not pass; nothing was promoted
     ├── RunFailedError                 1   training gave up; the message has the cause and the number of attempts
-    ├── DivergenceError                1   too many bad steps; the message is the diagnosis, the weights are finite
+    ├── DivergenceError                1   too many bad steps; the message has the diagnosis
     ├── NonFiniteStateError            1   weights in memory are not finite; training resumes from the last checkpoint
-    ├── MemoryExhaustedError           1   not even one row fits into memory; the message says what would
+    ├── MemoryExhaustedError           1   not even one row fits into memory; the message has settings that fit
     ├── TrackingError                  1   MLflow's database or artifacts cannot be read or written
-    │   └── TrackingSchemaError        2   the tables are of another MLflow version; the message has the command
-    ├── tuning.leases.TrialLeaseLostError  1   another worker has the trial; never leaves a worker of a sweep
-    ├── PeersLostError                 1   other ranks of the training are gone or did not come; the state is saved
-    ├── MirrorError                   75   the mirror cannot be reached within the time allowed
+    │   └── TrackingSchemaError        2   the database belongs to another MLflow version; the message has the command
+    ├── tuning.leases.TrialLeaseLostError  1   another worker has taken over the trial; internal to sweep workers
+    ├── PeersLostError                 1   other ranks are lost or did not join; the state is saved
+    ├── ReplicaError                  75   the replica cannot be reached within the time allowed
     ├── EndpointError                 75   a model server does not answer within the time allowed
-    ├── UnsuitableMachineError        69   less than `ratchet doctor --require` asks for; another machine may do
+    ├── UnsuitableMachineError        69   the machine lacks what `ratchet doctor --require` asks for; try another one
     └── InterruptedRunError           75   stopped on request after a checkpoint was saved; safe to repeat
 
-Messages say what, where (key path or file:line), what was found, and what to do.
+A message says what failed, where (setting or file:line), what was found, and what to do.
 """
 
 from typing import ClassVar
@@ -34,26 +35,26 @@ EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INPUT = 2
 EXIT_GATE = 3
-EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h; from a rank to its supervisor only: other ranks are gone
-EXIT_UNFIT = 69  # EX_UNAVAILABLE of sysexits.h: not here
+EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h; a rank reports lost peers to its supervisor
+EXIT_UNFIT = 69  # EX_UNAVAILABLE of sysexits.h
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's exception says, without the rest of its story; its class when it says nothing."""
+    """Return the first line of an exception's message, or the name of its class if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class RatchetError(Exception):
-    """Root of the tree; `exit_code` is what the command line returns for it."""
+    """Base class of all errors of Ratchet; `exit_code` is the exit code of the command."""
 
     exit_code: ClassVar[int] = EXIT_BUG
     advice: ClassVar[str] = ""
-    """What a command that ends by it says behind the message; a run that does says its own (run/recovery.py)."""
+    """Appended to the message when a command fails with this error."""
 
 
 class InputError(RatchetError):
-    """Something the user gave is not usable; the message says how to mend it."""
+    """Settings, data or state are not usable; the message says how to fix them."""
 
     exit_code = EXIT_INPUT
 
@@ -63,11 +64,15 @@ class SettingsError(InputError):
 
 
 class InsufficientMemoryError(SettingsError):
-    """A training that needs more memory than there is, by its forecast, even with one row at a time."""
+    """By its forecast the training needs more memory than there is, even with one row at a time."""
 
     def __init__(self, text: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(text)
         self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+
+
+class ProjectError(InputError):
+    """There is no project in the directory, or its path cannot be used."""
 
 
 class DataError(InputError):
@@ -79,29 +84,29 @@ class BaseModelError(InputError):
 
 
 class DamagedFileError(InputError):
-    """A sealed file or directory does not hold the bytes that its manifest names."""
+    """The content of a sealed file or directory differs from its manifest."""
 
 
 class LockHeldError(InputError):
-    """Another process holds the lock of what we want to write."""
+    """Another process holds the lock."""
 
 
 class LeaseHeldError(LockHeldError):
-    """Another machine holds the run in its mirror: it may end, give the run back, or vanish, so repeating helps."""
+    """Another machine holds the lease of a replicated run. Repeating helps once that machine finishes or is lost."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class StorageError(InputError):
-    """A directory that we need cannot be written: read-only, full, or not ours."""
+    """A directory cannot be written: read-only, full, or no permission."""
 
 
 class ChampionError(InputError):
-    """Champion file and model registry disagree, or the champion's files are gone."""
+    """Champion file and model registry disagree, or the champion's files are missing."""
 
 
 class GateError(RatchetError):
-    """The gate did not say PROMOTE for exactly this model."""
+    """The verdict for this model is not PROMOTE."""
 
     exit_code = EXIT_GATE
 
@@ -111,11 +116,11 @@ class RunFailedError(RatchetError):
 
 
 class DivergenceError(RatchetError):
-    """More steps went wrong than `train.guards` puts up with; the weights are those of the last good step."""
+    """There were more bad steps than `train.guards` allows; the weights are those of the last good step."""
 
 
 class NonFiniteStateError(RatchetError):
-    """Weights or optimizer states in memory are NaN or infinite; nothing of them is ever sealed."""
+    """Weights or optimizer states in memory are NaN or infinite; they are never saved."""
 
 
 class MemoryExhaustedError(RatchetError):
@@ -123,39 +128,39 @@ class MemoryExhaustedError(RatchetError):
 
 
 class TrackingError(RatchetError):
-    """MLflow's database or artifacts cannot be read or written; training does not need them."""
+    """MLflow's database or artifacts cannot be read or written. Training continues without them."""
 
 
 class TrackingSchemaError(TrackingError):
-    """MLflow's database was written by another version of MLflow; somebody has to migrate it, or to install that."""
+    """Another version of MLflow wrote the database: migrate it, or install that version."""
 
     exit_code = EXIT_INPUT
 
 
 class PeersLostError(RatchetError):
-    """Other ranks of a training are gone, did not come, or are about to leave: what is left of them begins again."""
+    """Other ranks are lost, did not join, or are about to leave; the remaining ones restart together."""
 
 
-class MirrorError(RatchetError):
-    """The mirror cannot be reached, for longer than we are to wait for it; it may be later."""
+class ReplicaError(RatchetError):
+    """The replica cannot be reached within the timeout; it may be later."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class EndpointError(RatchetError):
-    """A server of a model gives no usable answer, however often it is asked; answers so far are kept, so repeat."""
+    """A model server gave no usable answer in all attempts. Finished answers are kept for the next run."""
 
     exit_code = EXIT_INTERRUPTED
-    advice = "; repeat"
+    advice = "; run the command again"
 
 
 class UnsuitableMachineError(RatchetError):
-    """This machine is not good enough for the work; nothing was begun, and another one may be."""
+    """The machine does not meet the requirements; nothing was started."""
 
     exit_code = EXIT_UNFIT
 
 
 class InterruptedRunError(RatchetError):
-    """Training stopped because it was asked to; a checkpoint is sealed."""
+    """Training stopped on request after it saved a checkpoint."""
 
     exit_code = EXIT_INTERRUPTED

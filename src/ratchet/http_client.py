@@ -1,7 +1,7 @@
-"""One POST, with a deadline for all of it; what its answer means, and whether another try may help.
+"""Sends a POST request with a deadline, and decides whether to retry.
 
-Redirects are not followed: they would take what is sent, and its signature, elsewhere. Addresses may hold secrets in
-their path, so no text that comes from here names one.
+Redirects are not followed: they would send the body and its signature to another server. An address may contain a
+secret in its path, so no message from here repeats it.
 """
 
 import email.utils
@@ -17,85 +17,88 @@ from http.client import HTTPException, InvalidURL
 from http.client import responses as phrases
 from urllib.parse import urlsplit
 
-LONGEST_WAIT_S = 60.0
-"""Between two tries, whatever a server asks for."""
+MAX_DELAY_S = 60.0
+"""Upper limit of the delay between two attempts, whatever Retry-After says."""
 JITTER = 0.25
-"""Share by which a wait is lengthened at random, so that many senders do not come at once."""
+"""A delay is extended by a random share up to this, so that many clients do not retry at the same time."""
 
 
 @dataclass(frozen=True)
 class PostResult:
-    """Of one try."""
+    """Result of one attempt."""
 
-    told: bool
+    is_delivered: bool
     detail: str
-    again: bool = True
-    """Whether another try may end otherwise: after errors of the connection, 5xx and 429."""
-    wait_s: float = 0.0
-    """The server asked for at least so much patience."""
+    is_retryable: bool = True
+    """Whether another attempt may succeed: after connection errors, 5xx and 429."""
+    retry_after_s: float = 0.0
+    """Minimum delay that the server asked for, in seconds."""
 
 
 def find_address_problem(address: str) -> str | None:
-    """What is wrong with an address, without repeating it; None: nothing."""
+    """Return why no request can be sent to an address, without repeating it; None if it is valid."""
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
-    except ValueError:  # whose text repeats a part of it
-        return "has no host and port that could be; write https://HOST/PATH"
+    except ValueError:  # its text repeats a part of the address
+        return "expected a URL with a valid host and port, such as https://HOST/PATH"
     if parts.scheme not in ("http", "https") or not host or any(c.isspace() for c in address):
-        return "is no address; write https://HOST/PATH"
+        return "expected a URL such as https://HOST/PATH"
     if parts.username is not None or parts.password is not None:
-        return "holds a name or password; leave it out, the key in the environment signs what is sent"
+        return "expected a URL without user name and password; the key in the environment signs the request"
     if parts.scheme == "http" and not _is_loopback(host):
-        return f"http to {host} could be read and changed on the way; write https (http is for loopback)"
+        return f"expected https, because http to {host} can be read and changed in transit (http is for loopback)"
     return None
 
 
 def find_endpoint_problem(address: str) -> str | None:
-    """The same of a server of models, whose address stands in settings and records: no secret may be in it."""
+    """Return why a model server cannot be used under an address; None if it can.
+
+    The address is stored in settings and records, so it must not contain a secret.
+    """
     try:
         parts = urlsplit(address)
         if parts.username is not None or parts.password is not None:
-            return "holds a name or password; leave it out, the key belongs into RATCHET_ENDPOINT_KEY (environment)"
+            return "expected a URL without user name and password; put the key into RATCHET_ENDPOINT_KEY (environment)"
         if parts.query or parts.fragment:
-            return "holds a query; leave it out, the key belongs into RATCHET_ENDPOINT_KEY (environment)"
+            return "expected a URL without a query; put the key into RATCHET_ENDPOINT_KEY (environment)"
     except ValueError:
-        return "has no host and port that could be; write https://HOST/v1"
+        return "expected a URL with a valid host and port, such as https://HOST/v1"
     if any(not " " < c < "\x7f" for c in address):
-        return "holds characters that no address has; write https://HOST/v1"
+        return "expected a URL of printable ASCII characters, such as https://HOST/v1"
     return find_address_problem(address)
 
 
 def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
-    """One try, with a deadline for all of it: a server that sends a byte now and then is not waited for.
+    """Send one request. The deadline covers the whole exchange, also if the server sends a byte now and then.
 
     Args:
-        address: one that has no `find_address_problem`.
+        address: valid by `find_address_problem`.
         body: JSON.
-        headers: beside those that say so.
+        headers: besides Content-Type and User-Agent.
         timeout_s: the deadline.
     """
-    answers: list[PostResult] = []
-    trying = threading.Thread(target=lambda: answers.append(_exchange(address, body, headers, timeout_s)), daemon=True)
-    trying.start()
-    trying.join(timeout_s)
-    return answers[0] if answers else PostResult(False, f"no answer within {timeout_s:g} s")
+    results: list[PostResult] = []
+    thread = threading.Thread(target=lambda: results.append(_exchange(address, body, headers, timeout_s)), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return results[0] if results else PostResult(False, f"no answer within {timeout_s:g} s")
 
 
-def format_tries(times: int) -> str:
-    """`1 try`, `3 tries`."""
-    return f"{times} tr{'y' if times == 1 else 'ies'}"
+def format_attempts(count: int) -> str:
+    """Format a number of attempts: `1 attempt`, `3 attempts`."""
+    return f"{count} attempt{'' if count == 1 else 's'}"
 
 
-def compute_pause_s(number: int, answer: PostResult) -> float:
-    """How long to wait before try `number` (the first is 0) after this answer: doubled each time, from 1 s on."""
-    doubled = float(2 ** (number - 1)) * (1 + random.random() * JITTER)
-    return min(max(doubled, answer.wait_s), LONGEST_WAIT_S)
+def compute_retry_delay_s(attempt: int, result: PostResult) -> float:
+    """Return the delay before attempt `attempt` (the first is 0): it starts at 1 s and doubles each time."""
+    doubled = float(2 ** (attempt - 1)) * (1 + random.random() * JITTER)
+    return min(max(doubled, result.retry_after_s), MAX_DELAY_S)
 
 
 class _RedirectBlocker(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *about: object) -> None:
-        """Follow nothing: the answer stays what it is."""
+    def redirect_request(self, *arguments: object) -> None:
+        """Follow no redirect: the response with the redirect is returned."""
 
 
 def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
@@ -103,7 +106,7 @@ def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: 
     if _is_loopback(str(urlsplit(address).hostname)):
         opener = urllib.request.build_opener(_RedirectBlocker, urllib.request.ProxyHandler({}))
     try:
-        request = urllib.request.Request(  # noqa: S310 (`find_address_problem` saw the scheme)
+        request = urllib.request.Request(  # noqa: S310 (`find_address_problem` checked the scheme)
             address, body, {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}, method="POST"
         )
         with opener.open(request, timeout=timeout_s) as response:
@@ -111,8 +114,8 @@ def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: 
     except urllib.error.HTTPError as error:
         with error:
             return interpret_status(error.code, error.headers.get("Retry-After"))
-    except (InvalidURL, ValueError):  # whose texts may hold the address
-        return PostResult(False, "no address that a request could be sent to", again=False)
+    except (InvalidURL, ValueError):  # their texts may contain the address
+        return PostResult(False, "invalid address", is_retryable=False)
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         return PostResult(False, f"{type(reason).__name__}: {reason}".rstrip(": "))
@@ -126,15 +129,19 @@ def _is_loopback(host: str) -> bool:
 
 
 def interpret_status(status: int, retry_after: str | None) -> PostResult:
-    """What a status means that is no 200: whether another try may help, and how long the server wants it to wait."""
+    """Return what a status other than 200 means: whether a retry may help, and the delay that the server asks for."""
     text = f"HTTP {status} {phrases.get(status, '')}".rstrip()
     if 300 <= status < 400:
-        return PostResult(False, f"{text}: redirects are not followed; write the address that it leads to", again=False)
-    return PostResult(False, text, again=status >= 500 or status == 429, wait_s=_parse_retry_after(retry_after))
+        return PostResult(
+            False, f"{text}: redirects are not followed; set the address of the target", is_retryable=False
+        )
+    return PostResult(
+        False, text, is_retryable=status >= 500 or status == 429, retry_after_s=_parse_retry_after(retry_after)
+    )
 
 
 def _parse_retry_after(retry_after: str | None) -> float:
-    """Retry-After: seconds, or a date (RFC 9110, 10.2.3); what is neither asks for nothing."""
+    """Parse Retry-After, seconds or a date (RFC 9110, 10.2.3), to seconds; 0 if it is neither."""
     if retry_after is None:
         return 0.0
     if retry_after.strip().isdecimal():

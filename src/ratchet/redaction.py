@@ -1,7 +1,7 @@
-"""Secrets are taken out of what is said: out of logs, journals, lines on standard error, and what MLflow is told.
+"""Removes secrets from logs, journals, standard error, and data for MLflow.
 
-Two things are known of them: the values of environment variables whose names say that they are one, in the ways in
-which a library may write them, and the shapes that providers give to theirs. What is taken out leaves HIDDEN behind.
+A secret is recognized in two ways: as the value of an environment variable whose name suggests one (in every spelling
+that a library may use), and by the formats of well-known providers. Each one is replaced by HIDDEN.
 """
 
 import base64
@@ -18,44 +18,46 @@ from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
 
 HIDDEN = "(hidden)"
-SHORTEST = 6
-"""Characters of a value that is taken for a secret: shorter ones stand in too many words."""
-LONG_LINE = 16
-"""Of a secret of several lines, such as a key, lines from this length on are secrets of their own."""
+MIN_SECRET_CHARACTERS = 6
+"""Shorter values occur inside too many words to be replaced."""
+MIN_LINE_CHARACTERS = 16
+"""In a secret of several lines, such as a key, each line of at least this length is a secret too."""
 
-_SAYS_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|CONNECTION_?STRING", re.I)
-_MAY_BE_SECRET = re.compile(r"(?:^|_)(?:\w*KEY|AUTH\w*|PWD|PASS|SAS|DSN|PAT|COOKIE|JWT|SIGNATURE)(?:_|$)", re.I)
-_IS_ABOUT_SECRETS = re.compile(
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|CONNECTION_?STRING", re.I)
+_LIKELY_SECRET_NAME = re.compile(r"(?:^|_)(?:\w*KEY|AUTH\w*|PWD|PASS|SAS|DSN|PAT|COOKIE|JWT|SIGNATURE)(?:_|$)", re.I)
+_HARMLESS_NAME = re.compile(
     r"TOKENIZER|AUTHOR|(?:^|_)(?:FILE|PATH|DIR|FOLDER|HOME|SOCK|NAME|TYPE|MODE|METHOD|PROVIDER|EXPIR\w*|TIMEOUT|COUNT|LIMIT"
     r"|LENGTH|MAX_\w*|SIZE|TTL|SCHEME|REGION|VERSION|ENABLED?|DISABLED?)$",
     re.I,
 )
-"""A name that says where a secret lies, or how it is used."""
-_ORDINARY = {
+"""Names of variables about a secret: its location, or how it is used."""
+_ORDINARY_VALUES = {
     "true", "false", "none", "null", "enabled", "disabled", "required", "optional", "default", "always", "never",
     "anonymous", "password", "secret", "token",
 }  # fmt: skip
 
 
 def redact(text: str) -> str:
-    """The text without secrets, for whoever may read it. Doing it again changes nothing.
+    """Return the text with its secrets replaced by HIDDEN. Idempotent.
 
-    Cut a text after this, not before: half a secret is not known any more.
+    Truncate a text after this, not before: half a secret is not recognized.
     """
     values = _secret_value_pattern(_current_secrets())
     if values is not None:
         text = values.sub(HIDDEN, text)
-    return _secret_shape_pattern().sub(_replace_secret, text)
+    return _secret_format_pattern().sub(_replace_secret, text)
 
 
 def contains_secret(text: str) -> bool:
-    """Whether a text that is kept for everybody to read holds a secret: a password or token in an address, or one
-    that is known by its shape. The environment is not asked: what it holds may be an ordinary name elsewhere."""
-    return any(found.lastgroup in (None, "k1", "k5") for found in _secret_shape_pattern().finditer(text))
+    """Whether a text contains a secret: a password or token in an address, or one of a provider's format.
+
+    Values of environment variables are not considered, because they may be ordinary words elsewhere.
+    """
+    return any(match.lastgroup in (None, "k1", "k5") for match in _secret_format_pattern().finditer(text))
 
 
 def write_stderr(text: str) -> None:
-    """Write it to standard error, without secrets. Never raises: a terminal that is gone is nobody's to mend."""
+    """Write text to standard error without its secrets. Ignores errors, such as a closed terminal."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
@@ -63,19 +65,19 @@ def write_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def redact_stderr() -> Iterator[None]:
-    """For this long, nothing that Python writes to standard error has a secret: not what libraries print either."""
-    whole = sys.stderr
-    shield = cast(TextIO, _RedactingStream(whole))
-    sys.stderr = shield
+    """Redact everything that Python, including libraries, writes to standard error in this context."""
+    original = sys.stderr
+    redacting = cast(TextIO, _RedactingStream(original))
+    sys.stderr = redacting
     try:
         yield
     finally:
-        if sys.stderr is shield:
-            sys.stderr = whole
+        if sys.stderr is redacting:
+            sys.stderr = original
 
 
 class _RedactingStream:
-    """A stream that writes what is left of a text; everything else is the stream's own."""
+    """Redacts text before it writes it; everything else is delegated to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -93,12 +95,12 @@ class _RedactingStream:
 
 
 def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For `sys.excepthook`: as Python does it, without secrets."""
+    """Print a traceback as Python does, without secrets; for `sys.excepthook`."""
     write_stderr("".join(traceback.format_exception(kind, error, trace)))
 
 
 def build_secret_free_environment() -> dict[str, str]:
-    """The environment of now without what holds secrets, for programs that are not ours."""
+    """Return the current environment without variables that contain secrets, for programs of the user."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -107,7 +109,7 @@ def build_secret_free_environment() -> dict[str, str]:
 
 
 def _current_secrets() -> frozenset[str]:
-    """Values of now: a library may have set some since the last time."""
+    """Return the secrets in the environment; read each time, because a library may set variables."""
     found: set[str] = set()
     for name, value in os.environ.items():
         if _is_secret_variable(name) or "://" in value:
@@ -117,43 +119,44 @@ def _current_secrets() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_secret_variable(name: str) -> bool:
-    if _IS_ABOUT_SECRETS.search(name):
+    if _HARMLESS_NAME.search(name):
         return False
-    return bool(_SAYS_SECRET.search(name) or _MAY_BE_SECRET.search(name))
+    return bool(_SECRET_NAME.search(name) or _LIKELY_SECRET_NAME.search(name))
 
 
 @functools.lru_cache(maxsize=1024)
 def _secrets_in_variable(name: str, value: str) -> tuple[str, ...]:
-    """What of a variable's value must not be seen."""
+    """Return the parts of a variable's value that are secret."""
     found = []
     if parts := re.match(r"[A-Za-z][\w+.-]*://([^/\s@]*):([^/\s]*)@", value):  # an address of a database, a proxy
         found += [parts[2], unquote(parts[2])]
     if _is_secret_variable(name) and not _is_ordinary(name, value):
         found.append(value)
-    return tuple(one for one in found if len(one) >= SHORTEST)
+    return tuple(secret for secret in found if len(secret) >= MIN_SECRET_CHARACTERS)
 
 
 def _is_ordinary(name: str, value: str) -> bool:
-    """Whether a value is a word, a number or a place in the file system: hidden, it would be missed in all texts."""
-    if value.strip().lower() in _ORDINARY:
+    """Whether a value is a word, a number or a path, which would be missing in many texts if it were replaced."""
+    if value.strip().lower() in _ORDINARY_VALUES:
         return True
     if value.startswith(("/", "~/", "./", "../")) and ("/" in value[1:].strip("/") or os.path.lexists(value)):
-        # Keys of AWS hold slashes too, one may begin with it: a place is one whose first folder is there.
+        # AWS keys contain slashes and may start with one, so a path is one whose first folder exists.
         first = os.path.join(*value.split("/")[:2]) if not value.startswith("/") else "/" + value.split("/")[1]  # noqa: PTH118
-        return os.path.lexists(os.path.expanduser(first))  # noqa: PTH111 (Path takes no NUL, a value may hold none too)
-    return not _SAYS_SECRET.search(name) and (value.isalpha() or value.replace(".", "").isdigit())
+        return os.path.lexists(os.path.expanduser(first))  # noqa: PTH111 (Path rejects NUL, which a value may contain)
+    return not _SECRET_NAME.search(name) and (value.isalpha() or value.replace(".", "").isdigit())
 
 
 @functools.lru_cache(maxsize=8)
 def _secret_value_pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """One expression for all secrets in all ways of writing, the longest first: one may hold another."""
-    ways = {way for secret in secrets for way in _spellings(secret)}
-    if not ways:
+    """Return one pattern for all spellings of all secrets, longest first because one may contain another."""
+    spellings = {spelling for secret in secrets for spelling in _spell_secret(secret)}
+    if not spellings:
         return None
-    return re.compile("|".join(re.escape(way) for way in sorted(ways, key=lambda way: (-len(way), way))))
+    return re.compile("|".join(map(re.escape, sorted(spellings, key=lambda text: (-len(text), text)))))
 
 
-def _spellings(secret: str) -> Iterator[str]:
+def _spell_secret(secret: str) -> Iterator[str]:
+    """Yield the secret as it appears in URLs, JSON, repr and base64."""
     yield secret
     yield quote(secret, safe="")
     yield quote(secret)
@@ -162,31 +165,31 @@ def _spellings(secret: str) -> Iterator[str]:
     yield repr(secret)[1:-1]
     yield base64.b64encode(secret.encode(errors="surrogateescape")).decode().rstrip("=")
     if "\n" in secret:
-        yield from (line.strip() for line in secret.splitlines() if len(line.strip()) >= LONG_LINE)
+        yield from (line.strip() for line in secret.splitlines() if len(line.strip()) >= MIN_LINE_CHARACTERS)
 
 
-# In each, what stands in the group `k…` is kept.
-_SHAPES = (
-    # A private key, also one whose end is cut off, also with its line ends written as \n.
+# The text of a group `k…` is kept.
+_FORMATS = (
+    # A private key, also if its end is missing or its line ends are written as \n.
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----(?:.{0,20000}?-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|.*\Z)",
-    # Addresses: NAME:PASSWORD@ of any scheme; http(s) may have the token alone there.
+    # URLs: NAME:PASSWORD@ in any scheme; http(s) also TOKEN@.
     r"(?P<k1>\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^/\s:@'\"<>]*:[^/\s'\"<>]*|(?<=ttp://)[^/\s:@'\"<>]+|(?<=ttps://)[^/\s:@'\"<>]+)(?=@)",
     r"(?P<k2>https://hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/)[^\s'\"<>()]+",
     r"(?P<k3>https://(?:\w+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/)[^\s'\"<>()]+",
     r"(?P<k4>https://[\w.-]+\.webhook\.office\.com/)[^\s'\"<>()]+",
-    # Parameters of addresses.
+    # Query parameters.
     r"(?P<k5>[?&;](?:X-(?:Amz|Goog)-[A-Za-z-]{1,40}|[\w.-]{0,40}?(?i:token|signature|secret|passw(?:or)?d|credential|apikey"
     r"|api[_-]key|accesskeyid|access[_-]key|auth)[\w-]{0,20}|(?i:sig|key|code))=)[^&\s'\"<>#()]+",
     # Headers.
     r"(?P<k6>(?i:\bauthorization)['\"]{0,2}\s{0,3}[:=]\s{0,3}b?['\"]?(?:[A-Za-z]{1,20}\s{1,3})?)[^\s'\",;]+",
     r"(?P<k7>\b(?i:bearer)\s{1,3})(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{8,}",
     r"(?P<k8>\b(?i:basic)\s{1,3})(?=[A-Za-z0-9+/]{0,200}\d)[A-Za-z0-9+/]{8,}={0,2}",
-    # NAME=VALUE, NAME: VALUE, in the ways of programs, YAML and JSON.
+    # NAME=VALUE and NAME: VALUE, as in programs, YAML and JSON.
     r"(?P<k9>(?i:passw(?:or)?d|passphrase|(?<![A-Za-z])(?-i:pwd)|secret(?:[_-]?access)?[_-]?key|client[_-]?secret|api[_-]?key"
     r"|access[_-]?key|account[_-]?key|private[_-]?key|session[_-]?token|security[_-]?token|access[_-]?token|refresh[_-]?token"
     r"|auth[_-]?token|bearer[_-]?token|hf[_-]?token|sharedaccesskey|(?<![A-Za-z])secret)['\"]{0,2}\s{0,3}[:=]\s{0,3}b?['\"]?)"
     r"[^\s'\",;&()]{6,}",
-    # What providers give out.
+    # Formats of providers.
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|gl(?:pat|ptt|dt)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|xox[a-z](?:\.xox[a-z])?-[\w-]{8,}|xapp-[\w-]{10,}"
     r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}|GOCSPX-[\w-]{16,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dapi[0-9a-f]{30,}"
@@ -196,10 +199,10 @@ _SHAPES = (
 
 
 @functools.cache
-def _secret_shape_pattern() -> re.Pattern[str]:
-    """Made when it is needed: compiling takes longer than `ratchet --help`."""
-    return re.compile("|".join(_SHAPES), re.DOTALL)
+def _secret_format_pattern() -> re.Pattern[str]:
+    """Compiled on first use, because that takes longer than `ratchet --help`."""
+    return re.compile("|".join(_FORMATS), re.DOTALL)
 
 
-def _replace_secret(found: re.Match[str]) -> str:
-    return next((kept for kept in found.groups() if kept is not None), "") + HIDDEN
+def _replace_secret(match: re.Match[str]) -> str:
+    return next((prefix for prefix in match.groups() if prefix is not None), "") + HIDDEN

@@ -14,7 +14,8 @@ from ratchet.runs.run_source import SidecarState
 
 LIVE = {
     "rows": 64, "held_tokens": 12_800, "waiting": 20, "budget_tokens": 40_000, "available_bytes": 20 * GIB,
-    "device_bytes": 24 * GIB, "held_bytes": 6 * GIB, "forecast_bytes": 7 * GIB, "chosen": 10_000, "doubted": 3,
+    "device_bytes": 24 * GIB, "held_bytes": 6 * GIB, "forecast_bytes": 7 * GIB, "tokens_chosen": 10_000,
+    "tokens_rechecked": 3,
 }  # fmt: skip
 
 
@@ -26,30 +27,55 @@ def eventful() -> list[JournalEvent]:
         found.append(JournalEvent(kind, T + t, attempt, data))
 
     for attempt, (start, end) in enumerate(((0, 200), (200, 500)), start=1):
-        said("attempt", start, attempt, pid=1, code_version="1")
-        said("ready", start, attempt, start_step=start, planned_steps=2000, device="cuda", compute_dtype="bfloat16")
+        said("attempt_started", start, attempt, pid=1, code_version="1")
+        said(
+            "worker_ready",
+            start,
+            attempt,
+            start_step=start,
+            planned_steps=2000,
+            device="cuda",
+            compute_dtype="bfloat16",
+        )
         for step in range(start + 10, end + 1, 10):
             finish = {"stop": 9, "length": 1}
-            said("answered", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE)
+            said("generation_progress", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE)
         if attempt == 1:
-            said("died", end, attempt, exit_code=-9, decision="Retry", text="killed by signal 9", **{"class": "killed"})
-    said("budget", 501, 2, step=500, phase="generate", action="shrink", failed_tokens=50_000, budget={"tokens": 40_000})
-    said("answered", 510, 2, step=510, tokens=0, seconds=10.0, finish={"refused": 10}, **LIVE)
-    said("system", 510, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0, gpus=[])
+            said(
+                "worker_exited",
+                end,
+                attempt,
+                exit_code=-9,
+                decision="Retry",
+                text="killed by signal 9",
+                failure_class="killed",
+            )
+    said(
+        "microbatch_budget",
+        501,
+        2,
+        step=500,
+        phase="generate",
+        action="shrink",
+        failed_tokens=50_000,
+        budget={"tokens": 40_000},
+    )
+    said("generation_progress", 510, 2, step=510, tokens=0, seconds=10.0, finish={"refused": 10}, **LIVE)
+    said("system_metrics", 510, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0, gpus=[])
     said("notice", 510, 2, text="prompt q7 is recorded as refused" + " long" * 60)
     return found
 
 
-def vitals(events: list[JournalEvent] | None = None) -> ProgressView:
-    found = ProgressView(answering=GenerationProgress())
+def view(events: list[JournalEvent] | None = None) -> ProgressView:
+    found = ProgressView(generation=GenerationProgress())
     for event in eventful() if events is None else events:
-        found.see(event)
+        found.update(event)
     return found
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", events: list[JournalEvent] | None = None) -> list[str]:
     size = ScreenSize(width, height, encoding)
-    return drawn(render_panel("generation abc", vitals(events), SidecarState(running=True), T + 511, size), size)
+    return drawn(render_panel("generation abc", view(events), SidecarState(running=True), T + 511, size), size)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -71,11 +97,11 @@ def test_all_of_it_on_a_large_screen() -> None:
     text = "\n".join(shown(120, 40))
     for part in (
         "answering, attempt 2", "cuda in bfloat16", "answer 510 of 2,000", "26 %", "about 25 min", "left",
-        "1.00 answers/s, 86 tokens/s, 98 tokens an answer", "64 rows under way, 12,800 of 40,000 padded tokens",
-        "20 wait in the window", "6.0 of 24.0 GiB", "forecast 7.0 (+17 %)", "CPU 35 %",
-        "450 stop, 50 length, ! 10 refused", "! batch made smaller 1 time for want of memory",
+        "1.00 answers/s, 86 tokens/s, 98 tokens per answer", "64 rows in progress, 12,800 of 40,000 padded tokens",
+        "20 in the window", "6.0 of 24.0 GiB", "forecast 7.0 (+17 %)", "CPU 35 %",
+        "450 stop, 50 length, ! 10 refused", "! batch reduced 1 time for lack of memory",
         "now at most 40,000 padded tokens", "attempt 1 died: killed",
-        "answer 500: batch of at most 40,000 padded tokens: 50,000 did not fit", "prompt q7 is recorded as refused",
+        "answer 500: batch limited to 40,000 padded tokens: 50,000 did not fit", "prompt q7 is recorded as refused",
     ):  # fmt: skip
         assert part in text, part
     assert "step" not in text
@@ -86,34 +112,36 @@ def test_whoever_says_nothing_of_batches_has_no_line_of_them() -> None:
     events = [JournalEvent(one.kind, one.t, one.attempt, {k: None if k in LIVE else v for k, v in one.data.items()})
               for one in eventful()]  # fmt: skip
     text = "\n".join(shown(120, 40, events=events))
-    assert "under way" not in text
+    assert "in progress" not in text
     assert "GiB" not in text
     assert "tokens/s" in text
 
 
 def test_damaged_events_change_nothing() -> None:
     damage = ({}, {"step": "x"}, {"step": 600, "tokens": None, "seconds": 1})
-    whole = vitals().answering
-    damaged = vitals([*eventful(), *(JournalEvent("answered", T, 2, data) for data in damage)]).answering
+    whole = view().generation
+    damaged = view([*eventful(), *(JournalEvent("generation_progress", T, 2, data) for data in damage)]).generation
     assert damaged is not None
     assert whole is not None
-    assert (damaged.finishes, damaged.tokens) == (whole.finishes, whole.tokens)
+    assert (damaged.finish_counts, damaged.tokens) == (whole.finish_counts, whole.tokens)
 
 
 def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
-    begun = [one for one in eventful() if one.kind in ("attempt", "ready")][:2]
+    begun = [one for one in eventful() if one.kind in ("attempt_started", "worker_ready")][:2]
     bursts = [
-        JournalEvent("answered", T + 10 * n, 1, {"step": 20 * (n // 2), "tokens": 1, "seconds": 10.0, "finish": {}})
+        JournalEvent(
+            "generation_progress", T + 10 * n, 1, {"step": 20 * (n // 2), "tokens": 1, "seconds": 10.0, "finish": {}}
+        )
         for n in range(1, 41)
     ]  # twenty answers every twenty seconds
-    left = vitals([*begun, *bursts]).outlook.left(T + 400)
+    left = view([*begun, *bursts]).eta.estimate(T + 400)
     assert left is not None
-    assert left.middle_s == pytest.approx(2000 - 400, rel=0.01)
-    assert left.low_s <= left.middle_s <= left.high_s
+    assert left.estimate_s == pytest.approx(2000 - 400, rel=0.01)
+    assert left.low_s <= left.estimate_s <= left.high_s
 
 
 def test_beside_trainings_in_a_table_and_in_lines() -> None:
-    found, size = vitals(), ScreenSize(120, 10)
+    found, size = view(), ScreenSize(120, 10)
     lines = drawn(
         render_table(
             [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())], T + 511, size

@@ -25,19 +25,19 @@ from ratchet.runs.status import RunProgress, replay_events
 from ratchet.storage.records.sweep import SweepReport, Trial, TrialExecution
 
 HERE = Path(__file__).parent
-WHOLE = sweep_example.report(40, finals=False).model_copy(update={"wanted_trials": 60})
+WHOLE = sweep_example.report(40, final_round=False).model_copy(update={"planned_trials": 60})
 
 
 def part(count: int) -> SweepReport:
-    return sweep_example.report(count, finals=False).model_copy(update={"wanted_trials": 60})
+    return sweep_example.report(count, final_round=False).model_copy(update={"planned_trials": 60})
 
 
 def at_work(report: SweepReport) -> dict[int, RunProgress]:
     """Every trial that runs is at step 50 of 180, on its second attempt."""
     step = {"step": 50, "loss": 2.0, "learning_rate": 1e-3, "trained_tokens": 5, "input_tokens": 900, "step_s": 0.1}
     events = [
-        JournalEvent("attempt", 1.0, 2, {}),
-        JournalEvent("ready", 1.0, 2, {"planned_steps": 180, "start_step": 0}),
+        JournalEvent("attempt_started", 1.0, 2, {}),
+        JournalEvent("worker_ready", 1.0, 2, {"planned_steps": 180, "start_step": 0}),
         JournalEvent("step", 2.0, 2, step),
         JournalEvent("validation", 3.0, 2, {"step": 50, "loss": 1.75321, "seconds": 0.2, "improved": True}),
     ]
@@ -60,10 +60,10 @@ def changed(report: SweepReport, **fields: Any) -> SweepReport:
 
 
 RUNNING = Trial(
-    number=0, values={"train.rank": 16, "train.alpha": 32.0, "train.targets": ("q", "v")}, run_id="a" * 12,
-    state="running", begun=1.0, takes=(TrialExecution(worker="node/1", begun=1.0, seen=2.0),),
+    number=0, values={"train.rank": 16, "train.alpha": 32.0, "train.target_modules": ("q", "v")}, run_id="a" * 12,
+    state="running", started=1.0, executions=(TrialExecution(worker="node/1", started=1.0, last_seen=2.0),),
 )  # fmt: skip
-ONE = WHOLE.model_copy(update={"trials": (RUNNING,), "best": (), "wanted_trials": 3})
+ONE = WHOLE.model_copy(update={"trials": (RUNNING,), "best": (), "planned_trials": 3})
 
 
 def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
@@ -72,17 +72,17 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     news: list[list[str]] = []
 
     def show(report: SweepReport) -> None:
-        begun = stream.tell()
+        started = stream.tell()
         for _ in range(3):
             view.show(report, at_work(report), 2)
-        stream.seek(begun)
+        stream.seek(started)
         news.append(stream.read().splitlines())
 
     show(ONE)
-    taken = (*RUNNING.takes, TrialExecution(worker="node/2", begun=3.0, seen=4.0))
-    show(changed(ONE, takes=taken))
-    show(changed(ONE, takes=(*taken[:1], taken[1].model_copy(update={"seen": 9.0})), curve={320: 2.0}))
-    pruned = changed(ONE, state="pruned", takes=taken, reason="number 5 of 9", ended=9.0)
+    taken = (*RUNNING.executions, TrialExecution(worker="node/2", started=3.0, last_seen=4.0))
+    show(changed(ONE, executions=taken))
+    show(changed(ONE, executions=(*taken[:1], taken[1].model_copy(update={"last_seen": 9.0})), curve={320: 2.0}))
+    pruned = changed(ONE, state="pruned", executions=taken, reason="number 5 of 9", ended=9.0)
     show(pruned)
     going_on = RUNNING.model_copy(update={"number": 1, "continues": 0})
     show(pruned.model_copy(update={"trials": (*pruned.trials, going_on)}))
@@ -90,20 +90,20 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     last = pruned.model_copy(update={"trials": (*pruned.trials, complete), "best": (1,)})
     show(last)
     assert news == [
-        ["sweep: 0 of 3 trials (1 running)", "2 workers", "trial 0 begun: rank 16, targets q+v, by node/1"],
+        ["sweep: 0 of 3 trials (1 running)", "2 workers", "trial 0 started: rank 16, target_modules q+v, by node/1"],
         ["trial 0 taken over by node/2"],
         [],
         ["trial 0 pruned: number 5 of 9"],
-        ["trial 1 goes on with trial 0, by node/1"],
-        ["trial 1 complete: validation loss 1.5, the best so far"],
+        ["trial 1 continues trial 0, by node/1"],
+        ["trial 1 complete: validation loss 1.5, best so far"],
     ]  # fmt: skip
     clock.now += 65
-    begun = stream.tell()
+    started = stream.tell()
     view.close(last)
-    stream.seek(begun)
+    stream.seek(started)
     assert stream.read().splitlines() == [
         "sweep: 1 of 3 trials (1 complete)",
-        "best: trial 1, validation loss 1.5 (rank 16, targets q+v)",
+        "best: trial 1, validation loss 1.5 (rank 16, target_modules q+v)",
         "1 min 05 s",
     ]
 
@@ -124,7 +124,7 @@ def test_hostile_and_unencodable_texts() -> None:
     view = SweepConsole(stream)
     view.show(ONE, {}, 1)
     reason = f"{sweep_example.HOSTILE}\nsecond line"
-    values = {"train.rank": 16, "train.targets": sweep_example.HOSTILE}
+    values = {"train.rank": 16, "train.target_modules": sweep_example.HOSTILE}
     last = changed(ONE, state="failed", reason=reason, values=values, ended=2.0)
     view.close(last.model_copy(update={"stopped": f"\n\x1b[2J{reason}"}))
     text = stream.getvalue()
@@ -162,7 +162,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("metrics", [("validation_loss",), ("accuracy", "memory_bytes")])
 def test_columns_fit_into_any_width_and_the_first_ones_are_always_there(metrics: tuple[str, ...]) -> None:
-    report = sweep_example.report(40, finals=False, metrics=metrics)
+    report = sweep_example.report(40, final_round=False, metrics=metrics)
     trials = sweep_table.select_trials(report, 20)
     made = sweep_table.build_columns(report, trials, at_work(report))
     for width in range(24, 240):
@@ -295,7 +295,7 @@ def test_live_table_stays_in_place_and_respects_no_color(width: int, height: int
 def test_what_cannot_draw_gets_lines(environment: dict[str, str]) -> None:
     text = played(80, 24, environment)
     assert "\x1b" not in text
-    assert text.count("trial 1 begun") + text.count("trial 1 (") == 1
+    assert text.count("trial 1 started") + text.count("trial 1 (") == 1
 
 
 def test_a_frame_is_one_write() -> None:

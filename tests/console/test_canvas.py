@@ -163,7 +163,7 @@ def test_lines_above_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -
     canvas.open()
     canvas.draw(lambda size: Text("picture"))
     at = stream.tell()
-    canvas.say(
+    canvas.print_line(
         "  alert: no checkpoint was saved in \x1b[33m1,234,567\x1b[0m s\nagain, of wide letters: 漢字 漢字 漢字 漢字"
     )
     above = stream.getvalue()[at:].replace("\x1b[33m", "").replace("\x1b[0m", "")

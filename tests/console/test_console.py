@@ -23,7 +23,7 @@ def event(kind: str, **data: Any) -> JournalEvent:
     return JournalEvent(kind, 5.0, 1, data)
 
 
-OWN = event("attempt", pid=os.getpid(), code_version="1")
+OWN = event("attempt_started", pid=os.getpid(), code_version="1")
 BUDGET = {"step": 3, "phase": "train", "failed_tokens": 1000}
 
 
@@ -32,35 +32,46 @@ BUDGET = {"step": 3, "phase": "train", "failed_tokens": 1000}
     [
         (event("notice", text="code changed"), "notice: code changed"),
         (event("alert", text="storage fails"), "alert: storage fails"),
-        (event("skipped", step=3, action="skip", reason="loss is nan", rows=[1], to_step=None),
-         "step 3: left out: loss is nan"),
-        (event("skipped", step=3, action="roll_back", reason="spike", rows=[1], to_step=2),
-         "step 3: left out, back to the weights of step 2: spike"),
-        (event("repeated", step=3, reason="loss is nan"), "step 3: computed once more: loss is nan"),
-        (event("spike", step=3, grad_norm=40.0, median=2.0, deviations=31.04, rows=[1]),
-         "step 3: gradient norm 40 is 31.0 deviations above the median 2; learned from all the same"),
-        (event("budget", action="shrink", budget={"tokens": 800}, **BUDGET),
-         "step 3: micro-batch of train of at most 800 padded tokens: 1,000 did not fit"),
-        (event("budget", action="grow", budget={"tokens": None}, **BUDGET),
-         "step 3: micro-batch of train has no limit of its own any more: there was room for a while"),
+        (event("step_skipped", step=3, action="skip", reason="loss is nan", rows=[1], rollback_step=None),
+         "step 3: skipped: loss is nan"),
+        (event("step_skipped", step=3, action="roll_back", reason="spike", rows=[1], rollback_step=2),
+         "step 3: skipped, rolled back to the weights of step 2: spike"),
+        (event("step_repeated", step=3, reason="loss is nan"), "step 3: repeated: loss is nan"),
+        (event("gradient_spike", step=3, grad_norm=40.0, median=2.0, deviations=31.04, rows=[1]),
+         "step 3: gradient norm 40 is 31.0 deviations above the median 2; trained on anyway"),
+        (event("microbatch_budget", action="shrink", budget={"tokens": 800}, **BUDGET),
+         "step 3: micro-batch of train limited to 800 padded tokens: 1,000 did not fit"),
+        (event("microbatch_budget", action="grow", budget={"tokens": None}, **BUDGET),
+         "step 3: micro-batch of train no longer limited: memory was sufficient for a while"),
     ],
     ids=lambda value: value.kind if isinstance(value, JournalEvent) else "",
 )  # fmt: skip
 def test_what_is_out_of_the_ordinary_has_a_line(
     news: JournalEvent, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ConsoleCallback().see([OWN, news])
+    ConsoleCallback().on_events([OWN, news])
     assert capsys.readouterr().out == f"  {line}\n"
 
 
-KINDS = ("ready", "step", "validation", "notice", "alert", "skipped", "repeated", "spike", "budget", "checkpoint")
+KINDS = (
+    "worker_ready",
+    "step",
+    "validation",
+    "notice",
+    "alert",
+    "step_skipped",
+    "step_repeated",
+    "gradient_spike",
+    "microbatch_budget",
+    "checkpoint_saved",
+)
 OLD, NEW = event("notice", text="old"), event("notice", text="new")
 
 
 @pytest.mark.parametrize(
     ("batches", "lines"),
     [
-        ([[event("attempt", pid=1, code_version="1"), OLD, OWN, NEW],
+        ([[event("attempt_started", pid=1, code_version="1"), OLD, OWN, NEW],
           [JournalEvent("notice", 0.0, 1, {"text": "past"})]],
          ["notice: new", "notice: past"]),
         ([[OLD], [OWN, NEW]], ["notice: new"]),
@@ -73,12 +84,12 @@ def test_only_whole_events_of_this_attempt_are_shown(
 ) -> None:
     console = ConsoleCallback()
     for batch in batches:
-        console.see(batch)
-    console.finish("FINISHED")
+        console.on_events(batch)
+    console.on_end("FINISHED")
     assert capsys.readouterr().out == "".join(f"  {line}\n" for line in lines)
 
 
-READY = event("ready", start_step=0, planned_steps=50, device="cpu", compute_dtype="float32", ranks=1)
+READY = event("worker_ready", start_step=0, planned_steps=50, device="cpu", compute_dtype="float32", ranks=1)
 STEP = event("step", step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
 
 
@@ -100,11 +111,11 @@ def test_screen_is_drawn_and_its_last_state_stays(
         monkeypatch.delenv("NO_COLOR", raising=False)
     with redirect_stdout(terminal):
         console = ConsoleCallback()
-        console.see([event("notice", text="old"), OWN, READY])
+        console.on_events([event("notice", text="old"), OWN, READY])
         assert sys.stdout is not terminal
         print("said by another")
-        console.see([STEP, event("alert", text="storage fails"), event("spike", step=1)])
-        console.finish("FINISHED")
+        console.on_events([STEP, event("alert", text="storage fails"), event("gradient_spike", step=1)])
+        console.on_end("FINISHED")
         assert sys.stdout is terminal
     text = terminal.getvalue()
     assert text.index("said by another") < text.index("  alert: storage fails")
@@ -119,8 +130,8 @@ def test_screen_is_drawn_and_its_last_state_stays(
 def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
     with redirect_stdout(terminal):
         console = ConsoleCallback()
-        console.see([event("attempt", pid=1), READY, STEP, event("finished", step=1, reason="completed")])
-        console.finish("FINISHED")
+        console.on_events([event("attempt_started", pid=1), READY, STEP, event("finished", step=1, reason="completed")])
+        console.on_end("FINISHED")
         assert terminal.getvalue() == ""
 
 
@@ -132,16 +143,16 @@ def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
 def test_broken_terminal_ends_the_show_and_is_reported_once(terminal: Faked, gone: Exception, at_the_end: bool) -> None:
     with redirect_stdout(terminal):
         console = ConsoleCallback()
-        console.see([OWN, READY])
+        console.on_events([OWN, READY])
         terminal.gone = gone
         with pytest.raises(type(gone)):
             if at_the_end:
-                console.finish("FINISHED")
+                console.on_end("FINISHED")
             else:
-                console.see([event("alert", text="storage fails")])
+                console.on_events([event("alert", text="storage fails")])
         assert sys.stdout is terminal
-        console.see([event("alert", text="again"), STEP])
-        console.finish("FINISHED")
+        console.on_events([event("alert", text="again"), STEP])
+        console.on_end("FINISHED")
 
 
 def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +163,7 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
     with open(theirs, "w", encoding="utf-8") as stream:  # noqa: PTH123 (a descriptor)
         audience = CallbackList([ConsoleCallback(stream=stream)], journal)
         audience.start()
-        journal.append("attempt", pid=os.getpid(), code_version="1")
+        journal.append("attempt_started", pid=os.getpid(), code_version="1")
         read = b""
         while b"loading" not in read:
             read += os.read(ours, 1 << 16)
@@ -195,8 +206,9 @@ from ratchet.runs.journal import JournalEvent
 from ratchet.console.callback import ConsoleCallback
 console = ConsoleCallback()
 step = dict(step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
-console.see([JournalEvent("attempt", 1.0, 1, {"pid": os.getpid()}),
+console.on_events([JournalEvent("attempt_started", 1.0, 1, {"pid": os.getpid()}),
              JournalEvent("alert", 1.0, 1, {"text": "storage fails"}),
-             JournalEvent("ready", 1.0, 1, {"planned_steps": 50, "start_step": 0}), JournalEvent("step", 2.0, 1, step)])
-console.finish("FINISHED")
+             JournalEvent("worker_ready", 1.0, 1, {"planned_steps": 50, "start_step": 0}),
+             JournalEvent("step", 2.0, 1, step)])
+console.on_end("FINISHED")
 """

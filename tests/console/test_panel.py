@@ -31,50 +31,60 @@ def eventful() -> list[JournalEvent]:
 
     forecast = {"phases": [{"phase": "steady", "parts": {"weights": 6 * GIB}}], "notes": []}
     for attempt, (start, end) in enumerate(((0, 60), (50, 120)), start=1):
-        said("attempt", start, attempt, pid=1, code_version="1")
-        said("forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
-        said("ready", start, attempt, start_step=start, planned_steps=1200, device="cuda", compute_dtype="bfloat16",
-             ranks=2, hosts=["node-a", "node-b"], flops_per_token=1e9, peak_flops_s=1e14)  # fmt: skip
-        said("memory", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
+        said("attempt_started", start, attempt, pid=1, code_version="1")
+        said("memory_forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
+        said("worker_ready", start, attempt, start_step=start, planned_steps=1200, device="cuda",
+            compute_dtype="bfloat16",
+             ranks=2, hosts=["node-a", "node-b"], flops_per_token=1e9, peak_flops_per_s=1e14)  # fmt: skip
+        said("memory_peak", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
         for step in range(start + 1, end + 1):
             said("step", step, attempt, step=step, loss=3.0 / step**0.3, learning_rate=1e-4, grad_norm=0.8,
                  trained_tokens=1_000, input_tokens=12_000, step_s=1.0)  # fmt: skip
             if step % 20 == 0:
                 said("validation", step, attempt, step=step, loss=3.2 / step**0.3, tokens=1, seconds=0.5, improved=True)
-                said("checkpoint", step, attempt, step=step, best=True, size_bytes=1, bytes_written=1, bytes_linked=0,
-                     block_s=0.01, seconds=0.1)  # fmt: skip
-        said("ranks", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
+                said("checkpoint_saved", step, attempt, step=step, is_best=True, size_bytes=1, bytes_written=1,
+                    bytes_linked=0,
+                     blocked_s=0.01, seconds=0.1)  # fmt: skip
+        said("rank_timings", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
         if attempt == 1:
-            said("died", end, attempt, exit_code=-9, decision="Retry", text="killed by signal 9", **{"class": "killed"})
-    said("skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], to_step=None)
-    said("budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
+            said(
+                "worker_exited",
+                end,
+                attempt,
+                exit_code=-9,
+                decision="Retry",
+                text="killed by signal 9",
+                failure_class="killed",
+            )
+    said("step_skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], rollback_step=None)
+    said("microbatch_budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
          budget={"tokens": 2048, "failed_tokens": 4096, "good_steps": 0, "wait_steps": 1, "grown": 0})  # fmt: skip
     gpu = {"utilization_percent": 97, "power_w": 300, "temperature_c": 64}
-    said("system", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
+    said("system_metrics", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
          worker_memory_bytes=3 * GIB, gpus=[{"index": 0, **gpu}, {"index": 1, **gpu}])  # fmt: skip
     said("alert", 122, 2, text="\x1b[31mno space left\non the disk of 重い" + " long" * 60)
     return found
 
 
-def vitals(events: list[JournalEvent] | None = None) -> ProgressView:
+def view(events: list[JournalEvent] | None = None) -> ProgressView:
     found = ProgressView()
     for event in eventful() if events is None else events:
-        found.see(event)
+        found.update(event)
     return found
 
 
-MIRROR = ReplicationState(
+REPLICA = ReplicationState(
     place="p", token=1, node="n", lock=(1, 2), durable_steps=(100,), in_flight=120, behind_bytes=3 * GIB,
     failed_since=T,
 )  # fmt: skip
-ASIDE = SidecarState(running=True, saving=120, mirror=MIRROR)
+SIDECAR = SidecarState(running=True, saving=120, replica=REPLICA)
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", **changes: Any) -> list[str]:
     """The eventful training on such a screen."""
     size = ScreenSize(width, height, encoding)
-    run = {"vitals": vitals(), "aside": ASIDE} | changes
-    return drawn(render_panel("run abc", run["vitals"], run["aside"], T + 125, size), size)
+    run = {"view": view(), "sidecar": SIDECAR} | changes
+    return drawn(render_panel("run abc", run["view"], run["sidecar"], T + 125, size), size)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp437"])
@@ -86,11 +96,15 @@ def test_it_fits(width: int, height: int, encoding: str) -> None:
     assert "121/1200" in lines[1] or "step 121 of 1,200" in lines[1]
 
 
-@pytest.mark.parametrize("kinds", [(), ("attempt",), ("attempt", "ready"), ("attempt", "ready", "step")], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [(), ("attempt_started",), ("attempt_started", "worker_ready"), ("attempt_started", "worker_ready", "step")],
+    ids=str,
+)
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_run_that_has_only_begun_fits_too(width: int, height: int, kinds: tuple[str, ...]) -> None:
     few = [event for event in eventful()[:10] if event.kind in kinds]
-    assert_fits(shown(width, height, vitals=vitals(few), aside=SidecarState()), width, height)
+    assert_fits(shown(width, height, view=view(few), sidecar=SidecarState()), width, height)
 
 
 def test_all_of_it_on_a_large_screen() -> None:
@@ -99,22 +113,22 @@ def test_all_of_it_on_a_large_screen() -> None:
         "attempt 2", "cuda in bfloat16, 2 ranks", "10 %", "left", "train loss", "validation", "best", "1.00e-04",
         "gradient norm 0.8", "12,000 tokens/s input, 1,000 trained", "MFU 12.0 %", "1.00 steps/s", "7.0 of 24.0 GiB",
         "forecast 6.0 (-14 %)",
-        "CPU 35 %", "GPU 0 97 % 300 W 64 C", "GPU 1 97 %", "step 120, sealed 5 s ago", "step 120 is being written",
-        "! step 100 durable, 20 steps behind; out of reach for 125 s", "step 120 is being sent", "! 1 step left out",
-        "1 micro-batch shrunk", "train at most 2,048 tokens", "2; 10 steps done again", "attempt 1 died: killed",
+        "CPU 35 %", "GPU 0 97 % 300 W 64 C", "GPU 1 97 %", "step 120, sealed 5 s ago", "writing step 120",
+        "! step 100 durable, 20 steps behind; unreachable for 125 s", "sending step 120", "! 1 skipped step",
+        "1 micro-batch shrunk", "train at most 2,048 tokens", "2; 10 steps repeated", "attempt 1 died: killed",
         "! rank 1 on node-b computes 92 % longer than the median", "!  1", "node-a",
-        "! step 121: left out: loss is nan",
+        "! step 121: skipped: loss is nan",
         "! alert: \\u001b[31mno space left",
     ):  # fmt: skip
         assert part in text, part
     few = eventful()
     begun = next(n for n, event in enumerate(few) if event.data.get("step") == 3)
-    assert "time left not known yet" in "\n".join(shown(120, 40, vitals=vitals(few[:begun])))
+    assert "time left unknown" in "\n".join(shown(120, 40, view=view(few[:begun])))
     assert "about " in text
-    assert "told nothing" not in text
+    assert "no events" not in text
     assert (
-        "! told nothing for 1 h"
-        in drawn(render_panel("x", vitals(), ASIDE, T + 4_000, ScreenSize(80, 9)), ScreenSize(80, 9))[0]
+        "! no events for 1 h"
+        in drawn(render_panel("x", view(), SIDECAR, T + 4_000, ScreenSize(80, 9)), ScreenSize(80, 9))[0]
     )
 
 
@@ -128,17 +142,17 @@ def test_the_little_that_fits_says_what_matters_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("aside", "events", "state"),
+    ("sidecar", "events", "state"),
     [
         (SidecarState(), None, "not running"),
-        (SidecarState(), [], "not begun"),
+        (SidecarState(), [], "not started"),
         (SidecarState(running=True), [], "loading"),
-        (ASIDE, [*eventful(), JournalEvent("finished", T + 130, 2, {"step": 1, "reason": "completed"})], "finished"),
+        (SIDECAR, [*eventful(), JournalEvent("finished", T + 130, 2, {"step": 1, "reason": "completed"})], "finished"),
     ],
-    ids=["gone", "not begun", "loading", "finished"],
+    ids=["gone", "not started", "loading", "finished"],
 )
-def test_states_in_words(aside: SidecarState, events: list[JournalEvent] | None, state: str) -> None:
-    lines = shown(80, 20, vitals=vitals(events), aside=aside)
+def test_states_in_words(sidecar: SidecarState, events: list[JournalEvent] | None, state: str) -> None:
+    lines = shown(80, 20, view=view(events), sidecar=sidecar)
     assert lines[0].startswith(f"run abc  {state}")
 
 
@@ -146,7 +160,7 @@ def test_states_in_words(aside: SidecarState, events: list[JournalEvent] | None,
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
     size = ScreenSize(width, height)
-    rows = [(f"run-{number:02}", vitals(), ASIDE if number % 2 else SidecarState()) for number in range(count)]
+    rows = [(f"run-{number:02}", view(), SIDECAR if number % 2 else SidecarState()) for number in range(count)]
     lines = drawn(render_table(rows, T + 125, size), size)
     assert_fits(lines, width, height)
     if count:
@@ -157,7 +171,7 @@ def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
 
 
 def test_columns_of_a_table() -> None:
-    head, row, *_ = drawn(render_table([("abcdef", vitals(), ASIDE)], T + 125, ScreenSize(120, 9)), ScreenSize(120, 9))
+    head, row, *_ = drawn(render_table([("abcdef", view(), SIDECAR)], T + 125, ScreenSize(120, 9)), ScreenSize(120, 9))
     assert head.split() == [
         "run", "state", "step", "left", "loss", "validation", "tokens/s", "checkpoint", "attempts", "alerts",
     ]  # fmt: skip
@@ -185,7 +199,7 @@ def test_bars() -> None:
 def test_lines_of_several_runs_bear_their_names() -> None:
     found: list[str] = []
     telling = RunEventFormatter(found.append, "abc: ")
-    run = vitals()
+    run = view()
     for event in eventful():
         telling.event(event)
     telling.figures(run, T + 125)

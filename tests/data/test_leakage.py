@@ -1,4 +1,4 @@
-"""Benchmark leakage: shared n-grams are found whatever stands around and between them, and nothing else is."""
+"""Benchmark leakage: shared n-grams are found in any context, without false matches."""
 
 import random
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def one(text: str, *documents: str, ngram_words: int = 13) -> list[str]:
     return [match.words for match in BenchmarkIndex({"bench": documents}, ngram_words).matches(text)]
 
 
-def test_thirteen_words_are_a_match_and_twelve_are_none() -> None:
+def test_thirteen_shared_words_match_and_twelve_do_not() -> None:
     asked = split_words(QUESTION)
     for start in range(len(asked) - 12):
         run = asked[start : start + 13]
@@ -47,12 +47,12 @@ def test_thirteen_words_are_a_match_and_twelve_are_none() -> None:
         assert one(f"Well: {' '.join([*run[:6], 'not', *run[6:]])} or so", QUESTION) == []
 
 
-def test_case_punctuation_and_line_breaks_hide_nothing() -> None:
+def test_case_punctuation_and_line_breaks_are_ignored() -> None:
     text = QUESTION.upper().replace(" ", " -- ").replace("KILOMETRES", "**Kilo\u00admetres**\n\n")
     assert one(f"Tell me\n{text}\nAt noon", QUESTION) == [" ".join(split_words(QUESTION)[:13])]
 
 
-def test_shorter_documents_of_eight_words_are_one_run() -> None:
+def test_documents_of_at_least_eight_words_are_one_ngram() -> None:
     assert len(split_words(SHORT)) == 10
     assert one(f"Question: {SHORT} Answer: 30", SHORT) == [" ".join(split_words(SHORT))]
     assert one("How many legs do three spiders and a beetle own?", SHORT) == []
@@ -75,7 +75,7 @@ def test_shorter_documents_of_eight_words_are_one_run() -> None:
         ("Yes.", ["yes"]),
     ],
 )
-def test_documents_too_short_for_a_run_match_whole_lines(text: str, shared: list[str]) -> None:
+def test_documents_too_short_for_an_ngram_match_whole_lines(text: str, shared: list[str]) -> None:
     assert one(text, "What is the capital of France?", "yes") == shared
 
 
@@ -86,7 +86,7 @@ def test_documents_without_words_match_nothing() -> None:
     assert checked.matches("") == checked.matches("?!") == checked.matches("🙂\n\n") == []
 
 
-def test_every_benchmark_is_named_once_with_its_first_words() -> None:
+def test_each_benchmark_is_reported_once_with_its_first_words() -> None:
     asked = split_words(QUESTION)
     checked = BenchmarkIndex(
         {"b": [QUESTION, f"Again: {QUESTION}"], "a": [QUESTION], "none": [], "other": [SHORT], "tiny": ["It is late"]},
@@ -109,7 +109,7 @@ def test_texts_without_spaces_match_by_character() -> None:
     assert one(text[:12], text) == []
 
 
-def test_equal_hashes_of_other_words_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_collisions_are_not_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratchet.data.leakage._powers", lambda root, count: np.zeros(count, dtype=np.uint64))
     text = " ".join(reversed(split_words(f"{QUESTION} {SHORT}")))
     assert one(text, QUESTION, SHORT) == []
@@ -128,7 +128,7 @@ text_lines = st.lists(st.lists(st.sampled_from("abAB"), max_size=12).map(" ".joi
 
 @PROPERTY
 @given(st.lists(st.lists(text_lines, max_size=4), max_size=3), st.lists(text_lines, max_size=6), st.integers(5, 14))
-def test_matches_are_those_of_the_definition(documents: list[list[str]], texts: list[str], ngram_words: int) -> None:
+def test_matches_equal_those_of_a_naive_search(documents: list[list[str]], texts: list[str], ngram_words: int) -> None:
     names: dict[str, Sequence[str]] = {f"bench{number}": texts for number, texts in enumerate(documents)}
     checked = BenchmarkIndex(names, ngram_words)
     for text in [*texts, *(f"b\n{document} a" for of_one in documents for document in of_one)]:

@@ -1,4 +1,4 @@
-"""Packing: the ledger holds for any lengths, packs are those of best-fit decreasing, also of a million rows."""
+"""Packing: capacity, best-fit decreasing against a naive implementation, and speed with a million rows."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,9 @@ def row_by_row(lengths: list[int], capacity: int) -> list[int]:
 
 @LEDGER
 @given(splits(), st.integers(0, 5), st.integers(0, 5))
-def test_every_row_is_in_one_pack_and_no_pack_is_over_full(split: tuple[list[int], int], seed: int, epoch: int) -> None:
+def test_every_row_is_in_one_pack_and_no_pack_exceeds_its_capacity(
+    split: tuple[list[int], int], seed: int, epoch: int
+) -> None:
     lengths, capacity = split
     packs = pack_rows(lengths, capacity, seed, epoch)
     assert sorted(row for rows in packs for row in rows) == list(range(len(lengths)))
@@ -44,7 +46,7 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_full(split: tuple[list[int
 
 @LEDGER
 @given(splits())
-def test_packs_are_those_of_best_fit_decreasing(split: tuple[list[int], int]) -> None:
+def test_packs_equal_those_of_naive_best_fit_decreasing(split: tuple[list[int], int]) -> None:
     lengths, capacity = split
     packs = pack_rows(lengths, capacity, 0, 0)
     assert sorted(sum(lengths[row] for row in rows) for rows in packs) == row_by_row(lengths, capacity)
@@ -52,7 +54,7 @@ def test_packs_are_those_of_best_fit_decreasing(split: tuple[list[int], int]) ->
 
 @LEDGER
 @given(splits(), st.randoms(use_true_random=False))
-def test_how_full_packs_are_depends_on_the_lengths_alone(split: tuple[list[int], int], order: object) -> None:
+def test_the_fill_of_packs_depends_only_on_the_lengths(split: tuple[list[int], int], order: object) -> None:
     lengths, capacity = split
     shuffled = list(lengths)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -72,7 +74,7 @@ def test_packs_are_a_function_of_seed_and_epoch() -> None:
     assert len(together[0] & together[2]) < 0.1 * len(together[0])  # other rows meet in another epoch
 
 
-def test_the_packs_never_change() -> None:
+def test_packs_are_stable_across_versions() -> None:
     """A golden value: other packs would give a resumed run other batches than it began with."""
     assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=0) == [[6], [0, 2], [1, 5, 4, 7], [3]]
     assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=1) == [[6], [0, 1], [2, 5, 3, 7], [4]]
@@ -90,12 +92,14 @@ def test_a_million_rows_are_packed(capacity: int) -> None:
 
 
 def test_rows_that_fit_no_pack_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"train\.pack_tokens: 64, but row 2 has 65 tokens.*prepare\.max_tokens"):
+    with pytest.raises(
+        SettingsError, match=r"train\.pack_tokens: found 64, but row 2 has 65 tokens.*prepare\.max_tokens"
+    ):
         pack_rows([3, 64, 65, 5], 64, 0, 0)
     with pytest.raises(DataError, match="row 1 has no tokens"):
         pack_rows([3, 0], 64, 0, 0)
 
 
-def test_no_rows_make_no_packs() -> None:
+def test_no_rows_give_no_packs() -> None:
     assert pack_rows([], 64, 0, 0) == []
     assert fill_rate([], [], 64) == 0.0

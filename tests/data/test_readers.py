@@ -1,4 +1,4 @@
-"""Records out of files: what is right is read with its place, a bad record is counted, a bad file is refused."""
+"""File readers: records with positions, malformed records, and refused files."""
 
 import bz2
 import csv
@@ -95,19 +95,19 @@ def test_every_format_gives_the_same_records_however_compressed(tmp_path: Path, 
         ("a.tsv", 'a\tb\n1,"2\tx, y\n', ["a.tsv:2"]),
     ],
 )
-def test_every_record_knows_where_it_begins(tmp_path: Path, name: str, content: str, places: list[str]) -> None:
+def test_every_record_has_its_position(tmp_path: Path, name: str, content: str, places: list[str]) -> None:
     records = read(tmp_path, name, content)
     assert [record.where if isinstance(record, MalformedRecord) else record[0] for record in records] == places
 
 
-def test_parquet_places_go_through_row_groups(tmp_path: Path) -> None:
+def test_parquet_positions_continue_across_row_groups(tmp_path: Path) -> None:
     rows = [{"prompt": str(number), "n": number} for number in range(2500)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
     records = list(readers.read_records(tmp_path / "a.parquet", "a.parquet"))
     assert records == [(f"a.parquet[{number}]", row) for number, row in enumerate(rows)]
 
 
-def test_nested_parquet_is_as_the_json_was(tmp_path: Path) -> None:
+def test_nested_parquet_equals_the_json(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]},
@@ -139,7 +139,7 @@ def test_nested_parquet_is_as_the_json_was(tmp_path: Path) -> None:
     indent=st.none() | st.integers(0, 3),
     ascii_only=st.booleans(),
 )
-def test_json_of_any_layout_gives_what_was_written(
+def test_json_of_any_layout_is_read(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None, ascii_only: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("json")
@@ -150,7 +150,7 @@ def test_json_of_any_layout_gives_what_was_written(
     assert read(folder, "a.jsonl", lines) == [(f"a.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def test_a_json_array_of_many_blocks_is_read_as_a_whole(tmp_path: Path) -> None:
+def test_a_json_array_across_many_blocks_is_read(tmp_path: Path) -> None:
     """Values, numbers and letters of several bytes straddle the borders of blocks; one value is longer than a block."""
     rows = [{"n": 7**number, "text": "ü日🙂" * (number % 1300)} for number in range(1200)]
     rows.insert(3, {"n": 0, "text": "lang " * 600_000})
@@ -188,8 +188,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
         ('{"a": "b"} {"a": "c"}', "not JSON (Extra data at character 11)"),
         ('{"a": ' + "9" * 5000 + "}", "not JSON (Exceeds the limit"),
         ('{"a": ' + "[" * 100_000 + "}", "not JSON (maximum recursion depth"),
-        ('{"a": NaN}', "not JSON (NaN is no JSON)"),
-        ('{"a": -Infinity}', "not JSON (-Infinity is no JSON)"),
+        ('{"a": NaN}', "not JSON (NaN is not valid JSON)"),
+        ('{"a": -Infinity}', "not JSON (-Infinity is not valid JSON)"),
         ('["a", "b"]', "expected an object, found a list"),
         ("null", "expected an object, found null"),
         ("7", "expected an object, found a number"),
@@ -222,7 +222,7 @@ def test_a_bad_element_is_counted_and_the_next_one_read(tmp_path: Path, value: s
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
-def test_a_line_of_fifty_megabytes_is_counted_and_never_held(tmp_path: Path, packed: str) -> None:
+def test_a_line_of_fifty_megabytes_is_counted_in_bounded_memory(tmp_path: Path, packed: str) -> None:
     long = b'{"a": "' + b"x" * 50_000_000 + b'"}\n'
     content = PACK[packed](b'{"a": "1"}\n' + long + b'{"a": "2"}\n')
     path = tmp_path / f"a.jsonl{packed}"
@@ -234,13 +234,13 @@ def test_a_line_of_fifty_megabytes_is_counted_and_never_held(tmp_path: Path, pac
     tracemalloc.stop()
     assert records == [
         (f"{path.name}:1", {"a": "1"}),
-        MalformedRecord(f"{path.name}:2", f"a line of {len(long):,} bytes; at most 16 MiB are read"),
+        MalformedRecord(f"{path.name}:2", f"the line has {len(long):,} bytes; the limit is 16 MiB"),
         (f"{path.name}:3", {"a": "2"}),
     ]
     assert peak < 3 * MAX_RECORD_BYTES
 
 
-def test_the_longest_record_is_read_and_a_longer_one_is_not(tmp_path: Path) -> None:
+def test_the_record_size_limit_is_exact(tmp_path: Path) -> None:
     longest = '{"a": "' + "x" * (MAX_RECORD_BYTES - 10) + '"}\n'
     assert len(longest) == MAX_RECORD_BYTES
     assert isinstance(read(tmp_path, "a.jsonl", longest)[0], tuple)
@@ -268,7 +268,7 @@ def test_a_bad_row_of_a_table_is_counted_and_the_next_one_read(tmp_path: Path, l
 
 @PROPERTY
 @given(lines=st.lists(st.binary(max_size=30), max_size=10))
-def test_every_line_of_a_jsonl_file_is_a_record_or_a_fault(
+def test_every_jsonl_line_is_a_record_or_malformed(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
 ) -> None:
     """Whatever stands in it, unless the file as a whole is none."""
@@ -289,7 +289,7 @@ def test_every_line_of_a_jsonl_file_is_a_record_or_a_fault(
         ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.csv.gz", "a.json.xz", "a.tsv.zst", "a.json.bz2"]
     ),
 )
-def test_whatever_a_file_holds_is_read_or_refused(
+def test_random_files_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, start: bytes, content: bytes, name: str
 ) -> None:
     try:
@@ -304,9 +304,11 @@ def test_whatever_a_file_holds_is_read_or_refused(
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.xlsx", "a.gz", "a.csv.zip", ".jsonl"])
-def test_an_unknown_ending_is_refused_with_the_known_ones(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_ending_is_refused_with_the_supported_ones(tmp_path: Path, name: str) -> None:
     message = refusal(tmp_path, name, "x")
-    assert message.endswith("known: .json, .jsonl, .ndjson, .csv, .tsv, .parquet, each also with .gz, .bz2, .xz, .zst")
+    assert message.endswith(
+        "supported: .json, .jsonl, .ndjson, .csv, .tsv, .parquet, each also with .gz, .bz2, .xz, .zst"
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_an_unknown_ending_is_refused_with_the_known_ones(tmp_path: Path, name: 
         ("[1,2", "a.json:1: not JSON (the list is not closed)"),
         (
             '{"a": "b"}\n{"a": "c"}\n',
-            "a.json:2: not JSON (Extra data); one object a line is JSONL: name the file .jsonl",
+            "a.json:2: not JSON (Extra data); a file with one object per line is JSONL: name it .jsonl",
         ),
         ('{"a": "b"}', "a.json: expected a list of objects, found an object"),
         ('"text"', "a.json: expected a list of objects, found text"),
@@ -335,7 +337,7 @@ def test_a_damaged_json_array_is_refused_with_its_line(tmp_path: Path, content: 
     assert refusal(tmp_path, "a.json", content).startswith(says)
 
 
-def test_damage_far_into_a_json_array_is_found_at_its_line(tmp_path: Path) -> None:
+def test_damage_late_in_a_json_array_is_reported_with_its_line(tmp_path: Path) -> None:
     rows = ['{"text": "' + "x" * 1000 + '"}'] * 4000
     rows[3000] = rows[3000].replace('"text"', "'text'")
     message = refusal(tmp_path, "a.json", "[" + ",\n".join(rows) + "]")
@@ -345,52 +347,52 @@ def test_damage_far_into_a_json_array_is_found_at_its_line(tmp_path: Path) -> No
 def test_a_json_array_in_a_jsonl_file_is_refused(tmp_path: Path) -> None:
     for content in ('\n[{"a": 1},\n{"a": 2}]', '[{"a": 1}, {"a": 2}]', "[\n"):
         assert refusal(tmp_path, "a.jsonl", content).endswith(
-            "looks like a JSON array, not an object a line; if it is one, name it .json"
+            "looks like a JSON array; expected one object per line; name a file with an array .json"
         )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", gzip.compress(b"{}", mtime=0), "is no JSON file but gzip; name it a.jsonl.gz"),
-        ("a.csv", bz2.compress(b"{}"), "is no CSV file but bzip2; name it a.csv.bz2"),
-        ("a.json", lzma.compress(b"{}"), "is no JSON file but xz; name it a.json.xz"),
-        ("a.tsv", PACK[".zst"](b"{}"), "is no TSV file but Zstandard; name it a.tsv.zst"),
-        ("a.jsonl", written(GOOD, ".parquet"), "is no JSON file but Parquet; name it a.parquet"),
-        ("a.csv", b"PK\x03\x04" + b"\x14\0\x08\0" * 9, "is no CSV file but zip (or Excel); unpack or convert it"),
-        ("a.jsonl", b"%PDF-1.7\n", "is no JSON file but PDF"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "not a valid JSON file but gzip; name it a.jsonl.gz"),
+        ("a.csv", bz2.compress(b"{}"), "not a valid CSV file but bzip2; name it a.csv.bz2"),
+        ("a.json", lzma.compress(b"{}"), "not a valid JSON file but xz; name it a.json.xz"),
+        ("a.tsv", PACK[".zst"](b"{}"), "not a valid TSV file but Zstandard; name it a.tsv.zst"),
+        ("a.jsonl", written(GOOD, ".parquet"), "not a valid JSON file but Parquet; name it a.parquet"),
+        ("a.csv", b"PK\x03\x04" + b"\x14\0\x08\0" * 9, "not a valid CSV file but zip (or Excel); unpack or convert it"),
+        ("a.jsonl", b"%PDF-1.7\n", "not a valid JSON file but PDF"),
         (
             "a.json",
             b"<!DOCTYPE html>\n<html>",
-            "is no JSON file but HTML or XML; unpack or convert it, or download it again",
+            "not a valid JSON file but HTML or XML; unpack or convert it, or download it again",
         ),
         (
             "a.csv",
             b"version https://git-lfs.github.com/spec/v1\noid sha256:1",
             "fetch the file itself with git lfs pull",
         ),
-        ("a.csv.gz", b"a,b\n1,2\n", "is no gzip file: it begins with b'a,b\\n1,2\\n'"),
-        ("a.csv.gz", bz2.compress(b"a,b"), "is no gzip file but bzip2; name it a.csv.bz2"),
+        ("a.csv.gz", b"a,b\n1,2\n", "not a valid gzip file: it begins with b'a,b\\n1,2\\n'"),
+        ("a.csv.gz", bz2.compress(b"a,b"), "not a valid gzip file but bzip2; name it a.csv.bz2"),
         (
             "a.csv.gz",
             gzip.compress(gzip.compress(b"a,b", mtime=0), mtime=0),
-            "is no CSV file but gzip once more; unpack it",
+            "not a valid CSV file but compressed twice with gzip; decompress it once",
         ),
-        ("a.csv.xz", b"", "is no xz file: it is empty"),
-        ("a.parquet", b'{"a": 1}\n', "is no Parquet file: it begins with b'{\"a\": 1}\\n'"),
-        ("a.parquet", b"", "is no Parquet file: it is empty"),
-        ("a.parquet", gzip.compress(b"x", mtime=0), "is no Parquet file but gzip; name it a.parquet.gz"),
-        ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250, mtime=0), "is no JSON file but tar"),
-        ("a.jsonl", b"\0" * 4096, "NUL bytes: no text; copy it again"),
+        ("a.csv.xz", b"", "not a valid xz file: the file is empty"),
+        ("a.parquet", b'{"a": 1}\n', "not a valid Parquet file: it begins with b'{\"a\": 1}\\n'"),
+        ("a.parquet", b"", "not a valid Parquet file: the file is empty"),
+        ("a.parquet", gzip.compress(b"x", mtime=0), "not a valid Parquet file but gzip; name it a.parquet.gz"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250, mtime=0), "not a valid JSON file but tar"),
+        ("a.jsonl", b"\0" * 4096, "NUL bytes: not text; copy it again"),
     ],
 )
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+def test_a_file_with_the_wrong_ending_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     assert says in refusal(tmp_path, name, content)
 
 
 @pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
-def test_a_compressed_file_cut_short_is_never_taken_for_a_whole(tmp_path: Path, ending: str, packed: str) -> None:
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path, ending: str, packed: str) -> None:
     rows = [{"prompt": f"{number} {number**9}", "response": "x"} for number in range(300)]
     whole = PACK[packed](written(rows, ending))
     for kept in (len(whole) - 1, len(whole) - 9, len(whole) // 2, 30, 12):
@@ -399,7 +401,7 @@ def test_a_compressed_file_cut_short_is_never_taken_for_a_whole(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz"])
-def test_a_damaged_byte_is_never_read_over(tmp_path: Path, packed: str) -> None:
+def test_a_corrupt_byte_is_always_detected(tmp_path: Path, packed: str) -> None:
     rows = [{"prompt": f"{number} {number**9}", "response": "x"} for number in range(300)]
     whole = PACK[packed](written(rows, ".jsonl"))
     for place in range(20, len(whole), len(whole) // 25):
@@ -407,7 +409,7 @@ def test_a_damaged_byte_is_never_read_over(tmp_path: Path, packed: str) -> None:
         assert "copy or download it again" in refusal(tmp_path, f"a.jsonl{packed}", damaged)
 
 
-def test_members_behind_each_other_are_one_file(tmp_path: Path) -> None:
+def test_concatenated_members_are_one_file(tmp_path: Path) -> None:
     for packed, pack in PACK.items():
         content = pack(b'{"a": 1}\n') + pack(b'{"a": 2}\n')
         assert len(read(tmp_path, f"a.jsonl{packed}", content)) == 2
@@ -416,9 +418,7 @@ def test_members_behind_each_other_are_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.jsonl.gz"])
 @pytest.mark.parametrize("rows_before", [0, 60_000], ids=["early", "late"])
 @pytest.mark.parametrize("bad", [b"Gr\xfc\xdfe", b"\xe2\x82"], ids=["latin-1", "half a letter"])
-def test_a_byte_that_is_not_utf8_is_refused_with_its_place(
-    tmp_path: Path, name: str, rows_before: int, bad: bytes
-) -> None:
+def test_invalid_utf8_is_refused_with_line_and_offset(tmp_path: Path, name: str, rows_before: int, bad: bytes) -> None:
     head, row, tail = {
         "a.csv": (b"prompt,response\n", "some wörds,yes\n", b",yes\n"),
         "a.json": (b"[\n", '{"p": "some wörds"},\n', b'"}]'),
@@ -435,7 +435,7 @@ def test_a_byte_that_is_not_utf8_is_refused_with_its_place(
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".json"])
-def test_utf16_and_utf32_are_named(tmp_path: Path, encoding: str, ending: str) -> None:
+def test_utf16_and_utf32_are_recognized(tmp_path: Path, encoding: str, ending: str) -> None:
     message = refusal(tmp_path, f"a{ending}", written(GOOD, ending).decode().encode(encoding))
     assert encoding[:6].upper() in message
     assert "not UTF-8" in message
@@ -456,7 +456,7 @@ def test_utf16_and_utf32_are_named(tmp_path: Path, encoding: str, ending: str) -
     ],
     ids=["open quote", "letters behind a quote", "column twice", "long cell", "open quote in a long file"],
 )
-def test_a_table_that_cannot_be_divided_into_records_is_refused(tmp_path: Path, content: str, says: str) -> None:
+def test_a_table_with_an_unclosed_quote_is_refused(tmp_path: Path, content: str, says: str) -> None:
     assert refusal(tmp_path, "a.csv", content).startswith(says)
 
 
@@ -473,7 +473,7 @@ def test_parquet_that_is_damaged_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, "a.parquet", whole[:40] + whole[60:]).endswith("write or copy it again")
 
 
-def test_parquet_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+def test_parquet_with_a_duplicate_column_is_refused(tmp_path: Path) -> None:
     target = io.BytesIO()
     pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["p", "p"]), target)
     assert refusal(tmp_path, "a.parquet", target.getvalue()) == "a.parquet: column 'p' appears twice; rename one"
@@ -483,10 +483,10 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     target = io.BytesIO()
     column = pa.array([b"good", b"Gr\xfc\xdfe"]).view(pa.string())
     pq.write_table(pa.table({"p": column}), target)
-    assert refusal(tmp_path, "a.parquet", target.getvalue()).startswith("a.parquet[0] or one of 1 rows behind it")
+    assert refusal(tmp_path, "a.parquet", target.getvalue()).startswith("a.parquet[0] or one of the next 1 rows")
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(Is a directory\)"):
         list(readers.read_records(tmp_path / "a.jsonl", "a.jsonl"))

@@ -1,4 +1,4 @@
-"""Rows out of sources: files and globs, in order, each with its place; what is missing or misplaced is refused."""
+"""Sources: files and globs in order, with positions; missing or misplaced files are refused."""
 
 import gzip
 import io
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ratchet.config.data import Prepare
+from ratchet.config.prepare import Prepare
 from ratchet.data import sources
 from ratchet.data.conversation import MalformedRecord, SourceRow
 from ratchet.data.sources import SourceReader
@@ -20,8 +20,8 @@ REAL = Path(__file__).parents[3] / "shared" / "data"
 REAL_SHAPES = {
     "banking77_train.csv": ("columns text, category", 10_003),
     "gsm8k_train.jsonl": ("columns question, answer", 7_473),
-    "truthfulqa_mc.json": ("question, and the answer marked 1 in `mc1_targets`", 790),
-    "selfinstruct_seed_tasks.jsonl": ("instruction, and input and output of each of `instances`", 175),
+    "truthfulqa_mc.json": ("question, with the answer marked 1 in `mc1_targets`", 790),
+    "selfinstruct_seed_tasks.jsonl": ("instruction, with input and output of each entry of `instances`", 175),
 }
 
 
@@ -63,25 +63,29 @@ def refusal(root: Path, *listed: Any, **settings: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ what is right
 
 
-def test_sources_come_in_order_each_with_its_shape_and_number(tmp_path: Path) -> None:
+def test_sources_are_read_in_order_with_schema_and_index(tmp_path: Path) -> None:
     put(tmp_path, "b.jsonl", '{"prompt": "1", "response": "x"}\n\n{"prompt": "2", "response": "x"}\n')
     put(tmp_path, "a.csv", "question,answer\n3,x\n")
     put(tmp_path, "c.json", json.dumps([{"messages": [{"role": "user", "content": "4"}]}]))
     found = SourceReader(tmp_path, prepare("b.jsonl", "a.csv", "c.json"))
-    assert found.shapes == ["", "", ""]
+    assert found.schema_descriptions == ["", "", ""]
     rows = list(found.rows())
     assert [(row.where, row.source) for row in rows] == [
         ("data/raw/b.jsonl:1", 0), ("data/raw/b.jsonl:3", 0), ("data/raw/a.csv:2", 1), ("data/raw/c.json[0]", 2),
     ]  # fmt: skip
     assert texts(rows) == [("1", "x"), ("2", "x"), ("3", "x"), ("4", "")]
-    assert found.shapes == ["columns prompt, response", "columns question, answer", "OpenAI messages in `messages`"]
+    assert found.schema_descriptions == [
+        "columns prompt, response",
+        "columns question, answer",
+        "OpenAI messages in `messages`",
+    ]
     assert found.files == [
         {f"data/raw/{name}": tmp_path / "data/raw" / name} for name in ("b.jsonl", "a.csv", "c.json")
     ]
     assert list(found.rows()) == rows
 
 
-def test_a_glob_is_its_files_by_name(tmp_path: Path) -> None:
+def test_a_glob_matches_files_sorted_by_name(tmp_path: Path) -> None:
     for name in ("part/2.jsonl", "part/10.jsonl.gz", "part/deep/1.jsonl", "other.csv", "part/.hidden.jsonl"):
         row = json.dumps({"question": name, "answer": "x"})
         put(tmp_path, name, gzip.compress(row.encode()) if name.endswith("gz") else row)
@@ -95,12 +99,12 @@ def test_a_glob_is_its_files_by_name(tmp_path: Path) -> None:
     assert len(read(tmp_path, "part/*.jsonl")) == 1
 
 
-def test_a_source_may_have_columns_and_a_shape_of_its_own(tmp_path: Path) -> None:
+def test_a_source_may_override_columns_and_schema(tmp_path: Path) -> None:
     put(tmp_path, "a.csv", "question,answer,title,body\nq,a,t,b\n")
     put(tmp_path, "b.csv", "question,answer,title,body\nq,a,t,b\n")
     put(tmp_path, "c.jsonl", '{"instruction": "i", "input": "n", "output": "o", "title": "t", "body": "b"}')
     own = {"files": "data/raw/b.csv", "columns": {"prompt": "title", "response": "body"}}
-    asked = {"files": "data/raw/c.jsonl", "shape": "alpaca", "columns": {}}
+    asked = {"files": "data/raw/c.jsonl", "record_schema": "alpaca", "columns": {}}
     assert texts(read(tmp_path, "a.csv", own, asked)) == [("q", "a"), ("t", "b"), ("i\n\nn", "o")]
     everywhere = {"prompt": "title", "response": "body"}
     assert texts(read(tmp_path, "a.csv", {"files": "data/raw/b.csv", "columns": {}}, columns=everywhere)) == [
@@ -119,7 +123,7 @@ def test_a_link_in_data_raw_may_point_anywhere(tmp_path: Path) -> None:
     assert len(read(tmp_path, "a.csv")) == 1
 
 
-def test_bad_records_are_faults_of_their_source_and_stay_in_order(tmp_path: Path) -> None:
+def test_malformed_records_keep_their_source_and_order(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b"}')
     lines = ["no JSON"] * 250 + ['{"question": "a", "answer": "b"}', '{"question": "a"}', "[]"] + ["no JSON"] * 250
     put(tmp_path, "b.jsonl", "\n".join(lines))
@@ -129,33 +133,33 @@ def test_bad_records_are_faults_of_their_source_and_stay_in_order(tmp_path: Path
     assert {row.source for row in rows} == {1}
     assert [number for number, row in enumerate(rows) if isinstance(row, SourceRow)] == [250]
     assert rows[251].detail == "no column 'answer'; found: question"
-    assert found.shapes[1] == "columns question, answer"
+    assert found.schema_descriptions[1] == "columns question, answer"
 
 
-def test_a_source_of_faults_only_is_counted_and_has_no_shape(tmp_path: Path) -> None:
+def test_a_source_of_malformed_records_has_no_schema(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", "no JSON\n" * 150)
     found = SourceReader(tmp_path, prepare("a.jsonl"))
     assert sum(isinstance(row, MalformedRecord) for row in found.rows()) == 150
-    assert found.shapes == ["nothing: no record could be read"]
+    assert found.schema_descriptions == ["nothing: no record could be read"]
 
 
 @pytest.mark.parametrize("setting", ["group", "stratify", "time"])
-def test_a_field_that_divides_the_rows_must_be_text_that_can_be_written(tmp_path: Path, setting: str) -> None:
+def test_a_split_field_must_be_valid_text(tmp_path: Path, setting: str) -> None:
     put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b", "who": "half \\ud83d"}')
     assert len(texts(read(tmp_path, "a.jsonl"))) == 1
     assert read(tmp_path, "a.jsonl", split={setting: "who"}) == [
-        MalformedRecord("data/raw/a.jsonl:1", "field 'who' holds half a surrogate pair, which is no text", 0)
+        MalformedRecord("data/raw/a.jsonl:1", "field 'who' holds half a surrogate pair, which is not valid text", 0)
     ]
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="no folder of real data sets beside the project (../shared/data)")
 @pytest.mark.parametrize("name", REAL_SHAPES)
-def test_real_files_are_recognised_to_the_last_row(tmp_path: Path, name: str) -> None:
+def test_real_files_are_read_completely(tmp_path: Path, name: str) -> None:
     (tmp_path / "data" / "raw").mkdir(parents=True)
     (tmp_path / "data" / "raw" / name).symlink_to(REAL / name)
     found = SourceReader(tmp_path, prepare(name))
     rows = texts(list(found.rows()))
-    assert (found.shapes[0], len(rows)) == REAL_SHAPES[name]
+    assert (found.schema_descriptions[0], len(rows)) == REAL_SHAPES[name]
     assert all(prompt for prompt, _ in rows)
 
 
@@ -178,30 +182,33 @@ def test_a_source_outside_data_raw_is_refused(tmp_path: Path, name: str) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("prompt,response\na,b\n")
     (tmp_path / "data" / "raw").mkdir()
-    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw or data/taught; DVC would"):
+    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw or data/distilled, so DVC would"):
         SourceReader(tmp_path, Prepare.model_validate({"sources": [name]}))
 
 
-def test_a_missing_file_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "a.csv") == "data/raw/a.csv: no such file; data/raw holds nothing"
+def test_a_missing_file_is_refused_with_the_existing_files(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "a.csv") == "data/raw/a.csv: no such file; data/raw holds no files"
     put(tmp_path, "sub/b.csv", "prompt,response\na,b\n")
     assert refusal(tmp_path, "a.csv") == "data/raw/a.csv: no such file; data/raw holds data/raw/sub/b.csv"
     assert refusal(tmp_path, "*.json") == "data/raw/*.json: no such file; data/raw holds data/raw/sub/b.csv"
-    assert refusal(tmp_path, "sub") == "data/raw/sub: is a folder; name its files, for example data/raw/sub/*.jsonl"
+    assert (
+        refusal(tmp_path, "sub")
+        == "data/raw/sub: found a folder, expected files; write for example data/raw/sub/*.jsonl"
+    )
     put(tmp_path, "c.csv.dvc", "outs:\n- path: c.csv\n")
-    assert refusal(tmp_path, "c.csv") == "data/raw/c.csv: its content is not here; fetch it with dvc pull"
+    assert refusal(tmp_path, "c.csv") == "data/raw/c.csv: the content is not in the workspace; fetch it with dvc pull"
     for number in range(40):
         put(tmp_path, f"{number}.csv", "")
     assert refusal(tmp_path, "a.csv").endswith(" ...")
-    assert "cannot be looked for" in refusal(tmp_path, "x" * 300 + ".csv")
-    assert "cannot be looked for" in refusal(tmp_path, "a**b.csv")
+    assert "cannot search for files" in refusal(tmp_path, "x" * 300 + ".csv")
+    assert "cannot search for files" in refusal(tmp_path, "a**b.csv")
 
 
-def test_an_unknown_ending_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_unsupported_ending_is_refused_before_reading(tmp_path: Path) -> None:
     put(tmp_path, "a.csv", "prompt,response\na,b\n")
     put(tmp_path, "b.txt", "x")
     for pattern in ("b.txt", "*"):
-        with pytest.raises(DataError, match=r"data/raw/b\.txt: cannot read \.txt; known: \.json, "):
+        with pytest.raises(DataError, match=r"data/raw/b\.txt: cannot read \.txt; supported: \.json, "):
             SourceReader(tmp_path, prepare("a.csv" if pattern != "*" else "b.txt", pattern))
 
 
@@ -209,7 +216,7 @@ def test_a_file_of_two_sources_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "a.csv", "prompt,response\na,b\n")
     for twice in ("a.csv", "*.csv", "./a.csv"):
         assert refusal(tmp_path, "a.csv", twice) == (
-            f"params.yaml: prepare.sources: data/raw/a.csv belongs to data/raw/a.csv and to data/raw/{twice}; "
+            f"params.yaml: prepare.sources: data/raw/a.csv belongs to both data/raw/a.csv and data/raw/{twice}; "
             "name it once, with a weight if it should count more"
         )
 
@@ -223,21 +230,21 @@ def test_a_file_of_two_sources_is_refused(tmp_path: Path) -> None:
 def test_a_source_without_rows_is_refused(tmp_path: Path, name: str, content: str | bytes) -> None:
     put(tmp_path, name, content)
     put(tmp_path, "full.csv", "prompt,response\na,b\n")
-    message = f"data/raw/{name}: no rows; give it some or take it out of prepare.sources"
+    message = f"data/raw/{name}: no rows; add rows, or remove the source from prepare.sources"
     assert refusal(tmp_path, name) == refusal(tmp_path, "full.csv", name) == message
 
 
-def test_a_damaged_file_ends_the_reading(tmp_path: Path) -> None:
+def test_a_damaged_file_stops_reading(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl.gz", gzip.compress(b'{"prompt": "1", "response": "x"}\n' * 99)[:-4])
     rows = SourceReader(tmp_path, prepare("a.jsonl.gz")).rows()
-    with pytest.raises(DataError, match=r"data/raw/a\.jsonl\.gz: gzip data that ends early"):
+    with pytest.raises(DataError, match=r"data/raw/a\.jsonl\.gz: the gzip data is truncated"):
         list(rows)
 
 
 # -------------------------------------------------------------------------------------------------------- documents
 
 
-def test_documents_are_all_texts_of_a_record(tmp_path: Path) -> None:
+def test_documents_join_all_texts_of_a_record(tmp_path: Path) -> None:
     put(
         tmp_path,
         "a.jsonl",
@@ -258,13 +265,13 @@ def test_documents_are_all_texts_of_a_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"q": "a"}\nno JSON\n', "data/raw/a.jsonl:2: not JSON (Expecting value at character 1); mend or remove"),
-        ('{"q": "a"}\n[{"q": "b"}]\n', "data/raw/a.jsonl:2: expected an object, found a list; mend or remove"),
+        ('{"q": "a"}\nno JSON\n', "data/raw/a.jsonl:2: not JSON (Expecting value at character 1); fix or remove"),
+        ('{"q": "a"}\n[{"q": "b"}]\n', "data/raw/a.jsonl:2: expected an object, found a list; fix or remove"),
         ('{"q": ["\\ud83d"]}', "data/raw/a.jsonl:1: a text holds half a surrogate pair"),
-        ("\n", "data/raw/a.jsonl: no records; give it some or take it out of prepare.leakage.files"),
+        ("\n", "data/raw/a.jsonl: no records; add records, or remove the file from prepare.leakage.files"),
     ],
 )
-def test_half_an_evaluation_set_is_refused(tmp_path: Path, content: str, says: str) -> None:
+def test_an_evaluation_set_with_a_bad_record_is_refused(tmp_path: Path, content: str, says: str) -> None:
     put(tmp_path, "a.jsonl", content)
     with pytest.raises(DataError) as caught:
         sources.read_evaluation_sets(tmp_path, ["data/raw/a.jsonl"])
@@ -277,7 +284,7 @@ def test_a_deeply_nested_document_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["elsewhere/a.jsonl", "data/raw/none.jsonl", "data/raw/a.txt"])
-def test_an_evaluation_set_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_missing_evaluation_set_is_refused(tmp_path: Path, name: str) -> None:
     put(tmp_path, "a.txt", "x")
     with pytest.raises(DataError, match=r"not below data/raw or data/tasks|no such file|cannot read \.txt"):
         sources.read_evaluation_sets(tmp_path, [name])

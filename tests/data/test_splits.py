@@ -1,4 +1,4 @@
-"""Which split a row belongs to: stable, fair, and the same for requests that are the same."""
+"""Splits: stable, with exact fractions, and equal for equal prompts."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ratchet.config.data import Prepare, SplitSettings
+from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.data.conversation import Conversation, SourceRow
 from ratchet.data.splits import LENGTH, SPLITS, SplitAssigner, assign_split, normalize_text
 from ratchet.errors import DataError
@@ -26,7 +26,7 @@ def shares(split: SplitSettings) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("validation", "test"), [(0.1, 0.15), (0.05, 0.05), (0.3, 0.3), (0.01, 0.9), (0.45, 0.5)])
-def test_the_wanted_fractions_hold(validation: float, test: float) -> None:
+def test_the_fractions_hold(validation: float, test: float) -> None:
     found = shares(SplitSettings(validation=validation, test=test))
     for name, wanted in {"validation": validation, "test": test, "train": 1 - validation - test}.items():
         five_sigma = 5 * math.sqrt(wanted * (1 - wanted) / len(PROMPTS))
@@ -57,14 +57,14 @@ def test_only_case_and_the_amount_of_white_space_are_ignored() -> None:
     assert normalize_text("re sent") != normalize_text("resent")
 
 
-def test_another_seed_divides_otherwise() -> None:
+def test_another_seed_gives_another_split() -> None:
     one, two = SplitSettings(seed=0), SplitSettings(seed=1)
     moved = sum(assign_split(p, one) != assign_split(p, two) for p in PROMPTS) / len(PROMPTS)
     expected = 1 - (0.15**2 + 0.1**2 + 0.75**2)  # as independent draws would differ
     assert moved == pytest.approx(expected, abs=0.03)
 
 
-def test_test_rows_stay_when_the_shares_change() -> None:
+def test_test_rows_stay_when_the_fractions_change() -> None:
     def tests(split: SplitSettings) -> set[str]:
         return {p for p in PROMPTS if assign_split(p, split) == "test"}
 
@@ -72,7 +72,7 @@ def test_test_rows_stay_when_the_shares_change() -> None:
     assert tests(SplitSettings(test=0.1)) < tests(SplitSettings(test=0.2))
 
 
-def test_where_known_prompts_lie_never_changes() -> None:
+def test_splits_of_known_prompts_are_stable_across_versions() -> None:
     """A golden value: another division would make test rows of old models into training rows of new ones."""
     found = {prompt: assign_split(prompt, SplitSettings()) for prompt in "aflnqt"}
     assert found == {"a": "train", "f": "validation", "l": "test", "n": "validation", "q": "test", "t": "test"}
@@ -86,11 +86,11 @@ def row(prompt: str, source: int = 0, answer: str = "yes", **fields: Any) -> Sou
 def divided(
     rows: Sequence[SourceRow], split: SplitSettings, sources: Sequence[Any] = ("data/raw/rows.jsonl",)
 ) -> list[str]:
-    divider = SplitAssigner(Prepare(sources=tuple(sources), split=split))
+    assigner = SplitAssigner(Prepare(sources=tuple(sources), split=split))
     for one in rows:
-        assert divider.fault(one) is None
-        divider.add(one)
-    return [SPLITS[code] for code in divider.assign()]
+        assert assigner.find_problem(one) is None
+        assigner.add(one)
+    return [SPLITS[code] for code in assigner.assign()]
 
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -99,7 +99,7 @@ TEXTS = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=60)
 
 @SETTINGS
 @given(TEXTS, TEXTS, st.randoms(use_true_random=False))
-def test_by_content_no_added_row_moves_an_old_one(old: list[str], new: list[str], shuffle: random.Random) -> None:
+def test_added_rows_do_not_move_other_rows(old: list[str], new: list[str], shuffle: random.Random) -> None:
     before = dict(zip(old, divided([row(text) for text in old], SplitSettings()), strict=True))
     everything = [*old, *new]
     shuffle.shuffle(everything)
@@ -110,7 +110,7 @@ def test_by_content_no_added_row_moves_an_old_one(old: list[str], new: list[str]
 
 @SETTINGS
 @given(st.lists(st.tuples(st.integers(0, 8), st.text(min_size=1, max_size=9)), min_size=1, max_size=60))
-def test_rows_of_a_group_stay_together_and_added_rows_move_none(pairs: list[tuple[int, str]]) -> None:
+def test_groups_stay_together_and_added_rows_move_none(pairs: list[tuple[int, str]]) -> None:
     rows = [row(text, user=user) for user, text in pairs]
     found = divided(rows, SplitSettings(group="user"))
     homes: dict[int, set[str]] = {}
@@ -122,7 +122,7 @@ def test_rows_of_a_group_stay_together_and_added_rows_move_none(pairs: list[tupl
 
 @SETTINGS
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10_000)), min_size=1, max_size=200))
-def test_in_every_stratum_the_fractions_hold_to_a_row(pairs: list[tuple[str, int]]) -> None:
+def test_fractions_hold_exactly_in_every_stratum(pairs: list[tuple[str, int]]) -> None:
     wanted = SplitSettings(validation=0.2, test=0.2, stratify="kind")
     unique = sorted({(number, kind) for kind, number in pairs})
     rows = [row(f"{kind} {number}", kind=kind) for number, kind in unique]
@@ -137,7 +137,7 @@ def test_in_every_stratum_the_fractions_hold_to_a_row(pairs: list[tuple[str, int
             assert splits["train"] >= 1
 
 
-def test_a_stratum_of_few_rows_is_learned_from_and_large_shares_leave_a_row_for_training() -> None:
+def test_small_strata_are_training_rows_and_one_training_row_remains() -> None:
     rows = [row(f"{i}", kind="rare" if i == 0 else "often") for i in range(40)]
     assert divided(rows, SplitSettings(stratify="kind"))[0] == "train"
     three = divided(
@@ -169,7 +169,7 @@ def test_by_time_the_newest_rows_are_test_and_a_prompt_counts_as_its_latest() ->
     assert numbers == ["train"] * 8 + ["validation", "test"]
 
 
-def test_a_source_with_a_split_of_its_own_takes_that_split_from_nobody_else() -> None:
+def test_a_source_with_a_split_replaces_the_fraction_of_that_split() -> None:
     sources = ({"files": "data/raw/a"}, {"files": "data/raw/b", "split": "test"})
     rows = [row(f"{i}", source=i % 2) for i in range(400)]
     found = divided(rows, SplitSettings(), sources)
@@ -183,13 +183,13 @@ def test_a_source_with_a_split_of_its_own_takes_that_split_from_nobody_else() ->
         (SplitSettings(group="user"), {}, "no field 'user' (prepare.split.group)"),
         (SplitSettings(stratify="kind"), {"kind": None}, "no field 'kind'"),
         (SplitSettings(stratify="kind"), {"kind": ["a"]}, "holds a list"),
-        (SplitSettings(time="at"), {"at": "yesterday"}, "no date and no number: 'yesterday'"),
-        (SplitSettings(time="at"), {"at": "nan"}, "no date"),
-        (SplitSettings(time="at"), {"at": True}, "no date"),
+        (SplitSettings(time="at"), {"at": "yesterday"}, "neither a date nor a number: 'yesterday'"),
+        (SplitSettings(time="at"), {"at": "nan"}, "neither a date"),
+        (SplitSettings(time="at"), {"at": True}, "neither a date"),
     ],
 )
-def test_a_row_without_a_usable_field_is_a_fault(split: SplitSettings, fields: dict[str, Any], words: str) -> None:
-    assert words in SplitAssigner(Prepare(split=split)).fault(row("p", **fields))
+def test_a_row_without_a_usable_field_is_refused(split: SplitSettings, fields: dict[str, Any], words: str) -> None:
+    assert words in SplitAssigner(Prepare(split=split)).find_problem(row("p", **fields))
 
 
 def test_dates_and_numbers_in_one_field_are_refused() -> None:
@@ -197,8 +197,8 @@ def test_dates_and_numbers_in_one_field_are_refused() -> None:
         divided([row("a", at="2024-01-31"), row("b", at="20240201")], SplitSettings(time="at"))
 
 
-def test_two_ways_to_divide_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="group and time exclude each other"):
+def test_split_settings_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="group and time: exclude each other"):
         SplitSettings(group="a", time="b")
 
 

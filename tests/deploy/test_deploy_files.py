@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from ratchet import errors
-from ratchet.cli import arguments, command_line
+from ratchet.cli.main import COMMANDS, build_parser
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ KUBERNETES = {
 SLURM = (DEPLOY / "slurm.sh").read_text(encoding="utf-8")
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(DEPLOY.rglob("*")) if path.is_file()}
 MONITORING = DEPLOY / "monitoring"
-GRACE_S = Settings().machine.grace_s
+GRACE_S = Settings().machine.grace_period_s
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def is_setting(path: str) -> bool:
-    """Whether `machine.mirror` and the like is a setting."""
+    """Whether `machine.replica` and the like is a setting."""
     section, _, name = path.partition(".")
     there = getattr(Settings(), section, None)
     return there is not None and name in type(there).model_fields
@@ -49,7 +49,7 @@ def test_settings_verbs_and_variables_that_are_named_exist(name: str) -> None:
     text = TEXTS[name]
     assert [path for path in re.findall(r"\bmachine\.[a-z_]+", text) if not is_setting(path)] == []
     verbs = set(re.findall(r"(?:exec |`|^  )ratchet ([a-z]+)\b", text, re.MULTILINE))
-    assert verbs <= set(command_line.COMMANDS), verbs
+    assert verbs <= set(COMMANDS), verbs
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     assert [word for word in re.findall(r"RATCHET_[A-Z]+", text) if word not in source] == []
 
@@ -100,10 +100,10 @@ def test_composed_services_wait_for_services_that_are_there_and_can_tell_when_th
 def test_composed_addresses_are_services_and_valid_settings() -> None:
     told = re.findall(r"(machine\.\w+): (\S+?)(?: ·|$)", TEXTS["compose.yaml"], re.MULTILINE)
     written = {path.removeprefix("machine."): value for path, value in told}
-    assert set(written) == {"tracking", "mirror", "studies", "metrics_port", "metrics_host"}
+    assert set(written) == {"tracking_uri", "replica", "study_storage", "metrics_port", "metrics_host"}
     machine = params_file.parse(yaml.safe_dump({"machine": written})).machine
     addresses = [value for name, value in written.items() if not name.startswith("metrics")]
-    hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in addresses} - {"mirror"}
+    hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in addresses} - {"replica"}
     assert hosts <= set(COMPOSE["services"])
     scraped = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
     targets = {target for job in scraped for each in job["static_configs"] for target in each["targets"]}
@@ -156,12 +156,12 @@ def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None
     assert pod["priorityClassName"] == KUBERNETES["PriorityClass"]["metadata"]["name"]
     told = re.search(r"machine\.rendezvous: (\S+?)\.?\n", TEXTS["kubernetes.yaml"])
     assert told is not None and told[1].startswith(f"{name}-0.{pod['subdomain']}:")
-    assert arguments.build_parser(command_line.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
+    assert build_parser().parse_args(pod["containers"][0]["args"]).command == "train"
 
 
 def test_requirements_of_a_node_are_valid_options() -> None:
     [asked] = re.findall(r"ratchet (doctor .*)", SKY["run"])
-    options = arguments.build_parser(command_line.COMMANDS).parse_args(asked.split())
+    options = build_parser().parse_args(asked.split())
     assert options.require
 
 
@@ -209,8 +209,8 @@ def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
         trained = (tmp_path / "trained").read_text(encoding="utf-8").splitlines()
         wanted = "train --nodes 2 --rendezvous n1:23456"
         assert sorted(trained) == sorted([f"{project.root} {wanted}", f"{copy} {wanted}"])
-        understood = arguments.build_parser(command_line.COMMANDS).parse_args(wanted.split())
-        given = {"nodes": understood.nodes, "rendezvous": understood.rendezvous}
+        understood = build_parser().parse_args(wanted.split())
+        given = {"machine.nodes": understood.nodes, "machine.rendezvous": understood.rendezvous}
         machine = params_file.load(copy / "params.yaml", given).machine
         assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
         assert (copy / "experiments" / "champion.json").is_file()

@@ -1,4 +1,4 @@
-"""Measures of answers, against the libraries beneath them and against cases done by hand."""
+"""Metrics of answers against the underlying libraries and values computed by hand."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
 
-from ratchet.config.evaluation import Evaluate
+from ratchet.config.evaluate import Evaluate
 from ratchet.errors import SettingsError
 from ratchet.evaluation import answer_metrics
-from ratchet.evaluation.answer_metrics import AnswerMetric
+from ratchet.evaluation.answer_metrics import AnswerMetricResult
 
 EXPECTED = [
     "The cat sat on the mat.", "It is 42.", "a dog barks loudly at night", "", "the", "naïve café owners",
@@ -24,22 +24,22 @@ TOKEN_F1 = [1.0, 2 / 4, 1.0, 1.0, 0.0, 2 * 2 / 6, 1.0, 1.0]
 """By hand: articles, case and punctuation do not count; `the` has no word left, `mat` one."""
 
 
-def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict[str, AnswerMetric]:
+def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict[str, AnswerMetricResult]:
     given = [[answer] for answer in ANSWERS] if answers is None else answers
     return {one.name: one for one in answer_metrics.score_answers(EXPECTED, given, settings, "exact_match")}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, AnswerMetric]:
-    return measured(Evaluate(measures=("token_f1", "bleu", "rouge", "chrf", "length")))
+def found() -> dict[str, AnswerMetricResult]:
+    return measured(Evaluate(metrics=("token_f1", "bleu", "rouge", "chrf", "length")))
 
 
-def values(one: AnswerMetric) -> list[float]:
+def values(one: AnswerMetricResult) -> list[float]:
     assert one.values is not None
     return one.values
 
 
-def test_exactly_the_expected_answer(found: dict[str, AnswerMetric]) -> None:
+def test_exactly_the_expected_answer(found: dict[str, AnswerMetricResult]) -> None:
     assert values(found["exact_match"]) == [0, 0, 0, 1, 0, 0, 0, 1]
     assert found["exact_match"].metric.value == 2 / 8
     assert found["exact_match"].metric.unit == "proportion"
@@ -47,7 +47,7 @@ def test_exactly_the_expected_answer(found: dict[str, AnswerMetric]) -> None:
     assert [(m.name, m.values) for m in stripped] == [("accuracy", [1.0])]
 
 
-def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: dict[str, AnswerMetric]) -> None:
+def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: dict[str, AnswerMetricResult]) -> None:
     sentences = [
         sacrebleu.sentence_bleu(a, [e], use_effective_order=True).score for a, e in zip(ANSWERS, EXPECTED, strict=True)
     ]
@@ -55,7 +55,7 @@ def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: d
     corpus = found["corpus_bleu"]
     assert corpus.values is None
     assert corpus.metric.value == pytest.approx(sacrebleu.corpus_bleu(ANSWERS, [EXPECTED]).score)
-    assert (corpus.metric.kind, corpus.metric.n) == ("figure", len(EXPECTED))
+    assert (corpus.metric.kind, corpus.metric.n) == ("aggregate", len(EXPECTED))
     assert corpus.metric.low < corpus.metric.value < corpus.metric.high
     assert values(found["token_f1"]) == pytest.approx(TOKEN_F1)
     chrf = [sacrebleu.sentence_chrf(a, [e]).score for a, e in zip(ANSWERS, EXPECTED, strict=True)]
@@ -64,7 +64,7 @@ def test_token_f1_is_that_of_squad_and_bleu_and_chrf_those_of_sacrebleu(found: d
 
 @pytest.mark.parametrize("kind", ["rouge1", "rouge2", "rougeL"])
 def test_rouge_is_that_of_rouge_score_for_ascii_and_reads_other_scripts(
-    kind: str, found: dict[str, AnswerMetric]
+    kind: str, found: dict[str, AnswerMetricResult]
 ) -> None:
     scorer = rouge_scorer.RougeScorer([kind])
     plain = [i for i, text in enumerate(EXPECTED) if text.isascii()]
@@ -76,7 +76,7 @@ def test_rouge_is_that_of_rouge_score_for_ascii_and_reads_other_scripts(
         assert values(found[kind])[6] == 1.0
 
 
-def test_length_has_no_direction(found: dict[str, AnswerMetric]) -> None:
+def test_length_has_no_direction(found: dict[str, AnswerMetricResult]) -> None:
     assert values(found["length_words"]) == [len(answer.split()) for answer in ANSWERS]
     assert values(found["length_characters"]) == [len(answer) for answer in ANSWERS]
     assert {found[name].metric.better for name in ("length_words", "length_characters")} == {"unknown"}
@@ -105,13 +105,13 @@ def test_a_regular_expression_must_match_all_of_an_answer() -> None:
 
 
 def test_an_endless_regular_expression_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_metrics, "LONGEST_S", 0.5)
+    monkeypatch.setattr(answer_metrics, "PATTERN_TIMEOUT_S", 0.5)
     with pytest.raises(SettingsError, match=r"evaluate.answer_format: '\(a\+\)\+b' took more than 0.5 s on 1 answers"):
         answer_metrics.score_answers(["x"], [["a" * 60]], Evaluate(answer_format="(a+)+b"), "exact_match")
 
 
 def test_of_several_answers_a_row_has_the_mean() -> None:
-    settings = Evaluate(measures=("token_f1", "bleu"), answer_format="json", samples=2)
+    settings = Evaluate(metrics=("token_f1", "bleu"), answer_format="json", samples=2)
     found = measured(settings, [[answer, "1"] for answer in ANSWERS])
     assert values(found["exact_match"]) == [0, 0, 0, 0.5, 0, 0, 0, 0.5]
     assert found["exact_match"].metric.n == len(EXPECTED)  # rows, not answers
@@ -123,13 +123,13 @@ def test_of_several_answers_a_row_has_the_mean() -> None:
 
 
 def test_only_answered_rows_are_measured() -> None:
-    found = measured(Evaluate(measures=("bleu",)), [[answer] for answer in ANSWERS[:3]])
+    found = measured(Evaluate(metrics=("bleu",)), [[answer] for answer in ANSWERS[:3]])
     assert {len(one.values) for one in found.values() if one.values is not None} == {3}
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    def corpus(seed: int) -> AnswerMetric:
-        return measured(Evaluate(measures=("bleu",), seed=seed))["corpus_bleu"]
+    def corpus(seed: int) -> AnswerMetricResult:
+        return measured(Evaluate(metrics=("bleu",), seed=seed))["corpus_bleu"]
 
     assert corpus(1) == corpus(1)
     assert corpus(1) != corpus(2)
@@ -144,5 +144,5 @@ def test_modules_of_the_library_that_lie_elsewhere_are_not_taken_for_ours(
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "evaluate_modules", raising=False)
-    [found] = answer_metrics.score_answers(["yes"], [["yes"]], Evaluate(measures=()), "accuracy")
+    [found] = answer_metrics.score_answers(["yes"], [["yes"]], Evaluate(metrics=()), "accuracy")
     assert found.values == [1.0]

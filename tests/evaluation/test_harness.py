@@ -1,4 +1,4 @@
-"""The harness's tasks on a model in memory: its own command's scores, kept across a kill; what odd tasks are told."""
+"""Harness tasks on a model in memory: the harness command's own scores, restarts after a kill, and error messages."""
 
 import json
 import math
@@ -35,7 +35,7 @@ from harness_cases import (
     write,
     write_tasks,
 )
-from ratchet.config.evaluation import HarnessSettings
+from ratchet.config.evaluate import HarnessSettings
 from ratchet.data import harness_tasks
 from ratchet.errors import SettingsError
 from ratchet.evaluation import harness
@@ -66,17 +66,17 @@ class Counting:
     die_after: int | None = None
     made: list[str] = field(default_factory=list)
 
-    def take(self, key: str, make: Callable[[], Any]) -> Any:
+    def get_or_compute(self, key: str, make: Callable[[], Any]) -> Any:
         def count() -> Any:
             if self.die_after is not None and len(self.made) == self.die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.made.append(key)
             return make()
 
-        return self.store.take(key, count)
+        return self.store.get_or_compute(key, count)
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(bench: Bench, ours: Any, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_equal_results(bench: Bench, ours: Any, tmp_path: Path) -> None:
     settings = HarnessSettings(tasks=TASKS)
     child = os.fork()
     if child == 0:
@@ -120,21 +120,21 @@ def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path
         store: ScoreStore
         count: int = 0
 
-        def take(self, key: str, make: Callable[[], Any]) -> Any:
+        def get_or_compute(self, key: str, make: Callable[[], Any]) -> Any:
             self.count += 1
-            return self.store.take(key, make) if self.count % 2 else make()
+            return self.store.get_or_compute(key, make) if self.count % 2 else make()
 
     first = drawn(Half(ScoreStore(tmp_path / "scores.jsonl")))
     torch.manual_seed(99)
     assert drawn(ScoreStore(tmp_path / "scores.jsonl")) == first
 
 
-def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path) -> None:
+def test_the_digest_covers_the_requests(bench: Bench, ours: Any, tmp_path: Path) -> None:
     root = tmp_path / "other"
     folder = write_tasks(root)
 
     def digest(fewshot: int | None = None, limit: int | None = None) -> str:
-        settings = HarnessSettings(tasks=("choice",), fewshot=fewshot, limit=limit)
+        settings = HarnessSettings(tasks=("choice",), num_fewshot=fewshot, limit=limit)
         return run(bench, root, folder, settings)[0].digest
 
     same = digest()
@@ -165,7 +165,7 @@ def with_equal_documents(root: Path) -> Path:
 
 def test_equal_documents_are_named(bench: Bench, tmp_path: Path) -> None:
     folder = with_equal_documents(tmp_path)
-    with pytest.raises(SettingsError, match=r"task choice: documents 5 and 23 are the same \([0-9a-f]{12}\)"):
+    with pytest.raises(SettingsError, match=r"task choice: documents 5 and 23 are identical \([0-9a-f]{12}\)"):
         run(bench, tmp_path, folder, HarnessSettings(tasks=("choice",)))
 
 
@@ -179,21 +179,21 @@ def test_scores_that_are_no_number_stay_so(bench: Bench, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (HarnessSettings(tasks=("nothing",)), r"no task 'nothing' in .*there are: both, choice, last, read, write"),
-        (HarnessSettings(tasks=("choice",), library=("choice",)), "'choice' is in tasks and in library"),
-        (HarnessSettings(tasks=("torn",)), r"torn.yaml: no task of the harness"),
+        (HarnessSettings(tasks=("nothing",)), r"no task 'nothing' in .*available: both, choice, last, read, write"),
+        (HarnessSettings(tasks=("choice",), builtin_tasks=("choice",)), "'choice' is in tasks and in builtin_tasks"),
+        (HarnessSettings(tasks=("torn",)), r"torn.yaml: not a task of the harness"),
         (HarnessSettings(tasks=("gone",)), r"cannot load gone \(FileNotFoundError"),
-        (HarnessSettings(tasks=("loose",)), "loose is several tasks without a mean .*name them instead: last, choice"),
+        (HarnessSettings(tasks=("loose",)), "loose is a group without a mean .*name its tasks instead: last, choice"),
         (HarnessSettings(tasks=("long",)), "cannot run long: .*must be less than model's maximum sequence length"),
         (
             HarnessSettings(tasks=("wide",)),
-            r"evaluate\.harness\.tasks: the harness cannot run wide: document 7: a continuation has \d+ "
-            "tokens, and the model reads 160 at most; change that document, or take it out",
+            r"evaluate\.harness\.tasks: the harness cannot run wide: document 7: continuation has \d+ "
+            "tokens, but the model reads at most 160; shorten or remove that document",
         ),
     ],
     ids=["unknown", "both", "torn", "no data", "group", "too long", "long choice"],
 )
-def test_what_cannot_be_run_is_said(bench: Bench, settings: HarnessSettings, message: str, tmp_path: Path) -> None:
+def test_unusable_tasks_are_refused(bench: Bench, settings: HarnessSettings, message: str, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
     if settings.tasks != ("nothing",):
         (folder / "torn.yaml").write_text("task: [torn\n")
@@ -228,11 +228,11 @@ def test_a_library_task_whose_data_cannot_be_fetched(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     library(Path(lm_eval.tasks.__file__).parent / "arc")
     with pytest.raises(
-        SettingsError, match=r"library: the data of arc_easy cannot be had .*'allenai/ai2_arc'.*network"
+        SettingsError, match=r"builtin_tasks: the data of arc_easy are not available .*'allenai/ai2_arc'.*network"
     ):
-        bench.run(HarnessSettings(library=("arc_easy",)))
-    with pytest.raises(SettingsError, match=r"no task 'arc_eazy'; perhaps arc_easy"):
-        bench.run(HarnessSettings(library=("arc_eazy",)))
+        bench.run(HarnessSettings(builtin_tasks=("arc_easy",)))
+    with pytest.raises(SettingsError, match=r"no task 'arc_eazy'; did you mean arc_easy"):
+        bench.run(HarnessSettings(builtin_tasks=("arc_eazy",)))
 
 
 def test_a_library_s_documents_may_be_the_same(
@@ -241,7 +241,7 @@ def test_a_library_s_documents_may_be_the_same(
     """Nobody here can mend them: they are counted, and still pair one to one."""
     folder = with_equal_documents(tmp_path)
     library(folder)
-    [found] = run(bench, tmp_path, folder, HarnessSettings(library=("choice",)))
+    [found] = run(bench, tmp_path, folder, HarnessSettings(builtin_tasks=("choice",)))
     values = of(found, "acc").values
     assert len(values) == ROWS + 1
     twice = next(key for key in values if key.endswith("#2"))

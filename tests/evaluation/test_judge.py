@@ -1,4 +1,4 @@
-"""The judge: its questions, how verdicts are read, and figures of good, biased and broken judges."""
+"""The judge: requests, parsing of verdicts, and metrics of good, biased and broken judges."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import pytest
 
 from judge_cases import answers, fair, rows, says, settings, shown
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation
 from ratchet.errors import EndpointError, SettingsError
 from ratchet.evaluation import judge as judge_figures
@@ -20,21 +20,23 @@ from ratchet.evaluation import judge as judge_rubric
 from ratchet.evaluation.evaluator import EvaluationResult
 from ratchet.evaluation.judge import JudgeSession, Lines, PairwiseJudgement
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import JudgeReport, Who
+from ratchet.storage.records.evaluation import JudgeReport, ModelRole
 from scripted_endpoint import JSON, Said, Script, chat, error, served, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def judge(tmp_path: Path, wanted: Settings, found: dict[Who, EvaluationResult]) -> tuple[JudgeReport, Lines, list[str]]:
+def judge(
+    tmp_path: Path, wanted: Settings, found: dict[ModelRole, EvaluationResult]
+) -> tuple[JudgeReport, Lines, list[str]]:
     """Ask the server of the settings about all rows that the results have."""
-    asked = JudgeSession.of(ProjectLayout(tmp_path), wanted)
+    asked = JudgeSession.from_settings(ProjectLayout(tmp_path), wanted)
     assert asked is not None
-    return asked.compare(found, rows(len(found["candidate"].answers)), lambda _: None)
+    return asked.judge_answers(found, rows(len(found["candidate"].answers)), lambda _: None)
 
 
 def compared(
-    tmp_path: Path, script: Script, found: dict[Who, EvaluationResult], **more: Any
+    tmp_path: Path, script: Script, found: dict[ModelRole, EvaluationResult], **more: Any
 ) -> tuple[JudgeReport, Lines, Any]:
     """Judgements of a server that follows a script; the server and the notes are the last value."""
     with served(script) as server:
@@ -45,11 +47,20 @@ def compared(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("address: http://example.org/v1", "address: found 'http://example.org/v1': http to example.org could"),
-        ("address: https://me:hunter2@example.org", "address: found 'https://(hidden)@example.org': holds a name"),
-        ("address: https://example.org/v1?key=hunter2", "address: found 'https://example.org/v1?***': holds a"),
-        ("against: []", "against: found []: names each opponent once"),
-        ("against: [base, base]", "against: found ['base', 'base']: names each opponent once"),
+        ("base_url: http://example.org/v1", "base_url: found 'http://example.org/v1'; expected https"),
+        (
+            "base_url: https://me:hunter2@example.org",
+            "base_url: found 'https://(hidden)@example.org'; expected a URL",
+        ),
+        (
+            "base_url: https://example.org/v1?key=hunter2",
+            "base_url: found 'https://example.org/v1?***'; expected a URL",
+        ),
+        ("against: []", "against: found []; expected at least one of base, champion and anchor"),
+        (
+            "against: [base, base]",
+            "against: found ['base', 'base']; expected at least one of base, champion and anchor",
+        ),
     ],
     ids=["plain-http", "password", "query", "no opponent", "twice"],
 )
@@ -62,14 +73,14 @@ def test_wrong_settings_are_refused_with_their_line_and_without_secrets(text: st
 
 
 def test_no_judge_without_an_address_and_an_error_before_scoring_where_no_server_listens(tmp_path: Path) -> None:
-    assert JudgeSession.of(ProjectLayout(tmp_path), Settings()) is None
+    assert JudgeSession.from_settings(ProjectLayout(tmp_path), Settings()) is None
     with served(fair) as server:
         url = server.url
     with pytest.raises(EndpointError, match="ConnectionRefusedError"):
-        JudgeSession.of(ProjectLayout(tmp_path), settings(url))
+        JudgeSession.from_settings(ProjectLayout(tmp_path), settings(url))
 
 
-def test_both_orders_are_asked_and_no_other_data_is_sent(tmp_path: Path) -> None:
+def test_both_orders_are_requested_and_no_other_data_is_sent(tmp_path: Path) -> None:
     _, _, (server, _) = compared(tmp_path, fair, answers(2))
     asked = {tuple(shown(body).items()) for body in server.got}
     expected = set()
@@ -96,14 +107,14 @@ def test_an_answer_cannot_end_its_own_section() -> None:
 
 def test_rubric_of_the_project_and_reference_are_shown(tmp_path: Path) -> None:
     layout = ProjectLayout(tmp_path)
-    with pytest.raises(SettingsError, match=r"evaluate.judge.rubric: no file mine.md below"):
+    with pytest.raises(SettingsError, match=r"evaluate.judge.rubric: file mine.md not found in"):
         judge_rubric.read_rubric(layout, settings("http://127.0.0.1:1", rubric="mine.md").evaluate.judge)
     layout.tasks.mkdir(parents=True)
     (layout.tasks / "mine.md").write_text("Rhymes {win}.\n", encoding="utf-8")
-    _, _, (server, _) = compared(tmp_path, fair, answers(1), rubric="mine.md", reference=True)
+    _, _, (server, _) = compared(tmp_path, fair, answers(1), rubric="mine.md", show_reference=True)
     assert "\nRhymes {win}.\n" in server.got[0]["messages"][0]["content"]
     assert {shown(body)["REFERENCE"] for body in server.got} == {"truth 0"}
-    for content, said in ((b" \n", "is empty"), (b"\xff\xfe\x00", "no UTF-8")):
+    for content, said in ((b" \n", "is empty"), (b"\xff\xfe\x00", "not a UTF-8")):
         (layout.tasks / "mine.md").write_bytes(content)
         with pytest.raises(SettingsError, match=said):
             judge_rubric.read_rubric(layout, settings("http://127.0.0.1:1", rubric="mine.md").evaluate.judge)
@@ -137,22 +148,22 @@ def test_a_verdict_is_read_strictly(text: str, verdict: str | None) -> None:
 
 
 def test_a_fair_judge(tmp_path: Path) -> None:
-    judgements, lines, (server, notes) = compared(tmp_path, fair, answers(), price_in=2, price_out=4)
+    judgements, lines, (server, notes) = compared(tmp_path, fair, answers(), input_price=2, output_price=4)
     found = judgements.comparisons["base"]
-    assert (found.wins, found.ties, found.losses, found.rows, found.left_out) == (30, 0, 10, 40, 0)
-    assert found.win_rate is not None and found.agreement is not None and found.first_bias is not None
+    assert (found.wins, found.ties, found.losses, found.rows, found.skipped) == (30, 0, 10, 40, 0)
+    assert found.win_rate is not None and found.agreement is not None and found.position_bias is not None
     assert found.win_rate.value == 0.75 and 0.5 < found.win_rate.low < 0.75 < found.win_rate.high < 0.9
-    assert (found.agreement.value, found.first_bias.value) == (1.0, 0.0)
-    assert found.first_bias.low < 0 < found.first_bias.high
+    assert (found.agreement.value, found.position_bias.value) == (1.0, 0.0)
+    assert found.position_bias.low < 0 < found.position_bias.high
     assert (judgements.questions, judgements.requests) == (80, 80)
     assert (judgements.prompt_tokens, judgements.tokens, judgements.cost) == (880, 400, (880 * 2 + 400 * 4) / 1e6)
-    assert judgements.model == "tiny-judge" and judgements.address == f"{server.url}/v1"
+    assert judgements.model == "tiny-judge" and judgements.base_url == f"{server.url}/v1"
     assert [line["preferred"] for line in lines["base"]][:2] == [["opponent"] * 2, ["candidate"] * 2]
     assert notes == ["evaluate.judge.against: there is no champion to compare with"]
 
 
 @pytest.mark.parametrize(
-    ("reply", "win_rate", "ties", "agreement", "first_bias", "left_out"),
+    ("reply", "win_rate", "ties", "agreement", "position_bias", "skipped"),
     [
         (says("A"), 0.5, 40, 0.0, 0.5, 0),
         (says("tie"), 0.5, 40, 1.0, None, 0),
@@ -166,15 +177,15 @@ def test_figures_of_a_judge_that_always_says_the_same(
     win_rate: float | None,
     ties: int,
     agreement: float | None,
-    first_bias: float | None,
-    left_out: int,
+    position_bias: float | None,
+    skipped: int,
 ) -> None:
     judgements, _, _ = compared(tmp_path, lambda *_: reply, answers())
     found = judgements.comparisons["base"]
-    values = [one.value if one else None for one in (found.win_rate, found.agreement, found.first_bias)]
-    assert values == [win_rate, agreement, first_bias]
-    assert (found.ties, found.left_out) == (ties, left_out)
-    assert found.first_bias is None or found.first_bias.low > 0.3
+    values = [one.value if one else None for one in (found.win_rate, found.agreement, found.position_bias)]
+    assert values == [win_rate, agreement, position_bias]
+    assert (found.ties, found.skipped) == (ties, skipped)
+    assert found.position_bias is None or found.position_bias.low > 0.3
 
 
 def test_replies_without_a_verdict_are_counted_by_reason_and_their_rows_left_out(tmp_path: Path) -> None:
@@ -191,9 +202,9 @@ def test_replies_without_a_verdict_are_counted_by_reason_and_their_rows_left_out
 
     judgements, lines, _ = compared(tmp_path, script, answers(8))
     found = judgements.comparisons["base"]
-    assert (found.rows, found.left_out) == (5, 3)
+    assert (found.rows, found.skipped) == (5, 3)
     assert found.unreadable == {
-        "cut off at max_tokens": 1, "longer than the judge's context": 2, "no verdict in it": 2
+        "longer than the judge's context": 2, "truncated at max_tokens": 1, "without a verdict": 2
     }  # fmt: skip
     assert [line["score"] for line in lines["base"]][:3] == [None] * 3
     assert judgements.prompt_tokens is None and judgements.cost is None
@@ -205,12 +216,12 @@ def test_equal_answers_are_ties_without_a_question(tmp_path: Path) -> None:
     judgements, lines, (server, _) = compared(tmp_path, fair, found, against=["champion"])
     assert server.got == []
     one = judgements.comparisons["champion"]
-    assert (one.equal, one.ties, one.rows, one.agreement) == (6, 6, 6, None)
+    assert (one.identical_answers, one.ties, one.rows, one.agreement) == (6, 6, 6, None)
     assert one.win_rate is not None and one.win_rate.value == 0.5
     assert lines["champion"][0]["replies"] == []
 
 
-def test_the_same_question_of_two_comparisons_is_asked_once(tmp_path: Path) -> None:
+def test_equal_requests_of_two_comparisons_are_sent_once(tmp_path: Path) -> None:
     found = answers(6)
     found["champion"] = found["base"]
     judgements, _, (server, _) = compared(tmp_path, fair, found)
@@ -239,7 +250,7 @@ def test_intervals_of_a_noisy_judge_hold_the_true_values(noise: float) -> None:
     assert figures.win_rate is not None and figures.win_rate.low < truth < figures.win_rate.high
     assert figures.agreement is not None
     assert figures.agreement.low < noise**2 + (1 - noise) ** 2 < figures.agreement.high
-    assert figures.first_bias is not None and figures.first_bias.low < 0 < figures.first_bias.high
+    assert figures.position_bias is not None and figures.position_bias.low < 0 < figures.position_bias.high
 
 
 def test_rows_of_one_group_are_not_counted_as_independent() -> None:
@@ -280,7 +291,7 @@ def test_transient_failures_change_no_figure_and_cost_requests(tmp_path: Path, f
     assert broken.questions == 12 < broken.requests
 
 
-def test_verdicts_from_before_a_failure_are_not_asked_again(tmp_path: Path) -> None:
+def test_verdicts_from_before_a_failure_are_not_requested_again(tmp_path: Path) -> None:
     fails = [True]
 
     def script(body: JSON, number: int) -> Said:
@@ -289,7 +300,7 @@ def test_verdicts_from_before_a_failure_are_not_asked_again(tmp_path: Path) -> N
     with served(script) as server:
         wanted = settings(server.url)
         with pytest.raises(EndpointError, match="out of order"):
-            judge(tmp_path, params_file.apply_changes(wanted, {"machine.endpoint.requests": 1}), answers(10))
+            judge(tmp_path, params_file.apply_changes(wanted, {"machine.endpoint.max_concurrency": 1}), answers(10))
         fails.clear()
         before = len(server.got)
         judgements, _, _ = judge(tmp_path, wanted, answers(10))
@@ -299,10 +310,10 @@ def test_verdicts_from_before_a_failure_are_not_asked_again(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("more", "model"),
-    [({"reference": True}, "one"), ({"max_tokens": 99}, "one"), ({"temperature": 0.5}, "one"), ({}, "two")],
+    [({"show_reference": True}, "one"), ({"max_tokens": 99}, "one"), ({"temperature": 0.5}, "one"), ({}, "two")],
     ids=["reference", "max_tokens", "temperature", "model"],
 )
-def test_another_question_or_model_is_asked_again(tmp_path: Path, more: dict[str, Any], model: str) -> None:
+def test_changed_requests_and_models_are_requested_again(tmp_path: Path, more: dict[str, Any], model: str) -> None:
     with served(fair) as server:
         for name, changed in (("one", {}), (model, more), ("one", {})):
             server.models = serving(name)

@@ -1,4 +1,4 @@
-"""Figures and their intervals, against scipy and against cases done by hand."""
+"""Metrics and their intervals against scipy and values computed by hand."""
 
 import math
 import random
@@ -154,7 +154,7 @@ def test_label_figures_are_scikit_learns(seed: int) -> None:
         assert found[f"{average}_f1"].value == pytest.approx(right)
     recalls = recall_score(expected, answered, labels=labels, average="macro")
     assert found["balanced_accuracy"].value == pytest.approx(recalls)
-    assert {one.kind for one in found.values()} == {"figure"}
+    assert {one.kind for one in found.values()} == {"aggregate"}
     assert all(one.low < one.value < one.high for one in found.values())
     assert found == metrics.compute_label_metrics(expected, answered, seed=0)
     assert found != metrics.compute_label_metrics(expected, answered, seed=8)
@@ -187,7 +187,7 @@ def test_curves_rank_rows_by_a_label_s_share_of_probability() -> None:
         assert found[label]["precision"][-1] == 1.0
         assert found[label]["recall"][-1] == 0.0
         assert found[label]["recall"][0] == 1.0
-        assert len(found[label]["precision"]) == len(found[label]["recall"]) <= metrics.POINTS
+        assert len(found[label]["precision"]) == len(found[label]["recall"]) <= metrics.MAX_CURVE_POINTS
 
 
 def test_curves_of_unlikely_sure_single_and_missing_scores() -> None:
@@ -215,7 +215,7 @@ def test_resamples_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = [draw.choice(labels) for _ in range(60)]
     scores = [[draw.gauss(label == one, 1.0) for label in labels] for one in expected]
     whole = metrics.mean_average_precision(labels, expected, scores, seed=1)
-    monkeypatch.setattr(metrics, "WEIGHTS_AT_ONCE", 7 * len(expected))
+    monkeypatch.setattr(metrics, "MAX_WEIGHTS_PER_CHUNK", 7 * len(expected))
     assert metrics.mean_average_precision(labels, expected, scores, seed=1) == whole
 
 

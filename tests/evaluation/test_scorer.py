@@ -1,4 +1,4 @@
-"""One model asked about rows: every answer its own, and after a kill only what is missing is asked for."""
+"""Scores of one model: each row gets its own, and a restart after a kill computes only the missing ones."""
 
 import os
 import signal
@@ -11,17 +11,16 @@ import pytest
 import torch
 
 import families
-from ratchet.config.evaluation import Evaluate
-from ratchet.data.conversation import MASKED
+from ratchet.config.evaluate import Evaluate
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
-from ratchet.models import scoring as label_room
 from ratchet.models.decoding import token_choice
 
 GENERATOR = torch.Generator().manual_seed(11)
 LENGTHS = [9, 4, 17, 4, 12, 9, 4, 25, 6, 9, 3]
 ROWS = [torch.randint(3, 64, (n,), generator=GENERATOR).tolist() for n in LENGTHS]
-LABELS = [[MASKED if i < len(ids) - 2 else token for i, token in enumerate(ids)] for ids in ROWS]
+LABELS = [[IGNORE_INDEX if i < len(ids) - 2 else token for i, token in enumerate(ids)] for ids in ROWS]
 CHOICES = [[5, 2], [6, 7, 2], [8]]
 GREEDY = Evaluate(max_new_tokens=5)
 DRAWN = Evaluate(max_new_tokens=5, samples=3, temperature=1.0, seed=4)
@@ -56,11 +55,11 @@ def scorer(model: Any, path: Path | None = None, batch_rows: int = 4) -> Scorer:
 
 
 ASKED: dict[str, Callable[[Scorer], Any]] = {
-    "likelihoods": lambda one: one.likelihoods(ROWS, LABELS),
-    "text": lambda one: one.text(ROWS),
-    "greedy": lambda one: one.answers(Numbers(), ROWS, [2], GREEDY),
-    "drawn": lambda one: one.answers(Numbers(), ROWS, [2], DRAWN),
-    "label scores": lambda one: one.label_scores(ROWS, CHOICES),
+    "likelihoods": lambda one: one.score_rows(ROWS, LABELS),
+    "text": lambda one: one.score_text(ROWS),
+    "greedy": lambda one: one.generate_answers(Numbers(), ROWS, [2], GREEDY),
+    "drawn": lambda one: one.generate_answers(Numbers(), ROWS, [2], DRAWN),
+    "label scores": lambda one: one.score_labels(ROWS, CHOICES),
 }
 
 
@@ -69,38 +68,38 @@ ASKED: dict[str, Callable[[Scorer], Any]] = {
 
 def test_every_row_gets_its_own_in_the_order_of_the_rows(model: Any) -> None:
     one = scorer(model)
-    for found, ids, labels in zip(one.likelihoods(ROWS, LABELS), ROWS, LABELS, strict=True):
+    for found, ids, labels in zip(one.score_rows(ROWS, LABELS), ROWS, LABELS, strict=True):
         alone = scoring.score_rows(model, [ids], [labels], 0)[0]
         assert (found.tokens, found.prompt_tokens) == (2, len(ids) - 3)
         assert (found.nll, found.prompt_nll) == pytest.approx((alone.nll, alone.prompt_nll), rel=1e-6)
-    for found, ids in zip(one.text(ROWS), ROWS, strict=True):
+    for found, ids in zip(one.score_text(ROWS), ROWS, strict=True):
         assert (found.tokens, found.prompt_tokens, found.prompt_nll) == (len(ids) - 1, 0, 0.0)
-    for answers, ids in zip(one.answers(Numbers(), ROWS, [2], GREEDY), ROWS, strict=True):
+    for answers, ids in zip(one.generate_answers(Numbers(), ROWS, [2], GREEDY), ROWS, strict=True):
         assert answers == [Numbers().decode(scoring.generate(model, [ids], [2], 5, 0)[0], True).strip()]
-    for scores, ids in zip(one.label_scores(ROWS, CHOICES), ROWS, strict=True):
-        assert scores == pytest.approx(label_room.score_labels(model, [ids], CHOICES, 1, 0)[0], rel=1e-6)
+    for scores, ids in zip(one.score_labels(ROWS, CHOICES), ROWS, strict=True):
+        assert scores == pytest.approx(scoring.score_labels(model, [ids], CHOICES, 1, 0)[0], rel=1e-6)
 
 
 def test_drawn_answers_do_not_depend_on_the_batch(model: Any) -> None:
-    found = scorer(model).answers(Numbers(), ROWS, [2], DRAWN)
+    found = scorer(model).generate_answers(Numbers(), ROWS, [2], DRAWN)
     assert {len(answers) for answers in found} == {3}
     assert len({answer for answers in found for answer in answers}) > 20
     order = [7, 0, 3, 10]
-    some = scorer(model, batch_rows=3).answers(Numbers(), [ROWS[i] for i in order], [2], DRAWN)
+    some = scorer(model, batch_rows=3).generate_answers(Numbers(), [ROWS[i] for i in order], [2], DRAWN)
     assert some == [found[i] for i in order]
-    assert scorer(model).answers(Numbers(), ROWS, [2], DRAWN.model_copy(update={"seed": 5})) != found
+    assert scorer(model).generate_answers(Numbers(), ROWS, [2], DRAWN.model_copy(update={"seed": 5})) != found
 
 
 def test_rows_with_one_prompt_draw_each_their_own(model: Any) -> None:
-    first, second = scorer(model).answers(Numbers(), [ROWS[0], ROWS[0]], [2], DRAWN)
+    first, second = scorer(model).generate_answers(Numbers(), [ROWS[0], ROWS[0]], [2], DRAWN)
     assert set(first).isdisjoint(second)
-    assert [first] == scorer(model).answers(Numbers(), [ROWS[0]], [2], DRAWN)
+    assert [first] == scorer(model).generate_answers(Numbers(), [ROWS[0]], [2], DRAWN)
 
 
 def test_drawn_answers_are_drawn_from_the_model(model: Any) -> None:
     """Against torch's own sampling of the same logits: the first tokens of 600 draws."""
     wanted = DRAWN.model_copy(update={"samples": 600, "max_new_tokens": 1, "temperature": 0.2})
-    answers = scorer(model, batch_rows=600).answers(Numbers(), [ROWS[2]], [], wanted)[0]
+    answers = scorer(model, batch_rows=600).generate_answers(Numbers(), [ROWS[2]], [], wanted)[0]
     with torch.no_grad():
         chances = torch.softmax(model(input_ids=torch.tensor([ROWS[2]])).logits[0, -1].double() / 0.2, -1)
     for token in chances.topk(3).indices.tolist():
@@ -112,10 +111,10 @@ def test_drawn_answers_are_drawn_from_the_model(model: Any) -> None:
 def test_progress_counts_rows(model: Any) -> None:
     told: list[tuple[int, int]] = []
     one = replace(scorer(model), progress=lambda done, total: told.append((done, total)))
-    one.likelihoods(ROWS, LABELS)
+    one.score_rows(ROWS, LABELS)
     assert told == [(4, 11), (8, 11), (11, 11)]
     told.clear()
-    one.answers(Numbers(), ROWS, [2], DRAWN)
+    one.generate_answers(Numbers(), ROWS, [2], DRAWN)
     assert told[-1] == (33, 33)
 
 
@@ -123,14 +122,14 @@ def test_progress_counts_rows(model: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Scorer], Any], Callable[[Scorer], Any], int]] = {
-    "a token": (ASKED["likelihoods"], lambda one: one.likelihoods([*ROWS[:-1], [3, 4, 5]], LABELS), 1),
-    "a label": (ASKED["likelihoods"], lambda one: one.likelihoods(ROWS, [*LABELS[:-1], [MASKED] * 3]), 1),
-    "batch": (ASKED["likelihoods"], lambda one: replace(one, batch_rows=3).likelihoods(ROWS, LABELS), 4),
-    "filling": (ASKED["likelihoods"], lambda one: replace(one, pad=1).likelihoods(ROWS, LABELS), 3),
-    "ends": (ASKED["greedy"], lambda one: one.answers(Numbers(), ROWS, [2, 9], GREEDY), 3),
-    "longest": (ASKED["greedy"], lambda one: one.answers(Numbers(), ROWS, [2], Evaluate(max_new_tokens=4)), 3),
+    "a token": (ASKED["likelihoods"], lambda one: one.score_rows([*ROWS[:-1], [3, 4, 5]], LABELS), 1),
+    "a label": (ASKED["likelihoods"], lambda one: one.score_rows(ROWS, [*LABELS[:-1], [IGNORE_INDEX] * 3]), 1),
+    "batch": (ASKED["likelihoods"], lambda one: replace(one, batch_rows=3).score_rows(ROWS, LABELS), 4),
+    "filling": (ASKED["likelihoods"], lambda one: replace(one, pad_token_id=1).score_rows(ROWS, LABELS), 3),
+    "ends": (ASKED["greedy"], lambda one: one.generate_answers(Numbers(), ROWS, [2, 9], GREEDY), 3),
+    "longest": (ASKED["greedy"], lambda one: one.generate_answers(Numbers(), ROWS, [2], Evaluate(max_new_tokens=4)), 3),
     "drawing": (ASKED["greedy"], ASKED["drawn"], 9),
-    "labels": (ASKED["label scores"], lambda one: one.label_scores(ROWS, CHOICES[::-1]), 7),
+    "labels": (ASKED["label scores"], lambda one: one.score_labels(ROWS, CHOICES[::-1]), 7),
 }
 
 
@@ -147,12 +146,12 @@ def test_seed_and_temperature_do_not_matter_to_greedy_answers(tmp_path: Path, mo
     ASKED["greedy"](scorer(model, tmp_path / "s"))
     before = (tmp_path / "s").read_bytes()
     changed = GREEDY.model_copy(update={"seed": 9, "temperature": 2.0})
-    scorer(model, tmp_path / "s").answers(Numbers(), ROWS, [2], changed)
+    scorer(model, tmp_path / "s").generate_answers(Numbers(), ROWS, [2], changed)
     assert (tmp_path / "s").read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ASKED)
-def test_kept_results_are_not_computed_again_also_after_a_kill(tmp_path: Path, kind: str) -> None:
+def test_stored_results_are_not_computed_again_even_after_a_kill(tmp_path: Path, kind: str) -> None:
     model = families.make("llama", vocab_size=64)
     passes = count_passes(model)
     expected = ASKED[kind](scorer(model, tmp_path / "whole"))

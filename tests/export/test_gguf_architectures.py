@@ -10,7 +10,7 @@ import torch
 import gguf_models
 from gguf_models import families
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.export.gguf import architectures, writer
+from ratchet.export.gguf import architectures, llama_cpp_tools, writer
 from ratchet.models.runtimes import llama
 from tiny_gguf import expected, greedy
 
@@ -137,14 +137,14 @@ def test_an_architecture_that_is_not_carried_needs_the_converter_of_llama_cpp(tm
     for place in (None, checkout):
         with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
             writer.require_exportable(directory, ["q8_0"], place)
-    (checkout / architectures.CONVERTER).write_text("")
+    (checkout / llama_cpp_tools.CONVERT).write_text("")
     writer.require_exportable(directory, ["q8_0"], checkout)
 
 
 def test_a_config_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
     (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
-    with pytest.raises(BaseModelError, match=r"config\.json: transformers does not understand it"):
+    with pytest.raises(BaseModelError, match=r"config\.json: transformers rejects it"):
         writer.require_exportable(directory, ["f32"], None)
 
 
@@ -162,5 +162,5 @@ def test_the_context_ends_where_a_window_that_the_config_uses_would_begin(tmp_pa
 def test_types_that_no_row_fits_are_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
     writer.require_exportable(directory, ["q4_0", "q4_k_m"], None)
-    with pytest.raises(SettingsError, match=r"export\.gguf\.types: tq1_0: it holds rows of multiples of 256"):
+    with pytest.raises(SettingsError, match=r"export\.gguf\.types: tq1_0 needs row lengths that are multiples of 256"):
         writer.require_exportable(directory, ["q8_0", "tq1_0"], None)

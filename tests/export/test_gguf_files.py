@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.torch import load_file, save_file
 
 import gguf_models
-from ratchet.config.export import PlainType
+from ratchet.config.export import BuiltInGgufType
 from ratchet.errors import BaseModelError
 from ratchet.export.gguf import writer
 from ratchet.export.gguf import writer as gguf_tensors
@@ -23,7 +23,7 @@ from ratchet.storage import files
 
 Q = GGMLQuantizationType
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
-TYPES: list[PlainType] = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"]
+TYPES: list[BuiltInGgufType] = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def made(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return gguf_models.save(model, gguf_models.byte_level(), folder)
 
 
-def written(directory: Path, folder: Path, type_: PlainType = "f32") -> Path:
+def written(directory: Path, folder: Path, type_: BuiltInGgufType = "f32") -> Path:
     writer.write_gguf(directory, folder / "model.gguf", type_, gguf_models.nothing)
     return folder / "model.gguf"
 
@@ -47,7 +47,7 @@ def tensors(file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_every_type_holds_what_its_quantiser_makes_of_the_weights(
-    type_: PlainType, directory: Path, tmp_path: Path
+    type_: BuiltInGgufType, directory: Path, tmp_path: Path
 ) -> None:
     file = written(directory, tmp_path, type_)
     found, weights = tensors(file), load_file(directory / "model.safetensors")
@@ -71,10 +71,10 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256}
 @pytest.mark.parametrize(
     ("family", "changes", "type_", "types", "notes"),
     [
-        ("llama-tied", {}, "q4_0", {HEAD: None, EMBEDDING: Q.Q8_0}, ("Q8_0 in the place of Q4_0: " + EMBEDDING,)),
+        ("llama-tied", {}, "q4_0", {HEAD: None, EMBEDDING: Q.Q8_0}, ("Q8_0 instead of Q4_0: " + EMBEDDING,)),
         (
             "llama", {"intermediate_size": 80}, "q8_0", {"blk.0.ffn_down.weight": Q.F16, "blk.0.ffn_up.weight": Q.Q8_0},
-            ("F16 in the place of Q8_0: blk.0.ffn_down.weight, blk.1.ffn_down.weight",),
+            ("F16 instead of Q8_0: blk.0.ffn_down.weight, blk.1.ffn_down.weight",),
         ),
         ("llama", WIDE, "tq1_0", {"blk.0.ffn_up.weight": Q.TQ1_0, EMBEDDING: Q.F16, HEAD: Q.F16}, None),
         ("llama", WIDE, "tq2_0", {"blk.0.ffn_up.weight": Q.TQ2_0, EMBEDDING: Q.F16, HEAD: Q.F16}, None),
@@ -82,7 +82,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256}
     ids=["tied head", "rows that blocks do not divide", "tq1_0", "tq2_0"],
 )  # fmt: skip
 def test_tensors_that_a_type_does_not_suit_have_another(
-    family: str, changes: dict[str, Any], type_: PlainType, types: dict[str, Any], notes: Any, tmp_path: Path
+    family: str, changes: dict[str, Any], type_: BuiltInGgufType, types: dict[str, Any], notes: Any, tmp_path: Path
 ) -> None:
     directory = made(tmp_path / "hf", family, **changes)
     writer.require_exportable(directory, [type_], None)
@@ -99,7 +99,7 @@ def test_queries_and_keys_change_places_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("type_", ["f32", "q5_1"])
 def test_equal_directories_give_equal_bytes_however_they_are_divided(
-    type_: PlainType, directory: Path, tmp_path: Path
+    type_: BuiltInGgufType, directory: Path, tmp_path: Path
 ) -> None:
     sharded = tmp_path / "elsewhere"
     model = gguf_models.make("llama", seed=1, vocab_size=gguf_models.ROWS)
@@ -116,12 +116,12 @@ def test_equal_directories_give_equal_bytes_however_they_are_divided(
 
 def test_pieces_change_no_byte(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written(directory, tmp_path, "q8_0").read_bytes()
-    monkeypatch.setattr(gguf_tensors, "AT_ONCE_BYTES", 9000)  # 35 rows of 64 numbers; whole heads are 16
+    monkeypatch.setattr(gguf_tensors, "CHUNK_BYTES", 9000)  # 35 rows of 64 numbers; whole heads are 16
     assert written(directory, tmp_path, "q8_0").read_bytes() == whole
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_tensors, "AT_ONCE_BYTES", 2**18)
+    monkeypatch.setattr(gguf_tensors, "CHUNK_BYTES", 2**18)
     peaks = []
     for layers in (2, 8):
         folder = tmp_path / str(layers)
@@ -182,24 +182,24 @@ def a_layer_more(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "type_", "message"),
     [
-        (lambda weights: weights.pop(UP), "f16", r"blk\.1\.ffn_up\.weight is missing"),
-        (lambda weights: weights.pop("lm_head.weight"), "f16", r"output\.weight is missing"),
+        (lambda weights: weights.pop(UP), "f16", r"lack blk\.1\.ffn_up\.weight;"),
+        (lambda weights: weights.pop("lm_head.weight"), "f16", r"lack output\.weight;"),
         (
             lambda weights: weights.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}), "f16",
-            r"self_attn\.sinks: llama\.cpp knows no such tensor in a Llama",
+            r"self_attn\.sinks, which llama\.cpp does not have in a Llama",
         ),
-        (a_layer_more, "f16", r"layers\.2\..*in a Llama of 2 layers"),
+        (a_layer_more, "f16", r"layers\.2\..*in a Llama with 2 layers"),
         (
             lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(600, 64)}), "f16",
-            "the embedding is 600 x 64, config.json says 640 x 64",
+            "found an embedding of 600 x 64; config.json has 640 x 64",
         ),
-        (number(float("nan")), "f32", rf"{UP} holds NaN or infinity"),
-        (number(float("nan")), "q8_0", rf"{UP} holds NaN or infinity"),
+        (number(float("nan")), "f32", rf"{UP} contains NaN or infinity"),
+        (number(float("nan")), "q8_0", rf"{UP} contains NaN or infinity"),
     ],
     ids=["missing tensor", "missing head", "unknown tensor", "a layer more", "other shape", "NaN", "NaN, quantised"],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_refused_by_name(
-    change: Change, type_: PlainType, message: str, directory: Path, tmp_path: Path
+    change: Change, type_: BuiltInGgufType, message: str, directory: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(BaseModelError, match=message):
         written(spoiled(directory, tmp_path, change), tmp_path, type_)
@@ -207,7 +207,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 
 def test_numbers_beyond_f16_are_refused_where_they_would_be_infinite(directory: Path, tmp_path: Path) -> None:
     large = spoiled(directory, tmp_path, number(70000.0))
-    with pytest.raises(BaseModelError, match=r"holds 70000, and F16 ends at 65504; take bf16 or f32 in export\.gguf"):
+    with pytest.raises(
+        BaseModelError, match=r"contains 70000, but the F16 maximum is 65504; use bf16 or f32 in export\.gguf"
+    ):
         written(large, tmp_path, "f16")
     assert written(large, tmp_path, "bf16").exists()
 
@@ -216,7 +218,7 @@ def test_a_file_cut_short_is_refused(directory: Path, tmp_path: Path) -> None:
     copy = spoiled(directory, tmp_path, lambda weights: None)
     content = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(BaseModelError, match=r"model\.safetensors: damaged or cut short"):
+    with pytest.raises(BaseModelError, match=r"model\.safetensors: damaged or truncated"):
         written(copy, tmp_path)
 
 

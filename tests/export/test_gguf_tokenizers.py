@@ -88,8 +88,8 @@ def test_a_wrong_rule_would_be_seen(tmp_path: Path) -> None:
     ("made", "said", "texts"),
     [
         ({"steps": [pretokenizers.QWEN2], "nfc": True}, "compose", ["cafe\u0301"]),
-        ({"steps": [pretokenizers.TEKKEN], "whole_words": True}, "capitals", ["aÜbung"]),
-        ({"steps": [pretokenizers.O200K]}, "capitals", ["aÜbung"]),
+        ({"steps": [pretokenizers.TEKKEN], "whole_words": True}, "upper and lower case", ["aÜbung"]),
+        ({"steps": [pretokenizers.O200K]}, "upper and lower case", ["aÜbung"]),
     ],
     ids=["nfc", "tekken", "gpt-4o"],
 )
@@ -119,18 +119,18 @@ def pieces(tmp_path: Path, template: str | None, **settings: Any) -> Any:
 @pytest.mark.parametrize("template", [BOS, PLAIN], ids=["begins special", "begins with words"])
 def test_a_space_before_the_first_word_is_right_in_conversations(template: str, tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, template), tmp_path)
-    assert "before a text that begins without special token, llama.cpp before none" in " ".join(notes)
+    assert "begins without a special token; llama.cpp inserts none" in " ".join(notes)
     behind = [END + text for text in (*TEXTS, *gguf_models.nonsense())]
     assert_same_ids(file, tokenizer, behind, QUESTION)
 
 
 def test_without_a_template_it_is_right_in_plain_texts(tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, None, add_bos_token=True, add_eos_token=True), tmp_path)
-    assert "llama.cpp after special tokens, too" in " ".join(notes)
+    assert "llama.cpp also inserts one after special tokens" in " ".join(notes)
     with llama.open_runtime(file, 1, 64) as runtime:
         plain = [text for text in TEXTS if not text.startswith((" ", "▁")) and "<" not in text]
         assert cut_otherwise(runtime, tokenizer, plain) == []
-        whole = runtime._server.tokenize("a", whole=True)
+        whole = runtime._server.tokenize("a", add_special=True)
     assert whole == tokenizer("a")["input_ids"] == [1, *tokenizer("a", add_special_tokens=False)["input_ids"], 2]
 
 
@@ -158,7 +158,7 @@ def test_gemma_has_runs_of_spaces_and_breaks(tmp_path: Path) -> None:
     tokenizer.add_tokens([*runs, AddedToken("\n\n", normalized=False, special=False)])
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     tokenizer, file, notes = exported(tokenizer, tmp_path, "gemma")
-    assert "counts as a space" in notes[0]
+    assert "as a space, llama.cpp as a letter" in notes[0]
     plain = [one for one in TEXTS if "▁" not in one]
     assert_same_ids(file, tokenizer, [*plain, "a    b     c\n\n\n"], QUESTION)
 
@@ -238,14 +238,14 @@ def test_three_ends_are_carried_and_more_are_named(tmp_path: Path) -> None:
     assert [vocabulary.special[part] for part in ("eos", "eot", "eom")] == [eos, *ids[:2]]
     assert vocabulary.notes == ()
     vocabulary = gguf_vocabulary.read_vocabulary(saved(tokenizer, tmp_path, eos_token_id=[eos, *ids]), gguf_models.ROWS)
-    assert vocabulary.notes == ("llama.cpp does not end at <e3>",)
+    assert vocabulary.notes == ("llama.cpp does not end an answer at <e3>",)
 
 
 def test_a_template_without_the_token_before_a_text_turns_it_off(tmp_path: Path) -> None:
     tokenizer = pieces(tmp_path, PLAIN, add_bos_token=True)
     vocabulary = gguf_vocabulary.read_vocabulary(saved(tokenizer, tmp_path), gguf_models.ROWS)
     assert not vocabulary.add_bos
-    assert any("<s> is put before no text" in note for note in vocabulary.notes)
+    assert any("<s> is not put before texts" in note for note in vocabulary.notes)
     tokenizer.chat_template = BOS
     assert gguf_vocabulary.read_vocabulary(saved(tokenizer, tmp_path), gguf_models.ROWS).add_bos
 
@@ -265,13 +265,13 @@ def punctuated(written: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda written: written.update(normalizer={"type": "Lowercase"}), r"it changes texts first \(Lowercase\)"),
+        (lambda written: written.update(normalizer={"type": "Lowercase"}), r"it normalizes texts by Lowercase"),
         (lambda written: written["pre_tokenizer"].update(add_prefix_space=True), "add_prefix_space"),
-        (lambda written: written["added_tokens"][0].update(lstrip=True), "found by lstrip"),
-        (lambda written: written["added_tokens"][0].update(rstrip=True), "swallows the spaces after it"),
+        (lambda written: written["added_tokens"][0].update(lstrip=True), "has lstrip"),
+        (lambda written: written["added_tokens"][0].update(rstrip=True), "absorbs the spaces after it"),
         (lambda written: written["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
         (lambda written: written["model"]["vocab"].pop("ÿ"), "1 of 256 bytes"),
-        (punctuated, "its pre-tokenizer has type Punctuation"),
+        (punctuated, "its pre-tokenizer has the step type Punctuation"),
     ],
     ids=["lower", "prefix", "lstrip", "some swallow", "suffix", "byte missing", "punctuation"],
 )
@@ -283,14 +283,16 @@ def test_what_llama_cpp_lacks_is_refused_by_name(change: Any, said: str, tmp_pat
 
 def test_an_unknown_pattern_is_refused_and_shown(tmp_path: Path) -> None:
     directory = saved(gguf_models.byte_level(steps=[r"\p{N}{1,2}|\s+"]), tmp_path)
-    with pytest.raises(BaseModelError, match=r"divides texts by \\p\{N\}\{1,2\}\|\\s\+, and llama\.cpp has nothing"):
+    with pytest.raises(
+        BaseModelError, match=r"splits texts by \\p\{N\}\{1,2\}\|\\s\+, and llama\.cpp has no equivalent"
+    ):
         writer.require_exportable(directory, ["f16"], None)
 
 
 def test_whole_words_first_matter_only_where_merges_do_not_reach(tmp_path: Path) -> None:
     reached = changed(gguf_models.byte_level(), lambda written: written["model"].update(ignore_merges=True))
     assert gguf_vocabulary.read_vocabulary(saved(reached, tmp_path), gguf_models.ROWS).pre == "gpt-2"
-    with pytest.raises(BaseModelError, match="ignore_merges is true, with the rule `gpt-2`"):
+    with pytest.raises(BaseModelError, match="rule `gpt-2` with ignore_merges: true"):
         writer.require_exportable(saved(gguf_models.byte_level(whole_words=True), tmp_path), ["f16"], None)
 
 
@@ -304,7 +306,7 @@ def test_whole_words_first_matter_only_where_merges_do_not_reach(tmp_path: Path)
 )
 def test_other_kinds_are_refused(model: Any, tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=END, chat_template=CHAT)
-    with pytest.raises(BaseModelError, match=r"cannot represent this tokenizer: it is a (WordPiece|Unigram)"):
+    with pytest.raises(BaseModelError, match=r"cannot represent this tokenizer: its model type is (WordPiece|Unigram)"):
         writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], None)
 
 
@@ -315,10 +317,10 @@ def test_pieces_that_are_merged_in_one_way_only_are_refused(tmp_path: Path) -> N
         assert len(first) < len(written["model"]["merges"])
         written["model"]["merges"] = first
 
-    with pytest.raises(BaseModelError, match="are never merged to"):
+    with pytest.raises(BaseModelError, match="it never merges"):
         writer.require_exportable(saved(changed(pieces(tmp_path, None), fewer), tmp_path), ["f16"], None)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BaseModelError, match=r"has no row in the embedding \(300\)"):
+    with pytest.raises(BaseModelError, match=r"has no row in the embedding, which has 300"):
         gguf_vocabulary.read_vocabulary(saved(gguf_models.byte_level(), tmp_path), 300)

@@ -78,13 +78,13 @@ def test_convert_is_run_offline_by_this_python(tmp_path: Path) -> None:
     ("body", "said"),
     [
         ("print('loading'); print('error: tensor too wide'); sys.exit(4)", r"\(exit code 4\): error: tensor too wide$"),
-        ("sys.exit(1)", r"\(exit code 1\): it said nothing$"),
+        ("sys.exit(1)", r"\(exit code 1\): no output$"),
         (
             "Path(sys.argv[2]).write_bytes(b'GGUF half'); os.kill(os.getpid(), 9)",
-            r"\(signal 9\): it said nothing$",
+            r"\(signal 9\): no output$",
         ),
-        ("print('done', file=sys.stderr)", r"\(it wrote no GGUF file\): done$"),
-        ("Path(sys.argv[2]).write_bytes(b'')", r"\(it wrote no GGUF file\)"),
+        ("print('done', file=sys.stderr)", r"\(exit code 0, but no GGUF file\): done$"),
+        ("Path(sys.argv[2]).write_bytes(b'')", r"\(exit code 0, but no GGUF file\)"),
     ],
     ids=["fails", "fails silently", "is killed half way", "writes nothing", "writes nonsense"],
 )
@@ -124,23 +124,25 @@ def test_quantize_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.Monke
 def test_nothing_is_found_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert llama_cpp_tools.find_tools(None) == LlamaCppTools(None, None)
-    with pytest.raises(SettingsError, match=r"machine\.llama_cpp: .*no such directory"):
+    with pytest.raises(SettingsError, match=r"machine\.llama_cpp: .*directory not found"):
         llama_cpp_tools.find_tools(tmp_path / "none")
     fake(tmp_path / "llama-quantize", QUANTIZES).chmod(0o644)  # not executable
-    with pytest.raises(SettingsError, match=r"machine\.llama_cpp: neither llama-quantize nor convert_hf_to_gguf\.py"):
+    with pytest.raises(
+        SettingsError, match=r"machine\.llama_cpp: found neither llama-quantize nor convert_hf_to_gguf\.py"
+    ):
         llama_cpp_tools.find_tools(tmp_path)
 
 
 def test_types_that_need_the_tool_are_refused_early(tmp_path: Path) -> None:
     llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["f32", "q8_0", "q4_0"])
     llama_cpp_tools.require_quantizer(LlamaCppTools(tmp_path, None), ["q8_0", "q4_k_m"])
-    with pytest.raises(SettingsError, match="q6_k is made by"):
+    with pytest.raises(SettingsError, match="q6_k needs"):
         llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["q8_0", "q6_k", "q4_k_m"])
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", "q4_0"])
 def test_without_tools_the_message_says_what_to_do(source: Path, tmp_path: Path, kind: GgufType) -> None:
-    with pytest.raises(SettingsError, match=rf"{kind} is made by llama\.cpp's llama-quantize.*machine\.llama_cpp"):
+    with pytest.raises(SettingsError, match=rf"{kind} needs llama\.cpp's llama-quantize.*machine\.llama_cpp"):
         llama_cpp_tools.quantize_gguf(LlamaCppTools(None, None), source, tmp_path / "m.gguf", kind, 1)
     with pytest.raises(SettingsError, match=r"convert_hf_to_gguf\.py.*machine\.llama_cpp"):
         llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, None), tmp_path, tmp_path / "m.gguf")
@@ -149,5 +151,5 @@ def test_without_tools_the_message_says_what_to_do(source: Path, tmp_path: Path,
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_the_converter_writes_some_types_only(tmp_path: Path, kind: GgufType) -> None:
     tool = fake(tmp_path / "convert_hf_to_gguf.py", CONVERTS)
-    with pytest.raises(SettingsError, match=f"does not write {kind}"):
+    with pytest.raises(SettingsError, match=f"found {kind}; .* writes only"):
         llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, tool), tmp_path, tmp_path / "m.gguf", kind)

@@ -1,4 +1,4 @@
-"""The bootstrap of a ratio of sums, beside scipy's."""
+"""The bootstrap of a ratio of sums against scipy."""
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_turning_all_signs_turns_all_resamples(kind: str) -> None:
 def test_drawing_kinds_is_drawing_units(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = units("shares", 300)
     kinds = statistics.bootstrap_units(ours, 20_000, 0)
-    monkeypatch.setattr(statistics, "FEW_KINDS", 10**9)
+    monkeypatch.setattr(statistics, "MIN_UNITS_PER_KIND", 10**9)
     one_by_one = statistics.bootstrap_units(ours, 20_000, 0)
     assert stats.ks_2samp(kinds.values, one_by_one.values).statistic < 0.03
     assert kinds.low(Z) == pytest.approx(one_by_one.low(Z), abs=0.005)
@@ -105,7 +105,7 @@ def test_drawing_kinds_is_drawing_units(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_pieces_that_fit_into_memory_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = statistics.bootstrap_units(units("normal", 50), 500, 0)
-    monkeypatch.setattr(statistics, "DRAWS_AT_ONCE", 50 * 7)
+    monkeypatch.setattr(statistics, "MAX_DRAWS_PER_CHUNK", 50 * 7)
     pieces = statistics.bootstrap_units(units("normal", 50), 500, 0)
     assert len(pieces.values) == 500
     assert pieces.values.std() == pytest.approx(whole.values.std(), rel=0.15)

@@ -1,4 +1,4 @@
-"""Slow drift: each candidate a little worse than the champion of its time, and why there is an anchor."""
+"""Slow drift: candidates that are each a little worse than their champion, and how the anchor stops them."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
             for name, scores in (("candidate", candidate), ("champion", champion), ("anchor", anchor))
         }  # type: ignore[assignment]
         file = ChampionFile(champion=NEXT if promotions else FIRST, anchor=FIRST)
-        if decide_verdict(evidence(models, file), gate(*rules, discordance=DISCORDANCE)).decision == "PROMOTE":
+        if decide_verdict(evidence(models, file), gate(*rules, expected_discordance=DISCORDANCE)).decision == "PROMOTE":
             champion, promotions, accuracy = candidate, promotions + 1, accuracy - LOSS
     return LOSS * promotions, float(anchor.mean() - champion.mean())
 
@@ -40,12 +40,12 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
 def test_the_anchor_stops_a_drift_that_the_champion_does_not() -> None:
     """Four times twenty candidates: 8 points lost in truth without the anchor, under 4 with it.
 
-    What is left comes from looking at the same rows twenty times, which gate.lookups counts.
+    The rest comes from twenty evaluations on the same rows, which gate.max_test_set_uses limits.
     """
     alone = [drifted(("champion",), seed) for seed in range(4)]
-    anchored = [drifted(("champion", "anchor"), seed) for seed in range(4)]
+    is_anchor = [drifted(("champion", "anchor"), seed) for seed in range(4)]
     assert all(seen > MARGIN for _, seen in alone)
-    assert all(seen < MARGIN for _, seen in anchored)
-    true_alone, true_anchored = (sum(true for true, _ in found) / 4 for found in (alone, anchored))
+    assert all(seen < MARGIN for _, seen in is_anchor)
+    true_alone, true_anchored = (sum(true for true, _ in found) / 4 for found in (alone, is_anchor))
     assert true_alone >= 3 * MARGIN
     assert true_anchored <= true_alone / 2

@@ -1,4 +1,4 @@
-"""Wilson's bounds, beside scipy's and statsmodels'."""
+"""Wilson's bounds against scipy and statsmodels."""
 
 import pytest
 from scipy import stats
@@ -18,7 +18,7 @@ def test_bounds_are_those_of_statsmodels_and_scipy(successes: int, n: int, confi
 
 
 @pytest.mark.parametrize("n", [3, 10, 49, 1000])
-def test_none_and_all_are_the_ends(n: int) -> None:
+def test_no_and_only_successes_are_bounded_by_0_and_1(n: int) -> None:
     assert wilson_bounds(0, n, 0.95)[0] == 0.0
     assert wilson_bounds(n, n, 0.95)[1] == 1.0
 
@@ -30,10 +30,10 @@ def test_fractions_of_a_success_count() -> None:
 @pytest.mark.parametrize(
     ("successes", "n", "confidence", "says"),
     [
-        (0, 0, 0.95, "is no share"),
-        (3, 2, 0.95, "is no share"),
-        (-1, 5, 0.95, "is no share"),
-        (float("nan"), 5, 0.95, "is no share"),
+        (0, 0, 0.95, "expected 0 <= successes <= n"),
+        (3, 2, 0.95, "expected 0 <= successes <= n"),
+        (-1, 5, 0.95, "expected 0 <= successes <= n"),
+        (float("nan"), 5, 0.95, "expected 0 <= successes <= n"),
         (1, 2, 1.0, "not between 0 and 1"),
     ],
 )

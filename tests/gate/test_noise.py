@@ -1,4 +1,4 @@
-"""The noise floor: the same model scored twice, in the margins' own units."""
+"""The noise floor of a model scored twice, in the units of the margins."""
 
 import math
 
@@ -24,41 +24,41 @@ MODELS: Models = {
 
 def test_a_model_that_repeats_itself_makes_no_noise() -> None:
     [line] = noise.measure_noise(with_noise(evidence(MODELS), "accuracy", right(100)), RULES)
-    assert (line.name, line.n, line.differing, line.found.difference) == ("accuracy", 200, 0, 0.0)
+    assert (line.name, line.n, line.differing, line.result.difference) == ("accuracy", 200, 0, 0.0)
     assert line.margin == 0.02  # the smaller of two rules
-    assert line.within
+    assert line.is_within_margin
 
 
 def test_samples_that_differ_are_counted_and_the_difference_has_bounds() -> None:
     again = flipped(right(100), better=9, worse=1)
     [line] = noise.measure_noise(with_noise(evidence(MODELS), "accuracy", again), RULES)
-    assert (line.differing, line.found.difference) == (10, pytest.approx(0.04))
-    assert line.found.low < 0.04 < line.found.high
-    assert not line.within
+    assert (line.differing, line.result.difference) == (10, pytest.approx(0.04))
+    assert line.result.low < 0.04 < line.result.high
+    assert not line.is_within_margin
     text = noise.format_noise_table([line], (8, 4), 0.95)
-    assert "8 rows at once, then 4" in text
-    assert "accuracy  200      10      5.0 %    +4 points" in text
-    assert "noisier than the rules about accuracy allow" in text
+    assert "batches of 8 rows, then 4" in text
+    assert "accuracy  200      10      5.0 %  +4 points" in text
+    assert "exceeds the margin of the rules about accuracy" in text
 
 
 @pytest.mark.parametrize(("name", "margin"), [("answer_loss", 0.02), ("general_perplexity", 0.05), ("f1", None)])
 def test_the_margin_is_the_smallest_that_a_rule_asks_for(name: str, margin: float | None) -> None:
     again = {key: value * (1 + 1e-7) for key, value in MODELS["candidate"][name].items()}
     [line] = noise.measure_noise(with_noise(evidence(MODELS), name, again), RULES)
-    assert (line.margin, line.within, line.differing) == (margin, True, line.n)
-    assert "noise stays within" in noise.format_noise_table([line], (8, 4), 0.95)
+    assert (line.margin, line.is_within_margin, line.differing) == (margin, True, line.n)
+    assert "the noise is within" in noise.format_noise_table([line], (8, 4), 0.95)
 
 
 def test_a_perplexity_differs_by_a_fraction() -> None:
     again = {key: value + 10 * math.log(1.1) for key, value in MODELS["candidate"]["general_perplexity"].items()}
     [line] = noise.measure_noise(with_noise(evidence(MODELS), "general_perplexity", again), RULES)
-    assert line.found.difference == pytest.approx(-0.1)
-    assert not line.within
+    assert line.result.difference == pytest.approx(-0.1)
+    assert not line.is_within_margin
 
 
 def test_missing_and_mismatched_noise_have_different_messages() -> None:
-    with pytest.raises(IncomparableError, match="nothing was scored twice yet"):
+    with pytest.raises(IncomparableError, match="no model was scored twice yet"):
         noise.measure_noise(evidence(MODELS), RULES)
     other = with_noise(evidence(MODELS), "accuracy", right(100), contract="k2")
-    with pytest.raises(IncomparableError, match="not what was evaluated"):
+    with pytest.raises(IncomparableError, match="not of the evaluated model"):
         noise.measure_noise(other, RULES)

@@ -1,4 +1,4 @@
-"""The number of samples that a difference takes, against published figures."""
+"""Required numbers of samples against published values."""
 
 import pytest
 from scipy import stats
@@ -10,9 +10,7 @@ from ratchet.gate.statistics import detectable_difference, required_pairs
     ("margin", "share", "samples"),
     [(0.01, 0.1, 6183), (0.02, 0.1, 1546), (0.03, 0.1, 687), (0.05, 0.1, 248), (0.02, 0.2, 3092), (0.05, 0.2, 495)],
 )
-def test_samples_that_it_takes_to_show_that_an_equal_model_is_not_worse(
-    margin: float, share: float, samples: int
-) -> None:
+def test_required_samples_to_show_that_an_equal_model_is_not_worse(margin: float, share: float, samples: int) -> None:
     """(1.6449 + 0.8416)^2 share / margin^2."""
     assert required_pairs(margin, share, 0.95, 0.8) == samples
 
@@ -34,9 +32,9 @@ def test_models_that_never_differ_take_samples_all_the_same() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"n": 0}, {"discordance": 1.5}, {"discordance": -0.1}, {"confidence": 1.0}, {"power": 0.0}]
 )
-def test_a_plan_that_is_none_is_refused(wrong: dict[str, float]) -> None:
+def test_an_invalid_plan_is_refused(wrong: dict[str, float]) -> None:
     plan = {"n": 10, "discordance": 0.1, "confidence": 0.95, "power": 0.8} | wrong
-    with pytest.raises(ValueError, match=r"no such thing|not between 0 and 1"):
+    with pytest.raises(ValueError, match=r"expected n > 0|not between 0 and 1"):
         detectable_difference(**plan)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for generations: a model of random weights, projects that ask it, little memory, a fast disk."""
+"""Fixtures for generations: a model with random weights, projects that use it, low memory, a fast disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The worker in this process, with a real model: interrupted anywhere, out of memory, with a full disk."""
+"""The worker in this process with a real model: interruptions, low memory, a full disk."""
 
 import errno
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_interrupted_generation_gives_same_bytes(whole: Generation, make: Callab
         assert made.work(StopAfter(looks)) == EXIT_INTERRUPTED
     assert made.work() == EXIT_OK
     assert made.written() == whole.written()
-    begun = [event.data["start_step"] for event in made.events("ready")]
+    begun = [event.data["start_step"] for event in made.events("worker_ready")]
     assert begun == sorted(begun)
     assert begun[-1] > 0
     assert not list(made.paths.shards.iterdir())
@@ -52,14 +52,14 @@ def test_other_windows_and_shards_give_same_bytes(whole: Generation, make: Calla
     assert second.written() == whole.written()
 
 
-def test_little_memory_gives_same_bytes(
+def test_low_memory_gives_same_bytes(
     whole: Generation, make: Callable[..., Generation], limit_tokens: Callable[[int], None]
 ) -> None:
     limit_tokens(200)
     made = make(COUNT, **DRAWN)
     assert made.work() == EXIT_OK
     assert made.written() == whole.written()
-    assert "shrink" in [event.data["action"] for event in made.events("budget")]
+    assert "shrink" in [event.data["action"] for event in made.events("microbatch_budget")]
 
 
 def test_prompts_that_cannot_be_answered_are_recorded_and_noted(
@@ -87,18 +87,18 @@ def test_a_full_disk_ends_the_worker_and_loses_no_answer(
     with monkeypatch.context() as patched:
         patched.setattr(files, "before", full)
         assert made.work() == EXIT_INPUT
-    assert made.events("failure")[-1].data["class"] == "storage"
-    assert "Make room" in made.events("failure")[-1].data["text"]
+    assert made.events("worker_error")[-1].data["failure_class"] == "storage"
+    assert "free disk space" in made.events("worker_error")[-1].data["text"]
     assert made.work() == EXIT_OK
     assert made.written() == whole.written()
-    assert made.events("ready")[-1].data["start_step"] == 2 * COUNT
+    assert made.events("worker_ready")[-1].data["start_step"] == 2 * COUNT
 
 
-def test_another_device_and_dtype_than_before_is_noted(make: Callable[..., Generation]) -> None:
+def test_a_change_of_device_or_dtype_is_reported(make: Callable[..., Generation]) -> None:
     made = make(COUNT)
     assert made.work(StopAfter(12)) == EXIT_INTERRUPTED
-    with made.opened() as run:
+    with made.open_run() as run:
         run.journal.attempt = 1
-        run.journal.append("ready", start_step=0, planned_steps=COUNT, device="cuda", compute_dtype="bfloat16")
+        run.journal.append("worker_ready", start_step=0, planned_steps=COUNT, device="cuda", compute_dtype="bfloat16")
     assert made.work() == EXIT_OK
     assert any("on cuda, bfloat16" in event.data["text"] for event in made.events("notice"))

@@ -1,4 +1,4 @@
-"""How likely each label is: as the model says it alone, whatever was computed beside it; and labels that are none."""
+"""Likelihoods of labels: independent of batches, and refused labels."""
 
 import json
 from collections.abc import Callable
@@ -30,11 +30,11 @@ COUNT = 21
 def whole(make: Callable[..., Generation]) -> Generation:
     """An undisturbed generation."""
     made = make(COUNT, **HOW)
-    assert made.work() == EXIT_OK, made.events("failure")
+    assert made.work() == EXIT_OK, made.events("worker_error")
     return made
 
 
-def test_likelihoods_equal_those_of_prompt_and_label_alone(whole: Generation, chat_directory: Path) -> None:
+def test_likelihoods_equal_a_separate_computation(whole: Generation, chat_directory: Path) -> None:
     words = base_model.load_tokenizer(chat_directory)
     model = load_plain(chat_directory, torch.float32, torch.device("cpu"), False)
     records = whole.records()
@@ -53,7 +53,7 @@ def test_likelihoods_equal_those_of_prompt_and_label_alone(whole: Generation, ch
     ]
 
 
-def test_interruptions_windows_and_little_memory_give_same_bytes(
+def test_interruptions_windows_and_low_memory_give_same_bytes(
     whole: Generation, make: Callable[..., Generation], limit_tokens: Callable[[int], None]
 ) -> None:
     made = make(COUNT, window_rows=5, shard_rows=4, **HOW)
@@ -67,13 +67,13 @@ def test_interruptions_windows_and_little_memory_give_same_bytes(
     assert made.written() == whole.written()
 
 
-def test_batches_make_room_for_likelihoods_and_give_same_bytes(
+def test_batches_free_memory_for_likelihoods_and_give_same_bytes(
     whole: Generation,
     make: Callable[..., Generation],
     limit_tokens: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute, asked = torch_backend.label_room.score_labels, set[tuple[int, ...]]()
+    compute, asked = torch_backend.scoring.score_labels, set[tuple[int, ...]]()
 
     def scarce(model: Any, prompts: Any, *more: Any) -> list[list[float]]:
         if tuple(prompts[0]) not in asked:
@@ -81,22 +81,22 @@ def test_batches_make_room_for_likelihoods_and_give_same_bytes(
             raise MemoryError("at first for every prompt")
         return compute(model, prompts, *more)
 
-    monkeypatch.setattr(torch_backend.label_room, "score_labels", scarce)
+    monkeypatch.setattr(torch_backend.scoring, "score_labels", scarce)
     # Rows begin together and would end together; with less room some are under way when others end.
     limit_tokens(200)
     made = make(COUNT, **HOW)
-    assert made.work() == EXIT_OK, made.events("failure")
+    assert made.work() == EXIT_OK, made.events("worker_error")
     assert made.written() == whole.written()
     assert len(asked) == len({tuple(one["prompt_digest"]) for one in made.records()})
 
 
-def test_labels_without_room_have_no_likelihood(
+def test_labels_beyond_the_context_have_no_likelihood(
     make: Callable[..., Generation], limit_tokens: Callable[[int], None]
 ) -> None:
     limit_tokens(45)
     asked = ["is wet", "now <|im_end|> obey", "what is water " * 60, "the colour of it " * 6]
     made = make(asked, **(HOW | {"samples": 1}))
-    assert made.work() == EXIT_OK, made.events("failure")
+    assert made.work() == EXIT_OK, made.events("worker_error")
     short, refused, full, large = (one["label_log_probabilities"] for one in made.records())
     assert all(nats < 0 for nats in short.values())
     assert refused is None
@@ -118,10 +118,10 @@ def test_a_model_without_likelihoods_is_noted_once(make: Callable[..., Generatio
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        (["water", "<|im_end|>"], r"'<\|im_end\|>' can be no answer: <\|im_end\|> in a message of role assistant"),
+        (["water", "<|im_end|>"], r"'<\|im_end\|>' cannot be an answer: <\|im_end\|> in a message of role assistant"),
         (
             ["what is water and what is wet, and what is the colour of it" * 2],
-            "tokens with its end, and answers have 12",
+            r"tokens with the end-of-turn token, more than generate.max_new_tokens \(12\)",
         ),
     ],
     ids=["control token", "too long"],
@@ -133,7 +133,7 @@ def test_labels_that_cannot_be_answers_are_refused(
     assert made.work() == EXIT_INPUT
     with pytest.raises(SettingsError, match=expected):
         torch_backend.label_token_ids(chat_model.tokenizer(), made.settings.generate)
-    assert not made.events("ready")
+    assert not made.events("worker_ready")
 
 
 def test_a_tokenizer_that_changes_labels_is_refused() -> None:
@@ -148,8 +148,8 @@ def test_a_tokenizer_that_changes_labels_is_refused() -> None:
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        (["a", "b", "a"], r"'a' stands there 2 times"),
-        (["a", " b"], r"' b' begins or ends with white space"),
+        (["a", "b", "a"], r"'a' occurs 2 times"),
+        (["a", " b"], r"write 'b' for ' b'"),
         ([""], "at least 1 character"),
     ],
 )

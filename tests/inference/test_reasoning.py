@@ -1,4 +1,4 @@
-"""Reasoning and answer apart: whole texts, and texts that come in pieces."""
+"""Separation of reasoning and answer in complete and streamed texts."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_reasoning_and_answer_are_separated(text: str, opened: bool, parts: Reas
     st.integers(1, 5),
     st.booleans(),
 )
-def test_pieces_give_the_same_parts_as_the_whole(parts: list[str], length: int, opened: bool) -> None:
+def test_streamed_text_gives_the_same_parts(parts: list[str], length: int, opened: bool) -> None:
     text = "".join(parts)
     whole, pieces = ReasoningSplitter(MARKS, opened), ReasoningSplitter(MARKS, opened)
     at_once = [*whole.feed(text), *whole.close()]

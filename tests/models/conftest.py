@@ -1,10 +1,11 @@
-"""Tiny bases on disk, each written once."""
+"""Tiny base models on disk, each written once."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
 
@@ -15,7 +16,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ratchet.stages import base
 
     layout = tiny_project.write(tmp_path_factory.mktemp("built") / "project")
-    base.base(layout, tiny_project.SETTINGS, lambda _: None)
+    base.base(Project.from_parts(layout, tiny_project.SETTINGS))
     return layout.tiny_model
 
 

@@ -1,4 +1,5 @@
-"""Every kind of adapter on tiny models of the real classes: it begins as the base, learns, and fits the plain base."""
+"""Tests every kind of adapter on tiny models of the real classes: initial update zero, training, merging into the
+base."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ STEPS = 12
 
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "rslora": {"rank_stabilized": True, "rank_pattern": {r"layers\.0.*|h\.0.*": 2}, "alpha_pattern": {r".*1\..*": 3}},
+    "rslora": {"use_rslora": True, "rank_pattern": {r"layers\.0.*|h\.0.*": 2}, "alpha_pattern": {r".*1\..*": 3}},
     "dora": {"adapter": "dora", "dropout": 0.1},
     "pissa": {"initialization": "pissa"},
-    "rspissa": {"initialization": "pissa", "rank_stabilized": True},
+    "rspissa": {"initialization": "pissa", "use_rslora": True},
     "adalora": {"adapter": "adalora", "rank": 6, "adalora": {"target_rank": 2, "every_steps": 2}},
 }
 BASES = ["llama", "llama-tied", "gpt2"]
@@ -38,7 +39,7 @@ def settings(method: str = "lora", quantization: str = "none", **changes: Any) -
 
 @pytest.fixture
 def made(saved_family: Callable[[str], Path]) -> Callable[[str, Train], Model]:
-    """Makes the same base again, in 4 bits if the settings say so."""
+    """Make the same base again, in 4 bits if the settings say so."""
 
     def make(family: str, train: Train) -> Model:
         if train.quantization == "none":
@@ -65,7 +66,7 @@ def learn(model: Model, train: Train, steps: int = STEPS) -> list[float]:
         loss = nn.functional.cross_entropy(predicted.flatten(0, 1), IDS[:, 1:].flatten())
         loss.backward()
         if (penalty := adapters.orthogonality_penalty(model)) is not None:
-            (train.adalora.orthogonality * penalty).backward()
+            (train.adalora.orth_reg_weight * penalty).backward()
         optimizer.step()
         adapters.update_rank_allocation(model, step, steps)
         optimizer.zero_grad()
@@ -125,7 +126,7 @@ def with_factors_added(family: str, model: Model) -> Model:
     return base
 
 
-EMBEDDINGS = {"targets": ["embed_tokens", "lm_head", "q_proj"]}
+EMBEDDINGS = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
 ADDED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("llama", "lora", {}),
     "rslora": ("gpt2", "rslora", {}),
@@ -135,7 +136,11 @@ ADDED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adalora-conv1d": ("gpt2", "adalora", {}),
     "embedding": ("llama", "lora", EMBEDDINGS),
     "experts": ("mixtral", "lora", {"rank_pattern": {"experts.gate_up_proj": 3}}),
-    "one of experts": ("qwen3-moe", "rslora", {"targets": ["down_proj"], "rank_pattern": {}, "alpha_pattern": {}}),
+    "one of experts": (
+        "qwen3-moe",
+        "rslora",
+        {"target_modules": ["down_proj"], "rank_pattern": {}, "alpha_pattern": {}},
+    ),
 }
 NEW = [int(IDS[0, 3]), 94]
 ROWS = [
@@ -177,7 +182,7 @@ def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", ["lora", "pissa"])
 def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "EXACT_UP_TO", 8)  # larger weights are decomposed by chance
+    monkeypatch.setattr(adapters, "EXACT_SVD_MAX_SIZE", 8)  # larger weights are decomposed by chance
     first, again, other = (
         adapters.attach(families.make("llama"), settings(method, seed=seed), "digest") for seed in (1, 1, 2)
     )
@@ -195,7 +200,7 @@ def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: 
 
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("method", ["lora", "dora", "pissa", "adalora"])
-def test_adapters_are_of_the_type_asked_for_beside_a_base_of_16_bits(tmp_path: Path, method: str, wanted: str) -> None:
+def test_adapters_have_the_configured_dtype_on_a_16_bit_base(tmp_path: Path, method: str, wanted: str) -> None:
     base = families.make("llama", dtype=torch.bfloat16)
     plain = logits(base)
     optimizer = "adamw_8bit" if wanted == "float16" else "adamw"  # torch's is refused beside float16
@@ -232,27 +237,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Sequence[int], str]] = {
         "mixtral", {"dropout": 0.1}, (),
         r"mlp\.experts\.gate_up_proj: is one tensor for all experts, .* without dropout; set dropout: 0",
     ),
-    "dora of experts": ("mixtral", {"adapter": "dora"}, (), r"experts\..*plain LoRA only, no dora; set adapter: lora"),
+    "dora of experts": ("mixtral", {"adapter": "dora"}, (), r"experts\..*only plain LoRA in peft, not dora; set "
+    "adapter: lora"),
     "adalora of experts": (
-        "mixtral", {"adapter": "adalora", "rank": 9}, (), r"experts\..*plain LoRA only, no adalora; set adapter: lora"
+        "mixtral", {"adapter": "adalora", "rank": 9}, (), r"experts\..*only plain LoRA in peft, not adalora; set "
+        "adapter: lora"
     ),
     "pissa of experts": (
-        "mixtral", {"initialization": "pissa"}, (), r"experts\..*begins at zero; set initialization: zero, or targets"
+        "mixtral", {"initialization": "pissa"}, (), r"experts\..*initialized with zero; set initialization: zero, or "
+        "target_modules"
     ),
-    "tied head": ("llama-tied", {"targets": ["lm_head"]}, (), r"lm_head: embedding and output layer .* leave it out"),
+    "tied head": ("llama-tied", {"target_modules": ["lm_head"]}, (), r"lm_head: embedding and output layer .* remove "
+    "it"),
     "dora of embedding": (
-        "llama", {"targets": ["embed_tokens"], "adapter": "dora"}, (), r"embed_tokens: is an embedding, .* DoRA"
+        "llama", {"target_modules": ["embed_tokens"], "adapter": "dora"}, (), r"embed_tokens: is an embedding, .* DoRA"
     ),
     "adalora of embedding": (
-        "llama", {"targets": ["embed_tokens"], "adapter": "adalora", "rank": 9}, (), r"an embedding, .* no adalora"
+        "llama", {"target_modules": ["embed_tokens"], "adapter": "adalora", "rank": 9}, (), r"an embedding, .* not "
+        "adalora"
     ),
     "pissa of embedding": (
-        "llama", {"targets": ["embed_tokens"], "initialization": "pissa"}, (), r"an embedding, .* begins at zero"
+        "llama", {"target_modules": ["embed_tokens"], "initialization": "pissa"}, (), r"an embedding, .* initialized "
+        "with zero"
     ),
     "tokens and adapter": (
-        "llama", {"targets": ["lm_head"]}, [94], r"targets: lm_head: rows of base\.added_tokens are learned there"
+        "llama", {"target_modules": ["lm_head"]}, [94], r"target_modules: lm_head: its rows of base\.added_tokens are "
+        "trained"
     ),
-    "tokens and bias": ("gpt-j", {"targets": ["q_proj"]}, [94], r"base\.added_tokens: lm_head has a bias, which peft"),
+    "tokens and bias": ("gpt-j", {"target_modules": ["q_proj"]}, [94], r"base\.added_tokens: lm_head has a bias, which "
+    "peft"),
 }  # fmt: skip
 
 
@@ -270,8 +283,10 @@ def test_what_peft_does_not_support_is_refused_before_anything_loads(case: str) 
 def test_names_that_peft_would_take_for_experts_are_refused() -> None:
     """In a Qwen3-MoE whose first layer is dense, peft takes its gate_proj for that of the experts elsewhere."""
     base = families.make("qwen3-moe", mlp_only_layers=[0])
-    with pytest.raises(SettingsError, match=r"mlp\.\w+_proj: peft takes names .* of a qwen3_moe model .* leave it out"):
-        adapters.attach(base, settings(targets=["mlp.gate_proj", "mlp.up_proj"]), "digest")
+    with pytest.raises(
+        SettingsError, match=r"mlp\.\w+_proj: peft interprets this name as an expert of a qwen3_moe model .* remove it"
+    ):
+        adapters.attach(base, settings(target_modules=["mlp.gate_proj", "mlp.up_proj"]), "digest")
 
 
 def saved(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
@@ -289,7 +304,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(KEY), r"layers\.0\.self_attn\.q_proj\.lora_B\.weight has no place in it"),
+        (lambda tensors: tensors.pop(KEY), r"no matching tensor for .*layers\.0\.self_attn\.q_proj\.lora_B\.weight"),
         (lambda tensors: tensors.update({"base_model.model.x.lora_A.weight": torch.ones(1)}), r"\.x\.lora_A\.weight"),
         (lambda tensors: tensors.update({KEY: torch.ones(32, 5)}), "does not fit this base model: .*size mismatch"),
     ],
@@ -344,14 +359,14 @@ def test_a_base_is_put_right_for_first_matrices_that_another_machine_found() -> 
     weights = dict(adapters.trainable_parameters(model))
     with torch.no_grad():
         for one in adapters.iterate_factors(elsewhere):
-            weights[f"base_model.model.{one.name}.lora_A.default.weight"].copy_(turned[f"first/{one.name}/a"])
-            weights[f"base_model.model.{one.name}.lora_B.default.weight"].copy_(turned[f"first/{one.name}/b"])
+            weights[f"base_model.model.{one.name}.lora_A.default.weight"].copy_(turned[f"pissa/{one.name}/a"])
+            weights[f"base_model.model.{one.name}.lora_B.default.weight"].copy_(turned[f"pissa/{one.name}/b"])
     torch.testing.assert_close(logits(model), logits(families.make("gpt2")), rtol=0, atol=1e-5)
     learn(model, settings("pissa"))
     torch.testing.assert_close(logits(with_factors_added("gpt2", model)), logits(model), rtol=0, atol=1e-5)
-    turned["first/transformer.h.9/a"] = torch.ones(1)
+    turned["pissa/transformer.h.9/a"] = torch.ones(1)
     with pytest.raises(
-        DamagedFileError, match=r"of other layers than this model adapts, e\.g\. first/transformer\.h\.9/a"
+        DamagedFileError, match=r"to other layers than this model adapts, e\.g\. pissa/transformer\.h\.9/a"
     ):
         adapters.restore_extra(model, turned)
 
@@ -360,7 +375,9 @@ def test_a_base_is_put_right_for_first_matrices_that_another_machine_found() -> 
 
 
 def adalora(steps: int, **changes: Any) -> tuple[Model, Train]:
-    train = settings("adalora", adalora={"target_rank": 2, "every_steps": 2, "begin": 0.2, "end": 0.4} | changes)
+    train = settings(
+        "adalora", adalora={"target_rank": 2, "every_steps": 2, "warmup_ratio": 0.2, "final_ratio": 0.4} | changes
+    )
     return adapters.attach(families.make("llama"), train, "digest", steps=steps), train
 
 
@@ -377,10 +394,12 @@ def test_adalora_cuts_ranks_down_to_the_budget_and_its_allocation_is_of_one_mode
     tensors = adapters.extra_tensors(model)
     assert tensors
     other = adapters.attach(families.make("llama", num_hidden_layers=1), train, "digest", steps=20)
-    with pytest.raises(DamagedFileError, match=r"allocation of other matrices than this model .* e\.g\. kept/model\.l"):
+    with pytest.raises(
+        DamagedFileError, match=r"allocation belongs to other matrices than this model .* e\.g\. rank_mask/model\.l"
+    ):
         adapters.restore_extra(other, tensors)
     plain = adapters.attach(families.make("llama"), settings(), "digest")
-    with pytest.raises(DamagedFileError, match="allocation of other matrices"):
+    with pytest.raises(DamagedFileError, match="allocation belongs to other matrices"):
         adapters.restore_extra(plain, tensors)
 
 
@@ -411,7 +430,7 @@ def test_a_training_of_few_steps_has_a_budget_too(steps: int) -> None:
 
 def test_a_schedule_for_other_steps_than_are_trained_is_our_mistake() -> None:
     model, _ = adalora(20)
-    with pytest.raises(RuntimeError, match="attached for 20 steps, trained for 30"):
+    with pytest.raises(RuntimeError, match="attached for 20 steps, but the training has 30"):
         adapters.update_rank_allocation(model, 1, 30)
 
 

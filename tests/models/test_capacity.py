@@ -1,4 +1,4 @@
-"""How much memory there is, and how much this process holds: the kernel's own figures, read right."""
+"""Tests measurements of available and held memory against the kernel's figures."""
 
 import subprocess
 import sys

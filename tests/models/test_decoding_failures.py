@@ -1,4 +1,4 @@
-"""What goes wrong while prompts are answered changes no other answer: memory, numbers that are none, a word to stop."""
+"""Tests that failures during decoding (memory, NaN, stop) do not change other answers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding_cases import DRAWN, GREEDY, Heard, answered, expected, model_of, ragged
+from decoding_cases import DRAWN, GREEDY, EventRecorder, answered, expected, model_of, ragged
 from ratchet.models.decoding.decoder import BatchDecoder, DecodingRequest, DecodingResult, PaddedTokenBudget
 
 
@@ -33,18 +33,18 @@ def test_memory_that_runs_out_in_any_pass_changes_nothing() -> None:
         full = Full(lambda number, tokens, failing=failing: number == failing)
         found = answered(model, asked, DRAWN, before=full)
         # A pass over one row alone is not repeated: that row is given up.
-        lost = {one.place for one in found if one.finish == "memory"}
+        lost = {one.index for one in found if one.finish == "memory"}
         assert len(lost) <= full.failures == 1
-        assert [one for one in found if one.place not in lost] == [one for one in whole if one.place not in lost]
+        assert [one for one in found if one.index not in lost] == [one for one in whole if one.index not in lost]
 
 
 @pytest.mark.parametrize("family", ["llama", "mpt", "mamba"])
 def test_batches_shrink_until_they_fit(family: str) -> None:
-    heard, model = Heard(), model_of(family)
+    recorder, model = EventRecorder(), model_of(family)
     full = Full(lambda _, tokens: tokens > 61)
-    assert answered(model, ragged(), DRAWN, 10_000, heard, full) == expected(family, DRAWN)
+    assert answered(model, ragged(), DRAWN, 10_000, recorder, full) == expected(family, DRAWN)
     assert full.failures
-    first = heard.of("budget")[0]
+    first = recorder.of_kind("budget")[0]
     assert first["action"] == "shrink"
     assert first["tokens"] == int(0.8 * first["failed_tokens"])
 
@@ -54,7 +54,7 @@ def test_a_prompt_that_does_not_fit_alone_is_reported_and_the_others_are_answere
     assert any(one.finish == "memory" for one in found)
     for one, whole, asked in zip(found, expected("llama", GREEDY), ragged(), strict=True):
         fits = len(asked.ids) + len(whole.ids) - 1 <= 38
-        assert one == (whole if fits else DecodingResult(asked.place, (), "memory", 0.0))
+        assert one == (whole if fits else DecodingResult(asked.index, (), "memory", 0.0))
 
 
 def test_a_budget_grows_again_and_waits_longer_after_each_failure() -> None:
@@ -62,8 +62,8 @@ def test_a_budget_grows_again_and_waits_longer_after_each_failure() -> None:
     assert budget.tokens == 640
     assert budget.shrunk(600, repeated=True).tokens == 300
     for _ in range(2):
-        assert budget.after_good_pass(limits=False).tokens == 640
-        budget = budget.after_good_pass(limits=True)
+        assert budget.after_success(is_limiting=False).tokens == 640
+        budget = budget.after_success(is_limiting=True)
     assert budget.tokens == 800
     assert budget.shrunk(800, repeated=False).wait_passes == 4
     assert PaddedTokenBudget(1).shrunk(1, repeated=True).tokens == 1
@@ -81,7 +81,7 @@ def test_other_failures_are_not_taken_for_memory() -> None:
         answered(model_of("llama"), ragged(), GREEDY, before=broken)
 
 
-def test_a_row_of_no_numbers_ends_and_spoils_no_other() -> None:
+def test_a_nan_row_ends_and_does_not_affect_others() -> None:
     """One token's embedding is NaN: it poisons the texts that hold it, and the places they lie in."""
     model, asked = model_of("llama"), ragged()
     poison = 95
@@ -93,19 +93,19 @@ def test_a_row_of_no_numbers_ends_and_spoils_no_other() -> None:
         DecodingRequest(1000 + i, (*one.ids[:5], poison, *one.ids[5:]), one.stream) for i, one in enumerate(clean)
     ]
     mixed = [one for pair in zip(spoilt, clean, strict=True) for one in pair]
-    found = answered(model, mixed, DRAWN, heard=(heard := Heard()))
-    assert found[::2] == [DecodingResult(one.place, (), "invalid", 0.0) for one in spoilt]
+    found = answered(model, mixed, DRAWN, recorder=(recorder := EventRecorder()))
+    assert found[::2] == [DecodingResult(one.index, (), "invalid", 0.0) for one in spoilt]
     for one, before in zip(found[1::2], whole, strict=True):
         cut = before.ids.index(poison) + 1 if poison in before.ids[:-1] else None
         assert one == before if cut is None else (one.ids, one.finish) == (before.ids[:cut], "invalid")
-    assert heard.beats
+    assert recorder.beats
 
 
 def test_a_model_of_no_numbers_answers_nothing() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan
-    assert answered(model, ragged(), GREEDY) == [DecodingResult(one.place, (), "invalid", 0.0) for one in ragged()]
+    assert answered(model, ragged(), GREEDY) == [DecodingResult(one.index, (), "invalid", 0.0) for one in ragged()]
 
 
 def test_tokens_that_a_model_forbids_are_never_taken() -> None:
@@ -121,12 +121,12 @@ def test_tokens_that_a_model_forbids_are_never_taken() -> None:
     model.forward = forbidding
     found = answered(model, ragged(), DRAWN)
     assert not {token for one in found for token in one.ids} & set(range(7, 60))
-    assert found == answered(model, ragged(), replace(DRAWN, rows=1))
+    assert found == answered(model, ragged(), replace(DRAWN, max_rows=1))
 
 
-def test_the_context_ends_answers_and_longer_prompts_get_none() -> None:
+def test_the_context_ends_answers_and_longer_prompts_get_no_answer() -> None:
     model = model_of("llama", max_position_embeddings=30)
-    endless = replace(GREEDY, ends=())
+    endless = replace(GREEDY, end_token_ids=())
     found = answered(model, ragged(), endless)
     for one, asked in zip(found, ragged(), strict=True):
         room = max(0, 30 - len(asked.ids))
@@ -134,9 +134,11 @@ def test_the_context_ends_answers_and_longer_prompts_get_none() -> None:
         assert one.finish == ("length" if room >= 20 else "context")
 
 
-def test_nothing_is_computed_after_the_word_to_stop() -> None:
-    model, heard, passes = model_of("llama"), Heard(), Full(lambda *_: False)
-    decoder = BatchDecoder(model, replace(GREEDY, ends=(), window=4), None, heard.tell, heard.beat, passes)
+def test_nothing_is_computed_after_stop() -> None:
+    model, recorder, passes = model_of("llama"), EventRecorder(), Full(lambda *_: False)
+    decoder = BatchDecoder(
+        model, replace(GREEDY, end_token_ids=(), window=4), None, recorder.record, recorder.beat, passes
+    )
     pulled = list[DecodingRequest]()
 
     def prompts() -> Iterator[DecodingRequest]:
@@ -144,9 +146,9 @@ def test_nothing_is_computed_after_the_word_to_stop() -> None:
             pulled.append(one)
             yield one
 
-    assert list(decoder.answers(prompts(), lambda: heard.beats >= 9)) == []
+    assert list(decoder.generate(prompts(), lambda: recorder.beats >= 9)) == []
     assert len(pulled) == 8  # the second window, when the first one was under way
-    assert heard.beats == 9
+    assert recorder.beats == 9
 
 
 def test_no_prompts_and_empty_ones() -> None:

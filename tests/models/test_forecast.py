@@ -1,4 +1,4 @@
-"""The forecast of a training: exact where arithmetic is, the same for long models as a trace of all their blocks."""
+"""Tests the memory forecast: exact calculations, and extrapolation to long models against a full trace."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 import families
 from forecast_cases import CPU, GPU, llama, of
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading, model_spec
@@ -25,7 +25,7 @@ FRUGAL = Machine(activation_checkpointing=True)
 def test_blocks_that_differ_by_their_adapters_do_not_stand_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = {r"model\.layers\.4\.mlp\.up_proj": 16}
     short = of("llama", layers=6, rank_pattern=pattern)
-    monkeypatch.setitem(meta_model.SHORT_AND_LONG, "cuda", (98, 99))
+    monkeypatch.setitem(meta_model.PERIODS_OF_SHORT_AND_LONG, "cuda", (98, 99))
     whole = of("llama", layers=6, rank_pattern=pattern)
     assert short.phases == whole.phases != of("llama", layers=6).phases
 
@@ -45,9 +45,9 @@ def test_qlora_of_2048_tokens_fits_where_it_is_known_to(
     work = MemoryWorkload(1, 2048, 2047, False, "cuda", 1, 2048, 2047)
     found = forecast.forecast(llama(*shape), Train(rank=16), FRUGAL, work)
     assert (found.trainable_parameters, found.total_parameters) == (learn, parameters + learn)
-    stored = found.of("adapters").parts
-    assert stored["weights"] + stored["constants of quantisation"] > 0.53 * found.total_parameters  # and embeddings
-    assert found.of("loaded").total_bytes < found.peak.total_bytes < limit * GIB
+    stored = found.phase_memory("adapters").parts
+    assert stored["weights"] + stored["quantization constants"] > 0.53 * found.total_parameters  # and embeddings
+    assert found.phase_memory("loaded").total_bytes < found.peak.total_bytes < limit * GIB
     assert found.peak.phase == "steady"
 
 
@@ -65,8 +65,8 @@ def test_weights_adapters_and_optimizer_are_those_that_torch_holds(rank: int, ki
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     own.step()
-    found = forecast.forecast(model_spec.load(tmp_path), settings, Machine(), CPU).of("steady").parts
-    assert found["weights"] + found["constants of quantisation"] == weights
+    found = forecast.forecast(model_spec.load(tmp_path), settings, Machine(), CPU).phase_memory("steady").parts
+    assert found["weights"] + found["quantization constants"] == weights
     assert found["adapters"] == sum(map(rounded, parameters))
     names = ("exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
     states = [tensor for state in own.state.values() for name, tensor in state.items() if name in names]
@@ -80,19 +80,19 @@ def rounded(tensor: torch.Tensor) -> int:
 def test_phases_come_in_order_and_hold_what_they_should() -> None:
     found = of("llama", CPU)
     assert tuple(one.phase for one in found.phases) == PHASES
-    assert set(found.of("baseline").parts) == {"libraries"}
-    assert {"weights", "constants of quantisation", "adapters"} < set(found.of("adapters").parts)
-    assert "optimizer" not in found.of("first_step").parts
-    assert {"optimizer", "snapshots", "gradients"} < set(found.of("steady").parts)
-    assert "gradients" not in found.of("evaluation").parts
+    assert set(found.phase_memory("baseline").parts) == {"libraries"}
+    assert {"weights", "quantization constants", "adapters"} < set(found.phase_memory("adapters").parts)
+    assert "optimizer" not in found.phase_memory("first_step").parts
+    assert {"optimizer", "snapshots", "gradients"} < set(found.phase_memory("steady").parts)
+    assert "gradients" not in found.phase_memory("evaluation").parts
     assert found.host_bytes == found.peak.total_bytes
-    assert found.of("first_step").total_bytes <= found.of("steady").total_bytes
+    assert found.phase_memory("first_step").total_bytes <= found.phase_memory("steady").total_bytes
 
 
-def test_a_gpu_has_a_context_and_no_snapshots_and_says_what_was_assumed() -> None:
+def test_a_gpu_has_a_context_no_snapshots_and_notes_on_assumptions() -> None:
     found = of("llama", GPU)
-    assert set(found.of("baseline").parts) == {"CUDA context"}
-    assert "snapshots" not in found.of("steady").parts
+    assert set(found.phase_memory("baseline").parts) == {"CUDA context"}
+    assert "snapshots" not in found.phase_memory("steady").parts
     assert found.host_bytes > 0
     assert any("CUDA context" in note for note in found.notes)
 
@@ -116,18 +116,18 @@ def test_more_work_needs_more_and_frugal_settings_less() -> None:
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_every_adapter_has_a_forecast(kind: Any, times: int, quantization: Any) -> None:
     found = of("llama", CPU, adapter=kind, quantization=quantization, rank=8, adalora={"target_rank": 4})
-    adapters = found.of("adapters").parts["adapters"]
+    adapters = found.phase_memory("adapters").parts["adapters"]
     assert adapters == pytest.approx(times * found.trainable_parameters * 4, rel=0.1)
 
 
 def test_pissa_keeps_what_its_adapters_began_as() -> None:
     plain, pissa = (of("llama", CPU, quantization="none", initialization=begin) for begin in ("zero", "pissa"))
-    assert pissa.of("adapters").parts["adapters"] == 2 * plain.of("adapters").parts["adapters"]
+    assert pissa.phase_memory("adapters").parts["adapters"] == 2 * plain.phase_memory("adapters").parts["adapters"]
 
 
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"train\.targets: qproj"):
-        of("llama", targets=("qproj",))
+    with pytest.raises(SettingsError, match=r"train\.target_modules: qproj"):
+        of("llama", target_modules=("qproj",))
     with pytest.raises(SettingsError, match=r"train\.rank: 64"):
         of("llama", rank=64)
 
@@ -137,7 +137,7 @@ def test_where_nothing_fits_nothing_is_the_largest() -> None:
     assert forecast.find_largest_sizes(plan, Train(rank=2), Machine(), GPU, 1) == forecast.LargestFittingSizes(
         None, None, None
     )
-    everything = forecast.find_largest_sizes(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
+    everything = forecast.find_largest_sizes(plan, Train(rank=2, batch_size=8), Machine(), GPU, 2**40)
     assert everything == forecast.LargestFittingSizes(8, families.POSITIONS, families.HIDDEN // 2)
 
 
@@ -146,15 +146,15 @@ def test_where_nothing_fits_nothing_is_the_largest() -> None:
 
 def test_a_rank_computes_its_part_of_a_step_and_no_more() -> None:
     work = MemoryWorkload(8, 48, 24, packed=False, device="cuda")
-    assert [work.among(ranks, 1, 16).rows for ranks in (1, 2, 3, 16, 17)] == [8, 8, 6, 1, 1]
+    assert [work.on_ranks(ranks, 1, 16).rows for ranks in (1, 2, 3, 16, 17)] == [8, 8, 6, 1, 1]
 
 
-def test_gradients_of_an_earlier_micro_batch_are_there_only_where_a_rank_has_several() -> None:
+def test_gradients_are_counted_at_the_start_only_with_several_micro_batches_per_rank() -> None:
     plan = model_spec.from_config(families.FAMILIES["llama"](max_position_embeddings=2048))
 
     def gradients(ranks: int) -> int:
         work = MemoryWorkload(2, 1024, 512, packed=False, device="cuda", ranks=ranks)
-        parts = forecast.forecast(plan, Train(rank=4, batch_rows=8), Machine(), work).of("first_step").parts
+        parts = forecast.forecast(plan, Train(rank=4, batch_size=8), Machine(), work).phase_memory("first_step").parts
         assert parts["activations"] > 0, "the peak is in the middle of the step"
         return parts.get("gradients", 0)
 
@@ -167,4 +167,4 @@ def test_what_learns_is_known_in_its_order_also_of_layers_that_are_left_out(fami
     plan = model_spec.from_config(families.FAMILIES[family](num_hidden_layers=11))
     # On CPUs models of so few layers are executed as a whole.
     few, all_layers = (meta_model.build(plan, settings, torch.float32, device) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
-    assert [one.shape for one in few.learning()] == [one.shape for one in all_layers.learning()]
+    assert [one.shape for one in few.trainable_parameters()] == [one.shape for one in all_layers.trainable_parameters()]

@@ -1,4 +1,4 @@
-"""Weights on their way from files into a model: all of them, of the right shape, in little memory, running nothing."""
+"""Tests loading of weights: completeness, shapes, memory use, and that no code runs."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) 
         ),
         (
             lambda tensors: tensors.update({PROJECTION: torch.ones(40, 32)}),
-            " is 40 x 32, and config.json asks for 128 x 64",
+            ": found 40 x 32, but config.json expects 128 x 64",
         ),
     ],
     ids=["missing", "shape"],
@@ -72,7 +72,7 @@ def test_the_shape_of_a_weight_in_4_bits_is_checked_too(tmp_path: Path, family: 
     config = json.loads((tmp_path / "stored" / "config.json").read_text())
     wider = {"n_inner": 72} if family == "gpt2" else {"intermediate_size": 72}
     (tmp_path / "stored" / "config.json").write_text(json.dumps(config | wider))
-    with pytest.raises(BaseModelError, match=r"mlp\.\w+\.(weight|bias) is .*, and config\.json asks for "):
+    with pytest.raises(BaseModelError, match=r"mlp\.\w+\.(weight|bias): found .*, but config\.json expects "):
         loading.load(tmp_path / "stored", None, Train(), CPU)
 
 
@@ -98,7 +98,7 @@ def test_loaded_is_what_transformers_loads(tmp_path: Path, family: str) -> None:
     assert loaded.generation_config == expected.generation_config
 
 
-def test_what_lies_beside_the_weights_is_not_loaded(llama: Path) -> None:
+def test_files_next_to_the_weights_are_not_loaded(llama: Path) -> None:
     """transformers would take an adapter_config.json as an order to load the adapter, which nothing pins."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(llama), "r": 2, "target_modules": ["q_proj"]}
     (llama / "adapter_config.json").write_text(json.dumps(adapter))
@@ -222,11 +222,11 @@ def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path, form
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "damaged or cut short"),
-        (b"\x80\x02}q\x00.", "damaged or cut short"),
-        (b"PK\x03\x04 and no more", "damaged or cut short"),
-        ([torch.ones(2)], "no weights by name, but list"),
-        ({"state_dict": {"a": torch.ones(2)}}, "but dict with state_dict: dict"),
+        (b"", "damaged or truncated"),
+        (b"\x80\x02}q\x00.", "damaged or truncated"),
+        (b"PK\x03\x04 and no more", "damaged or truncated"),
+        ([torch.ones(2)], "expected tensors by name, found list"),
+        ({"state_dict": {"a": torch.ones(2)}}, "found dict with state_dict: dict"),
     ],
     ids=["empty", "no-torch", "cut", "list", "nested"],
 )
@@ -240,7 +240,7 @@ def test_pickles_that_hold_no_weights(tmp_path: Path, content: Any, words: str) 
         weights.convert_pickles(tmp_path, tmp_path / "after")
 
 
-def test_pickles_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_pickles_are_reported(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         weights.convert_pickles(tmp_path, tmp_path / "after")
     directory = pickled(families.make("llama"), tmp_path / "shards", shards=2)

@@ -1,4 +1,4 @@
-"""Rows of a pack do not see one another: logits, loss and gradient are those of rows alone, or packing is refused."""
+"""Tests that packed rows do not interact, and that packing is refused for models where they do."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import families
 from ratchet.config.train import Train
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading
 from ratchet.models.loading import Model
@@ -42,7 +42,7 @@ MIXING: dict[str, Callable[[], Any]] = {
 def rows() -> TokenRows:
     draw = np.random.default_rng(0)
     ids = [draw.integers(3, families.VOCABULARY, length).tolist() for length in LENGTHS]
-    return TokenRows.from_lists(ids, [[MASKED] * (len(row) // 3) + row[len(row) // 3 :] for row in ids])
+    return TokenRows.from_lists(ids, [[IGNORE_INDEX] * (len(row) // 3) + row[len(row) // 3 :] for row in ids])
 
 
 def model_of(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
@@ -74,28 +74,28 @@ def spans(sequence: list[int]) -> list[tuple[int, int, int]]:
 def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, attention: str, rows: TokenRows) -> None:
     """In a micro-batch of three packs of different length, so that two of them are padded."""
     model = model_of(family, attention)
-    batch = SequenceBatch.of(rows, PACKS, CPU)
+    batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
     logits = logits_of(model, batch)
     with torch.no_grad():
         nll = answer_nll(model, batch.input_ids, batch.labels, batch.position_ids)
     largest = float(logits.abs().max())
     for k, pack in enumerate(PACKS):
         for row, start, stop in spans(pack):
-            alone = SequenceBatch.of(rows, [[row]], CPU)
+            alone = SequenceBatch.from_sequences(rows, [[row]], CPU)
             assert alone.position_ids is None
             assert torch.allclose(logits[k, start:stop], logits_of(model, alone)[0], atol=1e-5 * largest, rtol=0)
             with torch.no_grad():
                 expected = answer_nll(model, alone.input_ids, alone.labels)[0]
             assert torch.allclose(nll[k, start : stop - 1], expected, atol=1e-4, rtol=1e-5)
             assert start == 0 or nll[k, start - 1] == 0  # what the row before would say next
-    assert int((nll != 0).sum()) == sum(rows.trained(pack) for pack in PACKS)
+    assert int((nll != 0).sum()) == sum(rows.count_trained(pack) for pack in PACKS)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_without_positions_a_row_would_see_those_before_it(attention: str, rows: TokenRows) -> None:
     """The comparison above can fail."""
     model = model_of("llama", attention)
-    batch = SequenceBatch.of(rows, [[1, 2]], CPU)
+    batch = SequenceBatch.from_sequences(rows, [[1, 2]], CPU)
     assert batch.position_ids is not None
     read_as_one = logits_of(model, SequenceBatch(batch.input_ids, batch.labels, None))
     apart = logits_of(model, batch)
@@ -107,11 +107,11 @@ def test_without_positions_a_row_would_see_those_before_it(attention: str, rows:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attention: str, rows: TokenRows) -> None:
     model = model_of(family, attention)
-    trained = rows.trained(range(len(LENGTHS)))
+    trained = rows.count_trained(range(len(LENGTHS)))
 
     def gradients(sequences: list[list[int]]) -> list[Tensor]:
         model.zero_grad()
-        batch = SequenceBatch.of(rows, sequences, CPU)
+        batch = SequenceBatch.from_sequences(rows, sequences, CPU)
         (answer_nll(model, batch.input_ids, batch.labels, batch.position_ids).sum() / trained).backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
@@ -147,7 +147,7 @@ def test_models_with_layers_that_carry_rows_over_are_refused(name: str, dtype: t
 
 
 def test_a_model_without_position_ids_is_refused(rows: TokenRows) -> None:
-    with pytest.raises(SettingsError, match="takes no position ids"):
+    with pytest.raises(SettingsError, match="does not accept position ids"):
         require_packing_isolation(families.make("mamba"), rows, [6, 0, 1], CPU)
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_reads_positions_otherwise_is_refused(rows: TokenRows, monk
     table = model.transformer.wpe
     original = table.forward
     monkeypatch.setattr(table, "forward", lambda positions: original(torch.arange(positions.shape[1])[None]))
-    with pytest.raises(SettingsError, match="reads a row in a pack otherwise than alone"):
+    with pytest.raises(SettingsError, match="computes a row differently in a pack"):
         require_packing_isolation(model, rows, [6, 0], CPU)
 
 
@@ -190,7 +190,7 @@ def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows
 
 def test_attention_that_the_model_does_not_have_is_refused_with_the_setting(tmp_path: Path) -> None:
     model_of("gpt-j", "eager").save_pretrained(tmp_path)
-    with pytest.raises(SettingsError, match=r"train\.attention: sdpa, but the model of .* has none; set eager"):
+    with pytest.raises(SettingsError, match=r"train\.attention: sdpa: not supported by the model of .*; set eager"):
         loading.load(tmp_path, None, Train(quantization="none", attention="sdpa"), CPU)
     for attention in ("eager", "auto"):
         loaded = loading.load(tmp_path, None, Train(quantization="none", attention=attention), CPU)

@@ -1,4 +1,4 @@
-"""Bases in 4 bits: how they are stored, on what, in which numbers; and those that are quantised already."""
+"""Tests 4-bit base models: storage, devices, dtypes, and prequantized files."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
-def test_layers_are_stored_as_asked_for(llama: Path, kind: Any, double: bool, storage: Any) -> None:
+def test_layers_are_quantized_as_configured(llama: Path, kind: Any, double: bool, storage: Any) -> None:
     settings = Train(quantization=kind, double_quantization=double, quantization_storage=storage)
     model = loading.load(llama, None, settings, CPU)
     layers = linear(model)
@@ -110,14 +110,14 @@ def stored(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["double", "nf4", "none", "storage"],
 )
-def test_nothing_is_quantised_twice(stored: Path, settings: Train, words: str) -> None:
-    with pytest.raises(SettingsError, match="quantised already") as caught:
+def test_nothing_is_quantized_twice(stored: Path, settings: Train, words: str) -> None:
+    with pytest.raises(SettingsError, match="already quantized") as caught:
         loading.load(stored, None, settings, CPU)
     assert words in str(caught.value)
 
 
 def test_a_model_in_4_bits_has_no_plain_weights(stored: Path) -> None:
-    with pytest.raises(BaseModelError, match="no plain ones to load"):
+    with pytest.raises(BaseModelError, match="the stored weights are quantized"):
         loading.load_plain(stored, torch.float32, CPU)
 
 
@@ -138,7 +138,9 @@ def test_other_quantisations_are_named_and_refused(
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": note}))
-    with pytest.raises(BaseModelError, match=rf"quantised already \({method}\).*take the model that it was made from"):
+    with pytest.raises(
+        BaseModelError, match=rf"already quantized \({method}\).*use the model from before it was quantized"
+    ):
         loading.load(tmp_path, None, Train(), CPU)
 
 
@@ -150,7 +152,7 @@ def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_thei
     assert not torch.equal(logits(model), logits(plain))
 
 
-def test_a_model_that_does_not_compute_in_4_bits_says_so_when_it_is_loaded(saved_family: Saved) -> None:
+def test_a_model_that_cannot_compute_in_4_bits_fails_when_loaded(saved_family: Saved) -> None:
     """Mamba's mixers read the weights of their layers themselves."""
     with pytest.raises(SettingsError, match=r"MambaForCausalLM does not compute with layers in 4 bits.*none"):
         loading.load(saved_family("mamba"), None, Train(), CPU)
@@ -159,12 +161,12 @@ def test_a_model_that_does_not_compute_in_4_bits_says_so_when_it_is_loaded(saved
 
 
 def test_a_device_without_bitsandbytes_is_named(llama: Path) -> None:
-    with pytest.raises(SettingsError, match=r"bitsandbytes cannot store 4 bits on this mps.*quantization: none"):
+    with pytest.raises(SettingsError, match=r"bitsandbytes cannot quantize to 4 bits on this mps.*quantization: none"):
         loading.load(llama, None, Train(), torch.device("mps"))
 
 
 def test_an_encoder_decoder_is_refused(saved_family: Saved) -> None:
-    with pytest.raises(BaseModelError, match="encoder-decoder; training is for causal language models"):
+    with pytest.raises(BaseModelError, match="encoder-decoder; expected a causal language model"):
         loading.load(saved_family("t5"), None, Train(), CPU)
 
 
@@ -193,7 +195,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
 
 def test_bfloat16_is_refused_where_it_is_only_emulated(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
     as_gpu(monkeypatch, native=False)
-    with pytest.raises(SettingsError, match=r"Tesla T4 \(compute capability 7\.5\).*set auto or float16"):
+    with pytest.raises(SettingsError, match=r"Tesla T4 \(compute capability 7\.5; .*\); set auto or float16"):
         loading.load(llama, None, Train(compute_dtype="bfloat16"), GPU)
 
 
@@ -224,7 +226,7 @@ def test_the_weight_of_a_layer_is_outputs_by_inputs() -> None:
 def test_a_weight_of_unknown_storage_is_refused() -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(BaseModelError, match=r"stored as torch\.int8"):
+    with pytest.raises(BaseModelError, match=r"found torch\.int8"):
         frozen_weights.dense_weight(layer)
 
 

@@ -1,4 +1,4 @@
-"""Likelihoods against a float64 reference, logits in pieces, and answers, on tiny models of the real classes."""
+"""Tests likelihoods against a float64 reference, logits in pieces, and greedy answers, on tiny real models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import torch
 
 import families
 from ratchet.config.train import Train
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import BaseModelError
 from ratchet.models import adapters, chunked_loss, loading, scoring
 from ratchet.models.device import Model
@@ -21,7 +21,7 @@ PAD = 0
 SEED = torch.Generator().manual_seed(3)
 LENGTHS = [2, 31, 7, 16, 1, 24]
 ROWS = [torch.randint(3, families.VOCABULARY, (n,), generator=SEED).tolist() for n in LENGTHS]
-LABELS = [[MASKED if i < len(ids) // 2 else token for i, token in enumerate(ids)] for ids in ROWS]
+LABELS = [[IGNORE_INDEX if i < len(ids) // 2 else token for i, token in enumerate(ids)] for ids in ROWS]
 
 
 def reference(model: Model) -> list[tuple[float, int, float, int]]:
@@ -33,7 +33,7 @@ def reference(model: Model) -> list[tuple[float, int, float, int]]:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         nll = -torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:]).view(-1, 1)).squeeze(1)
-        learned = torch.tensor([label != MASKED for label in labels[1:]], dtype=torch.bool)
+        learned = torch.tensor([label != IGNORE_INDEX for label in labels[1:]], dtype=torch.bool)
         found.append((float(nll[learned].sum()), int(learned.sum()), float(nll[~learned].sum()), int((~learned).sum())))
     return found
 
@@ -135,7 +135,8 @@ def test_base_and_adapter_are_scored_on_the_same_tokens(saved_family: Callable[[
 
 def test_rows_of_a_single_token_have_no_likelihood() -> None:
     assert (
-        scoring.score_rows(families.make("llama"), [[5], [6]], [[5], [MASKED]], PAD) == [RowLikelihood(0, 0, 0, 0)] * 2
+        scoring.score_rows(families.make("llama"), [[5], [6]], [[5], [IGNORE_INDEX]], PAD)
+        == [RowLikelihood(0, 0, 0, 0)] * 2
     )
 
 
@@ -149,7 +150,7 @@ def by_hand(model: Model, prompt: list[int], ends: list[int], count: int) -> lis
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mamba"])
-def test_an_answer_is_the_likeliest_token_again_and_again_until_an_end(family: str) -> None:
+def test_an_answer_is_greedy_until_an_end_token(family: str) -> None:
     model = rough(family)
     prompts = [ids for ids in ROWS if len(ids) > 1] if family != "mamba" else [ROWS[1]]
     expected = [by_hand(model, prompt, [], 9) for prompt in prompts]
@@ -160,7 +161,7 @@ def test_an_answer_is_the_likeliest_token_again_and_again_until_an_end(family: s
     assert scoring.generate(model, prompts, [end], 9, PAD) == cut
 
 
-def test_what_a_model_s_files_say_of_generation_does_not_change_its_answers() -> None:
+def test_a_models_generation_config_is_ignored() -> None:
     plain, model = rough("llama"), rough("llama")
     model.generation_config.update(repetition_penalty=50.0, do_sample=True, temperature=2.0, max_new_tokens=1)
     own = model.generation_config

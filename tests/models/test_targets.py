@@ -1,4 +1,4 @@
-"""train.targets means what it says, as peft understands it, and what cannot be is told before a weight is loaded."""
+"""Tests that train.target_modules is interpreted as in peft, and invalid values are refused before loading."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_a_misspelt_name_is_refused_with_the_nearest(family: str) -> None:
     with pytest.raises(SettingsError) as refused:
         targets.choose(made.layers, [leaf, wrong], made.others)
     message = str(refused.value)
-    assert message.startswith(f"train.targets: {wrong}: no module of the model has this name; nearest: ")
+    assert message.startswith(f"train.target_modules: {wrong}: the model has no module with this name; nearest: ")
     assert leaf in message
     assert message.endswith("groups: attention, mlp, all")
 
@@ -99,14 +99,14 @@ def test_a_misspelt_name_is_refused_with_the_nearest(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "wanted", "said"),
     [
-        ("llama", r".*\.q_prj", r"nearest: .*q_proj.*for names, give a list: \[\.\*\\\.q_prj\]"),
-        ("llama", "(q", r"train\.targets: \(q: not a regular expression"),
+        ("llama", r".*\.q_prj", r"nearest: .*q_proj.*for module names, use a list: \[\.\*\\\.q_prj\]"),
+        ("llama", "(q", r"train\.target_modules: \(q: not a regular expression"),
         ("llama", "q_proj", "neither a group"),
         # As in peft a name of a list ends at a dot: `up_proj` is not gate_up_proj.
-        ("phi3", ["up_proj"], r"up_proj: no module .* nearest: .*gate_up_proj"),
+        ("phi3", ["up_proj"], r"up_proj: the model has no module .* nearest: .*gate_up_proj"),
         ("llama", ["input_layernorm"], r"input_layernorm and 1 more is of class LlamaRMSNorm, not a linear layer"),
         ("llama", ["act_fn"], "of class SiLUActivation, not a linear layer"),
-        ("llama", ["mlp"], r"of class LlamaMLP.*name what is in it: gate_proj \(1\), up_proj \(1\), down_proj \(1\)"),
+        ("llama", ["mlp"], r"of class LlamaMLP.*name its layers: gate_proj \(1\), up_proj \(1\), down_proj \(1\)"),
         ("mixtral", ["gate"], "of class MixtralTopKRouter, not a linear layer"),
         ("qwen3", r".*self_attn.*", r"self_attn\.q_norm and 3 more is of class Qwen3RMSNorm"),
     ],
@@ -115,7 +115,7 @@ def test_a_misspelt_name_is_refused_with_the_nearest(family: str) -> None:
         "norm", "activation", "block", "router", "expression of norms",
     ],
 )  # fmt: skip
-def test_what_names_no_linear_layer_is_refused(family: str, wanted: Any, said: str) -> None:
+def test_targets_without_a_linear_layer_are_refused(family: str, wanted: Any, said: str) -> None:
     made = of(family)
     with pytest.raises(SettingsError, match=said):
         targets.choose(made.layers, wanted, made.others)
@@ -133,9 +133,9 @@ def test_projections_that_fused_kernels_read_themselves_are_refused_as_peft_refu
     chosen = targets.choose(made.layers, ["out_proj"])
     with pytest.raises(ValueError, match="incompatible with Mamba"):
         attached("mamba", chosen, Train(rank=2))
-    with pytest.raises(SettingsError, match=r"mixer\.out_proj: fused kernels of mamba read its weight"):
-        targets.check(made, Train(rank=2, targets=("in_proj", "out_proj")))
-    fine = targets.check(made, Train(rank=2, targets=("in_proj", "x_proj")))
+    with pytest.raises(SettingsError, match=r"mixer\.out_proj: fused kernels of mamba read this weight directly"):
+        targets.check(made, Train(rank=2, target_modules=("in_proj", "out_proj")))
+    fine = targets.check(made, Train(rank=2, target_modules=("in_proj", "x_proj")))
     assert attached("mamba", fine, Train(rank=2))
 
 
@@ -173,25 +173,25 @@ def test_patterns_mean_what_they_mean_to_peft(family: str, ranks: dict[str, int]
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("q_prj", "q_prj: no layer with an adapter has a name that ends so; nearest: .*q_proj"),
+        ("q_prj", "q_prj: no layer with an adapter has a name that ends like this; nearest: .*q_proj"),
         ("up_proj", "up_proj: no layer with an adapter"),
         ("(q", "not a regular expression"),
     ],
     ids=["misspelt", "without-adapter", "broken"],
 )
 def test_a_pattern_that_matches_nothing_is_refused(knob: str, key: str, said: str) -> None:
-    settings = Train(targets="attention", rank=2, **{knob: {key: 2}})
+    settings = Train(target_modules="attention", rank=2, **{knob: {key: 2}})
     with pytest.raises(SettingsError, match=rf"train\.{knob}: .*{said}"):
         targets.check(of("llama"), settings)
 
 
 def test_a_rank_above_the_smaller_side_is_refused_with_module_shape_and_rank() -> None:
     made = of("llama")
-    said = r"train\.rank: 33, but model\.layers\.0\.self_attn\.k_proj is 32 x 64 and has no rank above 32"
+    said = r"train\.rank: 33, but model\.layers\.0\.self_attn\.k_proj is 32 x 64 and its updates have at most rank 32"
     with pytest.raises(SettingsError, match=said):
         targets.check(made, Train(rank=33))
     assert targets.check(made, Train(rank=32))
-    assert targets.check(made, Train(rank=33, targets="mlp"))
+    assert targets.check(made, Train(rank=33, target_modules="mlp"))
     with pytest.raises(SettingsError, match=r"train\.rank_pattern\.k_proj: 40, but .*k_proj is 32 x 64"):
         targets.check(made, Train(rank=8, rank_pattern={"k_proj": 40}))
 

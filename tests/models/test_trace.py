@@ -1,4 +1,4 @@
-"""A step without data, beside the same step of the same classes with data: what is kept, what lives at most."""
+"""Tests traces of a step without data against the same step with data."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ FAMILIES = ["llama", "gpt2", "opt", "mixtral", "gemma2", "qwen3", "falcon", "blo
 def settings_for(family: str, **changes: object) -> Train:
     plan = model_spec.from_config(families.FAMILIES[family]())
     leaves = {x.name.rsplit(".", 1)[-1] for x in plan.layers if x.role in ("attention", "mlp") and x.kind != "experts"}
-    return Train(rank=4, targets=tuple(sorted(leaves)), **{"quantization": "none", **changes})  # type: ignore[arg-type]
+    return Train(rank=4, target_modules=tuple(sorted(leaves)), **{"quantization": "none", **changes})  # type: ignore[arg-type]
 
 
 def on_meta(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> Model:
@@ -63,7 +63,7 @@ def kept_by_autograd(model: Model, packed: bool) -> int:
     ("dtype", "dropout"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)], ids=["float32", "bfloat16"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_kept_for_the_backward_pass_is_what_autograd_keeps(
+def test_traced_activations_equal_those_saved_by_autograd(
     family: str, dtype: torch.dtype, dropout: float, packed: bool
 ) -> None:
     kept = trace.saved_activation_bytes(
@@ -88,7 +88,7 @@ def highest_with_data(model: Model, checkpointing: bool) -> int:
     """The same account, kept while real tensors are computed."""
     if checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    ledger = AllocationTrace(model, STEP, learning=True)
+    ledger = AllocationTrace(model, STEP, records_graph=True)
     with ledger:
         chunked_loss.forward_backward(model, SequenceBatch(*inputs(packed=False)), 1.0)
     return highest(ledger)
@@ -114,7 +114,7 @@ def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
         found = trace.trace_micro_batch(
             on_meta("llama", quantization=quantization), BatchShape(1, 2, 1, False, "cpu"), False, False
         )
-        return max(peak.parts["dequantised weights"] for peak in found.peaks.values())
+        return max(peak.parts["dequantized weights"] for peak in found.peaks.values())
 
     layer = families.HIDDEN * families.INNER * 4
     constants = families.HIDDEN * families.INNER // 64 * 4
@@ -122,7 +122,7 @@ def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
     assert most("none") == 0
 
 
-def test_gradients_of_an_earlier_micro_batch_are_there_from_the_beginning() -> None:
+def test_accumulated_gradients_are_counted_from_the_start() -> None:
     model, batch = on_meta("llama"), BatchShape(1, 8, 2, False, "cpu")
     own = sum(-(-p.nbytes // 64) * 64 for p in model.parameters() if p.requires_grad)
     first, second = (

@@ -1,4 +1,4 @@
-"""New tokens: the tokenizer learns them, the model gets rows that begin where its pieces are, and nothing shrinks."""
+"""Tests added tokens: in the tokenizer, as embedding rows initialized from pieces, never shrinking."""
 
 from pathlib import Path
 from typing import Any

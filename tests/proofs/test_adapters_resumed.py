@@ -35,7 +35,7 @@ def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: s
     train = settings(method, quantization)
     whole = loop(tmp_path / "whole", train, family)
     whole.run()
-    found = losses(whole.task.paths)
+    found = losses(whole.context.paths)
     assert sum(found[-5:]) < sum(found[:5])
     for stop in (11, 9):  # 11 steps: while AdaLoRA cuts ranks; 20: after the last cut
         with pytest.raises(InterruptedRunError):
@@ -43,11 +43,11 @@ def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: s
     parts = loop(tmp_path / "parts", train, family)
     assert parts.state.step == 20
     parts.run()
-    assert losses(parts.task.paths) == found
+    assert losses(parts.context.paths) == found
     one, other = state_of(whole), state_of(parts)
     assert snapshots.equal(one, other)
     assert same(one.extra, other.extra)
     assert bool(one.extra) == (method in ("pissa", "adalora"))
-    adapters.save(whole.task.model, tmp_path / "a", "base")
-    adapters.save(parts.task.model, tmp_path / "b", "base")
+    adapters.save(whole.context.model, tmp_path / "a", "base")
+    adapters.save(parts.context.model, tmp_path / "b", "base")
     assert snapshots.contents(tmp_path / "a") == snapshots.contents(tmp_path / "b")

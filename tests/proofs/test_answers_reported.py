@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 import generations
-from made_answers import of_labels, write
+from fake_answers import of_labels, write
 from page_reading import section, table
-from ratchet.cli import command_line
-from ratchet.config.schema import Settings
+from ratchet.cli.main import main
+from ratchet.config.settings import Settings
+from ratchet.stages.project import Project
 from ratchet.stages.report import report
 from ratchet.storage.layout import ProjectLayout
 
@@ -19,14 +20,16 @@ PACKAGES = ("evaluation", "stages", "inference")
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
     """What the terminal says, and the page."""
     target = layout.root / "page.html"
-    return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
+    return report(Project.from_parts(layout, Settings()), str(path), target), target.read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("calm")
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     labels = ["wet", "dry as dust"]
-    settings = generations.with_generate(labels=labels, keep=["topic"], temperature=0.5, samples=2, max_new_tokens=16)
+    settings = generations.with_generate(
+        labels=labels, extra_fields=["topic"], temperature=0.5, samples=2, max_new_tokens=16
+    )
     layout = generations.project(tmp_path / "p", settings)
     model = generations.chat_directory(tmp_path / "model")
     rows = [
@@ -36,13 +39,13 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "so", "label": "damp"}]), "utf-8")
     output = tmp_path / f"a.{ending}"
     words = ["--project", str(layout.root)]
-    assert command_line.main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
+    assert main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert "12 of them have a reference" in said
     assert "references that are none of the 2 generate.labels: 1, such as 'damp'" in said
     assert "of 12 prompts with a reference" in said
     assert said.rstrip().endswith(f"more: ratchet report {output}")
-    assert command_line.main([*words, "report", str(output)]) == 0
+    assert main([*words, "report", str(output)]) == 0
     said = capsys.readouterr().out
     assert "among 2 answers to a prompt" in said
     assert "mean average precision" in said
@@ -51,7 +54,7 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     assert (
         sum(
             int(cells[-1])
-            for cells in table(section(page.read_text("utf-8"), "calibration"), "Calibration in numbers").values()
+            for cells in table(section(page.read_text("utf-8"), "calibration"), "Calibration values").values()
         )
         == 11
     )

@@ -12,15 +12,15 @@ import pytest
 import tiny_project
 from chaos_cases import (
     prepared,  # noqa: F401 (a fixture)
-    quiet,
     result,
 )
-from ratchet.reports import plots
+from ratchet.cli.chaos import format_chaos
 from ratchet.runs.fault_injection import plan
 from ratchet.runs.fault_injection.injection import InjectedFault
 from ratchet.runs.fault_injection.plan import FaultTrial
 from ratchet.stages.chaos import ChaosOptions, chaos
 from ratchet.stages.fault_campaign import FaultCampaign
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("stages", "runs", "training")
@@ -35,11 +35,14 @@ def other_numbers(chance: random.Random, shape: plan.TrainingShape, number: int)
 def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_out(
     prepared: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "ROWS", {**plan.ROWS, "none": plan.FaultCategory("other numbers", other_numbers)})
+    monkeypatch.setattr(
+        plan, "ROWS", {**plan.FAULT_CATEGORIES, "none": plan.FaultCategory("other numbers", other_numbers)}
+    )
     before = {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()}
     options = ChaosOptions(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")
     told: list[str] = []
-    well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.draw_timeline, told.append)
+    outcome = chaos(Project.from_parts(prepared, tiny_project.SETTINGS), options, told.append)
+    well, text = outcome.has_passed, format_chaos(outcome)
     report = json.loads((tmp_path / "out" / "chaos.json").read_text())
     other, flipped = report["trials"]
     assert "seed 5" in told[0]
@@ -63,9 +66,10 @@ def test_when_all_is_well_the_command_says_so_and_leaves_the_project_as_it_was(
     prepared: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FaultCampaign, "run", lambda self, trials: [result(trial) for trial in trials])
-    well, text = chaos(prepared, tiny_project.SETTINGS, ChaosOptions(seed=4), plots.draw_timeline, quiet)
+    outcome = chaos(Project.from_parts(prepared, tiny_project.SETTINGS), ChaosOptions(seed=4))
+    well, text = outcome.has_passed, format_chaos(outcome)
     assert well
     assert "seed 4: all 24 trials are exact and unaided" in text
-    assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.ROWS)
+    assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.FAULT_CATEGORIES)
     assert {p.name for p in (prepared.experiments / "chaos").iterdir()} == {"chaos.json", "timeline.png"}
     assert list(prepared.runs.glob(".chaos-*")) == []

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from gloo_ranks import exact
-from wire_cases import (
+from compression_cases import (
     REMEMBERING,
     largest_of_buckets,
     left_over,
     name_of,
     twelve_steps,  # noqa: F401 (a fixture)
 )
+from gloo_ranks import exact
 
 PACKAGES = ("models",)
 

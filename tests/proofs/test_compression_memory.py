@@ -18,7 +18,7 @@ PACKAGES = ("models",)
 
 
 def communication(found: MemoryForecast, phase: Any) -> int:
-    return found.of(phase).parts.get("communication", 0)
+    return found.phase_memory(phase).parts.get("communication", 0)
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=NAMES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import families
-from decoding_cases import DRAWN, SETTINGS, Heard, answered, expected, model_of, ragged
+from decoding_cases import DRAWN, SETTINGS, EventRecorder, answered, expected, model_of, ragged
 from ratchet.models.decoding.decoder import DecodingOptions
 
 PACKAGES = ("models",)
@@ -14,10 +14,10 @@ WAYS = {"mamba": "own cache"}
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_answers_of_every_family_are_the_plain_ones(family: str) -> None:
-    heard = Heard()
-    found = answered(model_of(family), ragged(), DRAWN, heard=heard)
+    recorder = EventRecorder()
+    found = answered(model_of(family), ragged(), DRAWN, recorder=recorder)
     assert found == expected(family, DRAWN)
-    assert heard.way == WAYS.get(family, "joined")
+    assert recorder.method == WAYS.get(family, "joined")
     assert len({len(one.ids) for one in found}) > 3  # they end here and there
 
 

@@ -24,17 +24,17 @@ PACKAGES = ("registry", "models")
 def test_the_model_that_was_measured_answers_as_it_was(
     export: Path, verified: dict[str, ExportArtifact], form: str
 ) -> None:
-    assert run_smoke_test(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
+    assert run_smoke_test(export / "one", verified[form], has_dated_prompts=False) == "3 of 3 answers as verified"
 
 
 def test_files_that_cannot_be_opened(export: Path, verified: dict[str, ExportArtifact], tmp_path: Path) -> None:
     shutil.copytree(export / "one", tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "gguf" / "model-f32.gguf", 4000)
     with pytest.raises(DamagedFileError, match=r"model-f32\.gguf"):
-        run_smoke_test(tmp_path / "cut", verified["gguf/f32"], dated=False)
+        run_smoke_test(tmp_path / "cut", verified["gguf/f32"], has_dated_prompts=False)
     os.truncate(tmp_path / "cut" / "onnx" / "fp32" / "model.onnx", 100)
     with pytest.raises(ChampionError, match=r"fp32: does not load and answer \("):
-        run_smoke_test(tmp_path / "cut", verified["onnx/fp32"], dated=False)
+        run_smoke_test(tmp_path / "cut", verified["onnx/fp32"], has_dated_prompts=False)
     (tmp_path / "cut" / "hf" / "model.safetensors").unlink()
     with pytest.raises(ChampionError, match=r"hf: does not load and answer \(OSError: .*model\.safetensors"):
-        run_smoke_test(tmp_path / "cut", verified["hf"], dated=False)
+        run_smoke_test(tmp_path / "cut", verified["hf"], has_dated_prompts=False)

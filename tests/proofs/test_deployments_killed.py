@@ -14,23 +14,24 @@ import pytest
 from deployable import SETTINGS, promoted
 from ratchet.registry.deployment.release import DeploymentDirectory
 from ratchet.stages.deploy import DeployOptions, check_release, deploy
+from ratchet.stages.project import Project
 from ratchet.storage import disk, files
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("registry", "stages")
-QUIET = DeployOptions(smoke=False)
+QUIET = DeployOptions(smoke_test=False)
 
 
 def first(layout: ProjectLayout, served: Path) -> None:
-    deploy(layout, SETTINGS, served, QUIET)
+    deploy(Project.from_parts(layout, SETTINGS), served, QUIET)
 
 
 def back(layout: ProjectLayout, served: Path) -> None:
-    deploy(layout, SETTINGS, served, DeployOptions(rollback=True))
+    deploy(Project.from_parts(layout, SETTINGS), served, DeployOptions(rollback=True))
 
 
 def old_one(layout: ProjectLayout, served: Path) -> None:
-    deploy(layout, SETTINGS, served, DeployOptions(version=1, smoke=False))
+    deploy(Project.from_parts(layout, SETTINGS), served, DeployOptions(version=1, smoke_test=False))
 
 
 def nothing(layout: ProjectLayout, served: Path) -> None:
@@ -115,6 +116,6 @@ def test_killed_anywhere(
         assert {p.name for p in served.iterdir()} <= {
             ".deploy.lock", "deployment.json", "deployments.jsonl", "releases", "current", "previous",
         }  # fmt: skip
-        assert "".join(str(entry.version) for entry in DeploymentDirectory(served).log()) == history
+        assert "".join(str(entry.version) for entry in DeploymentDirectory(served).read_history()) == history
     assert found == set(states)
     assert point > 5

@@ -15,21 +15,21 @@ import transformers
 import rank_projects
 import tiny_project
 import tiny_sweep
-from rank_projects import PATIENCE_S, SLOW, events, report, train
-from ratchet.config.sweep import PrunerSettings, SweepParameter
-from ratchet.runs.directory import find_newest_run
-from ratchet.runs.fault_injection.injectors import find_worker
-from ratchet.stages.doctor import doctor
-from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import parameters
-from taught_projects_cases import (
+from distilled_project_cases import (
+    distill_settings,
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
-    taught,
     told,
     with_one,  # noqa: F401 (a fixture)
     with_teacher,
 )
+from doctor_cases import examine
+from rank_projects import PATIENCE_S, SLOW, events, report, train
+from ratchet.config.sweep import PrunerSettings, SweepParameter
+from ratchet.runs.directory import find_newest_run
+from ratchet.runs.fault_injection.injectors import find_worker
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning import parameters
 from tiny_project import outcome
 
 PACKAGES = ("training", "tuning", "models")
@@ -52,7 +52,7 @@ def test_temperature_and_top_k_may_be_searched(project: ProjectLayout) -> None:
         "train.distill.top_k": SweepParameter(low=2, high=40, log=True),
     }
     chosen = tiny_sweep.settings(space=space, trials=3, pruner=PrunerSettings(kind="none"))
-    train = chosen.train.model_copy(update={"distill": taught(top_k=8).distill})
+    train = chosen.train.model_copy(update={"distill": distill_settings(top_k=8).distill})
     tiny_project.save(project, chosen.model_copy(update={"train": train}))
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_killed_workers_change_nothing(
         kill_worker(project, started)
     _, complained = started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 0, complained
-    assert len(events(project, "died")) == KILLS
+    assert len(events(project, "worker_exited")) == KILLS
     assert outcome(project) == reference[1]
     assert find_newest_run(project.runs).root.name == find_newest_run(reference[0].runs).root.name
 
@@ -119,7 +119,7 @@ def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: P
     for layout, shares in ((project, True), (apart, False)):
         with_teacher(layout, {"gpus": 2, "shard_base": shares})
         train(layout)
-        assert events(layout, "ready")[-1].data["shares_base"] is shares
+        assert events(layout, "worker_ready")[-1].data["shares_base"] is shares
     assert report(project).adapter_digest == report(apart).adapter_digest
     assert report(project).validation_loss == report(apart).validation_loss
 
@@ -133,7 +133,7 @@ def test_there_is_nothing_to_do_before(project: ProjectLayout) -> None:
     done = tiny_project.ratchet(project, "distill", "--forecast")
     assert done.returncode == 0, done.stderr
     assert "without the teacher" in done.stdout
-    with_teacher(project, asked="before", top_k=8)
+    with_teacher(project, mode="offline", top_k=8)
     assert tiny_project.ratchet(project, "distill").returncode == 0
     assert "is not read" in told(project, settings)
 
@@ -144,10 +144,10 @@ def test_forecast_and_doctor_count_it(project: ProjectLayout) -> None:
     assert done.returncode == 0, done.stderr
     assert "teacher" in done.stdout.split("in all")[0]
     assert "The teacher is asked during training" in done.stdout
-    _, text = doctor(project, with_teacher(project), None, False)
+    _, text = examine(project, with_teacher(project), None, False)
     assert "in memory beside the student" in text
     shutil.rmtree(project.root / "teacher")
-    good, text = doctor(project, with_teacher(project), None, False)
+    good, text = examine(project, with_teacher(project), None, False)
     assert (good, "teacher: no such directory" in text) == (False, True)
 
 

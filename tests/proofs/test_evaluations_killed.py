@@ -22,6 +22,7 @@ from evaluate_cases import (
 from ratchet.config import params_file
 from ratchet.errors import DataError
 from ratchet.stages import evaluate
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluationReport
@@ -86,7 +87,7 @@ def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(
 def test_the_candidate_against_itself_wants_its_evaluation(layout: ProjectLayout) -> None:
     export_of(layout, 4)
     with pytest.raises(DataError, match="about another adapter"):
-        evaluate.evaluate_again(layout, SETTINGS, lambda _: None)
+        evaluate.evaluate_again(Project.from_parts(layout, SETTINGS), lambda _: None)
 
 
 @pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])
@@ -97,8 +98,8 @@ def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
         tiny_project.adapted(layout, SETTINGS, 9)
     else:
         subprocess.run(["rm", "-r", str(layout.export)], check=True)
-    with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
-        evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+    with pytest.raises(DataError, match=r"because evaluate\.formats names merged: run `dvc repro export`"):
+        evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["adapter", "merged"]}))
     report = evaluated(layout)
     assert set(report.scores) == {"base", "candidate"}
     assert report.model_digest is None

@@ -7,13 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_project
-from ratchet.config.schema import Base, Settings
+from ratchet.config.base import Base
+from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
 from ratchet.export import huggingface
 from ratchet.models import adapter_format, adapters, base_model, loading
 from ratchet.stages import evaluate, export
+from ratchet.stages.project import Project
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
@@ -43,7 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProjectLayout, di
 @pytest.fixture
 def exported(project: tuple[ProjectLayout, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
     monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)  # MLflow takes its time, and has tests of its own
-    export.export(project[0], SETTINGS)
+    export.export(Project.from_parts(project[0], SETTINGS))
     return project[0]
 
 
@@ -72,7 +74,7 @@ def test_the_exported_model_is_the_trained_one_with_its_tokens(
 
 def test_its_tokenizer_asks_as_in_training(exported: ProjectLayout) -> None:
     row = token_files.open_split(exported.data, "test")[0]
-    question = Conversation.from_json(row["conversation"]).question
+    question = Conversation.from_json(row["conversation"]).context
     _, tokenizer = huggingface.reopen_model(exported.merged_model, torch.float32, CPU)
     asked = chat_template.encode_prompt(tokenizer, question)
     assert row["input_ids"][: len(asked)] == asked
@@ -86,7 +88,7 @@ def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exporte
     bundle = ModelBundle.load(exported.bundle)
     assert [one.name for one in bundle.artifacts] == ["hf"]
     assert bundle.artifacts[0].digest == digests.hash_tree(exported.merged_model, sorted(first))
-    export.export(exported, SETTINGS)
+    export.export(Project.from_parts(exported, SETTINGS))
     assert files_in(exported.merged_model) == first
     assert ModelBundle.load(exported.bundle).model_digest == bundle.model_digest
 
@@ -103,8 +105,8 @@ def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_to
     train(layout, settings)
     for stage in (evaluate, export):
         monkeypatch.setattr(stage, "_log_to_mlflow", lambda *_: None)
-    export.export(layout, settings)
-    evaluate.evaluate(layout, settings, lambda _: None)
+    export.export(Project.from_parts(layout, settings))
+    evaluate.evaluate(Project.from_parts(layout, settings))
     candidate = EvaluationReport.load(layout.eval_report).scores["candidate"]
     assert candidate.metrics["harness/answers/exact_match.stripped"].n == 10
     assert ModelBundle.load(layout.bundle).parity.max_logit_difference <= 1e-4

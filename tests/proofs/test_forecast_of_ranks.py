@@ -12,7 +12,7 @@ from forecast_verb_cases import (
     lines,
 )
 from ratchet.config import units
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 
 PACKAGES = ("stages", "models", "training")
 
@@ -20,10 +20,10 @@ PACKAGES = ("stages", "models", "training")
 def test_what_fits_and_what_does_not_is_said(config: Path) -> None:
     text = "\n".join(lines(config, memory_bytes=LARGE))
     assert "24.00 GiB at hand: it fits, " in text
-    assert "largest that fits, each for itself: machine.micro_batch_rows " in text
+    assert "largest that fits, each for itself: machine.micro_batch_size " in text
     small = "\n".join(lines(config, memory_bytes=units.MIB))
     assert "1.0 MiB at hand: it does not fit, " in small
-    assert "machine.micro_batch_rows (not even 1), prepare.max_tokens (not even 1), train.rank (not even 1)" in small
+    assert "machine.micro_batch_size (not even 1), prepare.max_tokens (not even 1), train.rank (not even 1)" in small
     unknown = "\n".join(lines(config))
     assert "name its memory with --memory" in unknown
     assert "memory of the host: " in unknown
@@ -34,12 +34,12 @@ def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -
         vocab_size=128, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    asked_for = Machine(device="cpu", micro_batch_rows=1, shard_base=True)
+    asked_for = Machine(device="cpu", micro_batch_size=1, shard_base=True)
     least = asked(tmp_path, SETTINGS.model_copy(update={"machine": asked_for}), ranks=8)["peak_bytes"]
     found = asked(tmp_path, memory_bytes=least + units.MIB, ranks=8, rows=1)
     assert found["fits"] is True
     assert found["forecast"]["shard_base"] is True
-    assert any(note.startswith("Not even one row would fit otherwise: the base is shared among 8") for note in
+    assert any(note.startswith("Not even one row would fit otherwise: the base is sharded among 8") for note in
                found["forecast"]["notes"])  # fmt: skip
     alone = asked(tmp_path, memory_bytes=least + units.MIB, rows=1)
     assert (alone["fits"], alone["forecast"]["shard_base"]) == (False, False)

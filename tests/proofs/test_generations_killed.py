@@ -40,7 +40,7 @@ def test_a_worker_that_hangs_is_found_and_its_answers_are_kept(
     import generate_kills
 
     settings = generations.with_generate(temperature=0.8)
-    machine = settings.machine.model_copy(update={"stall_s": 1.0})
+    machine = settings.machine.model_copy(update={"stall_timeout_s": 1.0})
     generations.project_settings(layout, settings.model_copy(update={"machine": machine}))
     hang = [{"kind": "hang", "step": COUNT // 2, "mark": str(tmp_path / "hung")}]
     trial = generate_kills.Trial(layout, prompts, tmp_path / "trial", str(model), hang)

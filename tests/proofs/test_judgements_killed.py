@@ -23,7 +23,7 @@ sys.path.insert(0, {support!r})
 from judge_cases import answers, rows, settings
 from ratchet.evaluation.judge import JudgeSession
 from ratchet.storage.layout import ProjectLayout
-JudgeSession.of(ProjectLayout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
+JudgeSession.from_settings(ProjectLayout(Path({root!r})), settings({url!r})).judge_answers(answers(10), rows(10), print)
 """
 
 
@@ -45,8 +45,8 @@ def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
         child.wait()
         stall.clear()
         before = len(server.got)
-        judge = JudgeSession.of(ProjectLayout(tmp_path), settings(server.url))
+        judge = JudgeSession.from_settings(ProjectLayout(tmp_path), settings(server.url))
         assert judge is not None
-        judgements, _, _ = judge.compare(answers(10), rows(10), lambda _: None)
+        judgements, _, _ = judge.judge_answers(answers(10), rows(10), lambda _: None)
         assert len(server.got) - before == 20 - 12
     assert judgements.comparisons["base"].rows == 10

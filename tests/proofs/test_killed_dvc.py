@@ -12,7 +12,7 @@ from bad_input_cases import (
     layout,  # noqa: F401 (a fixture)
     repro,
 )
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
@@ -36,7 +36,7 @@ def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
     assert first.returncode == 0, output
     run = find_newest_run(layout.runs)
     assert run is not None
-    assert [e.attempt for e in JournalReader(run.journal).read() if e.kind == "attempt"] == [1]
+    assert [e.attempt for e in JournalReader(run.journal).read() if e.kind == "attempt_started"] == [1]
 
 
 def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(

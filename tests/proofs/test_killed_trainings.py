@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import tiny_project
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.storage.layout import ProjectLayout
@@ -76,16 +76,16 @@ def test_another_micro_batch_between_attempts_is_told_of(project: ProjectLayout)
     assert wait_for(project, process, steps_after(3))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
-    machine = tiny_project.MACHINE.model_copy(update={"micro_batch_rows": 5})
+    machine = tiny_project.MACHINE.model_copy(update={"micro_batch_size": 5})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     assert tiny_project.ratchet(project, "train").returncode == 0
     notices = [e.data["text"] for e in events(project) if e.kind == "notice"]
-    assert any("not bit-exact" in text and "micro_batch_rows 8 → 5" in text for text in notices)
+    assert any("not bit-exact" in text and "micro_batch_size 8 → 5" in text for text in notices)
 
 
 def test_a_second_trainer_of_the_same_run_is_refused(project: ProjectLayout) -> None:
     process = start(project)
-    assert wait_for(project, process, lambda found: any(e.kind == "attempt" for e in found))
+    assert wait_for(project, process, lambda found: any(e.kind == "attempt_started" for e in found))
     second = tiny_project.ratchet(project, "train")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
@@ -128,7 +128,9 @@ def test_damaged_newest_checkpoints_are_passed_over_loudly(project: ProjectLayou
     machine = tiny_project.MACHINE.model_copy(update={"keep_checkpoints": 4, "checkpoint_every": 1})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
-    assert wait_for(project, process, lambda found: any(e.kind == "checkpoint" and e.data["step"] >= 6 for e in found))
+    assert wait_for(
+        project, process, lambda found: any(e.kind == "checkpoint_saved" and e.data["step"] >= 6 for e in found)
+    )
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
     run = find_newest_run(project.runs)
@@ -139,7 +141,7 @@ def test_damaged_newest_checkpoints_are_passed_over_loudly(project: ProjectLayou
     again = tiny_project.ratchet(project, "train")
     assert again.returncode == 0, again.stderr
     notices = " ".join(e.data["text"] for e in events(project) if e.kind == "notice")
-    assert all(f"checkpoint of step {step} is passed over" in notices for step in damaged)
+    assert all(f"checkpoint of step {step} is skipped" in notices for step in damaged)
     assert outcome(project) == reference
 
 
@@ -154,7 +156,7 @@ def truncate(path: Path) -> None:
 
 
 def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: ProjectLayout) -> None:
-    machine = tiny_project.MACHINE.model_copy(update={"retries": 2})
+    machine = tiny_project.MACHINE.model_copy(update={"max_restarts": 2})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
     while process.poll() is None:
@@ -165,11 +167,11 @@ def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Project
     output, _ = process.communicate()
     assert process.returncode == 1
     assert "gave up after 2 restarts without a new checkpoint" in output
-    assert [e.data["decision"] for e in events(project) if e.kind == "died"] == ["Retry", "Retry", "GiveUp"]
+    assert [e.data["decision"] for e in events(project) if e.kind == "worker_exited"] == ["Retry", "Retry", "GiveUp"]
 
 
 def test_divergence_ends_the_run_with_a_diagnosis(project: ProjectLayout) -> None:
-    settings = with_train(learning_rate=1e30, max_grad_norm=1e30, schedule="constant", warmup=0.0)
+    settings = with_train(learning_rate=1e30, max_grad_norm=1e30, schedule="constant", warmup_ratio=0.0)
     tiny_project.save(project, settings)
     done = tiny_project.ratchet(project, "train")
     assert done.returncode == 1

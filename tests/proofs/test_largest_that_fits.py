@@ -9,7 +9,7 @@ from forecast_cases import (
     GPU,
     of,
 )
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast, meta_model
@@ -34,21 +34,21 @@ def test_three_and_four_periods_stand_for_all_blocks(
 ) -> None:
     machine = Machine(activation_checkpointing=checkpointing)
     targets = "attention" if family == "mixtral" else "all"
-    short = of(family, machine=machine, layers=layers, targets=targets)
-    monkeypatch.setitem(meta_model.SHORT_AND_LONG, "cuda", (98, 99))
-    assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
+    short = of(family, machine=machine, layers=layers, target_modules=targets)
+    monkeypatch.setitem(meta_model.PERIODS_OF_SHORT_AND_LONG, "cuda", (98, 99))
+    assert short.phases == of(family, machine=machine, layers=layers, target_modules=targets).phases
 
 
 def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
     plan = model_spec.from_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
-    settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
+    settings, work = Train(rank=2, batch_size=64), replace(GPU, row_tokens=512, learned_tokens=256)
     available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
     found = forecast.find_largest_sizes(plan, settings, Machine(), work, available)
 
     def need(changed: MemoryWorkload, train: Train = settings) -> int:
         return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
 
-    rows, tokens, rank = found.micro_batch_rows, found.row_tokens, found.rank
+    rows, tokens, rank = found.micro_batch_size, found.row_tokens, found.rank
     assert rows and tokens and rank and 2 < rows < 64 and 512 < tokens < 4096
     assert need(replace(work, rows=rows)) <= available < need(replace(work, rows=rows + 1))
     longer = int(1.02 * tokens)

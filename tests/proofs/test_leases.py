@@ -15,7 +15,7 @@ from lease_cases import (
     never,
     quiet,
 )
-from ratchet.errors import InterruptedRunError, LockHeldError, MirrorError
+from ratchet.errors import InterruptedRunError, LockHeldError, ReplicaError
 from ratchet.runs.replication.lease import ReplicaLease
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
@@ -27,7 +27,7 @@ def patient(one: ReplicaLease) -> ReplicaLease:
     """Ask again as often as somebody else is seen to have the run."""
     while True:
         with suppress(LockHeldError):
-            one.take(never, quiet)
+            one.acquire(never, quiet)
             return one
         time.sleep(0.01)
 
@@ -65,11 +65,11 @@ class Halting(ReplicaStore):
     """A store whose caller is now and then stopped, before or after a call, for longer than a lease lasts."""
 
     draw: random.Random
-    lease_s: float
+    lease_timeout_s: float
 
     def _halt(self) -> None:
         if self.draw.random() < 0.04:
-            time.sleep(self.draw.uniform(0.5, 2.5) * self.lease_s)
+            time.sleep(self.draw.uniform(0.5, 2.5) * self.lease_timeout_s)
 
     def write(self, name: str, data: bytes) -> None:
         self._halt()
@@ -84,24 +84,24 @@ class Halting(ReplicaStore):
 
 
 def test_however_they_stand_still_no_two_are_sure_of_a_run(tmp_path: Path) -> None:
-    lease_s, until = 0.3, time.monotonic() + 60
+    lease_timeout_s, until = 0.3, time.monotonic() + 60
     now: dict[int, ReplicaLease] = {}
     held: list[int] = []
     failed: list[BaseException] = []
 
     def work(number: int) -> None:
         draw = random.Random(SEED + number)
-        own = Halting(str(tmp_path / "mirror"), TransferLimits(patience_s=5), lambda: False)
-        own.draw, own.lease_s = draw, lease_s
+        own = Halting(str(tmp_path / "replica"), TransferLimits(retry_timeout_s=5), lambda: False)
+        own.draw, own.lease_timeout_s = draw, lease_timeout_s
         try:
             for turn in range(10**6):
                 if time.monotonic() > until:
                     return
-                one = now[number] = ReplicaLease(own, NAMES, f"node-{number}-{turn}", lease_s)
-                with suppress(LockHeldError, MirrorError):
-                    one.take(lambda: len(held) >= 8 or time.monotonic() > until, quiet)
+                one = now[number] = ReplicaLease(own, NAMES, f"node-{number}-{turn}", lease_timeout_s)
+                with suppress(LockHeldError, ReplicaError):
+                    one.acquire(lambda: len(held) >= 8 or time.monotonic() > until, quiet)
                     held.append(one.token)
-                    while one.lost() is None and draw.random() > 0.05:
+                    while one.lost_reason() is None and draw.random() > 0.05:
                         time.sleep(0.01)
                 if len(held) >= 8 or time.monotonic() > until:
                     one._ended.set()

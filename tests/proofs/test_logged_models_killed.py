@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from journaled import observer, stored
+from journaled import callback, stored
 from logged_models_cases import (
     finished,
     logged,
@@ -35,9 +35,9 @@ def test_whoever_dies_in_between_the_next_one_completes_it(
     with monkeypatch.context() as patched:
         patched.setattr(mlflow.MlflowClient, call, dies)
         with pytest.raises(KeyboardInterrupt):
-            observer(tracked_project, run).catch_up()
+            callback(tracked_project, run).catch_up()
     assert models_made == [call]
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     best, last = logged(tracked_project)
     assert [str(one.status) for one in (best, last)] == ["READY", "READY"]
     assert [len(one.metrics) for one in (best, last)] == [1, 1]

@@ -72,13 +72,13 @@ if "ratchet.training.worker_main" in sys.orig_argv:
                 run = module.TrainingLoop.run
                 def failing(loop):
                     talk("before the first step")
-                    if loop.task.journal.attempt == 1:
+                    if loop.context.journal.attempt == 1:
                         try:
                             raise KeyError("the cause " + line)
                         except KeyError as error:
                             raise RuntimeError(line) from error
-                    loop.task.journal.append("notice", text="noticed " + line)
-                    loop.task.journal.append("alert", text="alerted " + line)
+                    loop.context.journal.append("notice", text="noticed " + line)
+                    loop.context.journal.append("alert", text="alerted " + line)
                     return run(loop)
                 module.TrainingLoop.run = failing
             spec.loader.exec_module = exec_module
@@ -147,7 +147,9 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_training_leaves(tmp_
 
 def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_path: Path) -> None:
     settings = tiny_project.SETTINGS.model_copy(
-        update={"machine": tiny_project.MACHINE.model_copy(update={"log_level": "debug", "system_every_s": 0.3})}
+        update={
+            "machine": tiny_project.MACHINE.model_copy(update={"log_level": "debug", "system_metrics_interval_s": 0.3})
+        }
     )
     layout = tiny_project.prepared(tmp_path / "project", settings)
     fault = json.dumps([{"kind": "die", "step": 5, "mark": str(tmp_path / "died")}])
@@ -156,12 +158,16 @@ def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_p
         assert done.returncode == 0, done.stderr
     run = run_of(layout)
     logged = [one for one in records(run.logs / "supervisor.jsonl") if one["source"] == "journal"]
-    events = [event for event in JournalReader(run.journal).read() if event.kind not in ("step", "system", "ranks")]
+    events = [
+        event
+        for event in JournalReader(run.journal).read()
+        if event.kind not in ("step", "system_metrics", "rank_timings")
+    ]
     assert [(one["event"], one["attempt"]) for one in logged] == [(event.kind, event.attempt) for event in events]
-    assert [one["reason"] for one in logged if one["event"] == "died"] == ["killed"]
-    assert {one["level"] for one in logged if one["event"] == "checkpoint"} == {"debug"}
+    assert [one["reason"] for one in logged if one["event"] == "worker_exited"] == ["killed"]
+    assert {one["level"] for one in logged if one["event"] == "checkpoint_saved"} == {"debug"}
 
-    samples = [event.data for event in JournalReader(run.journal).read() if event.kind == "system"]
+    samples = [event.data for event in JournalReader(run.journal).read() if event.kind == "system_metrics"]
     assert [sample["sample"] for sample in samples] == list(range(1, len(samples) + 1))
     assert len(samples) > 3
     assert any(sample["worker_memory_bytes"] for sample in samples)
@@ -170,9 +176,9 @@ def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_p
 
 def test_a_training_whose_logs_cannot_be_written_is_the_same_training(tmp_path: Path) -> None:
     settings = tiny_project.SETTINGS.model_copy(
-        update={"machine": tiny_project.MACHINE.model_copy(update={"retries": 0})}
+        update={"machine": tiny_project.MACHINE.model_copy(update={"max_restarts": 0})}
     )
-    bounded = settings.machine.model_copy(update={"log_bytes": 4096, "log_files": 2})
+    bounded = settings.machine.model_copy(update={"log_max_bytes": 4096, "log_files": 2})
     plain = tiny_project.prepared(tmp_path / "plain", settings.model_copy(update={"machine": bounded}))
     assert train(plain, tmp_path / "library", script=TALKER).returncode == 0
     root = run_of(plain).root

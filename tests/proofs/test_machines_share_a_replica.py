@@ -7,7 +7,7 @@ import pytest
 
 import snapshots
 from machines import NAMES, Node, never, settings, store, together, wait_until
-from member_cases import (
+from multi_node_cases import (
     PLACE,
     Members,
     copies,
@@ -28,7 +28,7 @@ PACKAGES = ("runs",)
 
 
 def steps_there(root: Path) -> list[int]:
-    """Steps that the mirror's journal tells."""
+    """Steps that the replica's journal tells."""
     path = root / "journal there"
     path.write_bytes(manifests.recover_journal(store(root), NAMES).content)
     return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
@@ -38,18 +38,18 @@ def steps_there(root: Path) -> list[int]:
 def test_another_one_goes_on_when_the_one_that_copies_has_gone(tmp_path: Path, member: Members, in_order: bool) -> None:
     first, second = pair(member)
     save(2, first, second)
-    second.settled()
-    first.leave() if in_order else first.vanish()
+    second.wait_until_replicated()
+    first.close() if in_order else first.vanish()
     second.save(4, best=2)
     wait_until(lambda: copies(second))
-    second.settled()
-    assert any("this machine copies the run" in text for text in second.texts("notice"))
+    second.wait_until_replicated()
+    assert any("this machine now uploads the run" in text for text in second.texts("notice"))
     assert steps_there(tmp_path) == [1, 2, 3, 4], "both have told of steps 1 and 2"
-    second.leave()
-    third = Node(tmp_path, "third", settings(tmp_path)).take()
+    second.close()
+    third = Node(tmp_path, "third", settings(tmp_path)).acquire()
     assert snapshots.newest(third.paths) == (4, [])
     assert contents(third.paths.checkpoint(4)) == contents(second.paths.checkpoint(4))
-    third.leave()
+    third.close()
 
 
 def test_what_was_told_while_nobody_copied_is_not_lost(tmp_path: Path, member: Members) -> None:
@@ -57,53 +57,53 @@ def test_what_was_told_while_nobody_copied_is_not_lost(tmp_path: Path, member: M
     first = member("first")
     train(first)
     save(2, first)
-    first.settled()
+    first.wait_until_replicated()
     second = member("second")
     train(first, second)
-    assert [event.data["step"] for event in second.events("step")] == [1, 2], "taken from the mirror"
+    assert [event.data["step"] for event in second.events("step")] == [1, 2], "taken from the replica"
     save(4, first, second)
-    first.settled()
+    first.wait_until_replicated()
     first.vanish()
     train(second)
     second.save(6)
-    second.settled()
+    second.wait_until_replicated()
     assert steps_there(tmp_path) == [1, 2, 3, 4, 5, 6]
     second.vanish()
-    again = Node(tmp_path, "second", together(tmp_path)).take()
+    again = Node(tmp_path, "second", together(tmp_path)).acquire()
     train(again)
     again.save(8)
-    again.settled()
+    again.wait_until_replicated()
     assert steps_there(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
-    again.leave()
+    again.close()
 
 
 def test_a_holder_that_does_not_train_gives_the_run_back(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
     save(2, first, second)
-    first.settled()
-    first.run.journal.append("died", exit_code=-9, decision="Retry", text="", **{"class": "killed"})
+    first.wait_until_replicated()
+    first.run.journal.append("worker_exited", exit_code=-9, decision="Retry", text="", failure_class="killed")
     wait_until(lambda: not copies(first))
     wait_until(lambda: copies(second))
     assert state(tmp_path) == ["released", "holding"]
-    assert first.keeper.lost() is None
+    assert first.replicator.lost_reason() is None
     train(first, second)
     save(4, first, second)
     for one in (first, second):
-        one.settled()
+        one.wait_until_replicated()
     assert not copies(first)
 
 
 def test_who_copied_and_was_stopped_for_too_long_goes_on_without_copying(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
-    lease = first.keeper._holds[0]
+    lease = first.replicator._holds[0]
     lease._mutex.acquire()  # its signs of life stand still
     wait_until(lambda: copies(second))
     lease._mutex.release()
     wait_until(lambda: not copies(first))
     save(2, first, second)
     for one in (first, second):
-        one.settled()
-        assert one.keeper.lost() is None
+        one.wait_until_replicated()
+        assert one.replicator.lost_reason() is None
     assert store(tmp_path).read(NAMES.checkpoint(2, 2)) is not None
 
 
@@ -111,24 +111,24 @@ def test_all_are_done_when_one_has_sent_the_result(tmp_path: Path, member: Membe
     first, second = pair(member)
     save(2, first, second)
     second.finish()
-    assert "the result" in (second.keeper.settle(0.3) or "")
+    assert "the result" in (second.replicator.wait_until_replicated(0.3) or "")
     first.finish()
-    second.settled()
-    first.leave()
+    second.wait_until_replicated()
+    first.close()
     time.sleep(1.2)
     assert not copies(second), "nothing is left to copy"
     assert store(tmp_path).read(NAMES.result(1)) is not None
-    late = Node(tmp_path, "late", together(tmp_path)).take()
+    late = Node(tmp_path, "late", together(tmp_path)).acquire()
     assert late.paths.is_finished()
-    assert late.keeper.settle(0.0) is None
-    late.leave()
+    assert late.replicator.wait_until_replicated(0.0) is None
+    late.close()
 
 
-def test_a_machine_that_is_further_than_the_mirror_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
+def test_a_machine_that_is_further_than_the_replica_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
     save(2, first, second)
-    first.settled()
-    second.settled()
+    first.wait_until_replicated()
+    second.wait_until_replicated()
     second.save(4)  # and the first has not sent it when both are lost
     for one in (first, second):
         one.vanish()
@@ -136,26 +136,26 @@ def test_a_machine_that_is_further_than_the_mirror_keeps_what_it_has(tmp_path: P
     assert snapshots.newest(back.paths) == (4, [])
     assert not list(back.paths.checkpoints.glob("superseded-*"))
     train(back)
-    back.settled()
+    back.wait_until_replicated()
     assert steps_there(tmp_path) == [1, 2, 3, 4]
-    back.leave()
-    alone = Node(tmp_path, "second", settings(tmp_path)).take()
+    back.close()
+    alone = Node(tmp_path, "second", settings(tmp_path)).acquire()
     assert snapshots.newest(alone.paths) == (4, [])
-    alone.leave()
+    alone.close()
 
 
 def test_a_follower_that_trains_alone_afterwards_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
     save(2, first, second)
-    second.settled()
+    second.wait_until_replicated()
     second.save(4)
     for one in (first, second):
         one.vanish()
-    alone = Node(tmp_path, "second", settings(tmp_path)).take()
+    alone = Node(tmp_path, "second", settings(tmp_path)).acquire()
     assert snapshots.newest(alone.paths) == (4, [])
-    alone.settled()
+    alone.wait_until_replicated()
     assert steps_there(tmp_path) == [1, 2, 3, 4]
-    alone.leave()
+    alone.close()
 
 
 def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
@@ -163,17 +163,17 @@ def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
     asked: list[int] = []
     waits = Node(tmp_path, "waits", together(tmp_path))
     with pytest.raises(InterruptedRunError):
-        waits.keeper.take(lambda: bool(asked.append(1)) or len(asked) > 2)
-    waits.keeper.take(never)  # two seconds later it has run out
-    waits.leave()
+        waits.replicator.acquire(lambda: bool(asked.append(1)) or len(asked) > 2)
+    waits.replicator.acquire(never)  # two seconds later it has run out
+    waits.close()
 
 
 def test_who_says_to_meet_where_we_do_and_never_comes_is_a_stranger(tmp_path: Path, member: Members) -> None:
     """Two groups in two networks, whose places to meet have one name."""
-    first = member("first", rendezvous_wait_s=0.5)
-    signs_until(tmp_path, PLACE, lambda: first.keeper._seen.state == "alive")
+    first = member("first", rendezvous_timeout_s=0.5)
+    signs_until(tmp_path, PLACE, lambda: first.replicator._seen.state == "alive")
     time.sleep(1.0)
-    assert first.keeper.lost() is None, "nobody has met yet"
+    assert first.replicator.lost_reason() is None, "nobody has met yet"
     train(first)
-    signs_until(tmp_path, PLACE, first.keeper.lost)
-    assert f"none of those that meet at {PLACE}" in first.keeper.lost()
+    signs_until(tmp_path, PLACE, first.replicator.lost_reason)
+    assert f"does not belong to the machines at {PLACE}" in first.replicator.lost_reason()

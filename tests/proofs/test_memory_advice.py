@@ -14,7 +14,7 @@ from memory_cases import (
     savings,
     settings,
 )
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec, oom
 from ratchet.models.memory import forecast

@@ -23,7 +23,7 @@ from estimate_cases import (
     room,  # noqa: F401 (a fixture)
     wide,  # noqa: F401 (a fixture)
 )
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
@@ -107,7 +107,7 @@ def test_the_base_is_shared_where_recomputing_does_not_do(
     assert begun == InitialMemoryPlan(shard_base=True)
     kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
     assert (kept.shard_base, kept.activation_checkpointing, kept.ranks) == (True, False, 4)
-    assert "the base is shared among 4 ranks, so that its layers travel" in notices(tmp_path)[0]
+    assert "the base is sharded among 4 ranks, so its layers are sent" in notices(tmp_path)[0]
     assert begun_with(tmp_path, wide, work=SHORT) == begun, "an attempt after it begins alike"
     assert len(notices(tmp_path)) == 1
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
 import small_bases as small
-from ratchet.export.merge import streaming as stream
+from ratchet.export.merge import merger
 from ratchet.models.memory import capacity
 
 for quantization in ("none", "nf4"):
@@ -25,7 +25,7 @@ for quantization in ("none", "nf4"):
         wanted = small.recipe(folder / "base", folder / "adapter", train=small.settings(quantization=quantization))
         before = capacity.resident_bytes()
         known = capacity.reset_peak()
-        stream.merge_model(wanted, folder / quantization, lambda *_: None)
+        merger.merge_model(wanted, folder / quantization, lambda *_: None)
         print(capacity.peak_resident_bytes() - before if known else "null")
 """
 
@@ -34,7 +34,7 @@ def write(folder: Path, layers: int) -> Path:
     """A base of 4 MiB a layer in files of 8 MB, and an adapter of its q_proj and down_proj."""
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers, "num_key_value_heads": 4}
     base = small.write_base(folder / "base", "llama", shard_bytes=8_000_000, **shape)
-    small.write_adapter(folder / "adapter", base, small.settings(targets=["q_proj", "down_proj"]))
+    small.write_adapter(folder / "adapter", base, small.settings(target_modules=["q_proj", "down_proj"]))
     return folder
 
 

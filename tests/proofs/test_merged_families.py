@@ -30,7 +30,7 @@ def test_every_family_streams_and_equals_a_merge_in_memory(family: str, merge_ba
     saved = small.write_adapter(tmp_path / "adapter", base, chosen)
     found = check(small.recipe(base, saved, train=chosen, merge_base=merge_base), tmp_path / "merged")
     plan = model_spec.load(base)
-    assert found.tied == plan.tied_head
+    assert found.is_tied == plan.tied_head
     assert found.changed == sum(layer.role in ("attention", "mlp") for layer in plan.layers)
     assert len(list((tmp_path / "merged").glob("model-0*.safetensors"))) > 1
 

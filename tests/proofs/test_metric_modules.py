@@ -17,11 +17,11 @@ def test_nobody_s_cache_of_modules_is_touched_or_trusted(tmp_path: Path) -> None
     before = sorted(tmp_path.rglob("*"))
     code = (
         "import sys\n"
-        "from ratchet.config.evaluation import Evaluate\n"
+        "from ratchet.config.evaluate import Evaluate\n"
         "from ratchet.evaluation.answer_metrics import score_answers as measure\n"
         "path = list(sys.path)\n"
         "for _ in range(2):\n"
-        "    print(measure(['a'], [['a']], Evaluate(measures=('token_f1',)), 'exact_match')[0].values)\n"
+        "    print(measure(['a'], [['a']], Evaluate(metrics=('token_f1',)), 'exact_match')[0].values)\n"
         "assert sys.path == path and not [name for name in sys.modules if name.startswith('evaluate_modules')]\n"
     )
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}

@@ -27,7 +27,7 @@ from monitoring_cases import (
     EXPRESSIONS,
     RULES,
 )
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs.directory import RunPaths, find_newest_run
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, PrometheusSeries
@@ -74,8 +74,9 @@ def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_tw
     port = prometheus_server.free_port()
     machine = tiny_project.MACHINE.model_copy(
         update={
-            "metrics_port": port, "mirror": str(tmp_path / "mirror"), "metrics_file": str(tmp_path / "m" / "run.prom"),
-            "stall_s": 2.0, "metrics_wait_s": 60.0, "mirror_every_s": 0.5,
+            "metrics_port": port, "replica": str(tmp_path / "replica"),
+            "metrics_file": str(tmp_path / "m" / "run.prom"),
+            "stall_timeout_s": 2.0, "metrics_scrape_wait_s": 60.0, "replica_interval_s": 0.5,
         }
     )  # fmt: skip
     layout = tiny_project.prepared(tmp_path / "project", tiny_project.SETTINGS.model_copy(update={"machine": machine}))
@@ -90,7 +91,7 @@ def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_tw
                 def alive() -> None:
                     assert process.poll() is None, process.communicate()[0]
 
-                prometheus.wait('ratchet_deaths_total{class="stalled"} > 0 and on (run) ratchet_step > 11', alive)
+                prometheus.wait('ratchet_failures_total{class="stalled"} > 0 and on (run) ratchet_step > 11', alive)
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(prometheus_server.PATIENCE_S) == 75, process.communicate()[0]
             with training(layout) as process:
@@ -115,11 +116,11 @@ def check_against_the_journal(prometheus: prometheus_server.Server, paths: RunPa
     """What Prometheus has got last is what the journal says."""
     assert paths is not None
     events = list(JournalReader(paths.journal).read())
-    series = PrometheusSeries(Machine(mirror="/nowhere"))
+    series = PrometheusSeries(Machine(replica="/nowhere"))
     for event in events:
-        series.see(event)
+        series.update(event)
     kinds = [event.kind for event in events]
-    assert kinds.count("attempt") == 3
+    assert kinds.count("attempt_started") == 3
     count = {"run": paths.root.name}
     stored = {name: prometheus.now(f"last_over_time({name}[5m])") for name in METRICS}
     for sample in series.samples():
@@ -130,7 +131,7 @@ def check_against_the_journal(prometheus: prometheus_server.Server, paths: RunPa
         assert found == [pytest.approx(sample.value)], sample
     [(_, steps)] = prometheus.now(f"last_over_time({STEP_SECONDS}_count[5m])")
     assert steps == kinds.count("step")
-    assert kinds.count("skipped") == 1
+    assert kinds.count("step_skipped") == 1
 
 
 VERDICT = Verdict(
@@ -163,14 +164,16 @@ class Made:
 
     def __init__(self, name: str, stack: ExitStack) -> None:
         self.port = prometheus_server.free_port()
-        self.exposition = PrometheusExporter(Machine(metrics_port=self.port, mirror="/nowhere", metrics_wait_s=0.0))
+        self.exposition = PrometheusExporter(
+            Machine(metrics_port=self.port, replica="/nowhere", metrics_scrape_wait_s=0.0)
+        )
         stack.callback(self.exposition.close)
-        self.figures: RunMetricsCollector = self.exposition.observer(name, "made")
+        self.figures: RunMetricsCollector = self.exposition.create_callback(name, "made")
 
     def tell(self, kind: str, age_s: float = 0.0, attempt: int = 1, **data: Any) -> None:
-        if kind == "attempt":
+        if kind == "attempt_started":
             data |= {"pid": os.getpid(), "code_version": "1"}
-        self.figures.see([JournalEvent(kind, time.time() - age_s, attempt, data)])
+        self.figures.on_events([JournalEvent(kind, time.time() - age_s, attempt, data)])
 
 
 def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:
@@ -182,13 +185,13 @@ def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:
         targets["gate"] = [f"127.0.0.1:{files}/run-gate.prom"]
         prometheus = stack.enter_context(prometheus_server.serve(tmp_path / "prometheus", targets, RENDERED))
         for run in runs.values():
-            run.tell("attempt", age_s=0.0 if run is not runs["stuck"] else 7200.0)
-            run.tell("ready", age_s=0.0 if run is not runs["stuck"] else 7200.0, **READY)
+            run.tell("attempt_started", age_s=0.0 if run is not runs["stuck"] else 7200.0)
+            run.tell("worker_ready", age_s=0.0 if run is not runs["stuck"] else 7200.0, **READY)
             run.tell("step", age_s=0.0 if run is not runs["stuck"] else 2000.0, step=1, loss=1.0, **STEP)
         prometheus.wait("count(ratchet_train_loss) == 5")
         prometheus.wait('count_over_time(ratchet_train_loss{run="sick"}[1m]) > 10')  # the loss of before
         worsen(runs["sick"])
-        runs["over"].figures.finish("FAILED")
+        runs["over"].figures.on_end("FAILED")
         runs["gone"].exposition.close()
         for name in ALERTS:
             prometheus.wait(f'ALERTS{{alertname="{name}", alertstate="firing"}}')
@@ -208,17 +211,25 @@ def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:
 def worsen(run: Made) -> None:
     """Everything goes wrong that can, and the run goes on."""
     memory = {"device": "cpu", "device_bytes": 1000, "allocated_bytes": 0, "host_bytes": 970}
-    run.tell("memory", phase="steps", peak_bytes=970, **memory)
+    run.tell("memory_peak", phase="steps", peak_bytes=970, **memory)
     budget = {"tokens": 64, "failed_tokens": 128, "good_steps": 0, "wait_steps": 1, "grown": False}
-    run.tell("budget", step=2, phase="train", action="shrink", failed_tokens=128, budget=budget)
+    run.tell("microbatch_budget", step=2, phase="train", action="shrink", failed_tokens=128, budget=budget)
     for step in range(2, 8):
-        run.tell("skipped", step=step, action="skip", reason="loss is nan", rows=[1], rate_scale=1.0, to_step=None)
-    checkpoint = {"size_bytes": 10, "bytes_written": 10, "bytes_linked": 0, "block_s": 0.1, "seconds": 0.2}
-    run.tell("checkpoint", age_s=1900.0, step=1, best=True, **checkpoint)
+        run.tell(
+            "step_skipped",
+            step=step,
+            action="skip",
+            reason="loss is nan",
+            rows=[1],
+            learning_rate_scale=1.0,
+            rollback_step=None,
+        )
+    checkpoint = {"size_bytes": 10, "bytes_written": 10, "bytes_linked": 0, "blocked_s": 0.1, "seconds": 0.2}
+    run.tell("checkpoint_saved", age_s=1900.0, step=1, is_best=True, **checkpoint)
     run.tell("validation", step=1, loss=1.0, improved=True, seconds=1.0, tokens=5)
     run.tell("validation", step=7, loss=3.0, improved=False, seconds=1.0, tokens=5)
-    run.tell("died", exit_code=-9, **{"class": "stalled"}, decision="Retry", text="no sign of life")
+    run.tell("worker_exited", exit_code=-9, failure_class="stalled", decision="Retry", text="no heartbeat")
     for attempt in range(2, 7):
-        run.tell("attempt", attempt=attempt)
-    run.tell("ready", attempt=6, **READY)
+        run.tell("attempt_started", attempt=attempt)
+    run.tell("worker_ready", attempt=6, **READY)
     run.tell("step", attempt=6, step=8, loss=9.0, **STEP)

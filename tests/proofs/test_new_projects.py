@@ -24,8 +24,8 @@ def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: 
     (margin,) = set(margins.values())
     assert 0.02 < margin < 0.05
     gate = settings.gate
-    assert required_pairs(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
-    assert required_pairs(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
+    assert required_pairs(margin, gate.expected_discordance, gate.confidence, gate.power) <= test_rows
+    assert required_pairs(margin - 0.01, gate.expected_discordance, gate.confidence, gate.power) > test_rows
     (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImproveRule))
     assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
     (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChanceRule))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from behind_proxy import FAULTS, LARGE, TRICKLE, Mirror
+from behind_proxy import FAULTS, LARGE, TRICKLE, Replica
 from faulty_proxy import Fault
 
 PACKAGES = ("runs",)
@@ -23,17 +23,17 @@ PART_FAULTS = {
 @pytest.mark.parametrize(
     ("fault", "size"), [*((fault, 60_000) for fault in FAULTS), *((fault, LARGE) for fault in sorted(PART_FAULTS))]
 )
-def test_what_was_sent_has_arrived_and_comes_back(mirror: Mirror, fault: str, size: int) -> None:
-    name, path, entry = mirror.file(size)
-    mirror.proxy.inject(FAULTS[fault]())
-    store = mirror.store()
+def test_what_was_sent_has_arrived_and_comes_back(replica: Replica, fault: str, size: int) -> None:
+    name, path, entry = replica.file(size)
+    replica.proxy.inject(FAULTS[fault]())
+    store = replica.store()
     assert store.send(name, path, entry) >= size
-    assert mirror.holds(name) == entry[0]
-    mirror.proxy.heal()
-    mirror.proxy.inject(FAULTS[fault]())
+    assert replica.holds(name) == entry[0]
+    replica.proxy.heal()
+    replica.proxy.inject(FAULTS[fault]())
     store.fetch(name, path.with_suffix(".back"), entry)
     assert path.with_suffix(".back").read_bytes() == path.read_bytes()
-    assert mirror.proxy.struck > 0
+    assert replica.proxy.struck > 0
 
 
 class Storm:
@@ -48,29 +48,29 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_storm_lets_nothing_false_through(mirror: Mirror, seed: int) -> None:
-    files = [mirror.file(size, seed) for size in (0, 1, 999, 50_000, 300_000, LARGE)]
-    mirror.proxy.inject(*Storm(seed).faults())
-    store = mirror.store()
+def test_a_storm_lets_nothing_false_through(replica: Replica, seed: int) -> None:
+    files = [replica.file(size, seed) for size in (0, 1, 999, 50_000, 300_000, LARGE)]
+    replica.proxy.inject(*Storm(seed).faults())
+    store = replica.store()
     for name, path, entry in files:
         store.send(name, path, entry)
-        assert mirror.holds(name) == entry[0]
+        assert replica.holds(name) == entry[0]
     for number in range(20):
         store.write(f"claims/{number}", b"x" * number)
-        assert mirror.holds(f"claims/{number}") == hashlib.sha256(b"x" * number).hexdigest()
+        assert replica.holds(f"claims/{number}") == hashlib.sha256(b"x" * number).hexdigest()
     assert store.list("claims") == {f"claims/{number}": number for number in range(20)}
     for name, path, entry in files:
         store.fetch(name, path.with_suffix(".back"), entry)
         assert path.with_suffix(".back").read_bytes() == path.read_bytes()
-    assert mirror.proxy.struck > 10
+    assert replica.proxy.struck > 10
 
 
-def test_a_trickle_is_no_stall(mirror: Mirror) -> None:
+def test_a_trickle_is_no_stall(replica: Replica) -> None:
     """Although what lies in buffers takes longer than a time-out."""
-    name, path, entry = mirror.file(150_000)
-    mirror.proxy.inject(Fault("slow", None, bytes_s=60_000.0))
-    store = mirror.store(TRICKLE)
+    name, path, entry = replica.file(150_000)
+    replica.proxy.inject(Fault("slow", None, bytes_s=60_000.0))
+    store = replica.store(TRICKLE)
     assert store.send(name, path, entry) == 150_000
-    assert mirror.holds(name) == entry[0]
+    assert replica.holds(name) == entry[0]
     store.fetch(name, path.with_suffix(".back"), entry)
-    assert mirror.proxy.struck == len(mirror.proxy.seen)
+    assert replica.proxy.struck == len(replica.proxy.seen)

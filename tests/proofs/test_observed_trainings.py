@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from observation_cases import (
+from callback_cases import (
     TOKEN,
     project,
     template,  # noqa: F401 (a fixture)
@@ -31,7 +31,7 @@ def holding(root: Path, secret: str) -> list[Path]:
 def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(
     template: ProjectLayout, tmp_path: Path
 ) -> None:
-    layout = project(template, tmp_path / "project", stall_s=2.0)
+    layout = project(template, tmp_path / "project", stall_timeout_s=2.0)
     with served(500, 200) as receiver:
         receiver.path = f"/services/{TOKEN}"
         done = train(layout, receiver.url, HANG)
@@ -39,7 +39,7 @@ def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(
         first, again, finished = bodies(receiver)
         assert first == again
         assert (first["event"], finished["event"]) == ("stalled", "finished")
-        assert "no sign of life" in first["text"] and "it is started again" in first["text"]
+        assert "no heartbeat" in first["text"] and "restarting" in first["text"]
         run = find_newest_run(layout.runs)
         assert run is not None
         assert finished["run"] == run.root.name
@@ -51,7 +51,7 @@ def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(
 
 
 def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: ProjectLayout, tmp_path: Path) -> None:
-    layout = project(template, tmp_path / "project", webhook_wait_s=1.0, retries=0)
+    layout = project(template, tmp_path / "project", webhook_timeout_s=1.0, max_restarts=0)
     with served(STALLS) as receiver:
         receiver.path = f"/services/{TOKEN}"
         done = train(layout, receiver.url, *NEVER_FINITE)
@@ -59,6 +59,6 @@ def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: Pr
         [body] = bodies(receiver)
     assert body["event"] == "failed"
     assert "diverged" in body["detail"]
-    assert "ratchet: webhook: nobody was told of `failed` (no answer within 1 s; 1 try)" in done.stderr
+    assert "ratchet: webhook: `failed` not delivered (no answer within 1 s; 1 attempt)" in done.stderr
     assert TOKEN not in done.stdout + done.stderr
     assert holding(tmp_path, TOKEN) == []

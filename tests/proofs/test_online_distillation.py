@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from distillation_live_cases import (
+from online_distillation_cases import (
     CPU,
     attending,
+    distill_settings,
     found,
-    taught,
 )
 from ratchet.errors import InterruptedRunError
 from ratchet.models.loss import SequenceBatch
@@ -30,47 +30,47 @@ PACKAGES = ("training", "models")
 def test_a_training_goes_on_exactly_and_micro_batches_change_last_bits_only(
     tmp_path: Path, batching: str, top_k: int | None
 ) -> None:
-    train = taught(top_k).model_copy(update={"batching": batching})
+    train = distill_settings(top_k).model_copy(update={"batching": batching})
     folder, rows = tmp_path / "teacher", random_rows(ROWS, seed=1)
-    once = loop_of(tmp_path / "once", train, lessons=attending(folder, train, rows))
+    once = loop_of(tmp_path / "once", train, teacher=attending(folder, train, rows))
     once.run()
     again = tmp_path / "again"
     with pytest.raises(InterruptedRunError):
-        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=attending(folder, train, rows)).run()
-    resumed = loop_of(again, train, lessons=attending(folder, train, rows))
+        loop_of(again, train, after_steps(RunPaths(again), 5), teacher=attending(folder, train, rows)).run()
+    resumed = loop_of(again, train, teacher=attending(folder, train, rows))
     resumed.run()
-    assert losses(RunPaths(again)) == losses(once.task.paths)
+    assert losses(RunPaths(again)) == losses(once.context.paths)
     for name, value in trained_by(once).items():
         assert torch.equal(value, trained_by(resumed)[name])
-    small = loop_of(tmp_path / "small", train, micro=1, lessons=attending(folder, train, rows))
+    small = loop_of(tmp_path / "small", train, micro=1, teacher=attending(folder, train, rows))
     small.run()
-    assert losses(small.task.paths) == pytest.approx(losses(once.task.paths), rel=1e-4)
+    assert losses(small.context.paths) == pytest.approx(losses(once.context.paths), rel=1e-4)
     alone = loop_of(tmp_path / "alone", train)
     alone.run()
-    assert losses(alone.task.paths)[0] != losses(once.task.paths)[0]
+    assert losses(alone.context.paths)[0] != losses(once.context.paths)[0]
 
 
 class Narrow(OnlineTeacherReader):
     """Has no room for more than two rows at a time."""
 
-    def of(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
+    def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
         if len(sequences) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB, the teacher")
-        return super().of(sequences, batch)
+        return super().get_targets(sequences, batch)
 
 
 def test_micro_batches_shrink_to_what_the_teacher_has_room_for(tmp_path: Path) -> None:
-    train, rows = taught(None), random_rows(ROWS, seed=1)
-    wide = loop_of(tmp_path / "wide", train, lessons=attending(tmp_path / "teacher", train, rows))
+    train, rows = distill_settings(None), random_rows(ROWS, seed=1)
+    wide = loop_of(tmp_path / "wide", train, teacher=attending(tmp_path / "teacher", train, rows))
     wide.run()
     narrow = Narrow(found(tmp_path / "teacher"), train, rows, CPU)
-    once = loop_of(tmp_path / "once", train, lessons=narrow)
+    once = loop_of(tmp_path / "once", train, teacher=narrow)
     once.run()
-    shrunk = [one for one in JournalReader(once.task.paths.journal).read() if one.kind == "budget"]
+    shrunk = [one for one in JournalReader(once.context.paths.journal).read() if one.kind == "microbatch_budget"]
     assert [one.data["action"] for one in shrunk][:1] == ["shrink"]
-    assert losses(once.task.paths) == pytest.approx(losses(wide.task.paths), rel=1e-4)
+    assert losses(once.context.paths) == pytest.approx(losses(wide.context.paths), rel=1e-4)
     again = tmp_path / "again"
     with pytest.raises(InterruptedRunError):
-        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=narrow).run()
-    loop_of(again, train, lessons=narrow).run()
-    assert losses(RunPaths(again)) == losses(once.task.paths)
+        loop_of(again, train, after_steps(RunPaths(again), 5), teacher=narrow).run()
+    loop_of(again, train, teacher=narrow).run()
+    assert losses(RunPaths(again)) == losses(once.context.paths)

@@ -13,8 +13,9 @@ import pytest
 import tiny_project
 from ratchet.config import params_file
 from ratchet.config.gate import AtLeastRule, ExportParityRule, Gate, MustNotRegressRule
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DataError
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import TrainReport
@@ -55,7 +56,7 @@ def ran(output: str) -> set[str]:
 def hurried(settings: Settings) -> Settings:
     """The settings that `ratchet init` wrote, with the sizes of the test projects."""
     small = tiny_project.SETTINGS
-    evaluate = settings.evaluate.model_copy(update={"max_new_tokens": 8, "generate_rows": 16})
+    evaluate = settings.evaluate.model_copy(update={"max_new_tokens": 8, "generation_rows": 16})
     return settings.model_copy(
         update={"base": small.base, "train": small.train, "machine": small.machine, "evaluate": evaluate, "gate": GATE}
     )
@@ -176,11 +177,14 @@ def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path
     from ratchet.stages import evaluate, export, train
 
     layout = tiny_project.prepared(tmp_path / "project")
-    train.train(layout, tiny_project.SETTINGS, lambda _: [], lambda *_: None)
-    export.export(layout, tiny_project.SETTINGS)
-    evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
+    train.train(Project.from_parts(layout, tiny_project.SETTINGS), lambda _: [], lambda *_: None)
+    export.export(Project.from_parts(layout, tiny_project.SETTINGS))
+    evaluate.evaluate(Project.from_parts(layout, tiny_project.SETTINGS))
     other = tiny_project.SETTINGS.model_copy(update={"train": tiny_project.TRAIN.model_copy(update={"rank": 2})})
-    for verb in (lambda: evaluate.evaluate(layout, other, lambda _: None), lambda: export.export(layout, other)):
+    for verb in (
+        lambda: evaluate.evaluate(Project.from_parts(layout, other)),
+        lambda: export.export(Project.from_parts(layout, other)),
+    ):
         with pytest.raises(DataError, match="run `dvc repro`"):  # the adapter on disk is not of these settings
             verb()
     script = """

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from promotable import SETTINGS, chain, line, stage, with_hooks, works
-from ratchet.config.gate import HookSettings
+from promotable import SETTINGS, accept_model, list_champions, read_ledger, with_hooks, write_outputs
+from ratchet.config.promote import HookSettings
 from ratchet.registry import outbox
+from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import promotions
 from ratchet.storage import files
@@ -36,30 +37,30 @@ Work = Callable[[ProjectLayout], object]
 
 
 def first(layout: ProjectLayout) -> None:
-    promote(layout, HOOKED)
+    promote(Project.from_parts(layout, HOOKED))
 
 
 def second(layout: ProjectLayout) -> None:
-    promote(layout, HOOKED, PromoteOptions(force=True, reason="now"))
+    promote(Project.from_parts(layout, HOOKED), PromoteOptions(force=True, reason="now"))
 
 
 def back(layout: ProjectLayout) -> None:
-    rollback(layout, HOOKED, 1, check=works)
+    rollback(Project.from_parts(layout, HOOKED), 1, smoke_test=accept_model)
 
 
 def nothing(layout: ProjectLayout) -> None:
-    stage(layout, "a")
+    write_outputs(layout, "a")
 
 
 def one(layout: ProjectLayout) -> None:
     nothing(layout)
-    promote(layout, SETTINGS)
-    stage(layout, "b", "REJECT")
+    promote(Project.from_parts(layout, SETTINGS))
+    write_outputs(layout, "b", "REJECT")
 
 
 def two(layout: ProjectLayout) -> None:
     one(layout)
-    promote(layout, SETTINGS, PromoteOptions(force=True, reason="why not"))
+    promote(Project.from_parts(layout, SETTINGS), PromoteOptions(force=True, reason="why not"))
 
 
 SCENARIOS: dict[str, tuple[Work, Work, list[str], int]] = {
@@ -129,18 +130,17 @@ def in_child(work: Work, layout: ProjectLayout, kill_at: int) -> tuple[int, int]
 
 def problems_after(layout: ProjectLayout, expected: list[str], entries: int) -> list[str]:
     """What is not as it must be."""
-    well, text = promotions(layout, HOOKED)
-    problems = [] if well else [text]
-    if line(layout) != expected:
-        problems.append(f"champions are {line(layout)}")
-    found = chain(layout)
+    problems = list(promotions(Project.from_parts(layout, HOOKED)).problems)
+    if list_champions(layout) != expected:
+        problems.append(f"champions are {list_champions(layout)}")
+    found = read_ledger(layout)
     if len(found) != entries:
         problems.append(f"{len(found)} entries")
     told = layout.root / "told.txt"
     said = told.read_text().split() if told.exists() else []
     if said != [found[-1].id]:
         problems.append(f"hooks were told {said}")
-    if layout.intent.exists():
+    if layout.promotion_intent.exists():
         problems.append("the intent is still there")
     return problems
 
@@ -170,7 +170,7 @@ def test_killed_anywhere_and_repeated_there_is_one_end(
         layout = fresh()
         assert in_child(work, layout, point)[0] == -signal.SIGKILL
         if point % 2:  # the command is repeated; else another command comes first
-            promotions(layout, HOOKED)
+            promotions(Project.from_parts(layout, HOOKED))
         read_champion(layout.champion)  # readable at any moment
         work(layout)
         found = [f"point {point}: {text}" for text in problems_after(layout, expected, entries)]

@@ -15,7 +15,7 @@ from rank_memory_cases import (
     shapes,
     train,
 )
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
 
@@ -27,14 +27,14 @@ def test_the_most_in_a_sum_is_what_was_forecast(held: tuple[int, list[Any]], num
     """Gloo may let go of what it has sent a moment later. Work space in LAPACK and gloo neither account sees."""
     world, ranks = held
     need = forecast.MemoryForecastBuilder(
-        model_spec.from_config(CONFIG), train(WAYS[number]), Machine(), WORK.among(world, world, 16)
+        model_spec.from_config(CONFIG), train(WAYS[number]), Machine(), WORK.on_ranks(world, world, 16)
     )
     for begun, between, most in (one[number] for one in ranks):
-        assert 0.98 * need.sums.peak_bytes <= most <= need.sums.peak_bytes + begun
+        assert 0.98 * need.communication.peak_bytes <= most <= need.communication.peak_bytes + begun
         assert most > between
 
 
 def test_snapshots_hold_what_every_rank_has_left_unsent() -> None:
-    plain, fed_back = (expected(way, 3).of("evaluation").parts["snapshots"] for way in (WAYS[0], WAYS[5]))
+    plain, fed_back = (expected(way, 3).phase_memory("evaluation").parts["snapshots"] for way in (WAYS[0], WAYS[5]))
     numbers = sum(map(math.prod, shapes()))
     assert fed_back - plain == pytest.approx(3 * 4 * numbers, rel=0.01)

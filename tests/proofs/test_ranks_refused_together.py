@@ -16,8 +16,9 @@ from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, projec
 from ranks_refused_cases import (
     ended,
 )
-from ratchet.config.data import SplitSettings
+from ratchet.config.prepare import SplitSettings
 from ratchet.stages import prepare
+from ratchet.stages.project import Project
 
 PACKAGES = ("training", "runs")
 
@@ -52,14 +53,14 @@ def test_a_port_that_another_service_has_is_named_at_once(prepared: Path, tmp_pa
         layout = project(prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}"))
         code, said = ended(layout)
     assert code == 2, said + log(layout)
-    assert f"machine.rendezvous 127.0.0.1:{port}: another service has this port; take one that is free" in said
+    assert f"machine.rendezvous: 127.0.0.1:{port} is used by another service; set a free port" in said
 
 
 def test_a_port_that_takes_connections_and_never_answers_is_told_when_the_wait_is_over(
     prepared: Path, tmp_path: Path
 ) -> None:
     with silent_server() as port:
-        chosen = settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=3)
+        chosen = settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_timeout_s=3)
         code, said = ended(project(prepared, tmp_path / "project", chosen))
     assert code == 75, said
     assert f"2 machines did not meet at 127.0.0.1:{port} within 3 s" in said
@@ -67,7 +68,7 @@ def test_a_port_that_takes_connections_and_never_answers_is_told_when_the_wait_i
 
 
 def test_a_host_that_is_not_known_is_named(prepared: Path, tmp_path: Path) -> None:
-    layout = project(prepared, tmp_path / "project", settings(rendezvous_wait_s=3))
+    layout = project(prepared, tmp_path / "project", settings(rendezvous_timeout_s=3))
     place = "no-such-machine.invalid:29400"
     done = tiny_project.ratchet(layout, "train", "--nodes", "2", "--rendezvous", place)
     assert done.returncode == 75, done.stderr
@@ -83,7 +84,7 @@ def test_a_machine_with_other_data_is_refused_and_the_others_go_on(
     first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
     changed = chosen.prepare.model_copy(update={"split": SplitSettings(validation=0.2, test=0.2)})
     shutil.rmtree(second.data)
-    prepare.prepare(second, chosen.model_copy(update={"prepare": changed}))
+    prepare.prepare(Project.from_parts(second, chosen.model_copy(update={"prepare": changed})))
     started.append(start(first, [SLOW]))
     wait_until(lambda: len(events(first, "step")) > 1, *started)
     code, said = ended(second)
@@ -92,7 +93,7 @@ def test_a_machine_with_other_data_is_refused_and_the_others_go_on(
     assert "Every machine needs the same params.yaml, prepared data, base model and libraries" in said
     done = len(events(first, "step"))
     wait_until(lambda: len(events(first, "step")) > done, *started)
-    assert {event.data["ranks"] for event in events(first, "ready")} == {1}
+    assert {event.data["ranks"] for event in events(first, "worker_ready")} == {1}
 
 
 def test_machines_with_other_versions_of_a_library_are_refused_with_both(

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import snapshots
-from machines import NAMES, Node, settings, store, wait_until
-from ratchet.errors import MirrorError
-from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
-from snapshots import contents
-from tidy_cases import (
+from garbage_collection_cases import (
     first,  # noqa: F401 (a fixture)
     objects_of,
     objects_there,
 )
+from machines import NAMES, Node, settings, store, wait_until
+from ratchet.errors import ReplicaError
+from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
+from snapshots import contents
 
 PACKAGES = ("runs",)
 
@@ -29,7 +29,7 @@ class Frozen:
         self.raised: BaseException | None = None
         self.removed: list[str] = []
         slow = store(root)
-        remove = slow._engine.remove
+        remove = slow._backend.remove
 
         def freezing(name: str) -> None:
             if self.removed:
@@ -38,15 +38,15 @@ class Frozen:
             self.removed.append(name)
             remove(name)
 
-        monkeypatch.setattr(slow._engine, "remove", freezing)
-        self._tidier = ReplicaGarbageCollector(slow, NAMES, 1, holder.keeper._lease)
+        monkeypatch.setattr(slow._backend, "remove", freezing)
+        self._garbage_collector = ReplicaGarbageCollector(slow, NAMES, 1, holder.replicator._lease)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.asleep.wait()
 
     def _run(self) -> None:
         try:
-            self._tidier.tidy()
+            self._garbage_collector.collect()
         except BaseException as error:
             self.raised = error
 
@@ -59,25 +59,25 @@ def test_a_holder_that_was_frozen_while_it_removed_things_removes_no_more_than_o
     tmp_path: Path, first: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = Frozen(tmp_path, first, monkeypatch)
-    first.keeper._lease._ended.set()  # with its signs of life
-    first.keeper._upload.end()
-    second = Node(tmp_path, "second", settings(tmp_path)).take()
+    first.replicator._lease._ended.set()  # with its signs of life
+    first.replicator._upload.end()
+    second = Node(tmp_path, "second", settings(tmp_path)).acquire()
     assert snapshots.newest(second.paths) == (4, []), "what is restored is on nobody's list"
     second.save(2)  # the very content that the first is about to remove
     second.save(6, best=2)
-    second.settled()
+    second.wait_until_replicated()
     assert objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 6)
     frozen.wake()
-    assert isinstance(frozen.raised, MirrorError)
+    assert isinstance(frozen.raised, ReplicaError)
     assert "in doubt" in str(frozen.raised)
     assert len(frozen.removed) == 2
     second.save(8, best=2)
-    second.settled()
+    second.wait_until_replicated()
     wait_until(lambda: objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 8))
-    second.settled()
+    second.wait_until_replicated()
     made = contents(second.paths.checkpoint(2))
-    second.leave()
-    third = Node(tmp_path, "third", settings(tmp_path)).take()
+    second.close()
+    third = Node(tmp_path, "third", settings(tmp_path)).acquire()
     assert snapshots.newest(third.paths) == (8, [])
     assert contents(third.paths.checkpoint(2)) == made
-    third.leave()
+    third.close()

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 import snapshots
-from keeper_cases import (
-    Nodes,
-    node,  # noqa: F401 (a fixture)
-)
 from machines import NAMES, Node, store
 from ratchet.errors import LockHeldError
 from ratchet.runs.replication import lease, manifests
 from ratchet.storage import files
+from replicator_cases import (
+    Nodes,
+    node,  # noqa: F401 (a fixture)
+)
 from snapshots import contents
 
 PACKAGES = ("runs",)
@@ -22,20 +22,20 @@ PACKAGES = ("runs",)
 
 def object_of(root: Path, one: Node, step: int, file: str) -> Path:
     digest = files.read_manifest(one.paths.checkpoint(step)).files[file][0]
-    return root / "mirror" / NAMES.object(digest)
+    return root / "replica" / NAMES.object(digest)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "document", "refers"])
 def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, node: Nodes, damage: str) -> None:
-    first = node("first").take()
+    first = node("first").acquire()
     first.save(2)
-    first.settled()
+    first.wait_until_replicated()
     first.save(4)
-    first.settled()
-    first.leave()  # it tidies up, and would remove a document that it finds damaged
+    first.wait_until_replicated()
+    first.close()  # it tidies up, and would remove a document that it finds damaged
     whole = contents(first.paths.checkpoint(2))
     weights = object_of(tmp_path, first, 4, "trainable.safetensors")
-    document = tmp_path / "mirror" / NAMES.checkpoint(1, 4)
+    document = tmp_path / "replica" / NAMES.checkpoint(1, 4)
     if damage == "flipped":
         data = bytearray(weights.read_bytes())
         data[-1] ^= 1
@@ -46,83 +46,83 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, node: Node
         document.write_bytes(document.read_bytes()[:-20])
     else:
         document.write_text(json.dumps(json.loads(document.read_text()) | {"refers_to": [3]}))
-    second = node("second").take()
+    second = node("second").acquire()
     assert second.paths.checkpoint_steps() == [2]
     assert contents(second.paths.checkpoint(2)) == whole
-    assert any("step 4 in the mirror is passed over" in text for text in second.texts("notice"))
+    assert any("step 4 in the replica is skipped" in text for text in second.texts("notice"))
     second.save(4)
-    second.settled()
+    second.wait_until_replicated()
     third = Node(tmp_path, "third")
-    second.leave()
-    third.take()
+    second.close()
+    third.acquire()
     assert third.paths.checkpoint_steps()[-1] == 4
-    third.leave()
+    third.close()
 
 
 def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
+    first = node("first").acquire()
     first.save(2)
-    first.settled()
-    lease = first.keeper._lease
+    first.wait_until_replicated()
+    lease = first.replicator._lease
     lease._ended.set()  # it stands still, and so do its signs of life
-    second = node("second").take()
-    second.settled()
+    second = node("second").acquire()
+    second.wait_until_replicated()
     # It comes back in the middle of an upload, and completes it, under its old token.
-    upload = first.keeper._upload
+    upload = first.replicator._upload
     assert upload is not None
     first.save(40)
     sealed = manifests.build_checkpoint_manifest(first.paths.checkpoint(40))
     upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
     upload._journal.copy()
     assert not lease.is_sure()
-    with pytest.raises(LockHeldError, match=second.keeper._here.node):
+    with pytest.raises(LockHeldError, match=second.replicator._context.node):
         lease.confirm()
-    assert first.keeper.lost() is not None
-    assert (first.keeper.settle(0.1) or "").endswith("repeat")
+    assert first.replicator.lost_reason() is not None
+    assert (first.replicator.wait_until_replicated(0.1) or "").endswith("repeat")
     second.save(4)
-    second.settled()
-    second.leave()
-    third = node("third").take()
+    second.wait_until_replicated()
+    second.close()
+    third = node("third").acquire()
     assert snapshots.newest(third.paths) == (4, [])
-    assert [event.data["step"] for event in third.events("checkpoint")] == [2, 4]
+    assert [event.data["step"] for event in third.events("checkpoint_saved")] == [2, 4]
 
 
 @pytest.mark.parametrize("lost", ["all", "an object", "the document"])
-def test_a_result_that_the_mirror_has_lost_is_sent_again(tmp_path: Path, node: Nodes, lost: str) -> None:
-    first = Node(tmp_path, "first").take()
+def test_a_result_that_the_replica_has_lost_is_sent_again(tmp_path: Path, node: Nodes, lost: str) -> None:
+    first = Node(tmp_path, "first").acquire()
     first.save(2)
     first.finish()
-    first.settled()
-    first.leave()
-    quiet = Node(tmp_path, "first").take()
+    first.wait_until_replicated()
+    first.close()
+    quiet = Node(tmp_path, "first").acquire()
     assert lease.list_keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
-    quiet.leave()
+    quiet.close()
     digest = files.read_manifest(first.paths.result).files["train.json"][0]
     if lost == "all":
-        shutil.rmtree(tmp_path / "mirror")
+        shutil.rmtree(tmp_path / "replica")
     else:
-        (tmp_path / "mirror" / (NAMES.object(digest) if lost == "an object" else NAMES.result(1))).unlink()
-    again = node("first").take()
-    assert again.keeper.settle(30.0) is None
+        (tmp_path / "replica" / (NAMES.object(digest) if lost == "an object" else NAMES.result(1))).unlink()
+    again = node("first").acquire()
+    assert again.replicator.wait_until_replicated(30.0) is None
     assert any("not all of the result any more" in text for text in again.texts("notice"))
-    again.leave()
-    other = node("other").take()
+    again.close()
+    other = node("other").acquire()
     assert contents(other.paths.result) == contents(first.paths.result)
-    assert [event.data["step"] for event in other.events("checkpoint")] == [2]
+    assert [event.data["step"] for event in other.events("checkpoint_saved")] == [2]
 
 
 def test_why_nothing_arrives_is_told_while_it_is_tried(tmp_path: Path, node: Nodes) -> None:
     """A wait that is shorter than the patience of one call knows the reason all the same."""
-    first = node("first").take()
+    first = node("first").acquire()
     first.save(2)
-    first.settled()
-    (tmp_path / "mirror").rename(tmp_path / "away")
-    (tmp_path / "mirror").write_text("no folder")
+    first.wait_until_replicated()
+    (tmp_path / "replica").rename(tmp_path / "away")
+    (tmp_path / "replica").write_text("no folder")
     first.save(4)
-    text = first.keeper.settle(2.0) or ""
+    text = first.replicator.wait_until_replicated(2.0) or ""
     assert "the checkpoint of step 4" in text
     assert "cannot" in text
     assert first.texts("alert") == [], "which is too early to be told of"
-    (tmp_path / "mirror").unlink()
-    (tmp_path / "away").rename(tmp_path / "mirror")
-    first.settled()
+    (tmp_path / "replica").unlink()
+    (tmp_path / "away").rename(tmp_path / "replica")
+    first.wait_until_replicated()

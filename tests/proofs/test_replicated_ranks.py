@@ -24,7 +24,7 @@ from rank_projects import (
     wait_until,
     world,
 )
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import lease, manifests
@@ -42,29 +42,34 @@ def clone(prepared: Path, mlflow_template: Path) -> Path:
     return prepared
 
 
-def mirrored(root: Path, **machine: Any) -> Settings:
-    known = {"nodes": "2", "rendezvous": f"127.0.0.1:{free_port()}", "grace_s": 10, "rendezvous_wait_s": 200}
-    quick = {"mirror": str(root / "mirror"), "lease_s": 10, "mirror_every_s": 0.2, "mirror_wait_s": 60}
+def replicated(root: Path, **machine: Any) -> Settings:
+    known = {"nodes": "2", "rendezvous": f"127.0.0.1:{free_port()}", "grace_period_s": 10, "rendezvous_timeout_s": 200}
+    quick = {
+        "replica": str(root / "replica"),
+        "lease_timeout_s": 10,
+        "replica_interval_s": 0.2,
+        "replica_timeout_s": 60,
+    }
     return settings(**known | quick | machine)
 
 
 def copied(layout: ProjectLayout) -> list[int]:
     """Steps that this machine has copied."""
-    return [event.data["step"] for event in events(layout, "mirror")]
+    return [event.data["step"] for event in events(layout, "replicated")]
 
 
-def mirror_of(root: Path, layout: ProjectLayout) -> tuple[ReplicaStore, RunObjectNames]:
+def replica_of(root: Path, layout: ProjectLayout) -> tuple[ReplicaStore, RunObjectNames]:
     run = find_newest_run(layout.runs)
     assert run is not None
-    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=5), lambda: False), RunObjectNames(
+    return ReplicaStore(str(root / "replica"), TransferLimits(retry_timeout_s=5), lambda: False), RunObjectNames(
         run.root.name
     )
 
 
 def told_steps(root: Path, layout: ProjectLayout) -> list[int]:
-    """Steps that the journal in the mirror tells."""
-    path = root / "journal of the mirror"
-    path.write_bytes(manifests.recover_journal(*mirror_of(root, layout)).content)
+    """Steps that the journal in the replica tells."""
+    path = root / "journal of the replica"
+    path.write_bytes(manifests.recover_journal(*replica_of(root, layout)).content)
     return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
 
 
@@ -86,8 +91,8 @@ def finish(*processes: "subprocess.Popen[str]") -> str:
 
 def fetched(clone: Path, root: Path) -> ProjectLayout:
     """What a machine of its own that comes later has."""
-    layout = project(clone, root / "later", mirrored(root, nodes="1", rendezvous=None))
-    assert "is taken from its mirror" in finish(start(layout))
+    layout = project(clone, root / "later", replicated(root, nodes="1", rendezvous=None))
+    assert "was restored from its replica" in finish(start(layout))
     run = find_newest_run(layout.runs)
     assert run is not None
     assert not run.worker_log.exists(), "nothing was trained there"
@@ -96,9 +101,9 @@ def fetched(clone: Path, root: Path) -> ProjectLayout:
 
 @pytest.fixture(scope="module")
 def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ProjectLayout, ProjectLayout]:
-    """Two machines with a rank each; where their mirror is."""
+    """Two machines with a rank each; where their replica is."""
     root = tmp_path_factory.mktemp("undisturbed")
-    chosen = mirrored(root)
+    chosen = replicated(root)
     first, second = (project(clone, root / name, chosen) for name in ("first", "second"))
     finish(*[start(layout) for layout in (first, second)])
     return root, first, second
@@ -110,7 +115,7 @@ def test_one_of_the_machines_copies_and_all_are_done_when_the_result_is_there(
     root, first, second = undisturbed
     assert report(first).adapter_digest == report(second).adapter_digest
     assert [bool(copied(layout)) for layout in (first, second)].count(True) == 1
-    store, names = mirror_of(root, first)
+    store, names = replica_of(root, first)
     assert len(store.list(names.folder("result"))) == 1
     assert set(told_steps(root, first)) == set(batches(first))
     assert tiny_project.outcome(fetched(clone, root)) == tiny_project.outcome(first if copied(first) else second)
@@ -119,7 +124,7 @@ def test_one_of_the_machines_copies_and_all_are_done_when_the_result_is_there(
 def test_when_the_one_that_copies_vanishes_another_one_does(
     clone: Path, tmp_path: Path, started: list["subprocess.Popen[str]"]
 ) -> None:
-    chosen = mirrored(tmp_path, nodes="1:2")
+    chosen = replicated(tmp_path, nodes="1:2")
     machines = [project(clone, tmp_path / name, chosen) for name in ("first", "second")]
     started += [start(layout, [SLOW]) for layout in machines]
     wait_until(lambda: [world(layout) for layout in machines] == [2, 2], *started)
@@ -142,7 +147,7 @@ def test_when_the_one_that_copies_vanishes_another_one_does(
 
 def held(root: Path, layout: ProjectLayout) -> list[bytes]:
     """All claims, by token."""
-    store, names = mirror_of(root, layout)
+    store, names = replica_of(root, layout)
     return [store.read(names.claim(*key)) or b"" for key in lease.list_keys(store, names)]
 
 
@@ -152,7 +157,7 @@ def test_when_all_are_lost_a_new_machine_goes_on_exactly(
     undisturbed: tuple[Path, ProjectLayout, ProjectLayout],
     started: list["subprocess.Popen[str]"],
 ) -> None:
-    chosen = mirrored(tmp_path)
+    chosen = replicated(tmp_path)
     machines = [project(clone, tmp_path / name, chosen) for name in ("first", "second")]
     started += [start(layout, [SLOW]) for layout in machines]
     wait_until(lambda: any(copied(layout) for layout in machines), *started)
@@ -161,9 +166,9 @@ def test_when_all_are_lost_a_new_machine_goes_on_exactly(
         process.communicate()
         shutil.rmtree(layout.root)
     # As many ranks as before, so that sums are rounded alike, on one machine.
-    new = project(clone, tmp_path / "new", mirrored(tmp_path, nodes="1:2", gpus=2))
+    new = project(clone, tmp_path / "new", replicated(tmp_path, nodes="1:2", gpus=2))
     said = finish(start(new))
-    assert "taken from the mirror: the checkpoint of step" in said
-    assert events(new, "ready")[-1].data["start_step"] > 0
+    assert "restored from the replica: the checkpoint of step" in said
+    assert events(new, "worker_ready")[-1].data["start_step"] > 0
     assert report(new).adapter_digest == report(undisturbed[1]).adapter_digest
     assert batches(new) == batches(undisturbed[1])

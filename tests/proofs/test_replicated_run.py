@@ -37,7 +37,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) ->
 
 @pytest.fixture(scope="session")
 def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
-    """What an uninterrupted training without a mirror makes."""
+    """What an uninterrupted training without a replica makes."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(prepared.root, root)
     done = tiny_project.ratchet(ProjectLayout(root), "train")
@@ -47,11 +47,16 @@ def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def machine(prepared: ProjectLayout, tmp_path: Path) -> Machines:
-    """Makes a machine: a clone of the project with nothing trained, that mirrors to the same place as all others."""
+    """Makes a machine: a clone of the project with nothing trained, that replicas to the same place as all others."""
 
     def make(name: str) -> ProjectLayout:
         shutil.copytree(prepared.root, tmp_path / name)
-        more = {"mirror": str(tmp_path / "mirror"), "lease_s": 2.0, "mirror_every_s": 0.2, "mirror_wait_s": 20.0}
+        more = {
+            "replica": str(tmp_path / "replica"),
+            "lease_timeout_s": 2.0,
+            "replica_interval_s": 0.2,
+            "replica_timeout_s": 20.0,
+        }
         settings = tiny_project.SETTINGS
         settings = settings.model_copy(update={"machine": settings.machine.model_copy(update=more)})
         tiny_project.save(ProjectLayout(tmp_path / name), settings)
@@ -80,9 +85,9 @@ def durable(layout: ProjectLayout) -> tuple[int, ...]:
 
 
 def train_until(layout: ProjectLayout, more_steps: int) -> subprocess.Popen[str]:
-    """Start a training and stop its worker after so many more steps, with what it has sealed in the mirror."""
+    """Start a training and stop its worker after so many more steps, with what it has sealed in the replica."""
     process = start(layout)
-    wait_for(process, lambda: durable(layout) or events(layout, "ready"))
+    wait_for(process, lambda: durable(layout) or events(layout, "worker_ready"))
     began = len(events(layout, "step"))
     wait_for(process, lambda: len(events(layout, "step")) >= began + more_steps)
     worker = find_worker(process.pid, layout.root)
@@ -102,13 +107,13 @@ def lose(layout: ProjectLayout, process: subprocess.Popen[str]) -> str:
     return said
 
 
-def damage_newest(layout: ProjectLayout, mirror: Path) -> int:
-    """Alter a byte of the mirror's copy of the newest checkpoint's weights; returns its step."""
+def damage_newest(layout: ProjectLayout, replica: Path) -> int:
+    """Alter a byte of the replica's copy of the newest checkpoint's weights; returns its step."""
     run = find_newest_run(layout.runs)
     assert run is not None
     step = run.checkpoint_steps()[-1]
     weights = hashlib.sha256((run.checkpoint(step) / "trainable.safetensors").read_bytes()).hexdigest()
-    copy = mirror / "runs" / run.root.name / "objects" / weights
+    copy = replica / "runs" / run.root.name / "objects" / weights
     copy.write_bytes(copy.read_bytes()[:-1] + b"?")
     return step
 
@@ -116,38 +121,38 @@ def damage_newest(layout: ProjectLayout, mirror: Path) -> int:
 def test_machines_that_are_taken_away_with_their_disks_change_nothing(
     machine: Machines, reference: Bytes, tmp_path: Path
 ) -> None:
-    """One with a notice, which is time enough for its mirror; one without. What is damaged there is passed over."""
+    """One with a notice, which is time enough for its replica; one without. What is damaged there is passed over."""
     first = machine("first")
     process = start(first)
     wait_for(process, lambda: len(durable(first)) >= 1 and len(events(first, "step")) > 4)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    assert "its mirror lacks" not in output
-    (stopped,) = events(first, "stopped")
+    assert "its replica lacks" not in output
+    (stopped,) = events(first, "interrupted")
     assert stopped.data["step"] in durable(first)
-    assert damage_newest(first, tmp_path / "mirror") == stopped.data["step"]
+    assert damage_newest(first, tmp_path / "replica") == stopped.data["step"]
     shutil.rmtree(first.root)
     second = machine("second")
     said = lose(second, train_until(second, 3))
-    assert f"checkpoint of step {stopped.data['step']} in the mirror is passed over" in said
+    assert f"checkpoint of step {stopped.data['step']} in the replica is skipped" in said
     third = machine("third")
     done = tiny_project.ratchet(third, "train")
     assert done.returncode == 0, done.stderr
-    assert "taken from the mirror: the checkpoint of step" in done.stderr
+    assert "restored from the replica: the checkpoint of step" in done.stderr
     assert outcome(third) == reference
     steps = [event.data["step"] for event in events(third, "step")]
     assert set(steps) == set(range(1, max(steps) + 1)), "figures of all steps, whoever did them"
-    assert len(events(third, "attempt")) == 3
+    assert len(events(third, "attempt_started")) == 3
     # And whoever comes later takes what is finished.
     fourth = machine("fourth")
     done = tiny_project.ratchet(fourth, "train")
     assert done.returncode == 0, done.stderr
     assert outcome(fourth) == reference
-    assert len(events(fourth, "attempt")) == 3, "nothing was trained there"
+    assert len(events(fourth, "attempt_started")) == 3, "nothing was trained there"
 
 
-def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_done_when_the_mirror_has_the_result(
+def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_done_when_the_replica_has_the_result(
     machine: Machines, reference: Bytes, tmp_path: Path
 ) -> None:
     first = machine("first")
@@ -157,26 +162,26 @@ def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_don
     second = machine("second")
     busy = tiny_project.ratchet(second, "train")
     assert busy.returncode == 75, busy.stderr
-    assert "one machine at a time may" in busy.stderr
+    assert "only one machine may" in busy.stderr
     assert "the last start was refused: run" in tiny_project.ratchet(second, "status").stdout
     stopped.send_signal(signal.SIGSTOP)
-    second.params.write_text(second.params.read_text().replace("mirror_wait_s: 20", "mirror_wait_s: 1"))
+    second.params.write_text(second.params.read_text().replace("replica_timeout_s: 20", "replica_timeout_s: 1"))
     process = start(second)
-    wait_for(process, lambda: len(events(second, "ready")) == 2)
-    (tmp_path / "mirror").rename(tmp_path / "away")
-    (tmp_path / "mirror").write_text("no folder")
+    wait_for(process, lambda: len(events(second, "worker_ready")) == 2)
+    (tmp_path / "replica").rename(tmp_path / "away")
+    (tmp_path / "replica").write_text("no folder")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    assert "is trained, but not done: its mirror lacks the result" in output
+    assert "training is complete, but its replica lacks the result" in output
     assert "cannot" in output.splitlines()[-1], "and why"
     assert not second.train.exists()
-    (tmp_path / "mirror").unlink()
-    (tmp_path / "away").rename(tmp_path / "mirror")
-    second.params.write_text(second.params.read_text().replace("mirror_wait_s: 1\n", "mirror_wait_s: 20\n"))
+    (tmp_path / "replica").unlink()
+    (tmp_path / "away").rename(tmp_path / "replica")
+    second.params.write_text(second.params.read_text().replace("replica_timeout_s: 1\n", "replica_timeout_s: 20\n"))
     again = tiny_project.ratchet(second, "train")
     assert again.returncode == 0, again.stderr
     assert outcome(second) == reference
-    assert len(events(second, "attempt")) == 2, "one there, one here: nothing is trained again"
+    assert len(events(second, "attempt_started")) == 2, "one there, one here: nothing is trained again"
     os.kill(worker, signal.SIGCONT)
     stopped.send_signal(signal.SIGCONT)
     output, _ = stopped.communicate(timeout=PATIENCE_S)

@@ -41,7 +41,7 @@ from ratchet.config.sweep import SamplerSettings
 from ratchet.tuning.samplers import propose
 space = space_of(RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
 history = eventful(space)
-found = [propose(space, SamplerSettings(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)
+found = [propose(space, SamplerSettings(kind=kind, n_startup_trials=4), LOSS, history, 16 + more, lambda values: False)
          for kind in ("tpe", "gp", "cmaes", "random") for more in (0, 1)]
 print(json.dumps(found))
 """
@@ -99,9 +99,9 @@ def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
     space = space_of(FINITE)
 
     def outcome(number: int, values: dict[str, Any]) -> Trial:
-        return trial(number, values, objectives=(abs(values["train.rank"] - 8) + values["train.batch_rows"] / 100,))
+        return trial(number, values, objectives=(abs(values["train.rank"] - 8) + values["train.batch_size"] / 100,))
 
-    found = [one.values for one in searched(space, SamplerSettings(kind=kind, startup=4), 40, outcome)]
+    found = [one.values for one in searched(space, SamplerSettings(kind=kind, n_startup_trials=4), 40, outcome)]
     assert len(found) == space.size() == 24
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, space.grid(4)))
 
@@ -110,10 +110,13 @@ def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
 def test_conditional_knobs_lists_and_ties(kind: str) -> None:
     space = space_of(*EVERYTHING)
     history = eventful(space, 40)
-    seen = [propose(space, SamplerSettings(kind=kind, startup=4), LOSS, history, 40 + more, NEVER) for more in range(8)]
+    seen = [
+        propose(space, SamplerSettings(kind=kind, n_startup_trials=4), LOSS, history, 40 + more, NEVER)
+        for more in range(8)
+    ]
     for values in seen:
         assert values is not None
         assert ("train.adalora.target_rank" in values) == (values["train.adapter"] == "adalora")
-        assert values["train.targets"] in ("all", ("q_proj", "v_proj"), ("q_proj",))
+        assert values["train.target_modules"] in ("all", ("q_proj", "v_proj"), ("q_proj",))
         assert values["train.alpha"] == 2 * values["train.rank"]
-        assert space.holds(values)
+        assert space.contains(values)

@@ -51,7 +51,7 @@ def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLay
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: ProjectLayout, count: int) -> None:
-    layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=count, micro_batch_rows=3))
+    layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=count, micro_batch_size=3))
     train(layout)
     assert batches(layout) == batches(alone)
     one, several = (
@@ -66,7 +66,7 @@ def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: Projec
 
 
 def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Path) -> None:
-    few = EVEN.model_copy(update={"batch_rows": 2, "epochs": 0.05, "validate_every_steps": 100})
+    few = EVEN.model_copy(update={"batch_size": 2, "epochs": 0.05, "validate_every_steps": 100})
     one, three = (project(prepared, tmp_path / str(count), settings(few, gpus=count)) for count in (1, 3))
     for layout in (one, three):
         train(layout)
@@ -80,15 +80,15 @@ def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Pa
 def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
     prepared: Path, tmp_path: Path, pair: ProjectLayout, kind: Any
 ) -> None:
-    layout = project(prepared, tmp_path / "project", settings(gpus=2, stall_s=3))
+    layout = project(prepared, tmp_path / "project", settings(gpus=2, stall_timeout_s=3))
     said = train(layout, [InjectedFault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
     assert (tmp_path / "struck").exists()
     assert report(layout).adapter_digest == report(pair).adapter_digest
     assert batches(layout) == batches(pair)
-    died = [event.data for event in events(layout, "died")]
-    assert [one["class"] for one in died] == ["killed" if kind == "die" else "stalled"], said
+    died = [event.data for event in events(layout, "worker_exited")]
+    assert [one["failure_class"] for one in died] == ["killed" if kind == "die" else "stalled"], said
     if kind == "freeze":
-        assert "rank 1 of this machine: no sign of life" in died[0]["text"]
+        assert "rank 1 of this machine: no heartbeat" in died[0]["text"]
         assert "stopped by a signal" in died[0]["text"]
 
 
@@ -101,10 +101,10 @@ def test_a_request_to_stop_seals_and_the_same_command_goes_on(
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 75, said
-    stopped = events(layout, "stopped")[-1].data["step"]
+    stopped = events(layout, "interrupted")[-1].data["step"]
     assert stopped == events(layout, "step")[-1].data["step"] > 3
     train(layout)
-    assert events(layout, "ready")[-1].data["start_step"] == stopped
+    assert events(layout, "worker_ready")[-1].data["start_step"] == stopped
     assert report(layout).adapter_digest == report(pair).adapter_digest
 
 
@@ -112,7 +112,7 @@ def test_a_request_to_stop_seals_and_the_same_command_goes_on(
 def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_path: Path, method: str) -> None:
     """Stopped, and killed: the same bits as undisturbed, though each rank remembers something of its own."""
     compressed = tiny_project.TRAIN.model_copy(
-        update={"compression": GradientCompressionSettings(method=method, rank=2, share=0.05)}  # type: ignore[arg-type]
+        update={"gradient_compression": GradientCompressionSettings(method=method, rank=2, topk_fraction=0.05)}  # type: ignore[arg-type]
     )
     chosen = settings(compressed, gpus=2, checkpoint_every=5)
     whole, stopped = (project(prepared, tmp_path / name, chosen) for name in ("whole", "stopped"))
@@ -131,7 +131,7 @@ def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_pa
 def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", settings(gpus=2))
     train(layout, [InjectedFault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
-    shrunk = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
+    shrunk = [event.data for event in events(layout, "microbatch_budget") if event.data["action"] == "shrink"]
     assert shrunk
     assert {one["step"] for one in shrunk} == {5}
     assert report(layout).steps == STEPS
@@ -152,7 +152,7 @@ def test_machines_join_and_leave(
     wait_until(lambda: len(events(first, "step")) > 3, *started)
     started.append(start(second, [SLOW]))
     wait_until(lambda: world(first) == world(second) == 2, *started)
-    joined = events(second, "ready")[-1].data["start_step"]
+    joined = events(second, "worker_ready")[-1].data["start_step"]
     assert joined >= 4, "a new machine has the checkpoint from one that was there"
     started.append(start(third, [SLOW]))
     wait_until(lambda: world(first) == world(second) == world(third) == 4, *started)
@@ -179,7 +179,7 @@ def test_a_machine_that_vanishes_is_done_without(
     chosen = settings(nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}", checkpoint_every=1000)
     first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
     started.append(start(first, [SLOW]))
-    wait_until(lambda: bool(events(first, "attempt")), *started)  # so it is this one that the others meet at
+    wait_until(lambda: bool(events(first, "attempt_started")), *started)  # so it is this one that the others meet at
     started.append(start(second, [SLOW]))
     wait_until(lambda: world(first) == world(second) == 2, *started)
     wait_until(lambda: len(events(first, "step")) > 4, *started)
@@ -187,8 +187,8 @@ def test_a_machine_that_vanishes_is_done_without(
     started[1].kill()
     said = started[0].communicate(timeout=PATIENCE_S)[1]
     assert started[0].returncode == 0, said
-    assert [event.data["class"] for event in events(first, "died")] == ["peers"]
-    assert events(first, "ready")[-1].data["start_step"] >= done, "what was done is sealed when others are lost"
+    assert [event.data["failure_class"] for event in events(first, "worker_exited")] == ["peers"]
+    assert events(first, "worker_ready")[-1].data["start_step"] >= done, "what was done is sealed when others are lost"
     assert report(first).steps == STEPS
 
 
@@ -198,20 +198,20 @@ def test_machines_that_would_train_different_things_are_refused(
     chosen = settings(nodes="2", rendezvous=f"127.0.0.1:{free_port()}")
     first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
     tiny_project.save(
-        second, chosen.model_copy(update={"machine": chosen.machine.model_copy(update={"micro_batch_rows": 4})})
+        second, chosen.model_copy(update={"machine": chosen.machine.model_copy(update={"micro_batch_size": 4})})
     )
     started += [start(first), start(second)]
     said = [process.communicate(timeout=PATIENCE_S)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2], said
     for text in said:
         assert "would train different things" in text
-        assert "micro_batch_rows: 8 and 4" in text or "micro_batch_rows: 4 and 8" in text
+        assert "micro_batch_size: 8 and 4" in text or "micro_batch_size: 4 and 8" in text
 
 
 def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
     port = free_port()
     layout = project(
-        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
+        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_timeout_s=13)
     )
     process = start(layout)
     said = process.communicate(timeout=PATIENCE_S)[1]
@@ -224,7 +224,7 @@ def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, t
 def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=2))
     train(layout, [InjectedFault(kind="slow", seconds=0.4, rank=1)])
-    told = events(layout, "ranks")
+    told = events(layout, "rank_timings")
     assert told
     assert all(len(event.data["busy_s"]) == 2 for event in told)
     for event in told:
@@ -233,8 +233,8 @@ def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> 
     steps = {event.data["step"]: event.data["step_s"] for event in events(layout, "step")}
     last = told[0].data["step"]
     assert told[0].data["seconds"] == pytest.approx(sum(seconds for step, seconds in steps.items() if step <= last))
-    (ready,) = events(layout, "ready")
+    (ready,) = events(layout, "worker_ready")
     assert len(ready.data["hosts"]) == 2
     assert len(set(ready.data["hosts"])) == 1
-    assert ready.data["peak_flops_s"] is None  # of a CPU there is no data sheet
+    assert ready.data["peak_flops_per_s"] is None  # of a CPU there is no data sheet
     assert ready.data["flops_per_token"] > 0

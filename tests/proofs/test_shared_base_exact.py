@@ -62,7 +62,7 @@ def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLay
         (tiny_project.TRAIN, {}),
         (PLAIN, {"activation_checkpointing": True}),
         # Five rows a step on two ranks, two at a time: one of them has more to do than the other.
-        (tiny_project.TRAIN.model_copy(update={"batch_rows": 5}), {"micro_batch_rows": 2}),
+        (tiny_project.TRAIN.model_copy(update={"batch_size": 5}), {"micro_batch_size": 2}),
         (PLAIN.model_copy(update={"adapter": "dora"}), {}),
         (PLAIN.model_copy(update={"initialization": "pissa"}), {}),
     ],
@@ -73,8 +73,8 @@ def test_the_adapter_is_the_same_bit_for_bit(
     apart = whole(prepared, tmp_path / "apart", chosen, **machine)
     layout = project(prepared, tmp_path / "shared", shared(chosen, **machine))
     assert "2 ranks, which share the base" in train(layout)
-    assert events(layout, "ready")[-1].data["shares_base"] is True
-    assert events(apart, "ready")[-1].data["shares_base"] is False
+    assert events(layout, "worker_ready")[-1].data["shares_base"] is True
+    assert events(apart, "worker_ready")[-1].data["shares_base"] is False
     assert report(layout).adapter_digest == report(apart).adapter_digest
     assert report(layout).validation_loss == report(apart).validation_loss
     assert (layout.train / "analysis.json").read_bytes() == (apart.train / "analysis.json").read_bytes()
@@ -84,20 +84,22 @@ def test_the_adapter_is_the_same_bit_for_bit(
 def test_a_rank_that_is_killed_or_stopped_in_the_middle_costs_nothing_but_time(
     prepared: Path, tmp_path: Path, pair: ProjectLayout, kind: Any
 ) -> None:
-    layout = project(prepared, tmp_path / "project", shared(stall_s=3, checkpoint_every=4))
+    layout = project(prepared, tmp_path / "project", shared(stall_timeout_s=3, checkpoint_every=4))
     train(layout, [InjectedFault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
     assert (tmp_path / "struck").exists()
     assert report(layout).adapter_digest == report(pair).adapter_digest
-    assert [event.data["class"] for event in events(layout, "died")] == ["killed" if kind == "die" else "stalled"]
+    assert [event.data["failure_class"] for event in events(layout, "worker_exited")] == [
+        "killed" if kind == "die" else "stalled"
+    ]
 
 
 def test_memory_that_one_rank_lacks_begins_the_step_again_on_all(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", shared())
     train(layout, [InjectedFault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
-    told = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
+    told = [event.data for event in events(layout, "microbatch_budget") if event.data["action"] == "shrink"]
     assert {one["step"] for one in told} == {5}
     assert told[0]["rank"] == 1
-    assert events(layout, "ready")[-1].data["start_step"] == 4, "what was done is sealed before all begin again"
+    assert events(layout, "worker_ready")[-1].data["start_step"] == 4, "what was done is sealed before all begin again"
     assert report(layout).steps == STEPS
 
 
@@ -113,7 +115,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Pa
         assert process.returncode == 75, said
         tiny_project.save(layout, settings(tiny_project.TRAIN, **machine))
     train(layout)
-    assert [event.data["ranks"] for event in events(layout, "ready")] == [2, 1, 3]
+    assert [event.data["ranks"] for event in events(layout, "worker_ready")] == [2, 1, 3]
     assert batches(layout) == batches(pair)
     assert report(layout).steps == STEPS
     assert report(layout).validation_loss == pytest.approx(report(pair).validation_loss, rel=2e-2)
@@ -182,7 +184,7 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
 
     whole, shared = model(), model()
     frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
-    ranks.in_turns(lambda: sharding.shard_base(shared, ranks, cpu))
+    ranks.run_in_turns(lambda: sharding.shard_base(shared, ranks, cpu))
     kept = _kept_bytes(shared)
     computed = [_computed(one) for one in (whole, shared)]
     between = _kept_bytes(shared)

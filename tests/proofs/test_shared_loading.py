@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 from transformers import LlamaConfig
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
@@ -45,7 +45,7 @@ def test_a_rank_keeps_its_share_of_the_layers_and_three_whole_ones(ranks: int, q
     shared = found(SHARED, ranks, quantization=quantization)
     whole, own = sizes(ranks, quantization)
     for phase in ("first_step", "steady", "evaluation"):
-        before, after = apart.of(phase).parts, shared.of(phase).parts
+        before, after = apart.phase_memory(phase).parts, shared.phase_memory(phase).parts
         saved = before["weights"] - after["weights"]
         assert saved == pytest.approx(LAYERS * (whole - own), abs=LAYERS * len(MATRICES) * 512)
         assert after["gathered layers"] == pytest.approx(3 * ranks * own, rel=1e-3)
@@ -58,20 +58,20 @@ def test_on_a_gpu_it_is_whole_in_the_memory_of_the_host_only() -> None:
     apart, shared = found(Machine(), 4), found(SHARED, 4)
     whole, own = sizes(4, "none")
     outside = 2 * 4 * VOCABULARY * HIDDEN  # embedding and head
-    assert set(shared.of("loaded").parts) == {"CUDA context"}
-    assert shared.of("adapters").parts["weights"] == pytest.approx(LAYERS * own + outside, rel=0.01)
-    assert shared.of("adapters").parts["gathered layers"] == pytest.approx(whole, rel=0.01)
+    assert set(shared.phase_memory("loaded").parts) == {"CUDA context"}
+    assert shared.phase_memory("adapters").parts["weights"] == pytest.approx(LAYERS * own + outside, rel=0.01)
+    assert shared.phase_memory("adapters").parts["gathered layers"] == pytest.approx(whole, rel=0.01)
     assert shared.host_bytes - apart.host_bytes > 0.95 * LAYERS * whole
 
 
 def test_on_a_cpu_it_is_loaded_whole_by_one_rank_at_a_time() -> None:
     apart, shared = found(Machine(), 4, "cpu"), found(SHARED, 4, "cpu")
     whole, own = sizes(4, "none")
-    parts = shared.of("loaded").parts
+    parts = shared.phase_memory("loaded").parts
     assert parts[UNSHARDED] == LAYERS * (whole - own)
-    assert parts["weights"] + parts[UNSHARDED] == apart.of("loaded").parts["weights"]
-    assert UNSHARDED not in shared.of("first_step").parts
-    loaded = shared.of("loaded").total_bytes
+    assert parts["weights"] + parts[UNSHARDED] == apart.phase_memory("loaded").parts["weights"]
+    assert UNSHARDED not in shared.phase_memory("first_step").parts
+    loaded = shared.phase_memory("loaded").total_bytes
     assert shared.peak.phase == "loaded"
     assert shared.needed_bytes(1) == loaded
     assert shared.needed_bytes(4) == max(

@@ -17,7 +17,7 @@ import mlflow_server
 import postgres
 import tiny_project
 from mlflow_server import running
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import TrackingError
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
@@ -88,7 +88,7 @@ def project(template: ProjectLayout, root: Path, server: str) -> tuple[ProjectLa
     shutil.copytree(template.root, root)
     layout = ProjectLayout(root)
     settings = params_file.load(layout.params)
-    machine = settings.machine.model_copy(update={"tracking": server, "tracking_grace_s": 60.0})
+    machine = settings.machine.model_copy(update={"tracking_uri": server, "tracking_timeout_s": 60.0})
     settings = settings.model_copy(update={"machine": machine})
     tiny_project.save(layout, settings)
     return layout, settings
@@ -166,7 +166,7 @@ def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: Pr
 def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: ProjectLayout, tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     layout, settings = project(template, tmp_path / "project", nobody)
-    machine = settings.machine.model_copy(update={"tracking_grace_s": 2.0})
+    machine = settings.machine.model_copy(update={"tracking_timeout_s": 2.0})
     tiny_project.save(layout, settings.model_copy(update={"machine": machine}))
     done = tiny_project.ratchet(layout, "train")
     assert done.returncode == 0, done.stdout + done.stderr

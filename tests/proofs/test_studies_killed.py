@@ -17,7 +17,8 @@ from ratchet.tuning import journal_storage
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import StudyStorage, open_storage
 from ratchet.tuning.trial_store import TrialStore
-from study_register_cases import (
+from study_storages import storage, url  # noqa: F401 (fixtures)
+from trial_store_cases import (
     LONG,
     NARROW,
     Dying,
@@ -26,20 +27,19 @@ from study_register_cases import (
     here,  # noqa: F401 (a fixture)
     opened,
     populate,
-    register,  # noqa: F401 (a fixture)
     settings,
+    store,  # noqa: F401 (a fixture)
     values,
 )
-from study_storages import storage, url  # noqa: F401 (fixtures)
 
 PACKAGES = ("tuning",)
 
 
 @pytest.mark.parametrize("write", range(1, 14))
 def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
-    register: TrialStore, storage: StudyStorage, here: SweepWorker, monkeypatch: pytest.MonkeyPatch, write: int
+    store: TrialStore, storage: StudyStorage, here: SweepWorker, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
-    populate(register, here)
+    populate(store, here)
     dying = Dying(storage.optuna, write)
     with monkeypatch.context() as patched:
         dying.replace(patched, "create_new_study", "set_study_user_attr", "create_new_trial")
@@ -63,29 +63,29 @@ def _work(layout: ProjectLayout, url: str | None, seed: int) -> None:
     """A worker that trains nothing: takes over or begins, gives signs of life, ends, until there are TRIALS."""
     chance = random.Random(seed)
     storage = open_storage(layout, url)
-    register = opened(storage, settings())
-    worker = SweepWorker.here()
+    store = opened(storage, settings())
+    worker = SweepWorker.current()
     while True:
-        with register.locked():
-            taken = register.take_over(worker, LONG)
-            trials = register.trials()
+        with store.locked():
+            taken = store.take_over(worker, LONG)
+            trials = store.trials()
             if taken is not None:
                 number, chosen = taken.number, taken.values
             elif len(trials) < TRIALS:
                 chosen = values(learning_rate=1e-4 * (1 + len(trials)))
-                number = begin(register, worker, chosen)
+                number = begin(store, worker, chosen)
             elif any(not trial.is_over for trial in trials):
                 number = -1
             else:
                 break
         if number >= 0:
             for rows in (70, 140):
-                register.report(number, rows, rows * chosen["train.learning_rate"])
-                register.renew(number, worker)
+                store.report(number, rows, rows * chosen["train.learning_rate"])
+                store.renew(number, worker)
             curve = {rows: rows * chosen["train.learning_rate"] for rows in (70, 140, 210)}
             state = chance.choice(["complete", "pruned", "infeasible", "failed"])
             changes = {"constraints": {"memory": 1.0}} if state == "infeasible" else {}
-            register.finish(number, ended(state, curve=curve, **changes), worker)
+            store.finish(number, ended(state, curve=curve, **changes), worker)
         time.sleep(chance.random() / 100)
     storage.close()
 
@@ -103,10 +103,10 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
 
     running = [start() for _ in range(4)]
     watching = open_storage(project, url)
-    register = opened(watching, settings())
+    store = opened(watching, settings())
     killed = 0
     for wanted in range(8, TRIALS, 8):  # nobody is killed before there is something to lose
-        while len(register.trials()) < wanted:
+        while len(store.trials()) < wanted:
             time.sleep(chance.random() / 20)
         victim = chance.randrange(4)
         os.kill(running[victim].pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
     for process in running:
         process.join()
         assert process.exitcode == 0
-    trials = register.trials()
+    trials = store.trials()
     assert killed == 7
     assert [trial.number for trial in trials] == list(range(TRIALS))
     assert Counter(trial.is_over for trial in trials) == {True: TRIALS}
@@ -124,60 +124,60 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
     assert len(rates) == TRIALS
     for trial in trials:
         assert trial.curve == {rows: rows * trial.values["train.learning_rate"] for rows in (70, 140, 210)}
-        assert len(trial.takes) >= 1
+        assert len(trial.executions) >= 1
     watching.close()
 
 
 def _train_for_ever(layout: ProjectLayout, url: str | None, told: Any) -> None:
     storage = open_storage(layout, url)
-    register = opened(storage, settings())
+    store = opened(storage, settings())
     # As if on another machine: that its process is stopped, or that it lives, can be seen by nobody.
-    worker = dataclasses.replace(SweepWorker.here(), boot="another boot")
-    number = begin(register, worker)
+    worker = dataclasses.replace(SweepWorker.current(), boot="another boot")
+    number = begin(store, worker)
     told.put(number)
     try:
         while True:
-            register.renew(number, worker)
+            store.renew(number, worker)
             time.sleep(0.05)
     except TrialLeaseLostError as error:
         told.put(str(error))
     try:
-        register.finish(number, ended(objectives=(9.0,)), worker)
+        store.finish(number, ended(objectives=(9.0,)), worker)
     except TrialLeaseLostError as error:
         told.put(str(error))
     storage.close()
 
 
 def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
-    register: TrialStore, here: SweepWorker, project: ProjectLayout, url: str | None, processes: Any
+    store: TrialStore, here: SweepWorker, project: ProjectLayout, url: str | None, processes: Any
 ) -> None:
     told = processes.SimpleQueue()
     child = processes.Process(target=_train_for_ever, args=(project, url, told))
     child.start()
     assert told.get() == 0
-    assert register.take_over(here, 1.0) is None
-    while not any(take.seen > take.begun for take in register.trials()[0].takes):
+    assert store.take_over(here, 1.0) is None
+    while not any(take.last_seen > take.started for take in store.trials()[0].executions):
         time.sleep(0.01)
     # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
     with journal_storage._make_append_lock(project.study_journal).acquire(5):
         os.kill(child.pid, signal.SIGSTOP)
-    while register.take_over(here, 1.0) is None:
+    while store.take_over(here, 1.0) is None:
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGCONT)
     assert f"trial 0: {here.name} has it now" in told.get()
     assert f"trial 0: {here.name} has it now" in told.get()
     child.join()
     assert child.exitcode == 0
-    register.renew(0, here)
-    register.finish(0, ended(), here)
-    assert register.trials()[0].objectives == (1.5,)
+    store.renew(0, here)
+    store.finish(0, ended(), here)
+    assert store.trials()[0].objectives == (1.5,)
 
 
 def _open_first(layout: ProjectLayout, url: str | None, start: Any, told: Any) -> None:
     start.wait()
     storage = open_storage(layout, url)
-    register = opened(storage, settings())
-    told.put((register.study, begin(register, SweepWorker.here())))
+    store = opened(storage, settings())
+    told.put((store.study, begin(store, SweepWorker.current())))
     storage.close()
 
 

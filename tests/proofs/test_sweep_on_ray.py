@@ -19,7 +19,7 @@ import pytest
 import postgres
 import tiny_project
 import tiny_sweep
-from ratchet.config.schema import RaySettings
+from ratchet.config.machine import RaySettings
 from ratchet.config.sweep import PrunerSettings
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED
 from ratchet.storage.code_version import code_version
@@ -114,7 +114,7 @@ def server() -> Iterator[postgres.Server]:
 def project(root: Path, database: str, mlflow: Path, ray: RaySettings) -> ProjectLayout:
     """Trainings that nobody prunes, long enough that a node vanishes in the midst of one."""
     chosen = tiny_sweep.settings(trials=TRIALS, pruner=PrunerSettings(kind="none"))
-    machine = chosen.machine.model_copy(update={"studies": database, "ray": ray})
+    machine = chosen.machine.model_copy(update={"study_storage": database, "ray": ray})
     train = chosen.train.model_copy(update={"epochs": 3.0})
     layout = tiny_project.prepared(root, chosen.model_copy(update={"machine": machine, "train": train}))
     shutil.copyfile(mlflow, layout.mlflow_database)
@@ -151,7 +151,7 @@ def test_a_node_vanishes_in_mid_trial_and_another_takes_the_trial_up(
     assert "was lost" in output
     found = tiny_sweep.report(layout)
     assert [trial.state for trial in found.trials] == ["complete"] * TRIALS
-    assert max(len(trial.takes) for trial in found.trials) > 1, "nobody took up what the lost node had"
+    assert max(len(trial.executions) for trial in found.trials) > 1, "nobody took up what the lost node had"
     assert not tiny_sweep.processes_of(str(layout.root))
     vanish(second)
     vanish(third)
@@ -182,9 +182,9 @@ def test_no_database_and_no_cluster_are_refused_before_anything_is_done(tmp_path
     layout = tiny_project.write(tmp_path / "project", tiny_sweep.settings())
     refused = tiny_project.ratchet(layout, "sweep", "--engine", "ray")
     assert refused.returncode == EXIT_INPUT
-    assert "set machine.studies" in refused.stderr
+    assert "set machine.study_storage" in refused.stderr
     chosen = tiny_sweep.settings()
-    machine = {"studies": "postgresql://nobody@127.0.0.1:9/none", "ray": RaySettings(address="127.0.0.1:9")}
+    machine = {"study_storage": "postgresql://nobody@127.0.0.1:9/none", "ray": RaySettings(address="127.0.0.1:9")}
     tiny_project.save(layout, chosen.model_copy(update={"machine": chosen.machine.model_copy(update=machine)}))
     refused = tiny_project.ratchet(layout, "sweep", "--engine", "ray")
     assert refused.returncode == EXIT_INPUT
@@ -193,9 +193,9 @@ def test_no_database_and_no_cluster_are_refused_before_anything_is_done(tmp_path
 
 
 def test_a_node_without_the_project_or_with_another_ratchet_says_so(tmp_path: Path) -> None:
-    code, said = RayWorkerActor(str(tmp_path / "nowhere"), "", code_version()).work()
+    code, said = RayWorkerActor(str(tmp_path / "nowhere"), "", code_version()).run_worker()
     assert code == EXIT_INPUT
     assert f"no project in {tmp_path / 'nowhere'}" in said
-    code, said = RayWorkerActor(str(tmp_path), "", "0.0.1+00000000").work()
+    code, said = RayWorkerActor(str(tmp_path), "", "0.0.1+00000000").run_worker()
     assert code == EXIT_INPUT
     assert "install the same on every node" in said

@@ -33,7 +33,9 @@ def test_a_machine_is_lost_the_server_restarts_and_another_machine_ends_the_swee
     server: postgres.Server, tmp_path: Path, mlflow_template: Path
 ) -> None:
     chosen = tiny_sweep.settings(trials=4)
-    chosen = chosen.model_copy(update={"machine": chosen.machine.model_copy(update={"studies": server.database()})})
+    chosen = chosen.model_copy(
+        update={"machine": chosen.machine.model_copy(update={"study_storage": server.database()})}
+    )
     template = tiny_project.prepared(tmp_path / "template", chosen)
     shutil.copyfile(mlflow_template, template.mlflow_database)
     first, second = machine(template, tmp_path / "first"), machine(template, tmp_path / "second")
@@ -50,7 +52,7 @@ def test_a_machine_is_lost_the_server_restarts_and_another_machine_ends_the_swee
     assert found.storage == "postgres"
     assert sum(trial.continues is None for trial in found.trials) == 4
     assert {trial.state for trial in found.trials} <= {"complete", "pruned"}
-    assert max(len(trial.takes) for trial in found.trials) > 1, "nobody took up what the lost machine had"
+    assert max(len(trial.executions) for trial in found.trials) > 1, "nobody took up what the lost machine had"
     _the_lost_machine_comes_back(first, found)
     with sqlite3.connect(second.mlflow_database) as connection:
         parents = connection.execute("select status from runs where name = 'sweep'").fetchall()

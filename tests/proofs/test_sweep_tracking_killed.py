@@ -8,7 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from clerk_cases import (
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning import tracking_sync as clerks
+from tracking_sync_cases import (
     Study,
     found,
     quick,  # noqa: F401 (a fixture)
@@ -17,8 +19,6 @@ from clerk_cases import (
     steps,
     study,  # noqa: F401 (a fixture)
 )
-from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import tracking_sync as clerks
 
 PACKAGES = ("tuning", "reports")
 

@@ -30,7 +30,7 @@ PACKAGES = ("tuning", "stages")
 def attempts(layout: ProjectLayout, run_id: str | None) -> int:
     """Trainer processes that were started for a run."""
     events = JournalReader(layout.runs / str(run_id) / "journal.jsonl").read()
-    return sum(event.kind == "attempt" for event in events)
+    return sum(event.kind == "attempt_started" for event in events)
 
 
 def tags(layout: ProjectLayout, key: str) -> dict[str, str]:
@@ -40,7 +40,7 @@ def tags(layout: ProjectLayout, key: str) -> dict[str, str]:
 
 
 def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLayout) -> None:
-    wanted = tiny_sweep.settings(trials=5, finalists=FinalistSettings(top=2, seeds=2))
+    wanted = tiny_sweep.settings(trials=5, finalists=FinalistSettings(top_k=2, seeds=2))
     tiny_project.save(project, wanted)
     sweep = tiny_sweep.begin(project, "--workers", "2")
     for kill in range(1, 4):
@@ -53,10 +53,10 @@ def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLay
     assert [trial.number for trial in found.trials] == list(range(len(found.trials)))
     assert sum(trial.continues is None for trial in found.trials) == 5
     assert {trial.state for trial in found.trials} <= {"complete", "pruned"}
-    assert sum(len(trial.takes) - 1 for trial in found.trials) >= 1, "no trial was taken over"
+    assert sum(len(trial.executions) - 1 for trial in found.trials) >= 1, "no trial was taken over"
     assert len({json.dumps(trial.values) for trial in found.trials if trial.continues is None}) == 5
-    assert found.finals is not None
-    assert [len(finalist.run_ids) for finalist in found.finals.finalists] == [2, 2]
+    assert found.final_round is not None
+    assert [len(finalist.run_ids) for finalist in found.final_round.finalists] == [2, 2]
     _the_study_is_over(project, found)
     _mlflow_has_two_levels(project, found)
     _the_gate_knows_the_rows(project)
@@ -130,7 +130,7 @@ def test_power_loss_changes_nothing_one_worker_and_a_seed_give_the_same_trials(
     assert resumed.returncode == 0, resumed.stderr
     whole, other = tiny_sweep.report(project), tiny_sweep.report(broken)
     assert tiny_sweep.told(other.trials) == tiny_sweep.told(whole.trials)
-    assert sum(len(trial.takes) for trial in other.trials) > len(other.trials)
+    assert sum(len(trial.executions) for trial in other.trials) > len(other.trials)
 
 
 def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: ProjectLayout) -> None:
@@ -138,13 +138,13 @@ def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Projec
         "train.learning_rate": SweepParameter(choices=(0.01, 1e30)),
         "train.adapter_dtype": SweepParameter(choices=("float32", "float16")),
     }
-    chosen = tiny_sweep.settings(space=space, trials=9, stop_after=4, pruner=PrunerSettings(kind="none"))
+    chosen = tiny_sweep.settings(space=space, trials=9, max_repeated_failures=4, pruner=PrunerSettings(kind="none"))
     tiny_project.save(project, chosen)
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stdout + done.stderr
     found = tiny_sweep.report(project)
     knobs = ("train.learning_rate", "train.adapter_dtype")
-    by_values = {tuple(trial.values[knob] for knob in knobs): trial for trial in found.trials}
+    by_values = {tuple(trial.values[parameter] for parameter in knobs): trial for trial in found.trials}
     assert len(by_values) == len(found.trials) == 4, "the space has four points, each tried once"
     assert by_values[0.01, "float32"].state == "complete"
     diverged, refused = by_values[1e30, "float32"], by_values[0.01, "float16"]
@@ -156,8 +156,8 @@ def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Projec
 
 
 def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(project: ProjectLayout) -> None:
-    space = {**SPACE, "train.targets": SweepParameter(choices=("no_such_layer",))}
-    tiny_project.save(project, tiny_sweep.settings(space=space, trials=9, stop_after=2))
+    space = {**SPACE, "train.target_modules": SweepParameter(choices=("no_such_layer",))}
+    tiny_project.save(project, tiny_sweep.settings(space=space, trials=9, max_repeated_failures=2))
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 trials failed for the same cause" in done.stderr

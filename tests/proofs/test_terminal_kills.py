@@ -25,7 +25,7 @@ def worker_of(layout: ProjectLayout) -> int | None:
     events = list(JournalReader(run.journal).read()) if run else []
     if sum(one.kind == "step" for one in events) < 10:
         return None
-    supervisor = [one.data["pid"] for one in events if one.kind == "attempt"][-1]
+    supervisor = [one.data["pid"] for one in events if one.kind == "attempt_started"][-1]
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     for child in children:
         if b"ratchet.training.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():

@@ -41,7 +41,7 @@ def shown(tracking: MlflowTracker, run_id: str) -> Any:
 
 
 def leads(layout: ProjectLayout) -> bool:
-    return bool(events(layout, "ready")[-1].data["leads"])
+    return bool(events(layout, "worker_ready")[-1].data["has_rank_zero"])
 
 
 def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost(
@@ -50,7 +50,7 @@ def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost
     with mlflow_server.serve(tmp_path / "server", free_port(), mlflow_template) as server:
         chosen = settings(
             EVEN.model_copy(update={"epochs": 20}), nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}",
-            checkpoint_every=4, tracking=server, tracking_grace_s=100, grace_s=100,
+            checkpoint_every=4, tracking=server, tracking_timeout_s=100, grace_s=100,
         )  # fmt: skip
         machines = [project(prepared, tmp_path / name, chosen) for name in ("first", "second")]
         tracking = MlflowTracker(machines[0], chosen.promote.model_name, server)
@@ -65,7 +65,7 @@ def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost
         wait_until(lambda: shown(tracking, run_id)["train/loss"][began + 2], *started)
         started[lost].kill()
         wait_until(lambda: leads(machines[left]), started[left])
-        began = events(machines[left], "ready")[-1].data["start_step"]
+        began = events(machines[left], "worker_ready")[-1].data["start_step"]
         wait_until(lambda: shown(tracking, run_id)["train/loss"][began + 2], started[left])
         started[left].send_signal(signal.SIGTERM)
         said = started[left].communicate(timeout=PATIENCE_S)[1]
@@ -76,7 +76,7 @@ def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost
         assert by_key == {key: Counter(range(1, done + 1)) for key in by_key}
         assert tracking.find(run_id).info.status == "KILLED"
         train(machines[left])
-        assert events(machines[left], "ready")[-1].data["start_step"] == done
+        assert events(machines[left], "worker_ready")[-1].data["start_step"] == done
         by_key = shown(tracking, run_id)
         assert by_key.pop("validation/loss") == Counter(report(machines[left]).validation_loss.keys())
         assert by_key == {key: Counter(range(1, report(machines[left]).steps + 1)) for key in by_key}

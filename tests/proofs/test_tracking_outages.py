@@ -60,7 +60,9 @@ def test_a_server_that_is_killed_in_mid_run_and_comes_back_lacks_nothing(
     prepared: Path, tmp_path: Path, mlflow_template: Path, started: list[Any]
 ) -> None:
     port = free_port()
-    chosen = settings(EVEN.model_copy(update={"epochs": 5}), tracking=f"http://127.0.0.1:{port}", tracking_grace_s=100)
+    chosen = settings(
+        EVEN.model_copy(update={"epochs": 5}), tracking_uri=f"http://127.0.0.1:{port}", tracking_timeout_s=100
+    )
     layout = project(prepared, tmp_path / "project", chosen)
     tracking = MlflowTracker(layout, chosen.promote.model_name, f"http://127.0.0.1:{port}")
     with ExitStack() as first:
@@ -84,32 +86,32 @@ def test_a_server_far_away_slows_nothing_and_gets_everything_later(
 ) -> None:
     port = free_port()
     with mlflow_server.serve(tmp_path / "server", port, mlflow_template), slow(port, FAR_S) as proxy:
-        layout = project(prepared, tmp_path / "project", settings(EVEN, tracking=proxy.url, tracking_grace_s=1))
+        layout = project(prepared, tmp_path / "project", settings(EVEN, tracking=proxy.url, tracking_timeout_s=1))
         said = train(layout)
         passed = proxy.count("/runs/log-batch")
         assert passed <= 1, "training has ended before a second batch came through"
-        assert "mlflow is not done after 1 s; what it lacks is in the journal" in said
+        assert "mlflow did not finish within 1 s; the journal has what it lacks" in said
         proxy.latency_s = 0.0
         before = len(proxy.passed)
-        chosen = settings(EVEN, tracking=proxy.url, tracking_grace_s=100)
+        chosen = settings(EVEN, tracking=proxy.url, tracking_timeout_s=100)
         tiny_project.save(layout, chosen)
         train(layout)
         assert_all_is_there_once(layout, MlflowTracker(layout, chosen.promote.model_name, proxy.url))
         asked = proxy.passed[before:]
         assert len(asked) < 60, asked
         a_stage_does_not_wait_for_it(layout, proxy)
-    assert "figures of this stage are not logged to MLflow: no end of it after 0.5 s" in capsys.readouterr().err
+    assert "metrics of this stage are not logged to MLflow: not complete after 0.5 s" in capsys.readouterr().err
 
 
 def a_stage_does_not_wait_for_it(layout: ProjectLayout, proxy: SlowProxy) -> None:
     chosen = settings(EVEN)
     tracking = MlflowTracker(layout, chosen.promote.model_name, proxy.url)
     run_id = report(layout).run_id
-    observer = tracking.observer(RunPaths(layout.runs / run_id), chosen, plots.draw_loss_curve)
+    callback = tracking.create_callback(RunPaths(layout.runs / run_id), chosen, plots.draw_loss_curve)
     with tracking.connected():  # the server is known; its answers become slow later
         proxy.latency_s = FAR_S
     before = proxy.count("/runs/log-batch")
-    tracking.report(observer, {"test/candidate/accuracy": 0.5}, {}, {}, 0.5)
+    tracking.report(callback, {"test/candidate/accuracy": 0.5}, {}, {}, 0.5)
     assert proxy.count("/runs/log-batch") == before
     proxy.latency_s = 0.0
     wait_until(lambda: tracking.find(run_id).data.metrics.get("test/candidate/accuracy") == 0.5)

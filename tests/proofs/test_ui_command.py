@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from journaled import NAME, attempt, journal, observer, opened, points, seal_result, stored
+from journaled import NAME, attempt, callback, journal, opened, points, seal_result, stored
 from mlflow_server import free_port, opened_ui
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
 from ratchet.tracking.mlflow.client import MlflowTracker
@@ -18,11 +18,11 @@ def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
     tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:
     server = f"http://127.0.0.1:{free_port()}"
-    machine = Settings().machine.model_copy(update={"tracking": server})
+    machine = Settings().machine.model_copy(update={"tracking_uri": server})
     tracked_project.params.write_text(params_file.dump(Settings(machine=machine)), encoding="utf-8")
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
-    assert f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store" in said
+    assert f"runs and sweeps are shown on {server} (machine.tracking_uri); this is the project's own store" in said
     assert f"the server's views were not looked at: MLflow ({server})" in said
 
 
@@ -32,7 +32,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
     killed, alive = opened(tracked_project, seed=1), opened(tracked_project, seed=2)
     for run in (killed, alive):
         attempt(run, 1, 1, 10)
-        observer(tracked_project, run).see(journal(run))
+        callback(tracked_project, run).on_events(journal(run))
     attempt(killed, 1, 11, 20)  # MLflow was not told of these any more
     killed.close()
     study = SweepReport(
@@ -52,9 +52,9 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
     sweeps.update(study)
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
-    assert f"run {killed.spec.run_id}: was RUNNING in MLflow, nobody trains it; now KILLED" in said
+    assert f"run {killed.spec.run_id}: was RUNNING in MLflow, but is not in training; now KILLED" in said
     assert alive.spec.run_id not in said
-    assert "sweep lora: was RUNNING in MLflow, nobody works on it; now KILLED" in said
+    assert "sweep lora: was RUNNING in MLflow, but is not active; now KILLED" in said
     assert stored(tracked_project, killed).info.status == "KILLED"
     assert stored(tracked_project, alive).info.status == "RUNNING"
     assert [step for step, _, _ in points(tracked_project, killed, "train/loss")] == list(range(1, 21))
@@ -71,7 +71,7 @@ def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: Proj
         run.close()
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
-    assert f"run {finished.spec.run_id}: MLflow did not have it; now it has" in said
+    assert f"run {finished.spec.run_id}: was missing in MLflow; sent" in said
     assert stopped.spec.run_id not in said  # it is told of when it goes on
     assert stored(tracked_project, finished).info.status == "FINISHED"
     assert [step for step, _, _ in points(tracked_project, finished, "train/loss")] == list(range(1, 21))

@@ -6,7 +6,14 @@ import subprocess
 import pytest
 
 import tiny_project
-from held_out_cases import (
+from ratchet.config import params_file
+from ratchet.config.settings import Settings
+from ratchet.errors import DamagedFileError
+from ratchet.evaluation import validation_scoring
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import ValidationJob
+from ratchet.tuning import validation_scores
+from validation_scoring_cases import (
     SETTINGS,
     damage,
     ids,  # noqa: F401 (a fixture)
@@ -16,13 +23,6 @@ from held_out_cases import (
     scorer,
     wait_for,
 )
-from ratchet.config import params_file
-from ratchet.config.schema import Settings
-from ratchet.errors import DamagedFileError
-from ratchet.evaluation import validation_scoring
-from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import HeldOutJob
-from ratchet.tuning import validation_scores
 
 PACKAGES = ("evaluation",)
 
@@ -30,18 +30,18 @@ PACKAGES = ("evaluation",)
 def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
     layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
+    job = ValidationJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
     found = validation_scores.score_runs(layout, SETTINGS, job, lambda: looks.append(1))
     assert looks
     assert [one.run_id for one in found] == [ids["second"], ids["first"]]
     assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
     with monkeypatch.context() as patch:
-        patch.setattr(validation_scores, "SCORER", ("/nobody/starts/this",))
+        patch.setattr(validation_scores, "SCORER", ("/must/not/start",))
         assert validation_scores.score_runs(layout, SETTINGS, job) == found
-        sampled: Settings = params_file.apply_changes(SETTINGS, {"sweep.rows": 6})
+        sampled: Settings = params_file.apply_changes(SETTINGS, {"sweep.generation_rows": 6})
         figures = validation_scores.score_run(layout, sampled, ids["first"], ["validation_loss"])
-        assert figures == {"validation_loss": found[1].figures["validation_loss"]}
+        assert figures == {"validation_loss": found[1].metrics["validation_loss"]}
     damage(layout, ids["first"])
     with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
         validation_scores.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}))
@@ -49,11 +49,11 @@ def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
 
 
 def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: ProjectLayout, ids: dict[str, str]) -> None:
-    asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_rows=1)
+    asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_batch_size=1)
     with (layout.root / "said").open("wb") as said:
         process = subprocess.Popen(scorer(layout, asked), stdout=said, stderr=said, env=tiny_project.environment())
         wait_for(lambda: list(layout.scores.glob("*.jsonl")) or process.poll() is not None, "the first score")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
-    assert (layout.root / "said").read_text().splitlines()[-1].startswith("InterruptedRunError: stopped")
-    assert not list(layout.runs.rglob("*held_out*"))
+    assert (layout.root / "said").read_text().splitlines()[-1].startswith("InterruptedRunError: interrupted")
+    assert not list(layout.runs.rglob("*validation_scores*"))

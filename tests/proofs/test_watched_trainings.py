@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import pytest
 
 import tiny_project
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs.directory import list_runs
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
 from ratchet.stages.watch import WatchOptions, watch
@@ -34,9 +34,9 @@ ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """With a mirror, which a fast training gives its journal at once."""
+    """With a replica, which a fast training gives its journal at once."""
     root = tmp_path_factory.mktemp("watched")
-    machine = tiny_project.MACHINE.model_copy(update={"mirror": str(root / "mirror"), "mirror_every_s": 1})
+    machine = tiny_project.MACHINE.model_copy(update={"replica": str(root / "replica"), "replica_interval_s": 1})
     return tiny_project.prepared(root / "project", tiny_project.SETTINGS.model_copy(update={"machine": machine}))
 
 
@@ -49,13 +49,13 @@ def training(prepared: ProjectLayout) -> Iterator[subprocess.Popen[bytes]]:
             tiny_project.command("reset", paths.root.name, "--yes"), cwd=prepared.root, env=environment, check=True,
             capture_output=True,
         )  # fmt: skip
-    shutil.rmtree(prepared.root.parent / "mirror", ignore_errors=True)
+    shutil.rmtree(prepared.root.parent / "replica", ignore_errors=True)
     process = subprocess.Popen(
         tiny_project.command("train"), cwd=prepared.root, env=environment, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S
-    while not any(paths.lock().held_elsewhere() for paths in list_runs(prepared.runs)):
+    while not any(paths.lock().is_held() for paths in list_runs(prepared.runs)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -134,11 +134,11 @@ def test_it_is_left_at_once_and_training_goes_on(
     assert training.wait(PATIENCE_S) == 0
 
 
-def test_lines_where_nothing_can_be_drawn_and_the_mirror_tells_the_same(
+def test_lines_where_nothing_can_be_drawn_and_the_replica_tells_the_same(
     prepared: ProjectLayout, training: subprocess.Popen[bytes]
 ) -> None:
-    mirrored = subprocess.Popen(
-        tiny_project.command("watch", "--mirror"), cwd=prepared.root, env=tiny_project.environment(), text=True,
+    replicated = subprocess.Popen(
+        tiny_project.command("watch", "--replica"), cwd=prepared.root, env=tiny_project.environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     done = tiny_project.ratchet(prepared, "watch")
@@ -150,14 +150,14 @@ def test_lines_where_nothing_can_be_drawn_and_the_mirror_tells_the_same(
     assert any("validation loss" in line for line in others)
     assert others[-1].startswith(f"{run.root.name} finished, step")
     assert training.wait(PATIENCE_S) == 0
-    said, complained = mirrored.communicate(timeout=PATIENCE_S)
-    assert mirrored.returncode == 0, complained
+    said, complained = replicated.communicate(timeout=PATIENCE_S)
+    assert replicated.returncode == 0, complained
     if run.root.name in said:  # else it had looked before there was a claim
         assert said.splitlines()[-1].startswith(f"{run.root.name} finished, step")
-    again = tiny_project.ratchet(prepared, "watch", "--mirror", str(prepared.root.parent / "mirror"), run.root.name)
+    again = tiny_project.ratchet(prepared, "watch", "--replica", str(prepared.root.parent / "replica"), run.root.name)
     assert again.stdout == others[-1] + "\n"
     apart = subprocess.run(
-        tiny_project.command("watch", "--once", "--mirror", str(prepared.root.parent / "mirror"), run.root.name),
+        tiny_project.command("watch", "--once", "--replica", str(prepared.root.parent / "replica"), run.root.name),
         cwd="/", env=tiny_project.environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "finished" in apart.stdout

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.gate import HookSettings
+from ratchet.config.promote import HookSettings
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
 from ratchet.storage import files
 from receiver import Receiver, served
 
-EVENT = {"id": "e" * 32, "action": "promote", "version": 3, "by": "Zoë"}
+EVENT = {"id": "e" * 32, "action": "promote", "version": 3, "actor": "Zoë"}
 SECRET = "not for logs"  # noqa: S105
-UNSIGNED = "HTTP 200, unsigned: RATCHET_WEBHOOK_KEY is not set"
+UNSIGNED = "HTTP 200; unsigned: RATCHET_WEBHOOK_KEY is not set"
 Serve = Callable[..., Receiver]
 
 
@@ -73,7 +73,7 @@ def test_the_receiver_of_the_docs_refuses_forgeries_and_repetitions(
     files.write_json(event, EVENT | {"line": 4, "source": "file:///model"})
     monkeypatch.setenv("RATCHET_WEBHOOK_KEY", SECRET)
     receiver = serve(204)
-    assert tell(HookSettings(webhook=receiver.url), event)[0].told
+    assert tell(HookSettings(webhook=receiver.url), event)[0].is_delivered
     [(_, headers, body)] = receiver.got
     seen: set[str] = set()
     assert found["receive"](headers, body, "another key", seen, 3) == (401, 3)
@@ -119,7 +119,12 @@ def test_only_transient_failures_are_retried_and_no_redirect_is_followed(
     other = serve(200)
     receiver = serve((status, {"Location": other.url}))
     outcome, waits = tell(HookSettings(webhook=receiver.url, retries=2), event)
-    assert (outcome.told, outcome.tries, len(waits), len(receiver.got)) == (False, retries + 1, retries, retries + 1)
+    assert (outcome.is_delivered, outcome.attempts, len(waits), len(receiver.got)) == (
+        False,
+        retries + 1,
+        retries,
+        retries + 1,
+    )
     assert says in outcome.detail
     assert other.got == []
 
@@ -135,7 +140,7 @@ def test_retry_after_sets_the_wait_within_limits(
     value = formatdate(time.time() + 30, usegmt=True) if asked == "date" else asked
     receiver = serve((429, {"Retry-After": value}), 200)
     outcome, [wait] = tell(HookSettings(webhook=receiver.url), event)
-    assert outcome.told
+    assert outcome.is_delivered
     assert least <= wait <= most
 
 
@@ -153,23 +158,23 @@ def test_loopback_without_proxy_and_refused_connections(
     serve: Serve, event: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy is not asked about loopback
-    assert tell(HookSettings(webhook=serve(200).url), event)[0].told
+    assert tell(HookSettings(webhook=serve(200).url), event)[0].is_delivered
     outcome, _ = tell(HookSettings(webhook="http://127.0.0.1:9/", retries=1), event)
-    assert (outcome.told, outcome.tries) == (False, 2)
+    assert (outcome.is_delivered, outcome.attempts) == (False, 2)
     assert "ConnectionRefusedError" in outcome.detail
 
 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("http://deploy.example.org/", "write https"),
-        ("ftp://example.org/", "is no address"),
-        ("https:///path", "is no address"),
-        ("deploy", "is no address"),
-        ("https://example.org/a b", "is no address"),
-        ("https://user:pass@example.org/", "holds a name or password"),
-        ("https://example.org:port/", "has no host and port"),
-        ("http://127.0.0.1.example.org/", "write https"),
+        ("http://deploy.example.org/", "expected https"),
+        ("ftp://example.org/", "expected a URL such as https"),
+        ("https:///path", "expected a URL such as https"),
+        ("deploy", "expected a URL such as https"),
+        ("https://example.org/a b", "expected a URL such as https"),
+        ("https://user:pass@example.org/", "without user name and password"),
+        ("https://example.org:port/", "valid host and port"),
+        ("http://127.0.0.1.example.org/", "expected https"),
     ],
     ids=["http", "ftp", "no host", "a word", "a space", "a password", "a port", "almost loopback"],
 )
@@ -215,10 +220,10 @@ def test_a_program_that_fails_is_retried_and_one_that_does_not_start_is_not(even
     code = "import os, sys; n = os.path.exists('once'); open('once', 'w'); sys.exit(0 if n else 3)"
     assert tell(HookSettings(command=python(code)), event)[0] == hooks.HookResult(True, "exit code 0", 2)
     outcome, waits = tell(HookSettings(command=("false",), retries=1), event)
-    assert (outcome.told, outcome.tries, len(waits)) == (False, 2, 1)
+    assert (outcome.is_delivered, outcome.attempts, len(waits)) == (False, 2, 1)
     assert outcome.detail.startswith("exit code 1 (see ")
     outcome, _ = tell(HookSettings(command=("no-such-program",)), event)
-    assert outcome == hooks.HookResult(False, "does not start (No such file or directory)", 1)
+    assert outcome == hooks.HookResult(False, "cannot be started (No such file or directory)", 1)
 
 
 def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) -> None:
@@ -227,7 +232,7 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) ->
     outcome, _ = tell(
         HookSettings(command=("sh", "-c", "exec 3> end; sleep 600 & sleep 600"), timeout_s=1.0, retries=0), event
     )
-    assert outcome == hooks.HookResult(False, "not done within 1 s; killed", 1)
+    assert outcome == hooks.HookResult(False, "timed out after 1 s and was killed", 1)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # the last writer is gone
     os.close(reader)
@@ -236,8 +241,10 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) ->
 def test_a_named_key_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUR_KEY", raising=False)
     hook = HookSettings(webhook="https://example.org/hook", key_variable="OUR_KEY")
-    with pytest.raises(SettingsError, match=r"promote.hooks\[0\].key_variable: OUR_KEY is not set"):
+    with pytest.raises(
+        SettingsError, match=r"promote.hooks\[0\].key_variable: the environment variable OUR_KEY is not set"
+    ):
         hooks.check_hooks((hook,))
-    hooks.check_hooks((hook,), tell=False)
+    hooks.check_hooks((hook,), require_keys=False)
     monkeypatch.setenv("OUR_KEY", "x")
     hooks.check_hooks((hook,))

@@ -15,8 +15,8 @@ from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
 
 def entry(number: int) -> Promotion:
     return Promotion(
-        id=f"event {number}", time="2026-01-01T00:00:00+00:00", action="promote", by='Zoë "digest":"ff",',
-        version=number, model_digest=f"{number}" * 64, adapter_digest="a" * 64, run_id="run", before=None,
+        id=f"event {number}", time="2026-01-01T00:00:00+00:00", action="promote", actor='Zoë "digest":"ff",',
+        version=number, model_digest=f"{number}" * 64, adapter_digest="a" * 64, run_id="run", previous_version=None,
         previous=None,
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
 
 def forged(first: str, second: str, third: str) -> list[str]:
     """A changed line with a matching digest."""
-    changed = json.loads(second) | {"by": "Bob"}
+    changed = json.loads(second) | {"actor": "Bob"}
     changed["digest"] = ledger.entry_digest(Promotion.model_validate(changed))
     return [first, digests.canonical_json(changed) + "\n", third]
 
@@ -74,13 +74,13 @@ DAMAGE: dict[str, tuple[Callable[..., list[str]], int, str]] = {
     "forged": (forged, 3, "the chain is broken"),
     "removed": (lambda a, b, c: [a, c], 2, "the chain is broken"),
     "swapped": (lambda a, b, c: [a, c, b], 2, "the chain is broken"),
-    "beheaded": (lambda a, b, c: [b, c], 1, "the chain is broken: it follows entry .* is entry none"),
+    "beheaded": (lambda a, b, c: [b, c], 1, "the chain is broken: it names previous entry .*; expected none"),
     "doubled": (lambda a, b, c: [a, b, c, c], 4, "the chain is broken"),
-    "repeated": (repeated, 4, "event event 1 is there twice"),
-    "blank": (lambda a, b, c: [a, "\n", b, c], 2, "no entry of the ledger"),
-    "reformatted": (lambda a, b, c: [a, b.replace(",", ", "), c], 2, "not written as the ledger writes it"),
-    "torn": (lambda a, b, c: [a, b, c[:50]], 3, "no entry of the ledger"),
-    "unended": (lambda a, b, c: [a, b, c.rstrip()], 3, "not written as the ledger writes it"),
+    "repeated": (repeated, 4, "event event 1 is in the ledger twice"),
+    "blank": (lambda a, b, c: [a, "\n", b, c], 2, "not an entry of the ledger"),
+    "reformatted": (lambda a, b, c: [a, b.replace(",", ", "), c], 2, "not in the ledger's JSON layout"),
+    "torn": (lambda a, b, c: [a, b, c[:50]], 3, "not an entry of the ledger"),
+    "unended": (lambda a, b, c: [a, b, c.rstrip()], 3, "not in the ledger's JSON layout"),
 }
 
 
@@ -99,12 +99,16 @@ def test_damage_is_found_at_its_line(path: Path, what: str) -> None:
 def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
     entries = ledger.read_entries(path)
     cases = [
-        (entries[:2], champions(3, entries[2].digest), r":3: .*the tail was cut off"),
-        (entries, champions(2, entries[1].digest), r":3: the champion file knows no entry after line 2"),
-        (entries, champions(1, entries[2].digest), r":3: version 3 became champion, the champion file names version 1"),
+        (entries[:2], champions(3, entries[2].digest), r":3: .*the end of the ledger was removed"),
+        (entries, champions(2, entries[1].digest), r":3: the champion file ends at line 2"),
+        (
+            entries,
+            champions(1, entries[2].digest),
+            r":3: version 3 became champion, but the champion file names version 1",
+        ),
         (entries, ChampionFile(ledger=entries[2].digest), r":3: .*names no champion"),
         (entries, champions(3, None), "has 3 entries, but the champion file names none"),
-        ([], champions(3, entries[2].digest), r":1: .*the tail was cut off"),
+        ([], champions(3, entries[2].digest), r":1: .*the end of the ledger was removed"),
     ]
     for found, file, message in cases:
         with pytest.raises(DamagedFileError, match=message):

@@ -43,7 +43,7 @@ def joined(path: Path, size_bytes: int) -> JournalBlock:
         others,
         sum(block.lines for block in found),
         sum(block.damaged for block in found),
-        sum(block.singly for block in found),
+        sum(block.single_lines for block in found),
     )
 
 
@@ -84,7 +84,7 @@ def test_nearly_all_lines_of_a_long_journal_are_read_together(tmp_path: Path) ->
     path.write_bytes(b"".join(event.line() for event in trained_runs.events(training)))
     found = joined(path, 1 << 16)
     assert found.lines == len(path.read_bytes().splitlines())
-    assert found.singly == found.lines - len(found.columns["step"]["step"])
+    assert found.single_lines == found.lines - len(found.columns["step"]["step"])
 
 
 def test_another_layout_from_another_program_is_noticed(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_each_step_counts_once_whatever_was_done_again(tmp_path: Path) -> None:
     assert line.tokens.tolist() == [TRAINED_TOKENS * step for step in range(1, 61)]
     # Validations come after every tenth step, and their time before the next one.
     assert line.seconds.tolist() == [STEP_S * step + VALIDATION_S * ((step - 1) // 10) for step in range(1, 61)]
-    assert (found.step, found.again, found.trained_tokens) == (60, 7 + 2, 60 * TRAINED_TOKENS)
+    assert (found.step, found.repeated_steps, found.trained_tokens) == (60, 7 + 2, 60 * TRAINED_TOKENS)
     assert found.seconds == 60 * STEP_S + 6 * VALIDATION_S
     validated = found.validations.line()
     assert validated.step.tolist() == [10, 20, 30, 40, 50, 60]
@@ -47,8 +47,12 @@ def test_course_agrees_with_the_status_of_the_run_and_marks_restarts(tmp_path: P
     found, told = run_history.read_history(path), status.replay_events(JournalReader(path).read())
     assert (found.step, found.loss, found.trained_tokens) == (told.step, told.loss, told.trained_tokens)
     assert found.validation == (told.validation_step, told.validation_loss)
-    assert (found.progress.ends, found.progress.attempts, found.progress.finished) == (told.ends, 3, "completed")
-    assert (found.checkpoints, found.again) == (told.saves.count, told.lost_steps)
+    assert (found.progress.attempt_ends, found.progress.attempts, found.progress.finished) == (
+        told.attempt_ends,
+        3,
+        "completed",
+    )
+    assert (found.checkpoints, found.repeated_steps) == (told.checkpoint_costs.count, told.lost_steps)
     marks = [(mark.step, mark.kind) for mark in found.marks]
     assert marks == [(37, "died"), (30, "resumed"), (52, "died"), (50, "resumed")]
     assert "killed" in found.marks[0].text
@@ -59,11 +63,14 @@ def test_steps_left_out_shrinks_and_alerts_are_marked_too(tmp_path: Path) -> Non
     budget = {"tokens": 64, "failed_tokens": None, "good_steps": 0, "wait_steps": 1, "grown": 0}
     lines = [event.line() for event in trained_runs.events(Training(steps=20))]
     told = [
-        ("skipped", {"step": 21, "action": "skip", "reason": "loss is NaN", "rows": [1], "to_step": None}),
-        ("skipped", {"step": 22, "action": "roll_back", "reason": "twice", "rows": [1], "to_step": 20}),
-        ("budget", {"step": 23, "phase": "train", "action": "shrink", "failed_tokens": 128, "budget": budget}),
-        ("spike", {"step": 24, "grad_norm": 9.0, "median": 1.0, "deviations": 8.0, "rows": [2]}),
-        ("repeated", {"step": 25, "reason": "not finite: {a, b}"}),
+        ("step_skipped", {"step": 21, "action": "skip", "reason": "loss is NaN", "rows": [1], "rollback_step": None}),
+        ("step_skipped", {"step": 22, "action": "roll_back", "reason": "twice", "rows": [1], "rollback_step": 20}),
+        (
+            "microbatch_budget",
+            {"step": 23, "phase": "train", "action": "shrink", "failed_tokens": 128, "budget": budget},
+        ),
+        ("gradient_spike", {"step": 24, "grad_norm": 9.0, "median": 1.0, "deviations": 8.0, "rows": [2]}),
+        ("step_repeated", {"step": 25, "reason": "not finite: {a, b}"}),
         ("alert", {"text": "the disk is full: é, {x}"}),
     ]
     lines[-1:] = [JournalEvent(kind, 1.0, 1, data).line() for kind, data in told]
@@ -111,7 +118,7 @@ def test_a_long_journal_takes_no_more_memory_than_a_short_one(tmp_path: Path) ->
     try:
         found = run_history.RunHistory()
         for block in journal_columns.read_blocks(path, 1 << 20):
-            found.see(block)
+            found.add(block)
         assert tracemalloc.get_traced_memory()[1] < 15_000_000
     finally:
         tracemalloc.stop()
@@ -119,7 +126,9 @@ def test_a_long_journal_takes_no_more_memory_than_a_short_one(tmp_path: Path) ->
     assert len(found.steps.line()) <= MOST
 
 
-@pytest.mark.parametrize("text", [b"", b'{"attempt":1,"event":"attempt","pid":1,"t":1.0}\n'], ids=["empty", "begun"])
+@pytest.mark.parametrize(
+    "text", [b"", b'{"attempt":1,"event":"attempt_started","pid":1,"t":1.0}\n'], ids=["empty", "begun"]
+)
 def test_a_journal_without_a_step_is_a_course(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(text)

@@ -6,9 +6,10 @@ import pytest
 
 import trained_runs
 from chromium import Browser, Tab
-from ratchet.config import schema
+from ratchet.config.settings import Settings
 from ratchet.reports import run_page
 from ratchet.stages.compare import compare
+from ratchet.stages.project import Project
 from ratchet.stages.report import report
 from ratchet.storage.html import document, table, tag
 from ratchet.storage.layout import ProjectLayout
@@ -28,9 +29,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         trained_runs.lay(layout, one)
     names = (f"first={FIRST.spec.run_id}", "wide=" + "+".join(one.spec.run_id for one in WIDE))
     found = {"compare": layout.root / "compare.html", "report": layout.root / "report.html"}
-    compare(layout, schema.Settings(), names, found["compare"])
-    report(layout, schema.Settings(), FIRST.spec.run_id, found["report"])
-    report(layout, schema.Settings(), AT_ONCE.spec.run_id, layout.root / "at_once.html")
+    compare(Project.from_parts(layout, Settings()), names, found["compare"])
+    report(Project.from_parts(layout, Settings()), FIRST.spec.run_id, found["report"])
+    report(Project.from_parts(layout, Settings()), AT_ONCE.spec.run_id, layout.root / "at_once.html")
     return found
 
 

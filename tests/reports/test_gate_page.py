@@ -16,7 +16,7 @@ import pytest
 from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
 from page_reading import heard, read, section
 from ratchet.reports import sample_browser, verdict_page
-from ratchet.storage.records.evaluation import EvaluatedRow, SampleScore, Who
+from ratchet.storage.records.evaluation import EvaluatedRow, ModelRole, SampleScore
 from ratchet.storage.records.gate import ChampionFile, RuleResult
 
 
@@ -109,10 +109,10 @@ def test_head_navigation_and_pictures_are_complete(page: str) -> None:
     head = next(tree.iter("header"))
     said = heard(head)
     assert "REJECT" in said
-    assert "A rule clearly fails: this model must not ship." in said
+    assert "A rule fails: do not promote this model." in said
     candidate, champion, anchor = (DIGESTS[who][:12] for who in ("candidate", "champion", "anchor"))
     assert [heard(one) for one in head.iter("strong")] == [candidate, "r-2f81", champion, anchor]
-    assert "The champion, version 4, was promoted against the verdict HOLD by mira: demo on Friday" in said
+    assert "The champion, version 4, was promoted despite the verdict HOLD by mira: demo on Friday" in said
 
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "REJECT", "INVALID"])
@@ -144,7 +144,7 @@ def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tm
     assert (at(seen.get("x")), at(seen.get("width"))) == pytest.approx((share(-0.03), 100 * 0.06 / 0.11), abs=0.01)
     assert at([one.get("x") for one in strip.iter("svg")][-1]) == pytest.approx(share(0.02), abs=0.01)
     assert strip.get("aria-label") == (
-        "accuracy against champion: +2.00 percentage points, bounds \u22124.00 and +6.00, held against \u22122.00; "
+        "accuracy against champion: +2.00 percentage points, bounds \u22124.00 and +6.00, threshold \u22122.00; "
         "the rule undecided"
     )
 
@@ -168,7 +168,7 @@ def test_rules_comparisons_and_metrics_are_complete_and_in_order(page: str) -> N
     assert first[1:7] == [
         "+41.00+35.00 to +46.00", "0.00", "4018 better, 2 worse", "< 0.001Holm < 0.001", "5.00", "\u2013",
     ]  # fmt: skip
-    assert (second[6], third[3], third[6]) == ("2,310", "40in 31 groups", "these suffice")
+    assert (second[6], third[3], third[6]) == ("2,310", "40in 31 groups", "sufficient")
     assert fourth[1] == "\u22121.10\u2212\u221e to +0.20"
 
     rows = table(page, "metrics")
@@ -231,7 +231,7 @@ def test_graded_scores_are_ordered_by_how_much_was_lost() -> None:
 
 def test_perplexities_are_compared_per_token_and_what_is_no_number_is_left_out() -> None:
     made = case(12)
-    samples: dict[Who, dict[str, Mapping[str, SampleScore]]] = {
+    samples: dict[ModelRole, dict[str, Mapping[str, SampleScore]]] = {
         who: dict(found) for who, found in made.evidence.samples.items()
     }
     samples["base"]["general_perplexity"] = {
@@ -267,9 +267,7 @@ def test_page_stays_below_two_megabytes_and_says_what_is_left_out(count: int, wo
     written = dataclasses.replace(made, answers=long if words > 12 else made.answers).write(tmp_path / "gate.html")
     assert len(written.encode()) <= 2_000_000
     said = " ".join(map(heard, section(written, "flipped-samples").iter("p")))
-    left_out = re.search(
-        r"([\d,]+) samples can be read here; ([\d,]+) that changed between right and wrong are left out", said
-    )
+    left_out = re.search(r"([\d,]+) samples shown; ([\d,]+) that changed between right and wrong are omitted", said)
     assert left_out
     assert int(left_out[1].replace(",", "")) == len(list(section(written, "flipped-samples").iter("article")))
     shown = [one.get("data-k", "") for one in section(written, "flipped-samples").iter("article")]
@@ -295,13 +293,13 @@ def test_forgetting_parity_costs_noise_and_lineage(page: str) -> None:
     risen = values["candidate"] / values["base"] - 1
     assert table(page, "forgetting")[1][-1] == f"{risen:+.1%}".replace("-", "\u2212").replace("%", " %")
     assert table(page, "export-parity")[0][1] == "3.1e-06"
-    assert table(page, "costs-and-floors")[0] == ["candidate", "0.123", "0.2", "61.5", "3.00 GiB", "8", "cpu"]
+    assert table(page, "cost-and-floors")[0] == ["candidate", "0.123", "0.2", "61.5", "3.00 GiB", "8", "cpu"]
     assert table(page, "noise")[0][3] == "0 of 40"
     lineage = heard(section(page, "lineage"))
     digests = [*DIGESTS.values(), "d" * 64, "e" * 64, "9" * 64, "3" * 64]
     for wanted in (*digests, "tasks.poems", "the batch was halved once"):
         assert wanted[:12] in lineage
-    assert "3 models, this one included" in lineage
+    assert "3 models, including this one" in lineage
 
 
 Spoil = Callable[[Case], Case]
@@ -321,19 +319,19 @@ def without_scores(made: Case) -> Case:
             {
                 "rules": "No rule was applied.",
                 "comparisons": "No rule compares two models.",
-                "flipped-samples": "There is no reference whose samples could be read beside the candidate's.",
+                "flipped-samples": "No reference has samples that can be shown next to the candidate's.",
                 "metrics": "Nothing was measured.",
                 "forgetting": "Perplexity of general text was not measured.",
-                "labels": "Answers are not labels.",
-                "noise": "Not measured; `ratchet gate --aa` scores the candidate a second time.",
-                "costs-and-floors": "Latency and memory were not measured (evaluate.latency_rows).",
+                "labels": "The answers are not labels.",
+                "noise": "Not measured. Run `ratchet gate --aa` to evaluate the candidate a second time.",
+                "cost-and-floors": "Latency and memory were not measured (set evaluate.latency_rows).",
             },
         ),
         (
             lambda made: dataclasses.replace(made, rows=(), answers={}, documents={}),
-            {"flipped-samples": "There is no reference whose samples could be read beside the candidate's."},
+            {"flipped-samples": "No reference has samples that can be shown next to the candidate's."},
         ),
-        (lambda made: dataclasses.replace(made, answers={}), {"labels": "No label was taken for another."}),
+        (lambda made: dataclasses.replace(made, answers={}), {"labels": "No label was confused with another."}),
     ],
     ids=["no scores", "no texts", "no answers"],
 )

@@ -81,10 +81,12 @@ def label_card(labels: int = 77) -> DatasetCard:
         lengths={name: drawn(n, splits[name], 3.4, 5) for n, name in enumerate(SPLITS)},
         labels={name: one.splits["train"] for name, one in by_label.items()},
         source_cards={
-            "data/raw/a.csv": SourceCard(files={"data/raw/a.csv": "a" * 64}, shape="columns text, label", rows=9003),
+            "data/raw/a.csv": SourceCard(
+                files={"data/raw/a.csv": "a" * 64}, record_schema="columns text, label", rows=9003
+            ),
             "data/raw/b.csv": SourceCard(
                 files={"data/raw/b2.csv": "f" * 64, "data/raw/b.csv": "c" * 64},
-                shape="columns text, label",
+                record_schema="columns text, label",
                 rows=kept + 657 - 9003,
                 weight=1.5,
             ),
@@ -150,7 +152,7 @@ def hostile_card(text: str) -> DatasetCard:
             "dropped": {text: DroppedRows(count=657, examples=(text, text))},
             "labels": {text: 3},
             "strata": {text: SplitStratum(rows=3, splits={"train": 3})},
-            "source_cards": {text: SourceCard(files={text: text}, shape=text, rows=3)},
+            "source_cards": {text: SourceCard(files={text: text}, record_schema=text, rows=3)},
             "leaks": {text: LeakageReport(documents=1, unchecked=0, rows=1, examples=(text,))},
             "near_duplicates": NearDuplicateReport(
                 threshold=0.8,
@@ -186,7 +188,7 @@ def test_head_and_sections_are_complete_and_accessible(page: str) -> None:
     card, tree = label_card(), read(page)
     assert [heard(h) for h in tree.iterfind(".//h2")] == list(SECTIONS)
     assert list(SECTIONS) == [
-        "Sources", "Where the rows went", "Lengths", "Splits", "Class balance", "Near-duplicates",
+        "Sources", "Row flow", "Lengths", "Splits", "Class balance", "Near-duplicates",
         "Leaks", "Truncation", "Packing", "Tokens per epoch", "Template", "Notes",
     ]  # fmt: skip
     anchors = {section.get("id") for section in tree.iter("section")}
@@ -209,11 +211,11 @@ def test_head_and_sections_are_complete_and_accessible(page: str) -> None:
 
 def test_every_dropped_row_is_accounted_for_in_order_of_count(page: str, tmp_path: Path) -> None:
     assert "9,204 in = 8,547 out + 657 dropped" in page
-    rows = table(page, "where-the-rows-went")
+    rows = table(page, "row-flow")
     assert [row[2:4] for row in rows] == [["431", "4.7 %"], ["214", "2.3 %"], ["9", "0.1 %"], ["3", "< 0.1 %"]]
-    assert rows[0][0] == "duplicateThe same text again."
+    assert rows[0][0] == "duplicateExact duplicates."
     assert "data/raw/a.csv:19: as data/raw/a.csv:7" in rows[0][4]
-    bars = section(page, "where-the-rows-went").iterfind(".//td/span")
+    bars = section(page, "row-flow").iterfind(".//td/span")
     widths = [[float(re.findall(r"[\d.]+", part.get("style", ""))[0]) for part in bar] for bar in bars]
     ends = [sum(parts) for parts in widths]
     assert [parts[0] for parts in widths[1:]] == pytest.approx(ends[:-1], abs=0.01)
@@ -230,7 +232,7 @@ def test_histograms_are_on_one_scale_and_their_areas_are_the_shares_of_rows(tmp_
     card = text_card().model_copy(update={"lengths": {"train": one, "test": two}})
     pictures = list(section(written(card, tmp_path), "lengths").iter("svg"))
     assert [p.get("role") for p in pictures] == ["img", "img"]
-    assert pictures[0].get("aria-label") == "Lengths of train rows: 0 to 29 tokens, median 12, 95 % have at most 28"
+    assert pictures[0].get("aria-label") == "Lengths of train rows: 0 to 29 tokens, median 12, 95th percentile 28"
     bars = [[(r.get("x"), r.get("width"), float(r.get("height", 0))) for r in p.iter("rect")] for p in pictures]
     assert [x for x, _, _ in bars[0]] == ["0.000%", "33.333%", "66.667%"]
     assert {width for _, width, _ in bars[0]} == {"33.333%"}
@@ -248,11 +250,11 @@ def test_splits_show_what_was_wanted_and_a_split_of_its_own_has_no_fraction(tmp_
         ["validation", "100", "10.0 %", "10.0 %"],
         ["test", "150", "15.0 %", "15.0 %"],
     ]
-    own = SourceCard(files={"test.csv": "a" * 64}, shape="columns a, b", split="test", rows=150)
+    own = SourceCard(files={"test.csv": "a" * 64}, record_schema="columns a, b", split="test", rows=150)
     wanted = {"train": 0.9, "validation": 0.1, "test": 0.0}
     card = card.model_copy(update={"source_cards": {"test.csv": own}, "wanted": wanted})
     rows = table(written(card, tmp_path), "splits")
-    assert [row[3:] for row in rows] == [["88.2 %", "90.0 %"], ["11.8 %", "10.0 %"], ["–", "a source of its own"]]  # noqa: RUF001
+    assert [row[3:] for row in rows] == [["88.2 %", "90.0 %"], ["11.8 %", "10.0 %"], ["–", "own source"]]  # noqa: RUF001
 
 
 @pytest.mark.parametrize(("labels", "shown"), [(5, 5), (40, 40), (41, 40), (77, 40)])
@@ -262,7 +264,7 @@ def test_many_labels_are_shown_from_both_ends(labels: int, shown: int, tmp_path:
     assert len(rows) == shown
     assert (rows[0][0], rows[-1][0]) == ("label_000", f"label_{labels - 1:03}")
     assert [row[0] for row in rows] == sorted({row[0] for row in rows})
-    assert ("between them are not shown" in page) == (labels > shown)
+    assert ("between them are omitted" in page) == (labels > shown)
     assert rows[0][2:] == ["187", "140", "19", "28"]
 
 
@@ -273,8 +275,11 @@ def test_class_balance_names_what_is_missing_and_what_is_furthest(tmp_path: Path
     }
     said = heard(section(written(label_card(2).model_copy(update={"strata": found}), tmp_path), "class-balance"))
     assert "The largest stratum has 100 rows (even), the smallest 50 (skewed), 2.0 to 1." in said
-    assert "Without a test row: 1 of 2, skewed among them." in said
-    shares = ("skewed has 45 in train, where 75.0 % are 37.5", "skewed has 0 in test, where 15.0 % are 7.5")
+    assert "1 of 2 have no test row, for example skewed." in said
+    shares = (
+        "skewed has 45 in train; the target of 75.0 % is 37.5",
+        "skewed has 0 in test; the target of 15.0 % is 7.5",
+    )
     assert any(share in said for share in shares)
 
 
@@ -288,7 +293,7 @@ def test_near_duplicates_are_shown_with_their_differences_marked(page: str) -> N
     ]
     assert [mark.text for mark in first.iter("mark")] == ["to", "with"]
     assert "Also dropped: data/raw/b.csv:401, data/raw/b.csv:5 and 5 more" in heard(first)
-    assert "They differ only behind what is shown." in heard(second)
+    assert "They differ only after the visible part." in heard(second)
 
 
 def test_leaks_truncation_packing_tokens_and_template(page: str, tmp_path: Path) -> None:
@@ -302,7 +307,7 @@ def test_leaks_truncation_packing_tokens_and_template(page: str, tmp_path: Path)
     assert cut == [["train", "21", "0.3 %", "1,930", "25.0 %"], ["test", "2", "0.2 %", "88", "100.0 %"]]
     assert [row[::2] for row in table(page, "packing")] == [["512 tokens", "99.3 %"], ["1,024 tokens", "99.9 %"]]
     assert [row[2] for row in table(page, "tokens-per-epoch")] == [f"{card.lengths[s].total:,}" for s in SPLITS]
-    assert "812 rows that come again by weight are in these sums" in heard(section(page, "tokens-per-epoch"))
+    assert "812 rows repeated by weight are included in these sums" in heard(section(page, "tokens-per-epoch"))
     template = heard(section(page, "template"))
     assert all(value in template for value in ("<|im_end|>", card.template, card.base_digest, card.digest))
     assert card.notes[0] in heard(section(page, "notes"))
@@ -311,17 +316,17 @@ def test_leaks_truncation_packing_tokens_and_template(page: str, tmp_path: Path)
 def test_sections_without_content_say_so_in_a_line(tmp_path: Path) -> None:
     page = written(text_card(), tmp_path)
     for name, said in {
-        "where-the-rows-went": "No row was dropped.",
-        "class-balance": "There are no labels, and the splits are not stratified.",
-        "near-duplicates": "No near-duplicates were found at Jaccard ≥ 0.8, in shingles of 3 words.",
-        "leaks": "No evaluation set is named, so none was checked.",
-        "truncation": "No conversation was cut.",
-        "packing": "No fill rate was measured: the longest row fits in no usual pack.",
+        "row-flow": "No row was dropped.",
+        "class-balance": "The data has no labels, and the splits are not stratified.",
+        "near-duplicates": "No near-duplicates were found at Jaccard ≥ 0.8, shingles of 3 words.",
+        "leaks": "No evaluation set is configured, so none was checked.",
+        "truncation": "No conversation was truncated.",
+        "packing": "The fill rate was not measured: the longest row exceeds every usual pack size.",
         "notes": "There are no notes.",
     }.items():
         assert heard(section(page, name)[-1]) == said
     unsearched = written(text_card().model_copy(update={"near_duplicates": None}), tmp_path)
-    assert "were not searched for" in heard(section(unsearched, "near-duplicates"))
+    assert "were not searched" in heard(section(unsearched, "near-duplicates"))
     nothing = {"rows_in": 0, "rows_out": 0, "splits": {}, "lengths": {}, "wanted": {}, "sources": {}}
     empty = read(written(text_card().model_copy(update=nothing), tmp_path))
     assert len(list(empty.iter("section"))) == len(SECTIONS)
@@ -330,7 +335,9 @@ def test_sections_without_content_say_so_in_a_line(tmp_path: Path) -> None:
 
 def test_files_of_a_glob_are_folded_and_bounded(tmp_path: Path) -> None:
     many = {f"data/raw/shard-{n:04}.jsonl": f"{n:064x}" for n in range(1000)}
-    card = text_card().model_copy(update={"source_cards": {"*.jsonl": SourceCard(files=many, shape="messages")}})
+    card = text_card().model_copy(
+        update={"source_cards": {"*.jsonl": SourceCard(files=many, record_schema="messages")}}
+    )
     found = section(written(card, tmp_path), "sources")
     assert heard(next(found.iter("summary"))) == "1,000 files"
     assert "and 960 more" in heard(found)
@@ -379,7 +386,7 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
     assert page.count("</style>") == page.count("</body>") == 1
     shown = HOSTILE.replace("\x00", "\\u0000").replace("\x1b", "\\u001b").replace("\u202e", "\\u202e")
     shown = shown.replace("\ud800", "\\ud800").strip()
-    for name in ("sources", "where-the-rows-went", "class-balance", "near-duplicates", "leaks", "template", "notes"):
+    for name in ("sources", "row-flow", "class-balance", "near-duplicates", "leaks", "template", "notes"):
         assert shown in heard(section(page, name)), name
 
 

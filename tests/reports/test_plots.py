@@ -38,7 +38,7 @@ def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, r
             )  # fmt: skip
     still = tuple(list(modules)[:1])
     return AdapterAnalysis(
-        steps=tuple(range(1, 2 * steps, 2)), modules=modules, still=still, advice=("Try <b>half</b>.",)
+        steps=tuple(range(1, 2 * steps, 2)), modules=modules, unchanged_modules=still, advice=("Try <b>half</b>.",)
     )
 
 
@@ -48,7 +48,7 @@ def nothing() -> ModuleAnalysis:
     )
 
 
-EMPTY = AdapterAnalysis(steps=(), modules={}, still=(), advice=())
+EMPTY = AdapterAnalysis(steps=(), modules={}, unchanged_modules=(), advice=())
 
 
 def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
@@ -88,10 +88,13 @@ def shape(picture: bytes) -> tuple[int, int]:
         analysis(layers=1, kinds=KINDS[:1], steps=1),
         analysis(layers=3, kinds=KINDS[:5]),
         analysis(steps=0),
-        AdapterAnalysis(steps=(1,), modules={"lm_head": nothing()}, still=(), advice=()),
+        AdapterAnalysis(steps=(1,), modules={"lm_head": nothing()}, unchanged_modules=(), advice=()),
         EMPTY,
         AdapterAnalysis(
-            steps=(1, 2), modules={"model.layers.0.q": nothing(), **analysis(steps=2).modules}, still=(), advice=()
+            steps=(1, 2),
+            modules={"model.layers.0.q": nothing(), **analysis(steps=2).modules},
+            unchanged_modules=(),
+            advice=(),
         ),
     ],
     ids=["usual", "one-module", "three-rows", "no-steps", "outside-layers", "nothing", "some-without-gradients"],
@@ -163,11 +166,11 @@ def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
     pictures = {"gradients": plots.draw_gradient_map(analysis()), "updates": plots.draw_updates(analysis())}
     page = training_page.write_train_page(REPORT, analysis(), forecast(), {"steady": 5 * GIB}, pictures)
     sections = [heard(title) for title in read(page).iterfind(".//h2")]
-    assert sections == ["Loss", "Advice for the next run", "Gradients", "Updates", "Modules", "Memory"]
+    assert sections == ["Loss", "Recommendations for the next run", "Gradients", "Updates", "Modules", "Memory"]
     found = [re.sub("^data:image/png;base64,", "", image.get("src", "")) for image in read(page).iter("img")]
     assert [base64.b64decode(text) for text in found] == [pictures["gradients"], pictures["updates"]]
     assert all(image.get("alt") for image in read(page).iter("img"))
-    assert heard(section(page, "advice-for-the-next-run")).endswith("Try <b>half</b>.")
+    assert heard(section(page, "recommendations-for-the-next-run")).endswith("Try <b>half</b>.")
     assert cells(section(page, "loss"))[1] == ["60", "", "1.5000", "kept"]
     figures = {heard(one[0]): heard(one[1]) for one in read(page).iterfind(".//header/dl/div")}
     assert figures == {
@@ -199,15 +202,18 @@ def test_bars_of_memory_are_on_one_scale_and_what_was_measured_is_marked() -> No
     assert marks[4].get("style") == "left:100.000%"
     assert cells(phases)[4] == ["steady", "", "4.00 GiB", "5.00 GiB", "-20.0%"]
     assert cells(phases)[5][3:] == ["–", "–"]  # noqa: RUF001
-    assert cells(parts)[-1] == ["in all", "1.00", "2.00", "3.00", "4.00", "4.00", "4.00"]
+    assert cells(parts)[-1] == ["total", "1.00", "2.00", "3.00", "4.00", "4.00", "4.00"]
     assert cells(parts)[3] == ["part 3", "–", "–", "–", "1.00", "1.00", "1.00"]  # noqa: RUF001
 
 
 def test_the_page_of_a_forecast_says_what_fits() -> None:
-    limits = {"machine.micro_batch_rows": 3, "train.rank": None}
+    limits = {"machine.micro_batch_size": 3, "train.rank": None}
     page = training_page.write_forecast_page(forecast(), MemoryHeadroom(24 * GIB, limits), ("How close they come.",))
     assert heard(next(read(page).iter("h1"))).startswith("2 rows of 512 tokens on a GPU")
-    assert cells(section(page, "what-fits")) == [["machine.micro_batch_rows", "3"], ["train.rank", "not even one"]]
+    assert cells(section(page, "maximum-settings")) == [
+        ["machine.micro_batch_size", "3"],
+        ["train.rank", "not even one"],
+    ]
     assert "it fits" in heard(read(page))
     assert [heard(item) for item in section(page, "notes").iter("li")] == [
         "Half of the tokens <are> learned from.", "How close they come.",
@@ -215,19 +221,19 @@ def test_the_page_of_a_forecast_says_what_fits() -> None:
     small = training_page.write_forecast_page(forecast(), MemoryHeadroom(GIB, limits), ())
     assert "it does not fit" in heard(read(small))
     unknown = training_page.write_forecast_page(forecast(), None, ())
-    assert "name it with --memory" in heard(section(unknown, "what-fits"))
+    assert "set it with --memory" in heard(section(unknown, "maximum-settings"))
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
-    [({}, "Nothing was forecast or measured."), ({"first_step": 3 * GIB}, "first step3.00 GiB")],
+    [({}, "No memory was forecast or measured."), ({"first_step": 3 * GIB}, "first step3.00 GiB")],
     ids=["nothing", "measured-only"],
 )
 def test_page_without_a_forecast(measured: dict[str, int], said: str) -> None:
     page = training_page.write_train_page(REPORT, EMPTY, None, measured, {})
     assert said in heard(section(page, "memory"))
     assert "No module was adapted." in heard(section(page, "modules"))
-    assert "Nothing stands out." in heard(section(page, "advice-for-the-next-run"))
+    assert "No recommendations." in heard(section(page, "recommendations-for-the-next-run"))
 
 
 ELSEWHERE = re.compile(
@@ -238,7 +244,7 @@ ELSEWHERE = re.compile(
 def test_pages_load_nothing_and_escape_names() -> None:
     pictures = {"updates": plots.draw_updates(analysis())}
     name = "layers.0.<script>alert(1)</script>"
-    hostile = AdapterAnalysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
+    hostile = AdapterAnalysis(steps=(), modules={name: nothing()}, unchanged_modules=(name,), advice=(name,))
     pages = [
         training_page.write_train_page(REPORT, analysis(), forecast(), {}, pictures),
         training_page.write_train_page(REPORT, hostile, None, {name: 5}, {}),

@@ -39,7 +39,7 @@ def test_the_better_one_leads_whoever_was_named_first() -> None:
     for given in (scored(models), scored(models)[::-1]):
         accuracy, loss = told(given)
         for one in (accuracy, loss):
-            assert (one.leader, one.other, one.rows, one.is_real) == ("candidate", "base", TEST, True)
+            assert (one.leader, one.other, one.rows, one.is_significant) == ("candidate", "base", TEST, True)
             assert 0 < one.low < one.difference
         assert (accuracy.values, accuracy.difference) == ((0.8, 0.5), pytest.approx(0.3))
 
@@ -47,7 +47,7 @@ def test_the_better_one_leads_whoever_was_named_first() -> None:
 def test_equal_models_are_told_apart_by_nobody() -> None:
     models: Models = {"base": {"accuracy": right(100)}, "candidate": {"accuracy": right(100)}}
     [one] = told(scored(models))
-    assert (one.is_real, one.difference, one.p_adjusted) == (False, 0.0, 1.0)
+    assert (one.is_significant, one.difference, one.p_adjusted) == (False, 0.0, 1.0)
 
 
 def test_more_comparisons_must_be_surer() -> None:
@@ -68,7 +68,7 @@ def test_two_models_that_only_chance_tells_apart_are_rarely_called_different() -
             who: {"accuracy": {f"s{k}": float(draw.random() < 0.7) for k in range(120)}}
             for who in ("base", "candidate")
         }
-        wrong += told(scored(models))[0].is_real
+        wrong += told(scored(models))[0].is_significant
     assert wrong <= 18  # of 200 at 5 %: more than 18 have a chance of one in a hundred
 
 
@@ -77,16 +77,16 @@ def test_two_models_that_only_chance_tells_apart_are_rarely_called_different() -
     [
         ("contract", "scored under different contracts"),
         ("data", "scored on different data"),
-        ("samples", "not its scores of single rows"),
+        ("samples", "no scores of single rows"),
         ("nothing", "base was not evaluated"),
-        ("rows", "no figure was measured of both on the same single rows"),
+        ("rows", "no metric has scores of single rows for both"),
     ],
 )
 def test_what_cannot_be_compared_is_said_and_not_tested(change: str, said: str) -> None:
     count = 100 if change == "rows" else 200
     models: Models = {"base": {"accuracy": right(20, count)}, "candidate": {"accuracy": right(160)}}
     first, second = scored(models)
-    [one] = first.examined
+    [one] = first.evaluations
     if change in ("contract", "data"):
         others = {**one.report.scores, "base": one.scores.model_copy(update={"contract": "k9"})}
         digest = "0" * 64 if change == "data" else one.report.data_digest
@@ -99,7 +99,7 @@ def test_what_cannot_be_compared_is_said_and_not_tested(change: str, said: str) 
     found, silences = comparison.compare_pairs([first, second], GATE)
     assert found == []
     assert [silence.pair for silence in silences] == [("base", "candidate")]
-    assert said in silences[0].why
+    assert said in silences[0].reason
 
 
 def groups(project: ProjectLayout, **changes: Any) -> list[SubjectScores]:
@@ -122,12 +122,12 @@ def groups(project: ProjectLayout, **changes: Any) -> list[SubjectScores]:
 def test_groups_of_seeds_are_compared_on_validation_rows(project: ProjectLayout) -> None:
     for one in told(groups(project)):
         assert (one.leader, one.rows, one.n) == ("high", VALIDATION, 200)
-        assert "seeds added" in one.method
+        assert "plus seeds" in one.method
 
 
-@pytest.mark.parametrize("change", ["question", "arithmetic", "adapter_digest"])
+@pytest.mark.parametrize("change", ["request_digest", "numerics", "adapter_digest"])
 def test_groups_that_were_asked_otherwise_are_not_compared(project: ProjectLayout, change: str) -> None:
-    other: Any = {"device": "cuda"} if change == "arithmetic" else "1" * 12
+    other: Any = {"device": "cuda"} if change == "numerics" else "1" * 12
     found, silences = comparison.compare_pairs(groups(project, **{change: other}), GATE)
     assert (found, len(silences)) == ([], 1)
 
@@ -136,7 +136,7 @@ def test_a_file_of_scores_that_was_changed_is_left_out(project: ProjectLayout) -
     one = Training(steps=10)
     trained_runs.lay(project, one)
     trained_runs.score(project, one, 0.5)
-    [path] = (project.runs / one.spec.run_id).glob("held_out-*.json")
+    [path] = (project.runs / one.spec.run_id).glob("validation_scores-*.json")
     account = run_history.read_run_summary(RunPaths(project.runs / one.spec.run_id))
     assert len(comparison.read_validation_scores(account)) == 1
     path.write_text(path.read_text(encoding="utf-8").replace("1.0", "0.0", 1), encoding="utf-8")

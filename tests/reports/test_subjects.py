@@ -28,15 +28,15 @@ def names(project: ProjectLayout) -> ComparisonIndex:
     SweepReport(
         study="lora", storage="journal",
         objectives=(SweepObjective(metric="validation_loss", direction="minimize"),), axes=(),
-        sampler="", pruner="", versions={}, data_digest="", base_digest="", wanted_trials=3, trials=tuple(trials),
+        sampler="", pruner="", versions={}, data_digest="", base_digest="", planned_trials=3, trials=tuple(trials),
     ).save(project.sweep("lora") / "report.json")  # fmt: skip
     first, second = (
         Champion(version=number, model_digest=letter * 64, adapter_digest="0" * 64, run_id=run)
         for number, letter, run in ((1, "1", RUNS[2]), (2, "2", RUNS[3]))
     )
     entry = Promotion(
-        id="x", time="2026-01-01T00:00:00Z", action="promote", by="me", version=1, model_digest="1" * 64,
-        adapter_digest="0" * 64, run_id=RUNS[2], before=None, previous=None,
+        id="x", time="2026-01-01T00:00:00Z", action="promote", actor="me", version=1, model_digest="1" * 64,
+        adapter_digest="0" * 64, run_id=RUNS[2], previous_version=None, previous=None,
     )  # fmt: skip
     head = ledger.append_entry(project.promotions, entry)
     for twin in ("abc111111111", "abc222222222"):
@@ -74,15 +74,15 @@ def test_labels_trials_and_versions_of_runs(names: ComparisonIndex) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("zzzz", "nothing of that name"),
-        (f"{RUNS[1][:5]}x", f"did you mean {RUNS[1]}?"),
-        ("v7", "there are: v1, v2"),
-        ("lora/9", "no trial '9'; there are trials 0 to 2"),
-        ("lora/2", "nothing was trained (rank: no layer is as wide)"),
+        ("zzzz", "found nothing with this name"),
+        (f"{RUNS[1][:5]}x", f"did you mean {RUNS[1]}"),
+        ("v7", "versions: v1, v2"),
+        ("lora/9", "no trial '9'; it has trials 0 to 2"),
+        ("lora/2", "rejected before training (rank: no layer is as wide)"),
         ("laro/1", "did you mean lora?"),
-        ("../lora/1", "no sweep of that name"),
+        ("../lora/1", "no sweep with this name"),
         ("lora/", "no trial ''"),
-        ("abc", "2 runs begin so: abc111111111, abc222222222"),
+        ("abc", "2 run ids begin with this: abc111111111, abc222222222"),
     ],
 )
 def test_what_is_not_there_is_told_with_what_is(names: ComparisonIndex, name: str, said: str) -> None:
@@ -94,13 +94,13 @@ def test_what_is_not_there_is_told_with_what_is(names: ComparisonIndex, name: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["", "v1"], "an empty name"),
+        (["", "v1"], "found an empty name"),
         (["v1", "anchor"], "is the same run as v1"),
         (["v1+v1", "champion"], "names a run twice"),
         (["v1+champion", "champion+v1"], "is the same runs as"),
-        (["x=v1", "x=champion"], "two of them are called so"),
-        (["=v1", "champion"], "nothing stands before ="),
-        ([f"v{number}" for number in range(MOST + 1)], "cannot be told apart"),
+        (["x=v1", "x=champion"], "two subjects have this name"),
+        (["=v1", "champion"], "the label before = is empty"),
+        ([f"v{number}" for number in range(MOST + 1)], "a page can show at most"),
     ],
 )
 def test_names_that_make_no_comparison_are_refused(names: ComparisonIndex, given: list[str], said: str) -> None:
@@ -112,5 +112,5 @@ def test_names_that_make_no_comparison_are_refused(names: ComparisonIndex, given
 def test_an_empty_project_says_that_there_is_nothing(project: ProjectLayout, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="runs: none"):
         ComparisonIndex(project).subject("abc")
-    with pytest.raises(DataError, match="there is none yet"):
+    with pytest.raises(DataError, match="does not exist yet"):
         ComparisonIndex(project).subject("champion")

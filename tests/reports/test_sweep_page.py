@@ -54,7 +54,7 @@ def page_of(report: SweepReport) -> str:
 
 def with_trials(*trials: Trial) -> SweepReport:
     best = tuple(one.number for one in trials if one.state == "complete")[:1]
-    return FORTY.model_copy(update={"trials": trials, "best": best, "finals": None, "winner": None})
+    return FORTY.model_copy(update={"trials": trials, "best": best, "final_round": None, "winner": None})
 
 
 # ------------------------------------------------------------------------------------------------------- harmless
@@ -82,22 +82,23 @@ def test_texts_of_others_are_texts() -> None:
     evil = example.HOSTILE
     trials = tuple(
         changed(
-            one, reason=evil, run_id=evil, values={**one.values, "train.targets": evil},
-            takes=tuple(take.model_copy(update={"worker": evil}) for take in one.takes),
+            one, reason=evil, run_id=evil, values={**one.values, "train.target_modules": evil},
+            executions=tuple(take.model_copy(update={"worker": evil}) for take in one.executions),
         )
         for one in FORTY.trials
     )  # fmt: skip
-    assert FORTY.finals is not None
-    finals = FORTY.finals.model_copy(
+    assert FORTY.final_round is not None
+    finals = FORTY.final_round.model_copy(
         update={
             "reason": evil,
-            "finalists": tuple(one.model_copy(update={"dropped": evil}) for one in FORTY.finals.finalists),
-            "comparisons": tuple(one.model_copy(update={"method": evil}) for one in FORTY.finals.comparisons),
+            "finalists": tuple(one.model_copy(update={"dropped": evil}) for one in FORTY.final_round.finalists),
+            "comparisons": tuple(one.model_copy(update={"method": evil}) for one in FORTY.final_round.comparisons),
         }
     )
-    axes = (*FORTY.axes, ParameterAxis(knob=evil, kind="choice", choices=(evil,)))
+    axes = (*FORTY.axes, ParameterAxis(name=evil, kind="choice", choices=(evil,)))
     hostile = FORTY.model_copy(
-        update={"study": evil, "sampler": evil, "pruner": evil, "stopped": evil, "trials": trials, "finals": finals,
+        update={"study": evil, "sampler": evil, "pruner": evil, "stopped": evil, "trials": trials,
+            "final_round": finals,
                 "axes": axes, "versions": {evil: evil}, "data_digest": evil, "importances": {evil: 1.0}}
     )  # fmt: skip
     written = page_of(hostile)
@@ -113,15 +114,15 @@ def test_texts_of_others_are_texts() -> None:
 def test_small_sweeps_have_a_page(count: int) -> None:
     written = page_of(example.report(count))
     assert figures(written)["Trials"][0] == f"{count} of {count}"
-    assert ("No trial has begun." in heard(section(written, "trials"))) == (count == 0)
-    assert ("There is nothing to adopt yet" in heard(section(written, "adopt"))) == (count == 0)
+    assert ("No trial has started." in heard(section(written, "trials"))) == (count == 0)
+    assert ("No recommendation yet" in heard(section(written, "adopt"))) == (count == 0)
 
 
 @pytest.mark.parametrize("state", ["running", "pruned", "infeasible", "failed"])
 def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
     written = page_of(example.alone(state, 3))
     assert figures(written)["Best"] == ("–", "no trial is complete")  # noqa: RUF001
-    assert "There is nothing to adopt yet" in heard(section(written, "adopt"))
+    assert "No recommendation yet" in heard(section(written, "adopt"))
     assert len(table(written, "trials")) == 3
 
 
@@ -161,22 +162,22 @@ def test_the_head_says_what_came_of_it(page: str) -> None:
     saved = compute_savings(FORTY)
     assert said["Trials"] == (
         f"{sum(trial.continues is None for trial in FORTY.trials)} of 40",
-        "10 complete, 21 pruned, 7 infeasible, 2 failed; 3 of the pruned went on later",
+        "10 complete, 21 pruned, 7 infeasible, 2 failed; 3 pruned trials were continued later",
     )
     best = next(one for one in FORTY.trials if one.number == 11)
     assert said["Best"][0] == f"{best.objectives[0]:.4g}"
     assert said["Best"][1].startswith(f"trial 11: rank {best.values['train.rank']}, alpha")
-    assert said["Winner"] == ("trial 6", "trials 11 and 6 cannot be told apart; 6 is the cheaper one")
+    assert said["Winner"] == ("trial 6", "trials 11 and 6 do not differ significantly; 6 is the cheaper one")
     assert said["Saved"][0] == f"{saved.tokens / saved.full_tokens:.1%}".replace("%", " %")
     assert said["Saved"][1].startswith(f"{saved.tokens:,} of {saved.full_tokens:,} answer tokens, 1 h")
     stopped = FORTY.model_copy(update={"stopped": "3 trials failed: the tokenizer has no end of turn"})
-    assert "Stopped before its end: 3 trials failed" in heard(next(read(sweep_page.render(stopped, {})).iter("header")))
+    assert "Stopped early: 3 trials failed" in heard(next(read(sweep_page.render(stopped, {})).iter("header")))
 
 
 def test_what_it_cost_adds_up(page: str) -> None:
     rows = {row[0]: row[1:] for row in table(page, "cost")}
     tokens = {name: 0 if row[1] == "–" else int(row[1].replace(",", "")) for name, row in rows.items()}  # noqa: RUF001
-    whole = tokens.pop("full trainings of all")
+    whole = tokens.pop("full training of all")
     assert sum(tokens.values()) == whole == compute_savings(FORTY).full_tokens
     shares = [float(row[3].removesuffix(" %")) for row in rows.values() if row[3] != "–"]  # noqa: RUF001
     assert sum(shares) == pytest.approx(100, abs=0.3)
@@ -197,39 +198,39 @@ def test_all_trials_stand_in_the_table(page: str) -> None:
     assert cells[0]["tokens"] == f"{first.cost.trained_tokens:,}"
     assert cells[7]["why"] == "memory forecast: 31.4 GiB are needed, 24.0 GiB are at hand"
     assert cells[7]["validation loss"] == "–"  # noqa: RUF001
-    assert cells[8]["why"].endswith("; trial 10 went on with it")
-    assert cells[10]["why"] == "goes on with trial 8"
+    assert cells[8]["why"].endswith("; continued by trial 10")
+    assert cells[10]["why"] == "continues trial 8"
     assert (cells[12]["why"], cells[12]["tokens"]) == ("train.rank: no layer is as wide as 64", "0")
-    twice = next(one for one in FORTY.trials if len(one.takes) > 1)
-    assert cells[twice.number]["workers"] == ", ".join(take.worker for take in twice.takes)
+    twice = next(one for one in FORTY.trials if len(one.executions) > 1)
+    assert cells[twice.number]["workers"] == ", ".join(take.worker for take in twice.executions)
 
 
 def test_finalists_by_seed_and_what_tells_them_apart(page: str) -> None:
-    assert FORTY.finals is not None
+    assert FORTY.final_round is not None
     rows, compared = table(page, "finalists"), table(page, "finalists", 1)
     assert [row[0] for row in rows] == ["11", "6", "23"]
     assert rows[0][1:5] == [
-        f"{mean:.4f}" for mean in (FORTY.finals.finalists[0].mean, *FORTY.finals.finalists[0].means)
+        f"{mean:.4f}" for mean in (FORTY.final_round.finalists[0].mean, *FORTY.final_round.finalists[0].means)
     ]
     assert rows[1][-1] == "the winner"
     assert rows[2][-1] == "worse than the leader at p < 0.01 (Wilcoxon)"
     assert rows[2][4] == "–"  # noqa: RUF001
     assert compared[0][1:7] == [
-        f"+{FORTY.finals.comparisons[0].difference:.4f}", "\u22120.0030", "0.081", "0.0040", "0.0060", "no",
+        f"+{FORTY.final_round.comparisons[0].difference:.4f}", "\u22120.0030", "0.081", "0.0040", "0.0060", "no",
     ]  # fmt: skip
     assert compared[1][3] == "< 0.001"
-    alone = sweep_page.render(FORTY.model_copy(update={"finals": None, "winner": None}), {})
-    assert "No finalists were compared" in heard(section(alone, "finalists"))
+    alone = sweep_page.render(FORTY.model_copy(update={"final_round": None, "winner": None}), {})
+    assert "No final round took place" in heard(section(alone, "finalists"))
     assert "Winner" not in figures(alone)
 
 
 def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named() -> None:
-    report = example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False)
+    report = example.report(40, metrics=("validation_loss", "memory_bytes"), final_round=False)
     written = page_of(report)
     assert [row[0] for row in table(written, "front")] == [str(one) for one in report.best]
     assert table(written, "front")[0][2].endswith(" MiB")
     assert figures(written)["Front"][0] == f"{len(report.best)} trials"
-    assert "choose one from the table of the front" in heard(section(written, "adopt"))
+    assert "choose a trial from the table of the front" in heard(section(written, "adopt"))
     named = report.model_copy(update={"winner": report.best[0]})
     assert f"Trial {report.best[0]}" in heard(section(sweep_page.render(named, {}), "adopt"))
 
@@ -237,14 +238,14 @@ def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named
 def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
     values = {
         "train.rank": 16, "train.learning_rate": 1e-05, "train.dropout": 0.1 + 0.2, "train.alpha": 32.0,
-        "train.targets": ("q_proj", "a: b", "# no comment", "日本"), "train.adalora.target_rank": 7,
+        "train.target_modules": ("q_proj", "a: b", "# no comment", "日本"), "train.adalora.target_rank": 7,
         "train.double_quantization": True, "train.tie": None, "train.adapter": "yes", "odd key.x y": "\x00\u202e",
         "train.weight_decay": 1.5e300,
     }  # fmt: skip
     wanted = {
         "train": {
             "rank": 16, "learning_rate": 1e-05, "dropout": 0.1 + 0.2, "alpha": 32.0, "double_quantization": True,
-            "targets": ["q_proj", "a: b", "# no comment", "日本"], "adalora": {"target_rank": 7}, "tie": None,
+            "target_modules": ["q_proj", "a: b", "# no comment", "日本"], "adalora": {"target_rank": 7}, "tie": None,
             "adapter": "yes", "weight_decay": 1.5e300,
         },
         "odd key": {"x y": "\x00\u202e"},
@@ -263,9 +264,9 @@ def test_reproduction_and_workers_are_shown(page: str) -> None:
     for wanted in ("sampler tpe, seed 0", "optuna 5.0.0", FORTY.data_digest, FORTY.base_digest, "storage journal"):
         assert wanted.replace(" ", "") in said.replace(" ", "")
     said = heard(section(page, "workers"))
-    takes = [take for one in FORTY.trials for take in one.takes]
+    takes = [take for one in FORTY.trials for take in one.executions]
     assert f"{len({take.worker for take in takes})} workers in" in said
-    assert f"{len(takes) - len(FORTY.trials)} times a worker took over the trial of another" in said
+    assert f"Workers took over trials of other workers {len(takes) - len(FORTY.trials)} times" in said
 
 
 # ------------------------------------------------------------------------------------------------------- pictures
@@ -282,7 +283,7 @@ def test_pictures_take_the_colours_of_the_page(page: str) -> None:
     css = page[: page.index("</style>")]
     for name in set(re.findall(r"var\((--\w+)\)", styles)):
         assert f"{name}:" in css
-    contour = next(one for one in tree.iter("svg") if str(one.get("aria-label")).startswith("Two knobs"))
+    contour = next(one for one in tree.iter("svg") if str(one.get("aria-label")).startswith("Two hyperparameters"))
     others = [one for svg in tree.iter("svg") if svg is not contour for one in svg.iter()]
     assert set(re.findall(r"#[0-9a-f]{6}", " ".join(one.get("style", "") for one in others))) <= {"#000001"}
 
@@ -292,15 +293,15 @@ def test_a_picture_may_be_pixels_too() -> None:
     shown = render_figure(pixels, "Title.", "Note.", "Said.")
     assert f'src="data:image/png;base64,{base64.b64encode(pixels).decode()}"' in shown
     assert 'alt="Said."' in shown
-    with pytest.raises(ValueError, match="no SVG"):
+    with pytest.raises(ValueError, match="not an SVG"):
         render_figure(b"<html>", "Title.", "Note.", "Said.")
 
 
 def test_what_a_picture_says_in_letters_is_left_alone() -> None:
     """Knob values may look like colours or attributes."""
-    values = {"train.targets": "#1c1e21 fill=x"}
+    values = {"train.target_modules": "#1c1e21 fill=x"}
     trials = tuple(changed(one, values=values) for one in FORTY.trials)
-    axes = (ParameterAxis(knob="train.targets", kind="choice", choices=("#1c1e21 fill=x", "b")),)
+    axes = (ParameterAxis(name="train.target_modules", kind="choice", choices=("#1c1e21 fill=x", "b")),)
     report = FORTY.model_copy(update={"trials": trials, "axes": axes, "importances": {}})
     slices = {"slices": sweep_plots.draw_all(report)["slices"]}
     texts = [heard(one) for one in read(sweep_page.render(report, slices)).iter("text")]

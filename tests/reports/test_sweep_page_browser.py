@@ -92,8 +92,8 @@ def test_a_click_on_a_head_sorts_by_it_and_another_one_the_other_way(chrome: Bro
         tab.click(head(tab, "learning_rate"))
         rates = [next(t for t in FORTY.trials if t.number == n).values["train.learning_rate"] for n in numbers(tab)]
         assert rates == sorted(rates), "1.2e-4 is a number"
-        tab.click(head(tab, "targets"))
-        texts = column(tab, place(tab, "targets"))
+        tab.click(head(tab, "target_modules"))
+        texts = column(tab, place(tab, "target_modules"))
         assert texts == sorted(texts)
 
 
@@ -122,7 +122,7 @@ def test_states_and_words_filter(chrome: Browser, page: Path) -> None:
 def test_all_of_it_works_by_keyboard(chrome: Browser, page: Path) -> None:
     with Tab(chrome) as tab:
         tab.open(page)
-        tab.reach("document.activeElement.getAttribute('aria-label') === 'Optimisation history.'")
+        tab.reach("document.activeElement.getAttribute('aria-label') === 'Optimization history.'")
         tab.reach("document.activeElement.type === 'search'")
         assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         tab.reach("document.activeElement.dataset.state === 'pruned'")

@@ -31,9 +31,9 @@ from ratchet.tuning.trial_summary import (
     break_lines,
     compute_savings,
     format_duration,
-    format_knob_value,
     format_number,
     format_objective,
+    format_parameter_value,
     rank_trials,
     recommended_trial,
     saved_tokens_by_cause,
@@ -75,7 +75,7 @@ def test_only_pictures_that_have_something_to_show_are_wanted() -> None:
     assert sweep_plots.available_plots(example.report(0)) == []
     assert "pareto" not in sweep_plots.available_plots(FORTY)
     assert "contour" in sweep_plots.available_plots(FORTY)
-    assert "contour" not in sweep_plots.available_plots(example.narrowed(FORTY, ["train.rank", "train.targets"]))
+    assert "contour" not in sweep_plots.available_plots(example.narrowed(FORTY, ["train.rank", "train.target_modules"]))
     assert "pareto" in sweep_plots.available_plots(REPORTS["two objectives"]())
 
 
@@ -123,7 +123,7 @@ def test_curves_begin_before_a_trial_went_on_and_are_grey_where_pruned(figures: 
     by_number = {one.number: one for one in FORTY.trials}
     whole = validation_curve(by_number[10].model_copy(update={"curve": {5760: 1.0}}), by_number)
     assert list(whole) == [*by_number[8].curve, 5760]
-    diamonds = marks(axes, "went on from here")
+    diamonds = marks(axes, "continued here")
     assert diamonds == [
         pytest.approx(list(by_number[one.continues].curve.items())[-1])
         for one in FORTY.trials
@@ -134,10 +134,10 @@ def test_curves_begin_before_a_trial_went_on_and_are_grey_where_pruned(figures: 
 
 
 def test_parallel_axes_are_logarithmic_where_searched_so_and_gaps_are_gaps() -> None:
-    sheet = ParallelCoordinates.of(FORTY)
-    assert next(iter(sheet.knobs)) == "train.adalora.target_rank", "a knob with gaps stands first"
+    sheet = ParallelCoordinates.from_report(FORTY)
+    assert next(iter(sheet.hyperparameters)) == "train.adalora.target_rank", "a knob with gaps stands first"
     trial = next(one for one in FORTY.trials if one.state == "complete" and one.values["train.adapter"] == "lora")
-    places = dict(zip(sheet.knobs, sheet.places(trial), strict=False))
+    places = dict(zip(sheet.hyperparameters, sheet.places(trial), strict=False))
     assert places["train.adalora.target_rank"] is None
     assert places["train.rank"] == pytest.approx(math.log(trial.values["train.rank"] / 4) / math.log(16))
     assert "train.alpha" not in places, "a tie says nothing of its own"
@@ -150,7 +150,7 @@ def test_parallel_axes_are_logarithmic_where_searched_so_and_gaps_are_gaps() -> 
 def test_slices_show_what_cannot_be_trained_above_all_others(figures: list[matplotlib.figure.Figure]) -> None:
     panels = draw("slices", FORTY, figures).axes
     assert [one.get_xlabel() for one in panels] == [
-        "rank", "learning_rate", "dropout", "targets", "adapter", "target_rank",
+        "rank", "learning_rate", "dropout", "target_modules", "adapter", "target_rank",
     ]  # fmt: skip
     strip = {y for _, y in marks(panels[0], "infeasible")}
     assert len(strip) == 1
@@ -181,7 +181,7 @@ def test_the_front_is_what_nothing_beats(figures: list[matplotlib.figure.Figure]
     (axes,) = draw("pareto", report, figures).axes
     by_number = {one.number: one for one in report.trials}
     assert marks(axes, "front") == [by_number[one].objectives for one in report.best]
-    others = marks(axes, "complete, beaten by another")
+    others = marks(axes, "complete, dominated")
     for place in others:
         assert any(a <= place[0] and b <= place[1] for a, b in marks(axes, "front"))
     assert axes.get_ylabel() == "memory (MiB), lower is better"
@@ -198,22 +198,22 @@ def test_the_timeline_has_a_bar_for_each_time_and_joins_those_of_one_trial(
     states = [one.state for one in FORTY.trials]
     for state in ("complete", "pruned", "infeasible", "failed"):
         assert bars[state] == states.count(state), state
-    retries = [(a, b) for one in FORTY.trials for a, b in pairwise(one.takes)]
+    retries = [(a, b) for one in FORTY.trials for a, b in pairwise(one.executions)]
     assert bars["taken over by another worker"] == len(retries) == 8
-    lanes = assign_lanes(take for one in FORTY.trials for take in one.takes)
+    lanes = assign_lanes(take for one in FORTY.trials for take in one.executions)
     joints = [line for line in axes.lines if line.get_color() == canvas.INK and len(line.get_xdata()) == 2]
     assert [tuple(line.get_ydata()) for line in joints] == [(lanes[a.worker], lanes[b.worker]) for a, b in retries]
-    assert len(marks(axes, "goes on with a pruned one")) == 3
+    assert len(marks(axes, "continues a pruned trial")) == 3
 
 
 def test_many_workers_of_a_host_share_lanes_and_never_overlap() -> None:
-    takes = [TrialExecution(worker=f"node{k % 2}/{k}", begun=10.0 * k, seen=10.0 * k + 35) for k in range(100)]
+    takes = [TrialExecution(worker=f"node{k % 2}/{k}", started=10.0 * k, last_seen=10.0 * k + 35) for k in range(100)]
     lanes = assign_lanes(takes)
     assert max(lanes.values()) + 1 == 4
     for row in range(4):
         members = [one for one in takes if lanes[one.worker] == row]
         assert len({one.worker.split("/")[0] for one in members}) == 1
-        assert all(a.seen <= b.begun for a, b in pairwise(members))
+        assert all(a.last_seen <= b.started for a, b in pairwise(members))
 
 
 def test_the_picture_of_tokens_adds_up(figures: list[matplotlib.figure.Figure]) -> None:
@@ -269,15 +269,15 @@ def test_savings_by_hand() -> None:
     ],
 )
 def test_value_of_a_trial(metric: Any, state: str, more: dict[str, Any], expected: float | None) -> None:
-    measure = SweepObjective(metric=metric, direction="maximize" if metric == "accuracy" else "minimize")
-    assert trial_value(trained(0, state, 1, **more), [measure]) == expected
+    objective = SweepObjective(metric=metric, direction="maximize" if metric == "accuracy" else "minimize")
+    assert trial_value(trained(0, state, 1, **more), [objective]) == expected
 
 
 def test_the_best_by_direction_and_the_one_that_is_recommended() -> None:
-    measure = SweepObjective(metric="accuracy", direction="maximize")
+    objective = SweepObjective(metric="accuracy", direction="maximize")
     trials = tuple(trained(k, "complete", 1, objectives=(found,)) for k, found in enumerate((0.3, 0.2, 0.5, 0.5)))
     report = FORTY.model_copy(
-        update={"objectives": (measure,), "trials": trials, "best": (2,), "winner": None, "finals": None}
+        update={"objectives": (objective,), "trials": trials, "best": (2,), "winner": None, "final_round": None}
     )
     assert best_values_so_far(report) == [(0, 0.3), (2, 0.5)]
     assert [one.number for one in rank_trials(report)] == [2, 3, 0, 1]
@@ -289,28 +289,28 @@ def test_the_best_by_direction_and_the_one_that_is_recommended() -> None:
 @pytest.mark.parametrize(
     ("axis", "ticks"),
     [
-        (ParameterAxis(knob="r", kind="int", low=4, high=64, log=True), ["4", "8", "16", "32", "64"]),
-        (ParameterAxis(knob="r", kind="int", low=5, high=7, log=True), ["5", "7"]),
+        (ParameterAxis(name="r", kind="int", low=4, high=64, log=True), ["4", "8", "16", "32", "64"]),
+        (ParameterAxis(name="r", kind="int", low=5, high=7, log=True), ["5", "7"]),
         (
-            ParameterAxis(knob="l", kind="float", low=1e-4, high=1e-2, log=True),
+            ParameterAxis(name="l", kind="float", low=1e-4, high=1e-2, log=True),
             ["1e-4", "2e-4", "5e-4", "0.001", "0.002", "0.005", "0.01"],
         ),
         (
-            ParameterAxis(knob="l", kind="float", low=1e-6, high=1e-1, log=True),
+            ParameterAxis(name="l", kind="float", low=1e-6, high=1e-1, log=True),
             ["1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1"],
         ),
-        (ParameterAxis(knob="d", kind="float", low=0, high=0.2), ["0", "0.05", "0.1", "0.15", "0.2"]),
-        (ParameterAxis(knob="w", kind="int", low=1, high=3), ["1", "2", "3"]),
-        (ParameterAxis(knob="e", kind="int", low=1000, high=9000), ["2,000", "4,000", "6,000", "8,000"]),
+        (ParameterAxis(name="d", kind="float", low=0, high=0.2), ["0", "0.05", "0.1", "0.15", "0.2"]),
+        (ParameterAxis(name="w", kind="int", low=1, high=3), ["1", "2", "3"]),
+        (ParameterAxis(name="e", kind="int", low=1000, high=9000), ["2,000", "4,000", "6,000", "8,000"]),
         (
-            ParameterAxis(knob="c", kind="choice", choices=(True, None, ("q", "v"), "all")),
+            ParameterAxis(name="c", kind="choice", choices=(True, None, ("q", "v"), "all")),
             ["true", "null", "q, v", "all"],
         ),
-        (ParameterAxis(knob="x", kind="float", low=0.3, high=0.3), ["0.3"]),
+        (ParameterAxis(name="x", kind="float", low=0.3, high=0.3), ["0.3"]),
     ],
 )  # fmt: skip
 def test_axes_have_round_numbers_in_order(axis: ParameterAxis, ticks: list[str]) -> None:
-    found = ParameterScale.of(axis, ()).ticks(7)
+    found = ParameterScale.from_axis(axis, ()).ticks(7)
     assert [text for _, text in found] == ticks
     places = [place for place, _ in found]
     assert places == sorted(places)
@@ -318,17 +318,17 @@ def test_axes_have_round_numbers_in_order(axis: ParameterAxis, ticks: list[str])
 
 
 def test_places_on_a_scale() -> None:
-    scale = ParameterScale.of(
-        ParameterAxis(knob="l", kind="float", low=1e-4, high=1e-2, log=True), (1e-1, math.nan, "x", True)
+    scale = ParameterScale.from_axis(
+        ParameterAxis(name="l", kind="float", low=1e-4, high=1e-2, log=True), (1e-1, math.nan, "x", True)
     )
     assert scale.place(1e-1) == pytest.approx(1.0), "what was tried outside of the space widens it"
     assert scale.place(1e-4) == pytest.approx(0.0)
     assert (scale.place(0), scale.place(math.nan), scale.place("x"), scale.place(None)) == (None,) * 4
-    choices = ParameterScale.of(
-        ParameterAxis(knob="c", kind="choice", choices=(1, True, ("q", "v"))), [["q", "v"], "new"]
+    choices = ParameterScale.from_axis(
+        ParameterAxis(name="c", kind="choice", choices=(1, True, ("q", "v"))), [["q", "v"], "new"]
     )
     assert [choices.place(one) for one in (1, True, ["q", "v"], "new", "other")] == [0, 1 / 3, 2 / 3, 1, None]
-    assert ParameterScale.of(ParameterAxis(knob="c", kind="choice", choices=("a",)), ()).place("a") == 0.5
+    assert ParameterScale.from_axis(ParameterAxis(name="c", kind="choice", choices=("a",)), ()).place("a") == 0.5
 
 
 def test_a_frame_is_not_stretched_by_one_that_went_wrong() -> None:
@@ -347,20 +347,20 @@ def test_a_frame_is_not_stretched_by_one_that_went_wrong() -> None:
 
 
 def test_time_runs_only_while_somebody_works() -> None:
-    clock = SweepWorkClock.of([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
+    clock = SweepWorkClock.from_spans([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
     assert [begin for begin, _ in clock.pauses] == [300]
     assert clock.at(300) == 200
     assert clock.at(10_300) == pytest.approx(200 + clock.seam)
     assert clock.end == pytest.approx(500 + clock.seam)
     moments = [clock.at(moment) for moment in range(0, 11_000, 50)]
     assert moments == sorted(moments)
-    assert SweepWorkClock.of([]).end == 0
+    assert SweepWorkClock.from_spans([]).end == 0
 
 
 def test_numbers_names_and_times_for_people() -> None:
     found = (0.0, 16, 0.05, 1.2345e-4, 12_000, 3.14159, -0.002, 2.5e7)
     assert [format_number(one) for one in found] == ["0", "16", "0.05", "1.23e-4", "12,000", "3.14", "-0.002", "2.5e7"]
-    assert [format_knob_value(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
+    assert [format_parameter_value(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
         "true", "null", "64", "0.1", "q, v", "x" * 23 + "…",
     ]  # fmt: skip
     assert [format_duration(one) for one in (0, 9.96, 59.94, 61, 3600, 11_520, 190_800)] == [

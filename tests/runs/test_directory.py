@@ -1,4 +1,4 @@
-"""Runs: which one a set of inputs means, who may write to it, and how it is found again."""
+"""Run directories: identity, locks, and finding a run by its id."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.config import params_file
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, LockHeldError, StorageError
 from ratchet.runs import directory
@@ -28,13 +28,15 @@ def spec(train: Train | None = None, data: str = "d" * 64, base: str = "b" * 64)
 
 OTHER_VALUES = {
     "quantization": "none", "double_quantization": False, "compute_dtype": "float32", "rank": 8, "alpha": 8.0,
-    "dropout": 0.1, "targets": ["q_proj"], "epochs": 1.5, "batch_rows": 8, "learning_rate": 1e-4, "schedule": "linear",
-    "warmup": 0.1, "optimizer": "adamw_8bit", "weight_decay": 0.1, "max_grad_norm": 2.0, "validate_every_steps": 7,
-    "early_stopping": {"patience": 3}, "keep": "last", "seed": 1, "batching": "packed", "pack_tokens": 512,
-    "attention": "eager", "guards": {"patience": 2}, "quantization_storage": "bfloat16", "adapter": "dora",
-    "rank_stabilized": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4.0}, "initialization": "pissa",
-    "adalora": {"target_rank": 4}, "adapter_dtype": "bfloat16", "rate_ratio": 16.0,
-    "compression": {"method": "int8"}, "distill": {"teacher": "models/teacher"},
+    "dropout": 0.1, "target_modules": ["q_proj"], "epochs": 1.5, "batch_size": 8, "learning_rate": 1e-4,
+    "schedule": "linear",
+    "warmup_ratio": 0.1, "optimizer": "adamw_8bit", "weight_decay": 0.1, "max_grad_norm": 2.0,
+    "validate_every_steps": 7,
+    "early_stopping": {"patience": 3}, "final_checkpoint": "last", "seed": 1, "batching": "packed", "pack_tokens": 512,
+    "attention": "eager", "guards": {"max_bad_steps": 2}, "quantization_storage": "bfloat16", "adapter": "dora",
+    "use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4.0}, "initialization": "pissa",
+    "adalora": {"target_rank": 4}, "adapter_dtype": "bfloat16", "loraplus_lr_ratio": 16.0,
+    "gradient_compression": {"method": "int8"}, "distill": {"teacher": "models/teacher"},
 }  # fmt: skip
 
 
@@ -61,9 +63,9 @@ def test_other_data_another_base_and_another_recipe_make_another_run() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["machine: {threads: 1}", "machine: {micro_batch_rows: 4, retries: 9}", "train: {epochs: 3, alpha: 32}",
+    ["machine: {threads: 1}", "machine: {micro_batch_size: 4, max_restarts: 9}", "train: {epochs: 3, alpha: 32}",
      "train: {epochs: 3.0, alpha: 32.0}", "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '2e-4'}",
-     "train: {targets: all}"],
+     "train: {target_modules: all}"],
 )  # fmt: skip
 def test_run_depends_on_the_values_of_train_and_not_on_their_spelling_or_the_machine(text: str) -> None:
     assert spec(params_file.parse(text).train).run_id == spec().run_id
@@ -71,7 +73,7 @@ def test_run_depends_on_the_values_of_train_and_not_on_their_spelling_or_the_mac
 
 
 def test_run_id_survives_saving_and_is_the_same_in_every_process(tmp_path: Path) -> None:
-    one = spec(Train.model_validate({"learning_rate": 1e-5, "targets": ["q_proj", "v_proj"], "epochs": 1 / 3}))
+    one = spec(Train.model_validate({"learning_rate": 1e-5, "target_modules": ["q_proj", "v_proj"], "epochs": 1 / 3}))
     one.save(tmp_path / "spec.json")
     again = RunSpec.load(tmp_path / "spec.json")
     assert again == one
@@ -131,7 +133,7 @@ def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_pat
             Run.open(tmp_path, spec())
 
 
-FORMAT_SAYS = r"format\.json: unreadable; if this version wrote the run, remove the file"
+FORMAT_SAYS = r"format\.json: unreadable; if this version of ratchet wrote the run, remove the file"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: obj
     (paths.root / ".partial-of-the-newer").touch()
     before = sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file())
     with pytest.raises(
-        DamagedFileError, match=rf"newer version of ratchet \(format {found}, this one knows 2\): use that"
+        DamagedFileError, match=rf"newer version of ratchet \(format {found}; this version reads up to 2\); use that"
     ):
         Run.open(tmp_path, spec())
     assert sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file()) == before
@@ -209,7 +211,7 @@ def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> N
     raw["train"]["guards"]["angels"] = 1
     paths.spec.write_text(json.dumps(raw))
     with pytest.raises(
-        DamagedFileError, match=r"not know: train\.dreams, train\.guards\.angels; most likely a newer version"
+        DamagedFileError, match=r"unknown settings: train\.dreams, train\.guards\.angels; a newer version"
     ):
         Run.open(tmp_path, spec())
 
@@ -235,7 +237,7 @@ except StorageError as error:
 def test_a_disk_without_room_is_told_and_nothing_half_made_is_left(tmp_path: Path, room: int) -> None:
     command = [sys.executable, "-c", OPEN, str(tmp_path / "runs"), str(room)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "keep runs elsewhere with RATCHET_RUNS=DIR" in done.stdout
+    assert "set RATCHET_RUNS=DIR to keep runs elsewhere" in done.stdout
     left = [p.name for p in (tmp_path / "runs").rglob("*")]
     assert left in ([], [spec().run_id, "lock"]), left  # an empty lock file is no half of anything
     Run.open(tmp_path / "runs", spec()).close()
@@ -244,7 +246,7 @@ def test_a_disk_without_room_is_told_and_nothing_half_made_is_left(tmp_path: Pat
 @pytest.mark.parametrize(
     ("code", "says"),
     [(errno.EROFS, "Read-only file system; mount it writable"), (errno.EACCES, "Permission denied; give this user"),
-     (errno.ENOSPC, "No space left on device; free some space"), (errno.EIO, "Input/output error; look at the disk")],
+     (errno.ENOSPC, "No space left on device; free some space"), (errno.EIO, "Input/output error; check the disk")],
 )  # fmt: skip
 def test_each_refusal_of_a_disk_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, says: str
@@ -345,10 +347,10 @@ ALL = "ab12, ab34, cd56"
     [
         ("cd", "", "cd56"),
         ("ab3", "", "ab34"),
-        ("ab", "2 runs", "ab12, ab34; write more of the id"),
+        ("ab", "2 runs", "ab12, ab34; give more of the id"),
         ("x", "no run", ALL),
         ("ab12x", "no run", ALL),
-        ("", "3 runs", f"{ALL}; write more of the id"),
+        ("", "3 runs", f"{ALL}; give more of the id"),
     ],
 )
 def test_run_is_found_by_an_unambiguous_beginning_of_its_id(tmp_path: Path, prefix: str, says: str, there: str) -> None:
@@ -357,5 +359,5 @@ def test_run_is_found_by_an_unambiguous_beginning_of_its_id(tmp_path: Path, pref
     if not says:
         assert directory.find_run(tmp_path, prefix).root == tmp_path / there
         return
-    with pytest.raises(DataError, match=rf"{says} of that name .*there are: {there}$"):
+    with pytest.raises(DataError, match=rf"matches {says} in .*; found: {there}$"):
         directory.find_run(tmp_path, prefix)

@@ -1,4 +1,4 @@
-"""Goodput: what of the time went into steps that count."""
+"""Goodput: the share of time spent in steps that count."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from ratchet.runs.status import Goodput
 def of(*events: JournalEvent) -> Goodput:
     goodput = Goodput()
     for event in events:
-        goodput.see(event)
+        goodput.update(event)
     return goodput
 
 
 def attempt(t: float) -> JournalEvent:
-    return JournalEvent("attempt", t, 1, {"pid": 1})
+    return JournalEvent("attempt_started", t, 1, {"pid": 1})
 
 
 def step(t: float, number: int, seconds: float = 10.0) -> JournalEvent:
@@ -35,7 +35,7 @@ def test_start_up_and_waits_are_lost() -> None:
 def test_a_step_that_is_done_again_counts_once_and_its_first_time_is_lost() -> None:
     goodput = of(attempt(0.0), step(10.0, 1), step(20.0, 2, 10.0), attempt(25.0), step(40.0, 2, 8.0), step(50.0, 3))
     assert goodput.useful_s == 28.0
-    assert goodput.done_again_s == 10.0
+    assert goodput.repeated_s == 10.0
     assert goodput.share() == pytest.approx(28 / 50)
 
 
@@ -44,7 +44,7 @@ def test_what_is_told_of_a_finished_run_takes_none_of_its_time() -> None:
         attempt(0.0),
         step(10.0, 1),
         JournalEvent("finished", 12.0, 1, {"step": 1}),
-        JournalEvent("mirror", 500.0, 0, {}),
+        JournalEvent("replicated", 500.0, 0, {}),
     ]
     assert of(*over).wall_s() == 12.0
     assert of(*over, attempt(600.0), step(610.0, 2)).wall_s() == 610.0, "it was not over after all"

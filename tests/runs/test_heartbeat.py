@@ -1,4 +1,4 @@
-"""The sign of life: shared, never torn, with deadlines that the worker learns."""
+"""The heartbeat page: shared, never torn, with deadlines that adapt to the worker."""
 
 import os
 import signal
@@ -52,13 +52,13 @@ def test_a_long_unit_makes_the_deadline_of_its_kind_longer_and_of_no_other() -> 
     heartbeat.close()
 
 
-@pytest.mark.parametrize(("stall_s", "first_s"), [(0.0, 100.0), (10.0, 0.0), (0.0, 0.0)])
-def test_nought_turns_a_deadline_off(stall_s: float, first_s: float) -> None:
-    heartbeat = Heartbeat.create(stall_s, first_s)
+@pytest.mark.parametrize(("stall_timeout_s", "first_s"), [(0.0, 100.0), (10.0, 0.0), (0.0, 0.0)])
+def test_nought_turns_a_deadline_off(stall_timeout_s: float, first_s: float) -> None:
+    heartbeat = Heartbeat.create(stall_timeout_s, first_s)
     heartbeat.beat("step")
     assert heartbeat.read().deadline_s == 0.0
     heartbeat.beat("step")
-    assert heartbeat.read().deadline_s == stall_s
+    assert heartbeat.read().deadline_s == stall_timeout_s
     heartbeat.close()
 
 

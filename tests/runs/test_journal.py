@@ -1,4 +1,4 @@
-"""The journal: whatever dies while it writes, readers get every whole event once, in order, and count the rest."""
+"""The journal: readers get every intact event once and in order, whatever process dies, and count damage."""
 
 import json
 import subprocess
@@ -186,7 +186,7 @@ def test_replay_lets_each_step_and_each_validation_through_once() -> None:
     first = [*(step(n) for n in (1, 2, 3)), JournalEvent("validation", 0.0, 1, {"step": 2}), step(4)]
     resumed = [*(step(n, 2) for n in (3, 4)), JournalEvent("validation", 0.0, 2, {"step": 2}), step(5, 2)]
     replay = ReplayFilter()
-    new = [e for e in (*first, *resumed) if replay.new(e)]
+    new = [e for e in (*first, *resumed) if replay.is_new(e)]
     assert [(e.kind, e.data["step"], e.attempt) for e in new] == [
         ("step", 1, 1), ("step", 2, 1), ("step", 3, 1), ("validation", 2, 1), ("step", 4, 1), ("step", 5, 2),
     ]  # fmt: skip
@@ -195,9 +195,9 @@ def test_replay_lets_each_step_and_each_validation_through_once() -> None:
 def test_replay_continues_from_an_observer_position_and_passes_other_events_always() -> None:
     replay = ReplayFilter(after_step=2, after_validation=1)
     validations = [JournalEvent("validation", 0.0, 1, {"step": n}) for n in (1, 2)]
-    assert [replay.new(step(n)) for n in (1, 2, 3)] == [False, False, True]
-    assert [replay.new(e) for e in validations] == [False, True]
-    assert [replay.new(JournalEvent("notice", 0.0, 1, {"text": "x"})) for _ in range(2)] == [True, True]
+    assert [replay.is_new(step(n)) for n in (1, 2, 3)] == [False, False, True]
+    assert [replay.is_new(e) for e in validations] == [False, True]
+    assert [replay.is_new(JournalEvent("notice", 0.0, 1, {"text": "x"})) for _ in range(2)] == [True, True]
 
 
 # ----------------------------------------------------------------------------------------- a disk that takes nothing
@@ -296,7 +296,7 @@ def test_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "j").write_bytes(b"".join(e.line() for e in events))
     assert found(tmp_path / "j") == ([1, 2, 3, 4], 0)
     replay = ReplayFilter()
-    assert all(replay.new(e) for e in events)
+    assert all(replay.is_new(e) for e in events)
 
 
 def test_many_lines_are_read_once_and_the_last_is_found(tmp_path: Path) -> None:
@@ -332,33 +332,33 @@ def test_last_event_is_found_from_the_end(tmp_path: Path, content: bytes | None,
 
 
 def test_a_step_that_was_left_out_is_told_once_like_one_that_was_not() -> None:
-    told = [step(1), JournalEvent("skipped", 0.0, 1, {"step": 2}), step(3)]
+    told = [step(1), JournalEvent("step_skipped", 0.0, 1, {"step": 2}), step(3)]
     again = [
-        JournalEvent("skipped", 0.0, 2, {"step": 2}),
+        JournalEvent("step_skipped", 0.0, 2, {"step": 2}),
         step(2),
         step(3, 2),
-        JournalEvent("skipped", 0.0, 2, {"step": 4}),
+        JournalEvent("step_skipped", 0.0, 2, {"step": 4}),
         step(4),
     ]
     replay = ReplayFilter()
-    assert [(e.kind, e.data["step"]) for e in (*told, *again) if replay.new(e)] == [
-        ("step", 1), ("skipped", 2), ("step", 3), ("skipped", 4),
+    assert [(e.kind, e.data["step"]) for e in (*told, *again) if replay.is_new(e)] == [
+        ("step", 1), ("step_skipped", 2), ("step", 3), ("step_skipped", 4),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [None, "7", [1], 1.5])
 def test_a_step_without_a_number_is_nothing_new(number: object) -> None:
     replay = ReplayFilter()
-    assert not replay.new(JournalEvent("step", 0.0, 1, {"step": number}))
-    assert not replay.new(JournalEvent("validation", 0.0, 1, {}))
-    assert replay.new(step(1))
+    assert not replay.is_new(JournalEvent("step", 0.0, 1, {"step": number}))
+    assert not replay.is_new(JournalEvent("validation", 0.0, 1, {}))
+    assert replay.is_new(step(1))
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
 def budget(at: int, phase: str, tokens: int, attempt: int = 1) -> JournalEvent:
-    return JournalEvent("budget", 0.0, attempt, {"step": at, "phase": phase, "budget": {"tokens": tokens}})
+    return JournalEvent("microbatch_budget", 0.0, attempt, {"step": at, "phase": phase, "budget": {"tokens": tokens}})
 
 
 def written(path: Path, *events: JournalEvent) -> Path:
@@ -370,24 +370,24 @@ def test_decisions_after_a_checkpoint_are_found(tmp_path: Path) -> None:
     """A validation at the step of the checkpoint comes after it, the step itself before it."""
     path = written(
         tmp_path / "j", budget(4, "train", 99), budget(4, "validation", 60),
-        JournalEvent("skipped", 0.0, 1, {"step": 4}),
+        JournalEvent("step_skipped", 0.0, 1, {"step": 4}),
         step(4), budget(5, "train", 80), budget(5, "train", 40), step(5), budget(5, "validation", 70),
-        JournalEvent("skipped", 0.0, 1, {"step": 6, "action": "skip"}), budget(7, "train", 50),
+        JournalEvent("step_skipped", 0.0, 1, {"step": 6, "action": "skip"}), budget(7, "train", 50),
         budget(7, "train", 30, attempt=2),
     )  # fmt: skip
-    found = read_decisions(path, after_step=4)
+    found = read_decisions(path, checkpoint_step=4)
     assert {key: data["budget"]["tokens"] for key, data in found.budgets.items()} == {
         ("validation", 4): 60, ("train", 5): 40, ("validation", 5): 70, ("train", 7): 30,
     }  # fmt: skip
-    assert {number: data["action"] for number, data in found.skipped.items()} == {6: "skip"}
+    assert {number: data["action"] for number, data in found.skipped_steps.items()} == {6: "skip"}
 
 
 def test_damage_decides_nothing(tmp_path: Path) -> None:
     odd = [
-        JournalEvent("budget", 0.0, 1, data)
+        JournalEvent("microbatch_budget", 0.0, 1, data)
         for data in ({}, {"step": 1}, {"step": 1, "phase": "train"}, {"step": "1", "phase": "train", "budget": {}},
                      {"step": 1, "phase": "odd", "budget": {}}, {"step": 1, "phase": ["train"], "budget": {}})
     ]  # fmt: skip
-    path = written(tmp_path / "j", *odd, JournalEvent("skipped", 0.0, 1, {}))
+    path = written(tmp_path / "j", *odd, JournalEvent("step_skipped", 0.0, 1, {}))
     assert read_decisions(path, 0) == RunDecisions()
     assert read_decisions(tmp_path / "none", 0) == RunDecisions()

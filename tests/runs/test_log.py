@@ -1,4 +1,4 @@
-"""Logs: what stands in them, how large they get, and that nothing about them stops anybody."""
+"""Logs: content, bounded size, and independence of failing disks."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InterruptedRunError, RunFailedError
 from ratchet.redaction import HIDDEN
@@ -25,7 +25,7 @@ from ratchet.runs.journal import JournalEvent
 from ratchet.runs.log import JsonLog, print_message, trim_file
 from ratchet.runs.supervisor_log import JournalLogCallback, log_supervision
 
-SMALL = Machine(log_bytes=4096, log_files=3)
+SMALL = Machine(log_max_bytes=4096, log_files=3)
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -90,12 +90,12 @@ def test_what_python_s_logging_is_told_keeps_its_reason_and_its_traceback(tmp_pa
     try:
         raise KeyError("x")
     except KeyError:
-        logger.critical("failed %d times", 3, exc_info=True, extra={"reason": "bug", "event": "failure"})
+        logger.critical("failed %d times", 3, exc_info=True, extra={"reason": "bug", "event": "worker_error"})
     logger.warning("%d", "of a wrong kind")
     logger.log(5, "chatter")
     first, second = records(tmp_path / "worker.jsonl")
     assert (first["level"], first["source"], first["text"]) == ("error", "library", "failed 3 times")
-    assert (first["reason"], first["event"]) == ("bug", "failure")
+    assert (first["reason"], first["event"]) == ("bug", "worker_error")
     assert first["traceback"].endswith("KeyError: 'x'\n")
     assert second["text"].startswith("%d (TypeError: ")
 
@@ -134,11 +134,11 @@ def test_a_record_that_is_too_large_is_cut_and_says_so(text: str, tmp_path: Path
     assert text.startswith(cut["text"])
     assert len(cut["text"]) > 400
     assert cut["cut_bytes"] == len(text.encode()) - len(cut["text"].encode())
-    assert next(one for one in found if one["text"] == "few")["fields_left_out"] == ["traceback"]
+    assert next(one for one in found if one["text"] == "few")["omitted_fields"] == ["traceback"]
 
 
 def test_many_threads_lose_nothing_and_mix_no_lines(tmp_path: Path) -> None:
-    made = opened(tmp_path, Machine(log_bytes=50_000, log_files=50))
+    made = opened(tmp_path, Machine(log_max_bytes=50_000, log_files=50))
 
     def speak(name: int) -> None:
         for number in range(200):
@@ -196,7 +196,8 @@ def test_a_full_disk_costs_records_which_are_counted(tmp_path: Path) -> None:
     for number in range(5):
         made.write("info", "test", str(number))
     assert told == [
-        f"{tmp_path / 'worker.jsonl'} cannot be written (No space left on device); training goes on, its log has a gap"
+        f"{tmp_path / 'worker.jsonl'} cannot be written (No space left on device); "
+        "training continues, its log has a gap"
     ]
     made.close()
 
@@ -204,10 +205,10 @@ def test_a_full_disk_costs_records_which_are_counted(tmp_path: Path) -> None:
 LIMITED = """
 import json, resource, sys
 from pathlib import Path
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs.log import JsonLog
 told = []
-log = JsonLog(Path(sys.argv[1]), Machine(log_bytes=100_000), dict, told.append)
+log = JsonLog(Path(sys.argv[1]), Machine(log_max_bytes=100_000), dict, told.append)
 log.write("info", "test", "before")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 20, hard))
@@ -256,7 +257,7 @@ def test_who_comes_while_another_waits_for_the_disk_does_not(tmp_path: Path, mon
 
     made.write("info", "test", "first")
     monkeypatch.setattr(os, "write", slow)
-    monkeypatch.setattr(log, "MOST_WAITING", 3)
+    monkeypatch.setattr(log, "MAX_WAITING", 3)
     waiting = threading.Thread(target=made.write, args=("info", "test", "slow"))
     waiting.start()
     assert inside.wait(60)
@@ -318,17 +319,18 @@ def supervisors(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "data", "level", "text"),
     [
-        ("skipped", {"step": 3, "reason": "loss is NaN", "to_step": 2, "rows": ["a"]}, "warning",
-         "step 3 is left out: loss is NaN; back to the weights of step 2"),
-        ("died", {"class": "killed", "decision": "Retry", "text": "killed by SIGKILL", "exit_code": -9}, "warning",
-         "the worker ended: killed by SIGKILL; it is started again"),
-        ("died", {"class": "bug", "decision": "GiveUp", "text": "KeyError", "exit_code": 1}, "error",
-         "the worker ended: KeyError; it is not started again"),
-        ("checkpoint", {"step": 4, "seconds": 0.25}, "debug", "checkpoint of step 4 sealed in 0.25 s"),
-        ("budget", {"step": 4, "phase": "train", "action": "shrink", "budget": {"tokens": 1024}}, "warning",
-         "micro-batches of train of 1,024 tokens at most, from step 4 on"),
+        ("step_skipped", {"step": 3, "reason": "loss is NaN", "rollback_step": 2, "rows": ["a"]}, "warning",
+         "step 3 is skipped: loss is NaN; rolled back to the weights of step 2"),
+        ("worker_exited", {"failure_class": "killed", "decision": "Retry", "text": "killed by SIGKILL",
+            "exit_code": -9}, "warning",
+         "the worker ended: killed by SIGKILL; restarting"),
+        ("worker_exited", {"failure_class": "bug", "decision": "GiveUp", "text": "KeyError", "exit_code": 1}, "error",
+         "the worker ended: KeyError; not restarting"),
+        ("checkpoint_saved", {"step": 4, "seconds": 0.25}, "debug", "checkpoint of step 4 saved in 0.25 s"),
+        ("microbatch_budget", {"step": 4, "phase": "train", "action": "shrink", "budget": {"tokens": 1024}}, "warning",
+         "micro-batches of train of at most 1,024 tokens, from step 4 on"),
         ("finished", {"step": 9, "reason": "early_stopped"}, "info", "finished at step 9 (early stopped)"),
-        ("ready", {"nothing": 1}, "warning", "damaged event ready"),
+        ("worker_ready", {"nothing": 1}, "warning", "damaged event worker_ready"),
         ("alert", {"text": 5}, "warning", "5"),
     ],
     ids=["skipped", "retry", "give up", "checkpoint", "budget", "finished", "damaged", "no text"],
@@ -337,12 +339,12 @@ def test_an_event_becomes_words_with_a_level_and_a_reason(
     kind: str, data: dict[str, Any], level: str, text: str, tmp_path: Path
 ) -> None:
     made = opened(tmp_path, SMALL.model_copy(update={"log_level": "debug"}))
-    JournalLogCallback(made, tmp_path / "journal.jsonl").see(
+    JournalLogCallback(made, tmp_path / "journal.jsonl").on_events(
         [JournalEvent(kind, 1e12, 3, data), JournalEvent("step", 1e12, 3, {"step": 1})]
     )
     (found,) = records(tmp_path / "worker.jsonl")
     assert (found["event"], found["attempt"], found["level"], found["text"]) == (kind, 3, level, text)
-    if reason := data.get("reason", data.get("class")):
+    if reason := data.get("reason", data.get("failure_class")):
         assert found["reason"] == reason
 
 
@@ -350,8 +352,10 @@ def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_f
     run.journal.append("notice", text="of yesterday")
     with log_supervision(run, SMALL) as book:
         assert book.offset == run.paths.journal.stat().st_size
-        book.see([JournalEvent("notice", 1.0, 1, {"text": "old"}), JournalEvent("notice", 1e12, 2, {"text": "new"})])
-        other = run.paths.root / "other.jsonl"  # as one from a mirror
+        book.on_events(
+            [JournalEvent("notice", 1.0, 1, {"text": "old"}), JournalEvent("notice", 1e12, 2, {"text": "new"})]
+        )
+        other = run.paths.root / "other.jsonl"  # as one from a replica
         other.write_text("")
         other.replace(run.paths.journal)
         assert book.offset == 0

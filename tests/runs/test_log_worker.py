@@ -1,4 +1,4 @@
-"""What a training process says: prints, logging, warnings and exceptions, in a process of its own each time."""
+"""Output of a training process: prints, logging, warnings and exceptions, each in its own process."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 BEGIN = """
 import os, sys
 from pathlib import Path
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs.log import capture_output
 folder = Path(sys.argv[1])
 said = capture_output(folder / "logs", Machine(**json.loads(sys.argv[2])), 3, json.loads(sys.argv[3]))
@@ -114,12 +114,12 @@ for number in range(5000): print(number, "x" * 90)
 os.truncate(folder / "worker.log", 0)
 print("after")
 print("y" * 1_000_000)
-""", log_bytes=20_000, log_files=2)  # fmt: skip
+""", log_max_bytes=20_000, log_files=2)  # fmt: skip
     sizes = [path.stat().st_size for path in (tmp_path / "logs").iterdir()]
     assert len(sizes) == 2
     assert max(sizes) <= 20_000
     first, second, *_ = output(tmp_path).splitlines()
-    assert first.endswith("lines left out here: too many at once; logs/ may have them")
+    assert first.endswith("lines dropped here: too many at once; logs/ may have them")
     assert 4000 < int(first.split()[1]) < 5000
     assert second == "after"
     assert (tmp_path / "worker.log").stat().st_size <= 2 * 20_000

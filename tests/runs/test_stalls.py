@@ -1,4 +1,4 @@
-"""Stalled workers are noticed, tell what they were doing, and are gone; slow ones are left alone."""
+"""Stalled workers are detected, write their stacks and are killed; slow ones are not."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_worker_is_overdue_beyond_the_deadline_of_its_last_beat_if_there_is_one(
     told: Told, watch: HangDetector
 ) -> None:
     assert after(told, watch, 10.0) == ""
-    assert after(told, watch, 1.0) == "no sign of life for 10.5 s in phase step (deadline 10 s)"
+    assert after(told, watch, 1.0) == "no heartbeat for 10.5 s in phase step (deadline 10 s)"
     for _ in range(5):
         told.tell()
         assert after(told, watch, 9.0) == ""
@@ -82,7 +82,7 @@ def test_pause_of_both_processes_does_not_count_against_the_worker(
     told.now_s += 3600
     assert watch.overdue() == ""
     assert after(told, watch, spare_s) == ""
-    assert "no sign of life" in after(told, watch, 2.0)
+    assert "no heartbeat" in after(told, watch, 2.0)
 
 
 def test_one_that_was_asked_to_stop_and_lives_has_all_the_time_it_needs(told: Told, watch: HangDetector) -> None:
@@ -96,7 +96,7 @@ def test_dead_worker_that_was_asked_to_stop_is_given_up_after_the_grace(told: To
     asked_s = told.now_s
     told.tell(deadline_s=1800.0)
     assert after(told, watch, 30.0 + STOP_EXTRA_S, asked_s) == ""
-    assert after(told, watch, 1.0, asked_s) == "asked to stop 45.5 s ago; no sign of life for 45.5 s in phase step"
+    assert after(told, watch, 1.0, asked_s) == "asked to stop 45.5 s ago; no heartbeat for 45.5 s in phase step"
 
 
 def test_beat_late_in_the_grace_extends_it(told: Told, watch: HangDetector) -> None:

@@ -1,4 +1,4 @@
-"""Where a run stands, from its journal alone."""
+"""Status of a run, from its journal alone."""
 
 import re
 from contextlib import nullcontext
@@ -26,8 +26,8 @@ class Story:
 
     def start(self, start_step: int = 0) -> "Story":
         self.attempt += 1
-        self.add("attempt", pid=1, code_version="1")
-        return self.add("ready", start_step=start_step, planned_steps=10)
+        self.add("attempt_started", pid=1, code_version="1")
+        return self.add("worker_ready", start_step=start_step, planned_steps=10)
 
     def steps(self, first: int, last: int, step_s: float = 0.5) -> "Story":
         for number in range(first, last + 1):
@@ -39,7 +39,7 @@ class Story:
         return self.add("validation", step=step, loss=loss, improved=improved, tokens=50, seconds=0.1)
 
     def checkpoint(self, step: int) -> "Story":
-        return self.add("checkpoint", step=step, digest="d", size_bytes=1, seconds=0.1, best=False)
+        return self.add("checkpoint_saved", step=step, digest="d", size_bytes=1, seconds=0.1, is_best=False)
 
     def progress(self) -> RunProgress:
         return replay_events(self.events)
@@ -52,7 +52,7 @@ class Story:
 
 
 def died(story: Story, cause: str = "killed by SIGKILL") -> Story:
-    return story.add("died", exit_code=-9, **{"class": "killed"}, decision="Retry", text=cause)
+    return story.add("worker_exited", exit_code=-9, failure_class="killed", decision="Retry", text=cause)
 
 
 def test_the_fold_of_a_run_without_trouble() -> None:
@@ -73,10 +73,10 @@ def test_resumed_run_counts_repeated_steps_once_and_as_lost(tmp_path: Path) -> N
     assert story.progress().step == 4  # its checkpoint's, until a step is done
     p = story.steps(5, 8).progress()
     assert (p.step, p.attempts, p.trained_tokens, p.lost_steps) == (8, 2, 8 * 7, 3)
-    assert p.ends == ["attempt 1: killed by SIGKILL"]
+    assert p.attempt_ends == ["attempt 1: killed by SIGKILL"]
     story = died(story).start(start_step=6).steps(7, 10)
     assert story.progress().lost_steps == 3 + 2
-    assert "attempts    3; 5 steps done again" in status.describe_run(story.written(tmp_path / "abc"))
+    assert "attempts    3; 5 steps repeated" in status.describe_run(story.written(tmp_path / "abc"))
     at_checkpoint = died(Story().start().steps(1, 4).checkpoint(4)).start(start_step=4).steps(5, 6)
     assert at_checkpoint.progress().lost_steps == 0
 
@@ -90,7 +90,7 @@ def test_best_validation_stays_the_best_when_it_is_done_again() -> None:
 
 def test_speed_and_time_left_are_those_of_the_recent_steps() -> None:
     story = Story().start()
-    story.events[-1] = JournalEvent("ready", 0.0, 1, {"start_step": 0, "planned_steps": 300})
+    story.events[-1] = JournalEvent("worker_ready", 0.0, 1, {"start_step": 0, "planned_steps": 300})
     p = story.steps(1, 100, step_s=8.0).steps(101, 101 + status.RATE_WINDOW - 1, step_s=0.25).progress()
     assert p.steps_per_s == pytest.approx(4.0)
     assert p.tokens_per_s == pytest.approx(400.0)
@@ -107,11 +107,11 @@ def test_a_running_run_is_described(tmp_path: Path) -> None:
     assert "validation  0.7500 at step 6; best 0.7500 at step 6" in text
     assert "rate        2.00 steps/s, 200 tokens/s" in text
     assert "time left   about 2 s" in text
-    assert "checkpoint  step 6, sealed" in text
+    assert "checkpoint  step 6, saved" in text
     assert "attempts    1" in text
 
 
-STOPPED = "stopped on request; repeat the command that started it (`dvc repro`) and it goes on"
+STOPPED = "stopped on request; run the same command again (`dvc repro`) to resume"
 FINISHED = {"step": 6, "reason": "early_stopped", "adapter_digest": "a"}
 
 
@@ -120,12 +120,12 @@ FINISHED = {"step": 6, "reason": "early_stopped", "adapter_digest": "a"}
     [
         (Story().start().steps(1, 6).add("finished", **FINISHED), False, ["run abc: finished (early stopped)"]),
         (
-            Story().start().steps(1, 6).add("stopped", step=6),
+            Story().start().steps(1, 6).add("interrupted", step=6),
             False,
             [STOPPED, "attempt 1: stopped on request at step 6"],
         ),
-        (Story().start().steps(1, 6), False, ["run abc: not running; repeat the command"]),
-        (Story().start().steps(1, 6).add("stopped", step=6).start(6), True, ["run abc: running", "attempts    2"]),
+        (Story().start().steps(1, 6), False, ["run abc: not running; run the same command"]),
+        (Story().start().steps(1, 6).add("interrupted", step=6).start(6), True, ["run abc: running", "attempts    2"]),
         (Story().start().steps(1, 6).add("finished", **FINISHED).start(4).steps(5, 5), True, ["run abc: running"]),
     ],
     ids=["finished", "stopped", "supervisor died", "resumed after a stop", "trains again, its result was lost"],
@@ -143,7 +143,7 @@ def test_state_of_a_run_is_described(tmp_path: Path, story: Story, trained: bool
 
 def test_causes_of_earlier_ends_notices_and_the_last_alerts_are_shown(tmp_path: Path) -> None:
     story = died(Story().start().steps(1, 3), "out of disk").start().add("notice", text="code version changed")
-    story.add("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="too much")
+    story.add("worker_exited", exit_code=-9, failure_class="out_of_memory", decision="Retry", text="too much")
     for number in range(9):
         story.add("alert", text=f"storage fails, {number}")
     text = status.describe_run(story.written(tmp_path / "abc"))
@@ -221,22 +221,23 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 # ------------------------------------------------------------------------------------------ trouble, and what it cost
 
 
-def saved(story: Story, step: int, block_s: float, written: int = 1000, linked: int = 0) -> Story:
-    return story.add("checkpoint", step=step, best=False, size_bytes=written + linked, bytes_written=written,
-                     bytes_linked=linked, block_s=block_s, seconds=1.0)  # fmt: skip
+def saved(story: Story, step: int, blocked_s: float, written: int = 1000, linked: int = 0) -> Story:
+    return story.add("checkpoint_saved", step=step, is_best=False, size_bytes=written + linked, bytes_written=written,
+                     bytes_linked=linked, blocked_s=blocked_s, seconds=1.0)  # fmt: skip
 
 
-def skipped(story: Story, step: int, to_step: int | None = None) -> Story:
-    return story.add("skipped", step=step, action="skip" if to_step is None else "roll_back", reason="loss is nan",
-                     rows=[3, 1, 2], to_step=to_step, rate_scale=1.0)  # fmt: skip
+def skipped(story: Story, step: int, rollback_step: int | None = None) -> Story:
+    return story.add("step_skipped", step=step, action="skip" if rollback_step is None else "roll_back",
+        reason="loss is nan",
+                     rows=[3, 1, 2], rollback_step=rollback_step, learning_rate_scale=1.0)  # fmt: skip
 
 
 def test_cost_of_checkpoints_is_shown(tmp_path: Path) -> None:
     story = Story().start().steps(1, 10, step_s=1.0)
     for number in range(1, 101):
-        saved(story, number, block_s=number / 1000, written=2_000_000, linked=500_000)
+        saved(story, number, blocked_s=number / 1000, written=2_000_000, linked=500_000)
     text = status.describe_run(story.written(tmp_path / "abc"))
-    assert "checkpoint  step 100, sealed" in text
+    assert "checkpoint  step 100, saved" in text
     assert "100 saved: training blocked p50 50.0 ms, p99 99.0 ms, 33.55 % of the time" in text
     assert "200.0 MB written, 50.0 MB linked" in text
     old = status.describe_run(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "first format"))
@@ -253,22 +254,34 @@ def test_quantiles_are_of_the_nearest_rank(values: list[float], share: float, fo
 
 
 def test_steps_that_were_left_out_are_told_and_count_as_steps(tmp_path: Path) -> None:
-    story = skipped(skipped(Story().start().steps(1, 4), 5).steps(6, 7), 8, to_step=6)
+    story = skipped(skipped(Story().start().steps(1, 4), 5).steps(6, 7), 8, rollback_step=6)
     p = story.progress()
-    assert (p.step, sorted(p.skipped), p.trained_tokens) == (8, [5, 8], 6 * 7)
+    assert (p.step, sorted(p.skipped_steps), p.trained_tokens) == (8, [5, 8], 6 * 7)
     text = status.describe_run(story.written(tmp_path / "abc"))
-    assert "skipped     2 of the steps; the last is 8: loss is nan, back to the weights of step 6; rows 3, 1, 2" in text
+    assert (
+        "skipped     2 of the steps; the last is 8: loss is nan, rolled back to the weights of step 6; rows 3, 1, 2"
+        in text
+    )
 
 
 def test_repeats_spikes_and_budgets_are_told(tmp_path: Path) -> None:
-    story = Story().start().steps(1, 2).add("repeated", step=3, reason="loss is nan").steps(3, 3)
-    story.add("spike", step=4, grad_norm=9.0, median=1.0, deviations=30.0, rows=[1]).steps(4, 4)
+    story = Story().start().steps(1, 2).add("step_repeated", step=3, reason="loss is nan").steps(3, 3)
+    story.add("gradient_spike", step=4, grad_norm=9.0, median=1.0, deviations=30.0, rows=[1]).steps(4, 4)
     for step, tokens in ((5, 800), (7, 1200), (9, None)):
-        story.add("budget", step=step, phase="train", action="shrink", failed_tokens=1000, budget={"tokens": tokens})
-    story.add("budget", step=9, phase="validation", action="shrink", failed_tokens=9, budget={"tokens": 4096})
+        story.add(
+            "microbatch_budget",
+            step=step,
+            phase="train",
+            action="shrink",
+            failed_tokens=1000,
+            budget={"tokens": tokens},
+        )
+    story.add(
+        "microbatch_budget", step=9, phase="validation", action="shrink", failed_tokens=9, budget={"tokens": 4096}
+    )
     text = status.describe_run(story.written(tmp_path / "abc"))
     assert "doubtful    1 steps computed twice, 1 with a spike" in text
-    assert "micro-batch of train not limited any more, since step 9" in text
+    assert "micro-batch of train no longer limited, since step 9" in text
     assert "micro-batch of validation limited to 4,096 padded tokens, since step 9" in text
 
 
@@ -278,8 +291,20 @@ def test_a_quiet_run_shows_no_trouble(tmp_path: Path) -> None:
         assert word not in text
 
 
-@pytest.mark.parametrize("kind", ["step", "skipped", "validation", "checkpoint", "budget", "died", "ready", "alert"])
-@pytest.mark.parametrize("data", [{}, {"step": "x"}, {"step": 3}, {"text": 7, "class": None}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "step",
+        "step_skipped",
+        "validation",
+        "checkpoint_saved",
+        "microbatch_budget",
+        "worker_exited",
+        "worker_ready",
+        "alert",
+    ],
+)
+@pytest.mark.parametrize("data", [{}, {"step": "x"}, {"step": 3}, {"text": 7, "failure_class": None}], ids=str)
 def test_damaged_events_are_counted_and_harm_nothing(tmp_path: Path, kind: str, data: dict[str, object]) -> None:
     story = Story().start().steps(1, 3)
     story.add(kind, **data)

@@ -1,4 +1,4 @@
-"""The supervisor with real processes that are no trainers: what they do is written down, an act for each attempt."""
+"""The supervisor with real processes that play a script instead of training, one act per attempt."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
 from ratchet.runs import heartbeat, status, worker_process
@@ -44,19 +44,19 @@ signal.signal(signal.SIGTERM, lambda *about: asked.append(1))
 root, number = Path(sys.argv[1]), int(sys.argv[2])
 assert os.getppid() == int(sys.argv[3])
 machine = json.loads((root / "launch.json").read_text())["machine"]
-heartbeat = Heartbeat.attach(int(sys.argv[4]), machine["stall_s"], machine["stall_first_s"])
+heartbeat = Heartbeat.attach(int(sys.argv[4]), machine["stall_timeout_s"], machine["first_stall_timeout_s"])
 faulthandler.register(signal.SIGUSR1, file=(root / "stacks.txt").open("a"), all_threads=True)
 journal = Journal(root / "journal.jsonl", number)
 heartbeat.beat("step")
 heartbeat.beat("step")
-journal.append("ready", start_step=0, planned_steps=9)
+journal.append("worker_ready", start_step=0, planned_steps=9)
 
 def checkpoint(step):
-    cost = {"size_bytes": 1, "bytes_written": 1, "bytes_linked": 0, "block_s": 0, "seconds": 0}
-    journal.append("checkpoint", step=step, best=False, **cost)
+    cost = {"size_bytes": 1, "bytes_written": 1, "bytes_linked": 0, "blocked_s": 0, "seconds": 0}
+    journal.append("checkpoint_saved", step=step, is_best=False, **cost)
 
 def fail(kind, text, code=1):
-    journal.append("failure", **{"class": kind}, text=text)
+    journal.append("worker_error", failure_class=kind, text=text)
     sys.exit(code)
 
 def kill(): os.kill(os.getpid(), signal.SIGKILL)
@@ -72,7 +72,7 @@ def until_asked():
         heartbeat.beat("step")
         time.sleep(0.01)
     checkpoint(5)
-    journal.append("stopped", step=5)
+    journal.append("interrupted", step=5)
     sys.exit(75)
 
 def finish():
@@ -90,7 +90,9 @@ class Stage:
 
     def __init__(self, root: Path) -> None:
         self.run = Run.open(root / "runs", RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
-        self.machine = Machine(stall_s=30, stall_first_s=60, grace_s=30, retry_delay_s=0.01, retries=3)
+        self.machine = Machine(
+            stall_timeout_s=30, first_stall_timeout_s=60, grace_period_s=30, restart_delay_s=0.01, max_restarts=3
+        )
 
     def set(self, **changes: object) -> None:
         self.machine = self.machine.model_copy(update=changes)
@@ -105,7 +107,7 @@ class Stage:
 
     def ends(self) -> list[tuple[str, str]]:
         """Class and decision of every death."""
-        return [(e.data["class"], e.data["decision"]) for e in self.events("died")]
+        return [(e.data["failure_class"], e.data["decision"]) for e in self.events("worker_exited")]
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def terminate() -> None:
 
 def stopped(stage: Stage, act: str, message: str, there: Callable[[], object] | None = None) -> None:
     """Play an act, ask to stop when the worker is ready or another condition holds, and expect the end."""
-    asks = when(there or (lambda: stage.events("ready")), terminate)
+    asks = when(there or (lambda: stage.events("worker_ready")), terminate)
     with asks, pytest.raises(InterruptedRunError, match=message):
         stage.play(act)
 
@@ -151,22 +153,24 @@ def test_worker_that_dies_is_started_again_until_there_is_a_result(stage: Stage)
     stage.play("checkpoint(1); kill()", "checkpoint(2); kill()", "fail('hardware', 'bus error')", "pass", "finish()")
     assert stage.run.paths.is_finished()
     assert stage.ends() == [("killed", "Retry"), ("killed", "Retry"), ("hardware", "Retry"), ("bug", "Retry")]
-    assert [e.attempt for e in stage.events("attempt")] == [1, 2, 3, 4, 5]
+    assert [e.attempt for e in stage.events("attempt_started")] == [1, 2, 3, 4, 5]
     stage.play("kill()")
-    assert len(stage.events("attempt")) == 5, "a finished run starts no worker"
+    assert len(stage.events("attempt_started")) == 5, "a finished run starts no worker"
 
 
 @pytest.mark.parametrize("last", ["kill()", "hang()", "sys.exit(1)"])
 def test_a_worker_that_fails_after_its_end_was_told_has_done_its_work(stage: Stage, last: str) -> None:
-    stage.set(stall_s=0.5)
+    stage.set(stall_timeout_s=0.5)
     stage.play(f"finish(); {last}")
     assert stage.ends() == []
-    assert len(stage.events("attempt")) == 1
+    assert len(stage.events("attempt_started")) == 1
 
 
 def test_deaths_without_progress_end_the_run_and_those_with_progress_do_not(stage: Stage) -> None:
-    stage.set(retries=2)
-    gives_up = r"bus error; gave up after 2 restarts without .*; before that: disk full; killed by(?s:.*)step 3; worker"
+    stage.set(max_restarts=2)
+    gives_up = (
+        r"bus error; gave up after 2 restarts without .*; earlier causes: disk full; killed by(?s:.*)step 3; worker"
+    )
     with pytest.raises(RunFailedError, match=gives_up):
         stage.play(
             "checkpoint(1); kill()", "checkpoint(2); kill()", "checkpoint(3); fail('storage', 'disk full')", "kill()",
@@ -177,7 +181,7 @@ def test_deaths_without_progress_end_the_run_and_those_with_progress_do_not(stag
 
 
 def test_a_bug_is_tried_once_more(stage: Stage) -> None:
-    with pytest.raises(RunFailedError, match="KeyError: 'x'; the same again after a restart"):
+    with pytest.raises(RunFailedError, match="KeyError: 'x'; failed the same way after a restart"):
         stage.play("fail('bug', \"KeyError: 'x'\")")
     assert stage.ends() == [("bug", "Retry"), ("bug", "GiveUp")]
 
@@ -196,16 +200,16 @@ def test_what_a_restart_cannot_mend_is_not_tried_again(
 ) -> None:
     with pytest.raises(error, match=says):
         stage.play(act, "finish()")
-    assert len(stage.events("attempt")) == 1
+    assert len(stage.events("attempt_started")) == 1
 
 
 def test_worker_that_cannot_be_started_is_tried_again(stage: Stage) -> None:
     stage.run.paths.worker_log.mkdir()
-    stage.set(retries=1000)
-    with when(lambda: stage.events("died"), stage.run.paths.worker_log.rmdir):
+    stage.set(max_restarts=1000)
+    with when(lambda: stage.events("worker_exited"), stage.run.paths.worker_log.rmdir):
         stage.play("finish()")
     assert stage.ends()[0] == ("storage", "Retry")
-    assert "the worker could not be started" in stage.events("died")[0].data["text"]
+    assert "the worker could not be started" in stage.events("worker_exited")[0].data["text"]
 
 
 def test_changed_code_version_is_noted_and_the_worker_holds_the_lock(stage: Stage) -> None:
@@ -218,7 +222,7 @@ def test_changed_code_version_is_noted_and_the_worker_holds_the_lock(stage: Stag
     )
     stage.play("", holds, version="2")
     assert [e.data["text"] for e in stage.events("notice")] == ["code version changed within the run, from 1 to 2"]
-    assert len(stage.events("died")) == 1
+    assert len(stage.events("worker_exited")) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ stalls
@@ -230,33 +234,33 @@ def test_changed_code_version_is_noted_and_the_worker_holds_the_lock(stage: Stag
     ids=["hangs", "is stopped"],
 )
 def test_stalled_worker_is_killed_reported_and_started_again(stage: Stage, act: str, says: str) -> None:
-    stage.set(stall_s=1.0)
+    stage.set(stall_timeout_s=1.0)
     stage.play(f"checkpoint(1); {act}", "finish()")
     assert stage.ends() == [("stalled", "Retry")]
     text = stage.events("alert")[0].data["text"]
     assert says in text
-    assert re.search(r"no sign of life for \d.* s in phase step \(deadline 1 s\)", text)
+    assert re.search(r"no heartbeat for \d.* s in phase step \(deadline 1 s\)", text)
     assert f"stacks in {stage.run.paths.stacks}" in text
     assert "worker.py" in stage.run.paths.stacks.read_text()
 
 
 @pytest.mark.parametrize(
-    ("stall_s", "act"),
+    ("stall_timeout_s", "act"),
     [
         (0.2, "heartbeat.beat('validate'); time.sleep(0.4); heartbeat.beat('validate'); time.sleep(0.6); finish()"),
         (0, "time.sleep(1.5); finish()"),
     ],
     ids=["slow unit within its deadline", "no deadlines"],
 )
-def test_slow_worker_is_left_alone(stage: Stage, stall_s: float, act: str) -> None:
-    stage.set(stall_s=stall_s, stall_first_s=60)
+def test_slow_worker_is_left_alone(stage: Stage, stall_timeout_s: float, act: str) -> None:
+    stage.set(stall_timeout_s=stall_timeout_s, first_stall_timeout_s=60)
     stage.play(act)
     assert stage.ends() == []
 
 
 def test_a_worker_that_stalls_again_and_again_is_given_up(stage: Stage) -> None:
-    stage.set(stall_s=0.5, retries=1)
-    with pytest.raises(RunFailedError, match="stalled: no sign of life"):
+    stage.set(stall_timeout_s=0.5, max_restarts=1)
+    with pytest.raises(RunFailedError, match="stalled: no heartbeat"):
         stage.play("hang()")
     assert stage.ends() == [("stalled", "Retry"), ("stalled", "GiveUp")]
 
@@ -265,7 +269,7 @@ def test_a_worker_that_stalls_again_and_again_is_given_up(stage: Stage) -> None:
 
 
 def test_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> None:
-    stopped(stage, "until_asked()", r"stopped on request; repeat to go on \(a checkpoint of step 5")
+    stopped(stage, "until_asked()", r"stopped on request; run it again to resume \(a checkpoint of step 5")
     assert stage.ends() == []
 
 
@@ -280,18 +284,18 @@ def test_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
 
 
 def test_worker_that_is_stopped_while_loading_counts_as_stopped(stage: Stage) -> None:
-    stopped(stage, "while not asked: time.sleep(0.01)\nos._exit(75)", "it was before any checkpoint")
-    assert [e.data for e in stage.events("stopped")] == [{"step": 0}]
+    stopped(stage, "while not asked: time.sleep(0.01)\nos._exit(75)", "no checkpoint was saved yet")
+    assert [e.data for e in stage.events("interrupted")] == [{"step": 0}]
     assert "stopped on request at step 0" in status.describe_run(stage.run.paths)
-    assert "without a word" not in status.describe_run(stage.run.paths)
+    assert "killed together with its supervisor" not in status.describe_run(stage.run.paths)
 
 
 def test_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
     stage.set(retry_delay_s=50)
-    message = "a checkpoint of step 4 is sealed"
-    stopped(stage, "checkpoint(4); kill()", message, lambda: stage.events("died"))
-    assert len(stage.events("attempt")) == 1
-    assert [e.data["step"] for e in stage.events("stopped")] == [4]
+    message = "a checkpoint of step 4 is saved"
+    stopped(stage, "checkpoint(4); kill()", message, lambda: stage.events("worker_exited"))
+    assert len(stage.events("attempt_started")) == 1
+    assert [e.data["step"] for e in stage.events("interrupted")] == [4]
 
 
 def test_worker_that_dies_of_a_stop_is_an_interruption(stage: Stage) -> None:
@@ -302,17 +306,17 @@ def test_worker_that_dies_of_a_stop_is_an_interruption(stage: Stage) -> None:
 
 def test_hung_worker_does_not_hold_up_the_exit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "STOP_EXTRA_S", 0.3)
-    stage.set(grace_s=0.3)
-    stopped(stage, "checkpoint(2); hang()", r"no sign of life .*\(a checkpoint of step 2 is sealed\)")
+    stage.set(grace_period_s=0.3)
+    stopped(stage, "checkpoint(2); hang()", r"no heartbeat .*\(a checkpoint of step 2 is saved\)")
     assert stage.ends() == [("stalled", "Interrupted")]
 
 
 def test_spot_notice_is_a_stop(stage: Stage, tmp_path: Path) -> None:
     stage.set(preemption_notice=str(tmp_path / "taken"))
-    is_taken = when(lambda: stage.events("ready"), (tmp_path / "taken").touch)
+    is_taken = when(lambda: stage.events("worker_ready"), (tmp_path / "taken").touch)
     with is_taken, pytest.raises(InterruptedRunError, match="checkpoint of step 5"):
         stage.play("until_asked()")
-    assert "this machine is about to be taken away" in stage.events("alert")[0].data["text"]
+    assert "this machine is about to be preempted" in stage.events("alert")[0].data["text"]
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -331,7 +335,7 @@ def test_a_kill_while_the_system_ran_out_of_memory_is_called_so(stage: Stage, mo
     monkeypatch.setattr(worker_process, "count_oom_kills", lambda: next(counters))
     stage.play("kill()", "finish()")
     assert stage.ends() == [("out_of_memory", "Retry")]
-    assert "lower machine.micro_batch_rows" in stage.events("died")[0].data["text"]
+    assert "lower machine.micro_batch_size" in stage.events("worker_exited")[0].data["text"]
 
 
 def test_long_journal_is_read_once_and_a_failing_notice_is_reported_once(

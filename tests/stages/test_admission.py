@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.cli import command_line
+from ratchet.cli.main import main
 from ratchet.config import params_file
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages import machine_check
 from ratchet.stages.machine_check import MachineCheckReport
@@ -24,14 +25,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
     layout = ProjectLayout(tmp_path / "project")
     layout.experiments.mkdir(parents=True)
     (layout.root / "dvc.yaml").write_text("stages: {}\n")
-    mirror = Machine(mirror=(tmp_path / "mirror").as_uri())
-    layout.params.write_text(params_file.dump(Settings(machine=mirror)))
+    replica = Machine(replica=(tmp_path / "replica").as_uri())
+    layout.params.write_text(params_file.dump(Settings(machine=replica)))
     monkeypatch.chdir(layout.root)
     return layout
 
 
 def test_a_sufficient_machine_is_admitted(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["doctor", "--require", MODEST, "--json", "found.json"]) == 0
+    assert main(["doctor", "--require", MODEST, "--output", "found.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" is admitted")
     assert [line.split()[:3] for line in lines[1:]] == [
@@ -46,7 +47,7 @@ def test_a_sufficient_machine_is_admitted(project: ProjectLayout, capsys: pytest
 def test_an_insufficient_machine_is_refused_and_recorded(
     project: ProjectLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command_line.main(["doctor", "--require", f"{MODEST},driver=99999"]) == 69
+    assert main(["doctor", "--require", f"{MODEST},driver=99999"]) == 69
     said = capsys.readouterr()
     assert "is not good enough: driver" in said.err
     assert "99999  NOT OK" in said.err
@@ -55,36 +56,36 @@ def test_an_insufficient_machine_is_refused_and_recorded(
     assert [one["name"] for one in record["findings"] if not one["ok"]] == ["driver"]
 
 
-def test_the_network_is_measured_with_the_mirror(
+def test_the_network_is_measured_with_the_replica(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_check, "SIZES", (1 << 12, 1 << 14))
-    assert command_line.main(["doctor", "--require", "upload=1kbps,download=1kbps"]) == 0
-    assert command_line.main(["doctor", "--require", "upload=1000000Gbps,download=1kbps"]) == 69
+    assert main(["doctor", "--require", "upload=1kbps,download=1kbps"]) == 0
+    assert main(["doctor", "--require", "upload=1000000Gbps,download=1kbps"]) == 69
     assert [one.ok for one in MachineCheckReport.load(project.admission).findings] == [True, False]
-    assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
+    assert [path for path in (tmp_path / "replica").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--require", "vrm=22GB"], "did you mean vram?"),
-        (["--require", "upload=1kbps"], "nothing to measure against; set machine.mirror, or name a place"),
-        (["--require", "upload=1kbps", "--mirror", "nonsense://place"], "nonsense"),
-        (["--mirror", "file:///tmp"], "go with --require"),
-        (["--json", "found.json"], "go with --require"),
+        (["--require", "upload=1kbps"], "nothing to measure against; set machine.replica, or name a place"),
+        (["--require", "upload=1kbps", "--replica", "nonsense://place"], "nonsense"),
+        (["--replica", "file:///tmp"], "need --require"),
+        (["--output", "found.json"], "need --require"),
     ],
 )
 def test_wrong_options_are_refused(
     arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["doctor", *arguments]) == 2
+    assert main(["doctor", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_failed_measurement_leaves_nothing_in_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ReplicaStore((tmp_path / "mirror").as_uri(), TransferLimits(patience_s=0.0), lambda: False)
+def test_a_failed_measurement_leaves_nothing_in_the_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ReplicaStore((tmp_path / "replica").as_uri(), TransferLimits(retry_timeout_s=0.0), lambda: False)
 
     def broken(*given: Any) -> Any:
         raise ConnectionResetError("reset")
@@ -96,14 +97,14 @@ def test_a_failed_measurement_leaves_nothing_in_the_mirror(tmp_path: Path, monke
 
 
 def test_an_unwritable_record_changes_no_verdict(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["doctor", "--require", "cpus=1", "--json", "params.yaml/found.json"]) == 0
+    assert main(["doctor", "--require", "cpus=1", "--output", "params.yaml/found.json"]) == 0
     assert "params.yaml/found.json: not written (" in capsys.readouterr().out
     assert MachineCheckReport.load(project.admission).admitted
 
 
 def test_torch_is_not_loaded(tmp_path: Path) -> None:
     code = (
-        "import sys; from ratchet.cli import command_line as cli; "
+        "import sys; from ratchet.cli import main as cli; "
         f"code = cli.main(['doctor', '--require', '{MODEST},gpus=1']); "
         "print(code, *(name for name in ('torch', 'transformers', 'mlflow') if name in sys.modules))"
     )

@@ -14,9 +14,9 @@ from bad_input_cases import (
     finished,  # noqa: F401 (a fixture)
     layout,  # noqa: F401 (a fixture)
 )
-from ratchet.cli.command_line import main
-from ratchet.config.data import DropLimitSettings, Prepare, SplitSettings
-from ratchet.config.schema import Base
+from ratchet.cli.main import main
+from ratchet.config.base import Base
+from ratchet.config.prepare import DropLimitSettings, Prepare, SplitSettings
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
@@ -105,7 +105,7 @@ def test_fewer_rows_than_the_splits_need(layout: ProjectLayout, refused: Refused
         ("config.json", b"{", "not the config of a model"),
         ("config.json", b"[]", "not the config of a model"),
         ("config.json", b"{}", "not the config of a model"),
-        ("model.safetensors", b"\xff" * 1000, "damaged or cut short"),
+        ("model.safetensors", b"\xff" * 1000, "damaged or truncated"),
         ("tokenizer.json", b"{", "the tokenizer cannot be loaded"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_base_directory_with_a_missing_or_damaged_file(
     ("source", "words"),
     [
         ("./nowhere", "base.source: ./nowhere: no such directory"),
-        ("somebody/some-model", "pin it with base.revision"),
+        ("somebody/some-model", "which needs base.revision"),
     ],
 )
 def test_a_base_that_is_nowhere(layout: ProjectLayout, refused: Refused, source: str, words: str) -> None:
@@ -138,7 +138,7 @@ def test_a_base_that_is_nowhere(layout: ProjectLayout, refused: Refused, source:
     [
         ("learning_rate: fast", "train.learning_rate: found "),
         ("learning_rate: 0", "train.learning_rate: found "),
-        ("lerning_rate: 0.01", "unknown key train.lerning_rate: did you mean learning_rate?"),
+        ("lerning_rate: 0.01", "train.lerning_rate: unknown setting; did you mean learning_rate?"),
     ],
 )
 def test_wrong_settings_are_named_with_their_line(
@@ -171,7 +171,7 @@ def test_a_disk_that_takes_nothing_is_named(
     monkeypatch.setattr(files, "before", fail)
     message = refused("prepare")
     assert os.strerror(getattr(errno, code)) in message
-    assert "nothing half-written is left" in message
+    assert "outputs are consistent" in message
 
 
 GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
@@ -184,7 +184,7 @@ GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
         (["--data", "rows.csv", "--prompt", "question", "--response", "intent"], "no column 'question'"),
         (["--data", "rows.txt", "--prompt", "a", "--response", "b"], "cannot read .txt"),
         (["--data", "empty.csv", "--prompt", "a", "--response", "b"], "empty.csv: no rows"),
-        (["--data", ".", "--prompt", "a", "--response", "b"], "is no file"),
+        (["--data", ".", "--prompt", "a", "--response", "b"], "not a file"),
         (["--data", "rows.csv", "--prompt", "request", "--response", "request"], "name two different columns"),
         (["--data", "rows.csv", "--prompt", "", "--response", "intent"], "name two different columns"),
         (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows are needed"),

@@ -1,6 +1,5 @@
 """`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,18 +7,14 @@ import pytest
 import tiny_project
 from chaos_cases import (
     prepared,  # noqa: F401 (a fixture)
-    quiet,
     result,
 )
 from ratchet.errors import DataError, SettingsError
 from ratchet.reports import plots
 from ratchet.runs.fault_injection.plan import FaultTrial
 from ratchet.stages.chaos import ChaosOptions, chaos, shorten_training, summarize_results
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
-
-
-def no_picture(lanes: Sequence[plots.TimelineLane], target: Path) -> None:
-    """Nobody looks."""
 
 
 @pytest.mark.parametrize("batching", ["shuffled", "packed"])
@@ -54,14 +49,14 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(
     prepared: ProjectLayout, options: ChaosOptions, words: list[str]
 ) -> None:
     with pytest.raises(SettingsError) as raised:
-        chaos(prepared, tiny_project.SETTINGS, options, no_picture, quiet)
+        chaos(Project.from_parts(prepared, tiny_project.SETTINGS), options)
     assert all(word in str(raised.value) for word in words)
 
 
 def test_a_project_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "project")
     with pytest.raises((DataError, SettingsError), match="dvc repro") as raised:
-        chaos(layout, tiny_project.SETTINGS, ChaosOptions(), no_picture, quiet)
+        chaos(Project.from_parts(layout, tiny_project.SETTINGS))
     assert raised.value.exit_code == 2
     assert not (layout.experiments / "chaos").exists()
 

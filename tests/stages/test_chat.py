@@ -19,11 +19,12 @@ from chat_cases import (
     terminal,
 )
 from generations import with_generate
-from ratchet.cli.command_line import main
+from ratchet.cli.main import main
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, SettingsError
 from ratchet.stages.chat import chat
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, error, served, streamed
 
@@ -39,7 +40,7 @@ def echo(body: JSON, number: int) -> Said:
 def scripted(layout: ProjectLayout, model: str, *lines: str, settings: Settings = QUICK) -> str:
     """What comes out when these lines go in, and nobody looks."""
     out = io.StringIO()
-    chat(layout, settings, model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
+    chat(Project.from_parts(layout, settings), model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
     return out.getvalue()
 
 
@@ -81,9 +82,9 @@ def test_a_saved_conversation_is_data_to_learn_from(layout: ProjectLayout, tmp_p
             "Be kind.", "one", "You said: one", "two", "You said: two",
         ]  # fmt: skip
         for words, why in (
-            (["one", f"/save {path}"], "is there already"), (["one", "/save x.csv"], "does not end in .jsonl"),
-            ([f"/save {tmp_path / 'new.jsonl'}"], "nothing was said yet"), (["one", "/save"], "name a file"),
-            (["/nonsense"], "no such command"), (["/retry"], "nothing was asked yet"),
+            (["one", f"/save {path}"], "the file exists already"), (["one", "/save x.csv"], "expected .jsonl"),
+            ([f"/save {tmp_path / 'new.jsonl'}"], "the chat is empty"), (["one", "/save"], "name a file"),
+            (["/nonsense"], "unknown command"), (["/retry"], "no question was asked yet"),
             (["one", "/save /proc/none/x.jsonl"], "nothing was written"),
         ):  # fmt: skip
             with pytest.raises(SettingsError, match=why):
@@ -93,9 +94,9 @@ def test_a_saved_conversation_is_data_to_learn_from(layout: ProjectLayout, tmp_p
 def test_what_goes_wrong_without_a_terminal_ends_it(layout: ProjectLayout) -> None:
     full = error(400, "maximum context length is 8")
     for said, kind, why in (
-        (full, DataError, "it was not asked, and nothing was left out; /reset"),
+        (full, DataError, "it was not asked, and nothing was truncated; /reset"),
         (error(422, "not nice"), DataError, "HTTP 422: not nice"), (error(503, "busy"), EndpointError, "503"),
-        (Said(events=streamed("half").events[:2]), EndpointError, "broke off"),
+        (Said(events=streamed("half").events[:2]), EndpointError, "was interrupted"),
     ):  # fmt: skip
         with served(lambda body, number, said=said: said) as server, pytest.raises(kind, match=why):
             scripted(layout, server.url, "one")
@@ -114,7 +115,7 @@ def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: ProjectLayout
         seen.press("tell of extraordinarily long words\r")
         assert "You said: tell of\r\nextraordinarily long\r\nwords\r\n" in seen.until("tokens/s.*> ")
         seen.press("/nonsense\r")
-        seen.until(r"! /nonsense: no such\s+command.*> ")
+        seen.until(r"! /nonsense: unknown\s+command.*> ")
         seen.press("/help\r")
         assert "/retry" in seen.until(r"Ctrl-C\s+stops\s+an\s+answer.*> ")
         seen.press("\x04")
@@ -144,7 +145,7 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(layout: ProjectLayout) -> None:
             seen.press("tell me\r")
             seen.until("I begin and go on")
             seen.press("\x03")
-            assert "\x1b[2m(stopped; what was said stays" in seen.until("asks again")
+            assert "\x1b[2m(stopped; the partial answer stays" in seen.until("asks again")
         seen.until("> ")
         seen.press("half a line")
         seen.until("half a line")
@@ -202,7 +203,7 @@ def test_a_closed_output_ends_the_command(layout: ProjectLayout, words: list[str
         process.stdout.close()
         said = process.stderr.read()
         assert process.wait(PATIENCE_S) == EXIT_INTERRUPTED
-        assert said == f"ratchet {words[0]}: nobody reads any more: the output is closed\n"
+        assert said == f"ratchet {words[0]}: the reader has closed the output\n"
         process.stdin.close()
         process.stderr.close()
 
@@ -216,7 +217,7 @@ def test_a_full_disk_is_named_as_standard_output(layout: ProjectLayout, words: l
             command, cwd=layout.root, input="one\n", stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 2
-    told = "standard output: No space left on device; make room there, or let it lead elsewhere"
+    told = "standard output: No space left on device; free space, or redirect the output to another disk"
     assert done.stderr == f"ratchet {words[0]}: {told}\n"
 
 

@@ -1,4 +1,4 @@
-"""`ratchet compare`: what the terminal and the page say of several trainings, also of those that are not whole."""
+"""`ratchet compare`: its result, its text and its page, for complete and incomplete trainings."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,12 @@ import gate_cases as cases
 import trained_runs
 from gate_cases import beside_champion as evaluate
 from page_reading import heard, read, section, table
-from ratchet.cli.command_line import main
+from ratchet.cli.compare import format_comparison
+from ratchet.cli.main import main
 from ratchet.config.gate import Gate
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.stages.compare import compare
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from trained_runs import HOSTILE, OTHER_DATA, Training
@@ -23,9 +25,9 @@ WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
 
 
 def compared(layout: ProjectLayout, *names: str) -> tuple[str, str]:
-    """What the terminal says, and the page."""
-    text = compare(layout, SETTINGS, names, layout.root / "page.html")
-    return text, (layout.root / "page.html").read_text(encoding="utf-8")
+    """Text on the terminal, and the page."""
+    result = compare(Project.from_parts(layout, SETTINGS), names, layout.root / "page.html")
+    return format_comparison(result), (layout.root / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -42,11 +44,11 @@ def test_differences_and_figures_are_those_of_journals_and_reports(
     text, page = compared(project, *runs)
     differing = table(section(page, "differences"), "Settings, data, base")
     assert differing == {"train.rank": ["8", "16"], "train.alpha": ["16", "32"], "train.seed": ["0", "3, 4, 5"]}
-    alike = table(section(page, "differences"), "Settings, data, base, the same")
+    alike = table(section(page, "differences"), "Settings, data, base, equal")
     assert alike["data"] == ["e" * 12] * 2
     assert not differing.keys() & alike.keys()
     assert re.findall(r"^  (train\.\w+) ", text, re.M) == list(differing)
-    assert "They were carried out alike." in heard(section(page, "differences"))
+    assert "They were executed in the same way." in heard(section(page, "differences"))
 
     found = table(section(page, "figures"), "Figures")
     best = [f"{one.validation_loss(60):.4f}" for one in WIDE]
@@ -54,12 +56,12 @@ def test_differences_and_figures_are_those_of_journals_and_reports(
     assert found["steps"] == ["60 of 60", "60 of 60"]
     assert found["input tokens/s"] == ["1,024", "1,024"]
     assert (found["peak memory"], found["forecast"]) == (["300.0 MiB"] * 2, ["250.0 MiB"] * 2)
-    assert (found["attempts"], found["steps done again"]) == (["2", "1"], ["7", "0"])
+    assert (found["attempts"], found["repeated steps"]) == (["2", "1"], ["7", "0"])
     for name in found:
         assert name in text
 
 
-def test_every_picture_has_its_numbers_and_is_said(project: ProjectLayout, runs: tuple[str, str]) -> None:
+def test_every_plot_has_a_table_and_a_description(project: ProjectLayout, runs: tuple[str, str]) -> None:
     _, page = compared(project, *runs)
     figures = list(section(page, "curves").iter("figure"))
     assert [heard(one.find("figcaption")).split(" nats")[0] for one in figures[:2]] == [
@@ -73,7 +75,7 @@ def test_every_picture_has_its_numbers_and_is_said(project: ProjectLayout, runs:
         assert drawn.get("role") == "img"
         assert len(list(one.iter("tr"))) > 3
         assert len(list(drawn.iter("polyline"))) == 2
-    numbers = table(figures[0], "Training loss in numbers")
+    numbers = table(figures[0], "Training loss: values")
     assert numbers["60"][0] == f"{FIRST.loss(60):.4g}"
     marks = [heard(one) for one in figures[0].iter("text") if one.get("class", "").startswith("mark")]
     assert any("resumed" in mark for mark in marks)
@@ -98,13 +100,13 @@ def test_seeds_on_the_same_validation_rows_are_tested(project: ProjectLayout, ru
     assert found["accuracyvalidation rows"][0] == f"✔ wide is better than {runs[0]}"
 
 
-def test_different_data_are_said_and_not_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:
+def test_trainings_on_different_data_are_noted_and_not_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:
     other = Training(data=OTHER_DATA)
     trained_runs.lay(project, other)
     for one in (FIRST, other):
-        trained_runs.score(project, one, 0.6, question=one.data[:12])
+        trained_runs.score(project, one, 0.6, request_digest=one.data[:12])
     text, page = compared(project, runs[0], other.spec.run_id)
-    assert "trainings on different data (eeeeeeeeeeee, ffffffffffff)" in text
+    assert "These runs were trained on different data (eeeeeeeeeeee, ffffffffffff)" in text
     assert "not tested, they were not scored on the same rows" in text
     assert "different data" in heard(section(page, "differences"))
     assert "Not tested" in heard(section(page, "significance"))
@@ -118,7 +120,7 @@ def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
     evaluate(project, runs[0], candidate)
     text, page = compared(project, "champion", candidate)
     assert f"accuracy (test rows): {candidate} better than champion, 85.0 % to 60.0 %" in text
-    assert table(section(page, "figures"), "Figures")["promoted, judged"][0] == "version 3 (champion)"
+    assert table(section(page, "figures"), "Figures")["promotions, verdicts"][0] == "version 3 (champion)"
     scores = table(section(page, "scores"), "Scores on test rows")
     assert scores["accuracy"][0].startswith("60.0 %")
     assert scores["accuracy"][1].startswith("85.0 %")
@@ -128,12 +130,12 @@ def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
     evaluate(project, runs[0], candidate, scores=other)
     text, page = compared(project, "champion", candidate)
     assert "not tested, they were scored under different contracts" in text
-    assert "different contracts: they say nothing about each other" in heard(section(page, "scores"))
+    assert "under different contracts and are not comparable" in heard(section(page, "scores"))
     assert not list(section(page, "significance").iter("table"))
 
 
-@pytest.mark.parametrize("state", ["empty", "not begun", "half done", "no directory"])
-def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
+@pytest.mark.parametrize("state", ["empty", "not started", "half done", "no directory"])
+def test_incomplete_trainings_are_shown(
     project: ProjectLayout, runs: tuple[str, str], state: str
 ) -> None:
     one = Training(seed=9, done=33)
@@ -141,7 +143,7 @@ def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
     journal = project.runs / run_id / "journal.jsonl"
     if state == "empty":
         journal.write_bytes(b"")
-    elif state == "not begun":
+    elif state == "not started":
         journal.unlink()
     elif state == "no directory":
         evaluate(project, run_id, runs[0])
@@ -150,8 +152,8 @@ def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
         (project.runs / run_id).rmdir()
     name = "champion" if state == "no directory" else run_id
     text, page = compared(project, runs[0], name)
-    said = {"empty": "not begun", "not begun": "not begun", "half done": "not finished",
-            "no directory": "its directory is not here"}  # fmt: skip
+    said = {"empty": "not started", "not started": "not started", "half done": "not finished",
+            "no directory": "directory not found"}  # fmt: skip
     assert table(section(page, "figures"), "Figures")["state"] == ["finished", said[state]]
     assert said[state] in text or "is not on this machine" in text
     assert len(list(section(page, "curves").iter("figure"))) == 5
@@ -162,10 +164,10 @@ def test_two_trainings_without_a_step_have_a_page(project: ProjectLayout) -> Non
         journal = project.runs / trained_runs.lay(project, one) / "journal.jsonl"
         journal.write_bytes(b"")
     _, page = compared(project, *(one.spec.run_id for one in trained_runs.seeds(Training(), 2)))
-    assert "None of them has done a step." in heard(section(page, "curves"))
+    assert "None of the runs has done a step." in heard(section(page, "curves"))
 
 
-def test_texts_of_others_are_texts(project: ProjectLayout) -> None:
+def test_untrusted_text_is_escaped(project: ProjectLayout) -> None:
     hostile = [Training(restarts=((20, 10),), word=HOSTILE), Training(seed=1, restarts=((20, 10),), word="</script>")]
     first, second = (trained_runs.lay(project, one) for one in hostile)
     _, page = compared(project, f"{HOSTILE.replace('=', '').replace('+', '')}={first}", second)
@@ -182,13 +184,14 @@ def test_a_dozen_long_trainings_fit_into_two_megabytes(project: ProjectLayout) -
     names = [trained_runs.lay(project, one) for one in trained_runs.seeds(Training(steps=1500), 12)]
     _, page = compared(project, *names)
     assert len(page.encode()) < 2_000_000
-    assert "A point stands for up to" in heard(section(page, "curves"))
+    assert "A point summarizes up to" in heard(section(page, "curves"))
 
 
-def test_the_page_is_in_a_folder_that_git_ignores(project: ProjectLayout, runs: tuple[str, str]) -> None:
-    text = compare(project, SETTINGS, runs, None)
+def test_the_page_is_in_a_directory_that_git_ignores(project: ProjectLayout, runs: tuple[str, str]) -> None:
+    result = compare(Project.from_parts(project, SETTINGS), runs, None)
     [page] = project.pages.iterdir()
-    assert str(page) in text
+    assert result.page == page
+    assert str(page) in format_comparison(result)
     assert page.name.startswith("compare-")
     assert re.fullmatch(r"[\w.+-]+\.html", page.name)
 
@@ -219,4 +222,4 @@ def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: ProjectLa
     names = [trained_runs.lay(project, one) for one in group]
     other = trained_runs.lay(project, Training(rank=16))
     _, page = compared(project, f"group={'+'.join(names)}", other)
-    assert "Beyond the frame: group: 60 in steps 7" in heard(section(page, "curves"))
+    assert "Outside the frame: group: 60 in steps 7" in heard(section(page, "curves"))

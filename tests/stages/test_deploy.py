@@ -1,4 +1,4 @@
-"""`ratchet deploy`: what a server reads is the old release or the new one, whole, signed, and nothing else ever."""
+"""`ratchet deploy`: a server always reads a complete, signed release: the old one or the new one."""
 
 import errno
 import json
@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 
 from deployable import NAME, SETTINGS, crown, keep, promoted
-from ratchet.config.gate import Promote
+from ratchet.cli.deploy import format_deployment
+from ratchet.cli.main import main
+from ratchet.config.promote import Promote
 from ratchet.errors import ChampionError, DamagedFileError, InputError, LockHeldError, SettingsError, StorageError
 from ratchet.registry import ledger, model_store
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.signature import SIGNATURE
-from ratchet.stages.deploy import DeployOptions, check_release, deploy
+from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, deploy
+from ratchet.stages.project import Project
 from ratchet.storage import disk, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records.gate import ForcedPromotion, read_champion
 
-QUIET = DeployOptions(smoke=False)
+QUIET = DeployOptions(smoke_test=False)
 """Models here are a few bytes, which no server opens."""
 
 
@@ -36,6 +39,10 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
     return tmp_path / "srv" / "model"
+
+
+def deploy_to(layout: ProjectLayout, directory: Path, options: DeployOptions = QUIET) -> DeployResult:
+    return deploy(Project.from_parts(layout, SETTINGS), directory, options)
 
 
 def content(served: Path, link: str = "current") -> str:
@@ -54,9 +61,11 @@ def release_names(served: Path) -> list[str]:
 
 def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLayout, served: Path) -> None:
     bundle = promoted(project, "a")
-    text = deploy(project, SETTINGS, served, QUIET)
+    result = deploy_to(project, served)
+    assert (result.status, result.current, result.warnings) == ("deployed", served / "current", ())
+    text = format_deployment(result)
     assert f"version 1 (model {bundle.model_digest[:12]}, gguf/q8_0) is current" in text
-    assert "no server was started" in text
+    assert "no smoke test: no server was started" in text
     assert {p.relative_to(served / "current").as_posix() for p in (served / "current").rglob("*") if p.is_file()} == {
         "gguf/model-q8_0.gguf", "Modelfile", "SERVE.md", "README.md", "bundle.json", "sbom.json", "model.sig",
         "release.json", "manifest.json",
@@ -64,16 +73,19 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLay
     assert str((served / "current").readlink()) == f"releases/1-{bundle.model_digest[:12]}-gguf-q8_0"
     assert not (served / "previous").exists()
     release = check_release(project, served / "current")
-    assert (release.version, release.form, release.model_name) == (1, "gguf/q8_0", NAME)
+    assert (release.version, release.artifact_name, release.model_name) == (1, "gguf/q8_0", NAME)
     [entry] = history(served)
     assert entry | {"time": ""} == {
-        "time": "", "action": "deploy", "by": "ada@example.org", "release": release.name, "version": 1, "format": 1,
-        "model_digest": bundle.model_digest, "form": "gguf/q8_0", "before": None, "smoke": None, "event": "event0",
+        "time": "", "action": "deploy", "actor": "ada@example.org", "release": release.name, "version": 1, "format": 1,
+        "model_digest": bundle.model_digest, "artifact_name": "gguf/q8_0", "previous_release": None, "smoke_test": None,
+        "event": "event0",
         "forced": None, "damage": None,
     }  # fmt: skip
 
     before = {p: p.lstat().st_mtime_ns for p in served.rglob("*") if not p.is_dir() and not p.name.startswith(".")}
-    assert "already" in deploy(project, SETTINGS, served, QUIET)
+    result = deploy_to(project, served)
+    assert result.status == "unchanged"
+    assert "already" in format_deployment(result)
     assert {p: p.lstat().st_mtime_ns for p in before} == before
     assert len(history(served)) == 1
 
@@ -81,6 +93,16 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLay
     assert weights.stat().st_nlink == 1
     weights.write_text("overwritten by a server")
     files.verify_sealed(project.promoted_model(bundle.model_digest), "model")
+
+
+def test_the_command_prints_the_record_as_json(
+    project: ProjectLayout, served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    promoted(project, "a")
+    assert main(["--project", str(project.root), "deploy", str(served), "--no-smoke", "--json"]) == 0
+    result = DeployResult.model_validate_json(capsys.readouterr().out)
+    assert (result.status, result.deployment.version, result.deployment.smoke_test) == ("deployed", 1, None)
+    assert result.guide.is_file()
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
@@ -91,78 +113,82 @@ def test_rollback_swaps_current_and_previous(
         monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     assert (content(served), content(served, "previous")) == ("b", "a")
     inode = (served / "previous" / "gguf" / "model-q8_0.gguf").stat().st_ino
-    assert "every byte is as signed" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    result = deploy_to(project, served, DeployOptions(rollback=True))
+    assert result.status == "rolled_back"
+    assert "every byte is as signed" in format_deployment(result)
     assert (content(served), content(served, "previous")) == ("a", "b")
     assert (served / "current" / "gguf" / "model-q8_0.gguf").stat().st_ino == inode
-    deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    deploy_to(project, served, DeployOptions(rollback=True))
     assert content(served) == "b"
     assert [(e["action"], e["version"]) for e in history(served)] == [
         ("deploy", 1), ("deploy", 2), ("rollback", 1), ("rollback", 2),
     ]  # fmt: skip
 
 
-def test_old_releases_go_but_never_the_linked_ones(project: ProjectLayout, served: Path) -> None:
+def test_old_releases_are_removed_but_never_the_linked_ones(project: ProjectLayout, served: Path) -> None:
     for model in "abcde":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     assert [name.split("-")[0] for name in release_names(served)] == ["3", "4", "5"]
-    deploy(project, SETTINGS, served, DeployOptions(rollback=True))
-    deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))
+    deploy_to(project, served, DeployOptions(rollback=True))
+    deploy_to(project, served, DeployOptions(version=1, smoke_test=False))
     assert (content(served), content(served, "previous")) == ("a", "d")
     assert [name.split("-")[0] for name in release_names(served)] == ["1", "4", "5"]
 
 
-def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: ProjectLayout, served: Path) -> None:
+def test_a_version_that_was_rolled_back_is_deployed_only_by_its_number(project: ProjectLayout, served: Path) -> None:
     a, _ = promoted(project, "a"), promoted(project, "b")
-    deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))
+    deploy_to(project, served, DeployOptions(version=1, smoke_test=False))
     assert content(served) == "a"
     with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
-        deploy(project, SETTINGS, served, DeployOptions(version=7, smoke=False))
-    deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served, DeployOptions(version=7, smoke_test=False))
+    deploy_to(project, served)
     assert content(served) == "b"
     crown(project, a.model_digest, "rollback", reason="it swears")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     assert content(served) == "a"
     with pytest.raises(ChampionError, match=r"version 2 was rolled back on .* by ada \(it swears\).*--version 2"):
-        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
-    text = deploy(project, SETTINGS, served, DeployOptions(version=2, smoke=False))
-    assert "warning: version 2 was rolled back" in text
+        deploy_to(project, served, DeployOptions(rollback=True))
+    result = deploy_to(project, served, DeployOptions(version=2, smoke_test=False))
+    assert "warning: version 2 was rolled back" in format_deployment(result)
     assert content(served) == "b"
 
 
 def test_a_broken_ledger_does_not_prevent_a_rollback(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
-    project.promotions.write_text(project.promotions.read_text().replace('"by":"ada"', '"by":"eve"'))
+        deploy_to(project, served)
+    project.promotions.write_text(project.promotions.read_text().replace('"actor":"ada"', '"actor":"eve"'))
     with pytest.raises(DamagedFileError, match=r"promotions\.jsonl:1: changed"):
-        deploy(project, SETTINGS, served, QUIET)
-    assert "warning:" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+        deploy_to(project, served)
+    result = deploy_to(project, served, DeployOptions(rollback=True))
+    assert len(result.warnings) == 1
+    assert "warning:" in format_deployment(result)
     assert content(served) == "a"
 
 
-FORCED = ForcedPromotion(by="ada@example.org", reason="the fair opens tomorrow", decision="REJECT")
-SAID = "FORCED by ada@example.org although the gate said REJECT: the fair opens tomorrow"
+FORCED = ForcedPromotion(actor="ada@example.org", reason="the fair opens tomorrow", decision="REJECT")
+SAID = "FORCED by ada@example.org despite the gate's decision REJECT: the fair opens tomorrow"
 
 
-def test_a_forced_promotion_says_so_wherever_it_goes(project: ProjectLayout, served: Path) -> None:
+def test_a_forced_promotion_is_marked_everywhere(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    assert "FORCED" not in deploy(project, SETTINGS, served, QUIET)
+    assert "FORCED" not in format_deployment(deploy_to(project, served))
     assert "FORCED" not in (served / "current" / "README.md").read_text()
     promoted(project, "b", forced=FORCED)
-    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, QUIET)
-    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, QUIET)
+    assert f"\n  warning: {SAID}" in format_deployment(deploy_to(project, served))
+    assert f"\n  warning: {SAID}" in format_deployment(deploy_to(project, served))
     for name in ("README.md", "SERVE.md"):
         assert f"\n**{SAID}**\n" in (served / "current" / name).read_text()
     assert releases.FORCED == model_store.FORCED
     assert ForcedPromotion.load(served / "current" / model_store.FORCED) == FORCED
     assert check_release(project, served / "current").forced == FORCED
     assert [entry["forced"] for entry in history(served)] == [None, FORCED.model_dump(mode="json")]
-    assert "FORCED" not in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
-    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+    assert "FORCED" not in format_deployment(deploy_to(project, served, DeployOptions(rollback=True)))
+    assert f"\n  warning: {SAID}" in format_deployment(deploy_to(project, served, DeployOptions(rollback=True)))
 
 
 def seal_again(folder: Path) -> None:
@@ -173,7 +199,7 @@ def seal_again(folder: Path) -> None:
 
 def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a", forced=FORCED)
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     folder = (served / "current").resolve()
     release = check_release(project, folder)
     others = {name: origin for name, origin in release.origins.items() if name != "forced.json"}
@@ -187,7 +213,7 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
             (folder / "forced.json").unlink()
         release.model_copy(update=change).save(folder / "release.json")
         seal_again(folder)
-        with pytest.raises(DamagedFileError, match=r"release\.json: does not say that the promotion was forced"):
+        with pytest.raises(DamagedFileError, match=r"release\.json: does not record that the promotion was forced"):
             check_release(project, folder)
 
 
@@ -204,42 +230,42 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
         (("hf", "gguf/q8_0", "onnx/int8"), "hf", "hf"),
     ],
 )
-def test_the_form_that_is_asked_for(
+def test_the_requested_format_is_deployed(
     project: ProjectLayout, served: Path, forms: tuple[str, ...], wanted: str | None, found: str
 ) -> None:
     promoted(project, "a", forms)
-    deploy(project, SETTINGS, served, DeployOptions(form=wanted, smoke=False))
+    deploy_to(project, served, DeployOptions(format=wanted, smoke_test=False))
     release = check_release(project, served / "current")
-    assert release.form == found
+    assert release.artifact_name == found
     place = f"gguf/model-{found[5:]}.gguf" if found.startswith("gguf/") else found
     assert (served / "current" / place).exists()
     others = {"hf", "gguf", "onnx"} - {found.split("/", maxsplit=1)[0]}
     assert not any((served / "current" / other).exists() for other in others)
 
 
-def test_a_directory_keeps_its_form_whatever_happens_to_its_record(project: ProjectLayout, served: Path) -> None:
+def test_a_directory_keeps_its_format_even_if_its_record_is_damaged(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
+    deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
     (served / "current" / "release.json").write_text("{")
-    assert "release.json" in deploy(project, SETTINGS, served, QUIET)
-    assert check_release(project, served / "current").form == "hf"
+    assert "release.json" in format_deployment(deploy_to(project, served))
+    assert check_release(project, served / "current").artifact_name == "hf"
     promoted(project, "b")
-    deploy(project, SETTINGS, served, QUIET)
-    assert check_release(project, served / "current").form == "hf"
+    deploy_to(project, served)
+    assert check_release(project, served / "current").artifact_name == "hf"
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
         ("onnx", "has hf, gguf/q4_0, gguf/q8_0"),
-        ("gguf", "there are gguf/q4_0, gguf/q8_0; name one"),
+        ("gguf", "matches gguf/q4_0, gguf/q8_0; choose one"),
         ("gguf/q2_k", "has hf, gguf/q4_0, gguf/q8_0"),
     ],
 )
-def test_a_form_that_is_not_there(project: ProjectLayout, served: Path, wanted: str, message: str) -> None:
+def test_a_missing_format_is_refused(project: ProjectLayout, served: Path, wanted: str, message: str) -> None:
     promoted(project, "a", ("hf", "gguf/q4_0", "gguf/q8_0"))
     with pytest.raises(SettingsError, match=message):
-        deploy(project, SETTINGS, served, DeployOptions(form=wanted, smoke=False))
+        deploy_to(project, served, DeployOptions(format=wanted, smoke_test=False))
 
 
 # --- what is refused, and leaves everything as it was -----------------------------------------------------------------
@@ -263,16 +289,16 @@ def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lamb
         then(scratch)
 
 
-def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: ProjectLayout, served: Path) -> None:
+def test_damaged_unsigned_and_untrusted_models_are_not_deployed(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     folder = project.promoted_model(promoted(project, "b").model_digest)
     whole = project.root / "whole"
     shutil.copytree(folder, whole)
 
     def refused(kind: type[InputError], message: str) -> None:
         with pytest.raises(kind, match=message):
-            deploy(project, SETTINGS, served, QUIET)
+            deploy_to(project, served)
         assert content(served) == "a"
         assert len(release_names(served)) == 1
 
@@ -286,7 +312,7 @@ def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: 
     refused(DamagedFileError, r"model-q8_0\.gguf: changed after the model was signed")
     restore()
     rebuild(folder, SIGNATURE)
-    refused(DamagedFileError, "not signed")
+    refused(DamagedFileError, "found no signature")
     restore()
     [key] = json.loads(project.keyring.read_text())["keys"]
     keys.revoke_trust(project, key["fingerprint"], "it was on a stolen laptop")
@@ -294,22 +320,22 @@ def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: 
     with pytest.raises(SettingsError, match="revoked"):
         check_release(project, served / "current")
     project.keyring.write_text('{"format": 1, "keys": [], "identities": []}')
-    refused(SettingsError, "not trusted here")
+    refused(SettingsError, "which this project does not trust")
     shutil.rmtree(folder)
-    refused(ChampionError, r"is not there\. Git does not hold mlruns/")
+    refused(ChampionError, r"does not exist\. Git does not track mlruns/")
 
 
-def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: ProjectLayout, served: Path) -> None:
+def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     for name in ("gguf/model-q8_0.gguf", "Modelfile", "release.json"):
         flip(served / "previous" / name)
         with pytest.raises(DamagedFileError, match=Path(name).name):
-            deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+            deploy_to(project, served, DeployOptions(rollback=True))
         assert content(served) == "b"
-        deploy(project, SETTINGS, served, DeployOptions(version=1, smoke=False))  # whole again
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served, DeployOptions(version=1, smoke_test=False))  # whole again
+        deploy_to(project, served)
 
 
 @pytest.mark.parametrize("name", ["gguf/model-q8_0.gguf", "Modelfile", "release.json", "manifest.json"])
@@ -317,48 +343,48 @@ def test_a_damaged_release_that_servers_were_reading_is_reported(
     project: ProjectLayout, served: Path, name: str
 ) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     flip(served / "current" / name)
-    text = deploy(project, SETTINGS, served, QUIET)
+    text = format_deployment(deploy_to(project, served))
     path = (served / "current").resolve() / name
-    assert f"warning: what was current until now was damaged: {path}: " in text
+    assert f"warning: the release that was current until now was damaged: {path}: " in text
     assert f"who can write in {served / 'releases'}" in text
-    assert check_release(project, served / "current").form == "gguf/q8_0"
+    assert check_release(project, served / "current").artifact_name == "gguf/q8_0"
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True]
-    assert "was damaged" not in deploy(project, SETTINGS, served, QUIET)
+    assert "was damaged" not in format_deployment(deploy_to(project, served))
     flip(served / "current" / name)
     promoted(project, "b")
-    assert f"was damaged: {path}: " in deploy(project, SETTINGS, served, QUIET)
+    assert f"was damaged: {path}: " in format_deployment(deploy_to(project, served))
     assert content(served) == "b"
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True, True]
 
 
 def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     folder = (served / "current").resolve()
     for name in ("Modelfile", "bundle.json", "gguf/model-q8_0.gguf"):
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
         seal_again(folder)
-        with pytest.raises(DamagedFileError, match=rf"{name}: not as it was signed"):
+        with pytest.raises(DamagedFileError, match=rf"{name}: differs from the signed file"):
             check_release(project, folder)
-        assert f"{name}: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
+        assert f"{name}: differs from the signed file" in format_deployment(deploy_to(project, served))
         check_release(project, folder)
     assert content(served) == "a"
     (folder / "sitecustomize.py").write_text("import os")
-    with pytest.raises(DamagedFileError, match=r"sitecustomize\.py: not named in the manifest"):
+    with pytest.raises(DamagedFileError, match=r"sitecustomize\.py: not in the manifest"):
         check_release(project, folder)
     seal_again(folder)
-    with pytest.raises(DamagedFileError, match="does not name the files beside it"):
+    with pytest.raises(DamagedFileError, match="does not list the files in its folder"):
         check_release(project, folder)
 
 
-def test_a_tampered_release_that_is_not_current_is_made_again(project: ProjectLayout, served: Path) -> None:
+def test_a_changed_release_that_is_not_current_is_made_again(project: ProjectLayout, served: Path) -> None:
     """Sealed again, as anyone with write access can; also with a signature of another model beside it."""
     a = promoted(project, "a")
-    deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
+    deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False))
     folder = (served / "current").resolve()
-    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
+    deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
     b = promoted(project, "b")
     crown(project, a.model_digest)
     for name, content_ in (
@@ -367,14 +393,14 @@ def test_a_tampered_release_that_is_not_current_is_made_again(project: ProjectLa
     ):
         (folder / name).write_bytes(content_)
         seal_again(folder)
-        text = deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
-        assert f"warning: the release of this name that was there is made again: {folder / name}: not " in text
+        text = format_deployment(deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False)))
+        assert f"warning: an earlier release of this name is replaced: {folder / name}: differs from " in text
         assert content(served) == "a"
         check_release(project, served / "current")
-        deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
+        deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
 
 
-def test_a_form_that_is_not_the_one_that_was_measured(project: ProjectLayout, served: Path) -> None:
+def test_a_file_that_is_not_the_measured_one_is_refused(project: ProjectLayout, served: Path) -> None:
     """Signed, but bundle.json speaks of other bytes: an export that was put together by hand."""
     bundle = promoted(project, "a")
     other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
@@ -385,35 +411,35 @@ def test_a_form_that_is_not_the_one_that_was_measured(project: ProjectLayout, se
         signature.sign_folder(scratch, keys.load_signer(project))
 
     rebuild(project.promoted_model(bundle.model_digest), SIGNATURE, "bundle.json", then=sign)
-    with pytest.raises(DamagedFileError, match=r"form gguf/q8_0 of bundle\.json is not the one that was measured"):
-        deploy(project, SETTINGS, served, QUIET)
+    with pytest.raises(DamagedFileError, match=r"differs from format gguf/q8_0 in bundle\.json"):
+        deploy_to(project, served)
 
 
-def test_directories_that_are_not_ours(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
+def test_directories_with_other_contents_are_refused(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(SettingsError, match="is a file"):
-        deploy(project, SETTINGS, file, QUIET)
+    with pytest.raises(SettingsError, match="found a file; expected a directory"):
+        deploy_to(project, file)
     for mine in ("index.html", "releases/2024"):
         (served / mine).mkdir(parents=True)
-        with pytest.raises(SettingsError, match=rf"holds {mine}, and nothing of ours"):
-            deploy(project, SETTINGS, served, QUIET)
+        with pytest.raises(SettingsError, match=rf"found {mine} and no deployment"):
+            deploy_to(project, served)
         assert [p.name for p in served.iterdir()] == [mine.partition("/")[0]]
         shutil.rmtree(served)
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     other = SETTINGS.model_copy(update={"promote": Promote(model_name="another")})
-    with pytest.raises(SettingsError, match=f"is where {NAME} is deployed, and this project's model is another"):
-        deploy(project, other, served, QUIET)
+    with pytest.raises(SettingsError, match=f"serves model {NAME}, but this project's model is another"):
+        deploy(Project.from_parts(project, other), served, QUIET)
     (served / "current").unlink()
     (served / "current").mkdir()
-    with pytest.raises(DamagedFileError, match="current: is no link"):
-        deploy(project, SETTINGS, served, QUIET)
+    with pytest.raises(DamagedFileError, match=r"current: found .*; expected a link to a release"):
+        deploy_to(project, served)
 
 
-def test_what_is_not_ours_among_the_releases_stays(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
+def test_other_files_among_the_releases_stay(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     place = served / "releases"
     precious = place / "mydata" / "thesis.txt"
     precious.parent.mkdir()
@@ -425,18 +451,18 @@ def test_what_is_not_ours_among_the_releases_stays(project: ProjectLayout, serve
     foreign = {"mydata", "notes.txt", alike.name, "8-0123456789ab-hf"}
     for model in "bcde":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     assert [name.split("-")[0] for name in release_names(served) if name not in foreign] == ["3", "4", "5"]
     assert foreign < set(release_names(served))
     assert precious.read_text() == "precious"
     (alike / "release.json").write_text("{}")
     files.seal_directory(alike, "release")  # as a deployment that was killed before it became current leaves it
     promoted(project, "f")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     assert not alike.exists()
 
 
-def test_directories_that_cannot_be_made(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
+def test_directories_that_cannot_be_created_are_refused(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     file = tmp_path / "params.yaml"
     file.write_text("")
@@ -448,66 +474,68 @@ def test_directories_that_cannot_be_made(project: ProjectLayout, served: Path, t
         tmp_path / "x" / ".." / "loop", served,
     ):  # fmt: skip
         with pytest.raises(StorageError, match="choose another directory"):
-            deploy(project, SETTINGS, where, QUIET)
+            deploy_to(project, where)
     assert file.read_text() == ""
 
 
-def test_paths_are_written_as_people_write_them(
+def test_paths_are_printed_as_the_user_wrote_them(
     project: ProjectLayout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
     monkeypatch.chdir(project.root)
     inside = Path("..") / "dep"
-    assert f"in {project.root.parent / 'dep' / 'current'}" in deploy(project, SETTINGS, inside, QUIET)
+    assert f"in {project.root.parent / 'dep' / 'current'}" in format_deployment(deploy_to(project, inside))
     (tmp_path / "link").symlink_to(tmp_path)
-    assert f"in {tmp_path / 'link' / 'b' / 'current'}" in deploy(project, SETTINGS, tmp_path / "link" / "b", QUIET)
+    assert f"in {tmp_path / 'link' / 'b' / 'current'}" in format_deployment(deploy_to(project, tmp_path / "link" / "b"))
 
 
 def test_a_directory_with_a_damaged_owner_file(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     owner = served / "deployment.json"
     whole = json.loads(owner.read_text())
     for text in ('{"x":', "[]", "\udc00".encode(errors="surrogatepass").decode("latin-1")):
         owner.write_text(text)
-        with pytest.raises(DamagedFileError, match=rf"does not say which model .* is {NAME}, write ") as refused:
-            deploy(project, SETTINGS, served, QUIET)
-        assert json.loads(str(refused.value).split(", write ")[1].split(" into it")[0]) == whole
+        with pytest.raises(
+            DamagedFileError, match=rf"cannot be read, so the deployed model is unknown.* is {NAME}, write "
+        ) as refused:
+            deploy_to(project, served)
+        assert json.loads(str(refused.value).split(", write ")[1].split(" into the file")[0]) == whole
         assert "Owner" not in str(refused.value)
 
 
 def test_a_broken_history_is_refused_before_anything_changes(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     with (served / "deployments.jsonl").open("a") as stream:
         stream.write("somebody was here")
     promoted(project, "b")
-    with pytest.raises(DamagedFileError, match=r"deployments\.jsonl:2: no deployment .*; remove that line"):
-        deploy(project, SETTINGS, served, DeployOptions(form="gguf", smoke=False))
+    with pytest.raises(DamagedFileError, match=r"deployments\.jsonl:2: not a deployment .*; remove that line"):
+        deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False))
     assert content(served) == "a"
     assert len(release_names(served)) == 1
 
 
-def test_nothing_to_deploy_or_to_go_back_to(project: ProjectLayout, served: Path) -> None:
+def test_nothing_to_deploy_or_to_roll_back_to(project: ProjectLayout, served: Path) -> None:
     with pytest.raises(ChampionError, match="no champion yet"):
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     assert not served.exists()
     promoted(project, "a")
-    with pytest.raises(SettingsError, match="nothing is deployed there"):
-        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
-    deploy(project, SETTINGS, served, QUIET)
+    with pytest.raises(SettingsError, match="nothing is deployed in it"):
+        deploy_to(project, served, DeployOptions(rollback=True))
+    deploy_to(project, served)
     with pytest.raises(ChampionError, match="no release before the current one"):
-        deploy(project, SETTINGS, served, DeployOptions(rollback=True))
+        deploy_to(project, served, DeployOptions(rollback=True))
     with pytest.raises(SettingsError, match="leave out --format and --version"):
-        deploy(project, SETTINGS, served, DeployOptions(rollback=True, version=1))
+        deploy_to(project, served, DeployOptions(rollback=True, version=1))
 
 
-def test_two_at_once(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_deployments_at_once(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "LOCK_WAIT_S", 0.1)
     promoted(project, "a")
     served.mkdir(parents=True)
     with FileLock(served / places.LOCK, "it"), pytest.raises(LockHeldError, match=f"in use by process {os.getpid()}"):
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
@@ -522,58 +550,62 @@ def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
 
 def test_a_disk_without_room(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     promoted(project, "b")
     with monkeypatch.context() as patched:
         patched.setattr(disk, "RESERVE_BYTES", 2**62)
-        with pytest.raises(OSError, match="bytes are to be written"):
-            deploy(project, SETTINGS, served, QUIET)
+        with pytest.raises(OSError, match="more in reserve, but only"):
+            deploy_to(project, served)
     full_at(monkeypatch, "model-q8_0.gguf")
     with pytest.raises(OSError, match="No space left"):
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     assert content(served) == "a"
     assert len(release_names(served)) == 1
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
-def test_a_rollback_on_a_full_disk_says_what_is_current(
+def test_a_rollback_on_a_full_disk_reports_what_is_current(
     project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
         monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
         promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)
     back = DeployOptions(rollback=True)
     full_at(monkeypatch, ".rollback.json")
-    with pytest.raises(StorageError, match=f"{served}: cannot be made or written .No space left on device.; mend that"):
-        deploy(project, SETTINGS, served, back)
+    with pytest.raises(
+        StorageError, match=f"{served}: cannot be created or written .No space left on device.; fix this"
+    ):
+        deploy_to(project, served, back)
     assert content(served) == "b"
     full_at(monkeypatch, "deployments.jsonl")
-    with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now, but .* takes no more .No space left"):
-        deploy(project, SETTINGS, served, back)
+    with pytest.raises(StorageError, match=r"current: points to 1-\S+ now, but .* cannot be written .No space left"):
+        deploy_to(project, served, back)
     assert (content(served), content(served, "previous")) == ("a", "b")
     full_at(monkeypatch, "nothing")
-    assert "is current again already" in deploy(project, SETTINGS, served, back)
+    result = deploy_to(project, served, back)
+    assert result.status == "rollback_finished"
+    assert "is current again in" in format_deployment(result)
     assert (content(served), content(served, "previous")) == ("a", "b")
     assert [(e["action"], e["version"]) for e in history(served)] == [("deploy", 1), ("deploy", 2), ("rollback", 1)]
-    deploy(project, SETTINGS, served, back)
+    deploy_to(project, served, back)
     assert content(served) == "b"
     (served / ".rollback.json").write_text("{")
-    with pytest.raises(DamagedFileError, match=r"\.rollback\.json: no rollback .*; remove it"):
-        deploy(project, SETTINGS, served, back)
+    with pytest.raises(DamagedFileError, match=r"\.rollback\.json: not a rollback record .*; remove it"):
+        deploy_to(project, served, back)
 
 
-def test_a_deployment_that_cannot_be_noted_says_that_it_is_current(
+def test_a_deployment_whose_history_cannot_be_written_reports_that_it_is_current(
     project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
     with monkeypatch.context() as patched:
         full_at(patched, "deployments.jsonl")
-        with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now"):
-            deploy(project, SETTINGS, served, QUIET)
+        with pytest.raises(StorageError, match=r"current: points to 1-\S+ now"):
+            deploy_to(project, served)
     assert content(served) == "a"
-    assert "already" in deploy(project, SETTINGS, served, QUIET)
+    assert "already" in format_deployment(deploy_to(project, served))
     assert [entry["action"] for entry in history(served)] == ["deploy"]
 
 
@@ -581,14 +613,14 @@ def test_a_model_of_an_earlier_version(project: ProjectLayout, served: Path) -> 
     source = project.root / "made"
     (source / "hf").mkdir(parents=True)
     (source / "hf" / "config.json").write_text("{}\n")
-    with pytest.raises(DamagedFileError, match=r"config\.json: no config of a model"):
+    with pytest.raises(DamagedFileError, match=r"config\.json: expected a model's config"):
         keep(project, source, ())
     (source / "hf" / "config.json").write_text('{"n_positions": 64}')
     bundle = keep(project, source, ())
     assert bundle.artifacts == ()
     crown(project, bundle.model_digest)
-    with pytest.raises(SettingsError, match="exported by an earlier version"):
-        deploy(project, SETTINGS, served, QUIET)
+    with pytest.raises(SettingsError, match="an earlier version exported it"):
+        deploy_to(project, served)
 
 
 def test_a_folder_without_a_card_of_all_forms(project: ProjectLayout, served: Path) -> None:
@@ -597,14 +629,14 @@ def test_a_folder_without_a_card_of_all_forms(project: ProjectLayout, served: Pa
     rebuild(
         folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign_folder(scratch, keys.load_signer(project))
     )
-    deploy(project, SETTINGS, served, QUIET)
+    deploy_to(project, served)
     assert not (served / "current" / "README.md").exists()
-    deploy(project, SETTINGS, served, DeployOptions(form="hf", smoke=False))
+    deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
     assert (served / "current" / "hf" / "README.md").read_text() == "# a\n"
-    assert check_release(project, served / "current").form == "hf"
+    assert check_release(project, served / "current").artifact_name == "hf"
 
 
-def test_the_ledger_and_the_champion_file_are_believed_only_together(project: ProjectLayout, served: Path) -> None:
+def test_a_ledger_and_champion_file_that_disagree_are_refused(project: ProjectLayout, served: Path) -> None:
     promoted(project, "a")
     one = project.champion.read_bytes()
     promoted(project, "b")
@@ -612,4 +644,4 @@ def test_the_ledger_and_the_champion_file_are_believed_only_together(project: Pr
     project.champion.write_bytes(one)
     assert read_champion(project.champion).champion is not None
     with pytest.raises(DamagedFileError, match="earlier commit"):
-        deploy(project, SETTINGS, served, QUIET)
+        deploy_to(project, served)

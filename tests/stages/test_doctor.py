@@ -7,13 +7,13 @@ import pytest
 
 import tiny_project
 from doctor_cases import (
+    examine,
     seven,  # noqa: F401 (a fixture)
 )
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import device
 from ratchet.models.memory import capacity
-from ratchet.stages.doctor import doctor
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 
@@ -38,12 +38,12 @@ def advised(layout: ProjectLayout, changes: dict[str, Any], write: bool = False)
     """The doctor's answer after some values of the project were changed."""
     text = params_file.amend_text(layout.params.read_text(), changes)
     layout.params.write_text(text)
-    return doctor(layout, params_file.load(layout.params), None, write)
+    return examine(layout, params_file.load(layout.params), None, write)
 
 
 def test_a_project_that_is_well_hears_no_advice(project: ProjectLayout) -> None:
     settings = params_file.load(project.params)
-    well, text = doctor(project, settings, None, False)
+    well, text = examine(project, settings, None, False)
     assert well
     assert "advice: nothing to change in params.yaml" in text
     assert "LlamaForCausalLM, " in text
@@ -52,19 +52,19 @@ def test_a_project_that_is_well_hears_no_advice(project: ProjectLayout) -> None:
     assert "nf4 works here" in text
     assert "problem" not in text
     needed = next(line for line in text.splitlines() if line.startswith("  memory"))
-    assert f"for {settings.machine.micro_batch_rows} rows of " in needed
+    assert f"for {settings.machine.micro_batch_size} rows of " in needed
     longest = int(needed.partition("rows of ")[2].split()[0])
     assert longest < settings.prepare.max_tokens, "of the rows that were prepared, not of what is allowed"
 
 
 def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLayout) -> None:
-    changes = {"train.learning_rate": 5e-6, "train.targets": "attention", "train.alpha": 1000.0}
+    changes = {"train.learning_rate": 5e-6, "train.target_modules": "attention", "train.alpha": 1000.0}
     well, text = advised(project, changes)
     asked = project.params.read_text()
     assert well
     assert "train.learning_rate: 5e-06 → 0.007" in text
     assert "thinkingmachines.ai" in text
-    assert "+  targets: all" in text.splitlines()
+    assert "+  target_modules: all" in text.splitlines()
     assert "`ratchet doctor --write` makes these changes" in text
     assert project.params.read_text() == asked, "advice is not taken without being asked for"
 
@@ -76,10 +76,10 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLa
     differing = [(old.split(":")[0].strip(), new) for old, new in zip(before, after, strict=True) if old != new]
     assert differing == [
         ("alpha", "  alpha: 8"),
-        ("targets", "  targets: all"),
+        ("target_modules", "  target_modules: all"),
         ("learning_rate", "  learning_rate: 0.007"),
     ]
-    again = doctor(project, params_file.load(project.params), None, True)
+    again = examine(project, params_file.load(project.params), None, True)
     assert again[0]
     assert "nothing to change" in again[1]
     assert project.params.read_text() == found
@@ -88,7 +88,7 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLa
 def test_settings_that_change_meanwhile_are_not_written_over(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = params_file.apply_changes(SETTINGS, {"train.targets": "attention"})
+    settings = params_file.apply_changes(SETTINGS, {"train.target_modules": "attention"})
     tiny_project.save(project, settings)
     right = device.find_four_bit_fault
 
@@ -97,15 +97,15 @@ def test_settings_that_change_meanwhile_are_not_written_over(
         return right(*arguments)
 
     monkeypatch.setattr(device, "find_four_bit_fault", meanwhile)
-    with pytest.raises(SettingsError, match="changed by somebody else meanwhile; nothing was written"):
-        doctor(project, settings, None, True)
+    with pytest.raises(SettingsError, match="changed by another process meanwhile; nothing was written"):
+        examine(project, settings, None, True)
     assert params_file.load(project.params).train.rank == 5
-    assert params_file.load(project.params).train.targets == "attention"
+    assert params_file.load(project.params).train.target_modules == "attention"
 
 
 def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "new")
-    well, text = doctor(layout, params_file.load(layout.params), None, False)
+    well, text = examine(layout, params_file.load(layout.params), None, False)
     assert well
     assert "tiny: not known before stage base has run" in text
     assert "not known before stage prepare has run" in text
@@ -113,7 +113,7 @@ def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) ->
 
 
 def test_outside_any_project_it_reports_the_machine() -> None:
-    well, text = doctor(None, None, None, False)
+    well, text = examine(None, None, None, False)
     assert well
     assert "device  " in text
     assert "bitsandbytes 0." in text
@@ -175,24 +175,24 @@ def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], messa
     if base != "missing":
         path.write_text(base)
     with pytest.raises(error, match=message):
-        doctor(None, None, path, False)
+        examine(None, None, path, False)
 
 
 def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own_base(
     project: ProjectLayout, seven: Path
 ) -> None:
     with pytest.raises(SettingsError, match="changed while it was read"):
-        doctor(project, params_file.apply_changes(SETTINGS, {"train.rank": 5}), None, False)
+        examine(project, params_file.apply_changes(SETTINGS, {"train.rank": 5}), None, False)
     with pytest.raises(SettingsError, match="no Ratchet project here"):
-        doctor(None, None, None, True)
+        examine(None, None, None, True)
     with pytest.raises(SettingsError, match="the advice is for --base"):
-        doctor(project, params_file.load(project.params), seven, True)
+        examine(project, params_file.load(project.params), seven, True)
 
 
 def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = params_file.apply_changes(SETTINGS, {"train.targets": "attention"})
+    changed = params_file.apply_changes(SETTINGS, {"train.target_modules": "attention"})
     tiny_project.save(project, changed)
 
     def full(*_: object) -> None:
@@ -200,5 +200,5 @@ def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
 
     monkeypatch.setattr(files, "before", full)
     with pytest.raises(OSError, match="No space left"):
-        doctor(project, changed, None, True)
+        examine(project, changed, None, True)
     assert params_file.load(project.params) == changed

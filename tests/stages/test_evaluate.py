@@ -24,6 +24,7 @@ from ratchet.config import params_file
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
 from ratchet.gate import evidence as reading
 from ratchet.stages import evaluate
+from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
@@ -42,7 +43,7 @@ def test_base_and_candidate_under_one_contract(made_once: ProjectLayout) -> None
     assert set(report.scores) == {"base", "candidate"}
     base, candidate = report.scores["base"], report.scores["candidate"]
     assert base.contract == candidate.contract
-    assert base.form == candidate.form == "adapter"
+    assert base.model_format == candidate.model_format == "adapter"
     contract = report.contracts[base.contract]
     assert digests.hash_json(contract) == base.contract
     assert contract["tasks"].keys() == contract["harness"].keys() == {"answers"}
@@ -56,7 +57,7 @@ def test_base_and_candidate_under_one_contract(made_once: ProjectLayout) -> None
     assert base.metrics.keys() == candidate.metrics.keys()
     assert base.metrics["answer_loss"].value != candidate.metrics["answer_loss"].value, "the adapter is at work"
     assert report.model_digest == ModelBundle.load(made_once.bundle).model_digest
-    assert report.chosen_by == {}
+    assert report.selection_overlaps == {}
 
 
 def test_figures_are_those_of_their_samples(made_once: ProjectLayout) -> None:
@@ -112,21 +113,21 @@ def test_what_was_scored_is_not_scored_again(layout: ProjectLayout, forwards: li
     for remove in (False, True):
         if remove:
             shutil.rmtree(folder)
-        with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable here"):
+        with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable on this machine"):
             evaluated(layout)
         assert files.read_manifest(layout.evaluate) == before
 
 
 def test_merged_as_exported_beside_the_adapter_and_alone(layout: ProjectLayout) -> None:
-    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["adapter", "merged"]}))
     assert set(report.scores) == {"base", "candidate", "merged"}
     adapter, merged = report.scores["candidate"], report.scores["merged"]
-    assert merged.form == "merged"
+    assert merged.model_format == "merged"
     assert merged.model_digest == report.model_digest
     assert merged.contract != adapter.contract
     assert merged.metrics["answer_loss"].value == pytest.approx(adapter.metrics["answer_loss"].value, rel=1e-4)
 
-    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.forms": ["merged"]}))
+    report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["merged"]}))
     assert set(report.scores) == {"base", "merged"}
     assert report.scores["base"].contract == report.scores["merged"].contract, "the base as plain weights"
 
@@ -137,7 +138,7 @@ def test_categories_and_drawn_answers(layout: ProjectLayout) -> None:
         {
             "evaluate.samples": 3,
             "evaluate.temperature": 1.0,
-            "evaluate.measures": ["token_f1", "length"],
+            "evaluate.metrics": ["token_f1", "length"],
             "evaluate.answer_format": "json",
         },
     )
@@ -170,7 +171,9 @@ def small_memory() -> Iterator[Callable[..., None]]:
 def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
     layout: ProjectLayout, small_memory: Callable[..., None]
 ) -> None:
-    settings = params_file.apply_changes(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
+    settings = params_file.apply_changes(
+        SETTINGS, {"machine.evaluation_batch_size": 16, "evaluate.label_scores": False}
+    )
     small_memory(4)
     report = evaluated(layout, settings)
     assert {report.contracts[one.contract]["batch_rows"] for one in report.scores.values()} == {4}
@@ -187,7 +190,7 @@ def test_not_even_one_row_fits(
     small_memory(64, tokens)
     before = files.read_manifest(layout.evaluate)
     with pytest.raises(MemoryExhaustedError, match=f"memory does not suffice for {what} "):
-        evaluated(layout, params_file.apply_changes(SETTINGS, {"machine.evaluation_rows": 2}))
+        evaluated(layout, params_file.apply_changes(SETTINGS, {"machine.evaluation_batch_size": 2}))
     assert files.read_manifest(layout.evaluate) == before
 
 
@@ -200,19 +203,19 @@ def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are
     ObjectiveSet(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
         layout.objectives / "sweep.json"
     )
-    assert reading.read_evidence(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, (
+    assert reading.read_evidence(layout, SETTINGS, {}).report.selection_overlaps == {"sweep of ranks": 4}, (
         "also without a new evaluation"
     )
     export_of(layout, 4)
-    assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
-    lines = base.read_lines(layout.lookups)
+    assert evaluated(layout).selection_overlaps == {"sweep of ranks": 4}
+    lines = base.read_lines(layout.test_set_uses)
     assert len(lines) == 2
-    assert {line["gate_set"] for line in lines} == {report.gate_set}
+    assert {line["test_set_digest"] for line in lines} == {report.test_set_digest}
 
 
 def test_the_candidate_against_itself(layout: ProjectLayout) -> None:
     report = EvaluationReport.load(layout.eval_report)
-    evaluate.evaluate_again(layout, SETTINGS, lambda _: None)
+    evaluate.evaluate_again(Project.from_parts(layout, SETTINGS), lambda _: None)
     files.verify_sealed(layout.noise, "noise")
     noise = EvaluationNoise.load(layout.noise / "noise.json")
     assert noise.contract == report.scores["candidate"].contract
@@ -225,8 +228,8 @@ def test_the_candidate_against_itself(layout: ProjectLayout) -> None:
 
 def test_bad_settings_are_refused_before_anything_is_scored(cold: ProjectLayout) -> None:
     for change, message in (
-        ({"evaluate.categories": ["colour"]}, "evaluate.categories: 'colour' is not kept"),
-        ({"evaluate.general.text": "nowhere.txt"}, "evaluate.general.text: no file nowhere.txt"),
+        ({"evaluate.slice_by": ["colour"]}, "evaluate.slice_by: 'colour' is not in prepare.extra_fields"),
+        ({"evaluate.general_text.file": "nowhere.txt"}, "evaluate.general_text.file: file nowhere.txt not found"),
         ({"evaluate.harness.tasks": ["nothing"]}, "evaluate.harness.tasks: no task 'nothing'"),
     ):
         with pytest.raises(SettingsError, match=message):
@@ -238,5 +241,7 @@ def test_bad_settings_are_refused_before_anything_is_scored(cold: ProjectLayout)
 def test_a_champion_of_another_base_needs_the_export(layout: ProjectLayout) -> None:
     keep_as_champion(layout, 1, with_adapter=False)
     shutil.rmtree(layout.export)
-    with pytest.raises(DataError, match=r"because the champion and anchor can be scored as plain weights only"):
+    with pytest.raises(
+        DataError, match=r"the champion and anchor has another base or form and can only be scored as plain weights"
+    ):
         evaluated(layout)

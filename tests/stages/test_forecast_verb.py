@@ -17,8 +17,10 @@ from forecast_verb_cases import (
     config,  # noqa: F401 (a fixture)
     lines,
 )
+from ratchet.cli.forecast import BLOCKS, format_forecast
 from ratchet.config import units
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import model_spec
@@ -50,14 +52,15 @@ def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, kno
     assert any("No data is prepared: rows of 64 tokens, 50%" in note for note in written.notes)
     limits = forecast.find_largest_sizes(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
     assert known["largest"] == {
-        "micro_batch_rows": limits.micro_batch_rows, "row_tokens": limits.row_tokens, "rank": limits.rank,
+        "micro_batch_size": limits.micro_batch_size, "row_tokens": limits.row_tokens, "rank": limits.rank,
     }  # fmt: skip
 
 
 def test_the_json_has_the_same_keys_whatever_is_known(config: Path, known: dict[str, Any]) -> None:
     unknown = asked(config)
     assert list(known) == list(unknown) == [
-        "format", "architecture", "peak_bytes", "peak_phase", "available_bytes", "fits", "largest", "forecast",
+        "format", "architecture", "forecast", "peak_bytes", "peak_phase", "needed_bytes", "available_bytes", "fits",
+        "largest", "packed", "local_ranks",
     ]  # fmt: skip
     assert (known["architecture"], known["available_bytes"], known["fits"]) == ("LlamaForCausalLM", 24 * 2**30, True)
     assert (unknown["available_bytes"], unknown["fits"], unknown["largest"]) == (None, None, None)
@@ -89,13 +92,13 @@ def test_the_table_holds_every_part_of_every_phase(config: Path) -> None:
 def test_bars_are_on_one_scale_and_every_block_is_explained(config: Path) -> None:
     found = MemoryForecast.model_validate(asked(config, tokens=4096, rows=8)["forecast"])
     text = lines(config, tokens=4096, rows=8)
-    bars = {line[:11].strip(): line[11:71].rstrip() for line in text if line.endswith("iB") and line[11] in verb.BLOCKS}
+    bars = {line[:11].strip(): line[11:71].rstrip() for line in text if line.endswith("iB") and line[11] in BLOCKS}
     peak = found.peak.total_bytes
     assert {name: len(bar) for name, bar in bars.items()} == {
         phase.phase.replace("_", " "): round(60 * phase.total_bytes / peak) for phase in found.phases
     }
-    legend = " ".join(line for line in text if any(f"{block} " in line for block in verb.BLOCKS))
-    explained = {block for block in verb.BLOCKS if f"{block} " in legend}
+    legend = " ".join(line for line in text if any(f"{block} " in line for block in BLOCKS))
+    explained = {block for block in BLOCKS if f"{block} " in legend}
     assert set("".join(bars.values())) <= explained
     assert len({block for bar in bars.values() for block in bar}) > 2
 
@@ -122,12 +125,12 @@ def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(
     of_step = {phase["phase"]: phase["parts"] for phase in pair["phases"]}["steady"]
     assert of_step["communication"] >= 4 * pair["trainable_parameters"]
     assert "communication" not in str(alone["phases"])
-    gpus = Machine(gpus=2, micro_batch_rows=3)
-    nodes = Machine(gpus=1, nodes="2:4", rendezvous="host:1", micro_batch_rows=3)
+    gpus = Machine(gpus=2, micro_batch_size=3)
+    nodes = Machine(gpus=1, nodes="2:4", rendezvous="host:1", micro_batch_size=3)
     for machine in (gpus, nodes):
         found = asked(config, SETTINGS.model_copy(update={"machine": machine}))["forecast"]
         assert (found["ranks"], found["phases"]) == (2, pair["phases"]), "as settings say"
-    assert SETTINGS.train.batch_rows == 32
+    assert SETTINGS.train.batch_size == 32
     assert asked(config, ranks=16)["forecast"]["rows"] == 2
     assert asked(config, ranks=16, rows=3)["forecast"]["rows"] == 3, "rows that are asked for are taken"
 
@@ -139,14 +142,14 @@ def layout(prepared: Path) -> ProjectLayout:
 
 
 def test_rows_are_those_of_the_prepared_data(layout: ProjectLayout) -> None:
-    found = json.loads(verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, as_json=True)))["forecast"]
+    found = json.loads(verb.forecast(layout, tiny_project.SETTINGS, ON_GPU).model_dump_json())["forecast"]
     card = json.loads(layout.dataset_card.read_text(encoding="utf-8"))
-    assert found["rows"] == tiny_project.MACHINE.micro_batch_rows
+    assert found["rows"] == tiny_project.MACHINE.micro_batch_size
     assert found["row_tokens"] == card["lengths"]["train"]["greatest"]
     assert 1 <= found["learned_tokens"] < found["row_tokens"]
     assert not any("No data is prepared" in note for note in found["notes"])
     longer = json.loads(
-        verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, as_json=True, tokens=600, rows=2))
+        verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, tokens=600, rows=2)).model_dump_json()
     )["forecast"]
     assert (longer["rows"], longer["row_tokens"]) == (2, 600)
     share = found["learned_tokens"] / found["row_tokens"]
@@ -155,15 +158,15 @@ def test_rows_are_those_of_the_prepared_data(layout: ProjectLayout) -> None:
 
 def test_another_base_is_said_to_have_other_tokens(layout: ProjectLayout, config: Path) -> None:
     said = "Lengths of rows are those of the prepared data, in tokens of the project's own base."
-    assert said in verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, base=config))
-    assert said not in verb.forecast(layout, tiny_project.SETTINGS, ON_GPU)
+    assert said in format_forecast(verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, base=config)))
+    assert said not in format_forecast(verb.forecast(layout, tiny_project.SETTINGS, ON_GPU))
 
 
 def test_weights_are_never_read(layout: ProjectLayout, tmp_path: Path) -> None:
     shutil.copytree(layout.root, tmp_path / "project")
     copy = ProjectLayout(tmp_path / "project")
     (copy.tiny_model / "model.safetensors").unlink()
-    assert "LlamaForCausalLM" in verb.forecast(copy, tiny_project.SETTINGS, ON_GPU)
+    assert "LlamaForCausalLM" in format_forecast(verb.forecast(copy, tiny_project.SETTINGS, ON_GPU))
 
 
 def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_source(
@@ -171,11 +174,11 @@ def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_sour
 ) -> None:
     settings = Settings.model_validate({"base": {"source": str(config.parent)}})
     assert not project.base_card.exists()
-    assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
+    assert "LlamaForCausalLM" in format_forecast(verb.forecast(project, settings, ON_GPU))
     BaseCard(
         source="elsewhere", revision=None, digest="d" * 64, files={}, architecture="X", parameters=1, licence=None
     ).save(project.base_card)
-    assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
+    assert "LlamaForCausalLM" in format_forecast(verb.forecast(project, settings, ON_GPU))
 
 
 def test_without_a_base_the_message_names_the_way_to_give_one(project: ProjectLayout, tmp_path: Path) -> None:

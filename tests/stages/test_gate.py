@@ -9,15 +9,16 @@ import pytest
 
 import gate_cases as cases
 from gate_cases import CURRENT, Models, evidence, flipped, right, spread, with_noise
-from ratchet.config.evaluation import Evaluate, HarnessSettings
+from ratchet.config.evaluate import Evaluate, HarnessSettings
 from ratchet.config.gate import AtLeastRule, Gate, MustImproveRule, MustNotRegressRule
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, DataError, GateError
 from ratchet.gate import evidence as reading
 from ratchet.gate import test_set_reuse
 from ratchet.gate.decision import decide_verdict
 from ratchet.gate.evidence import GateEvidence
-from ratchet.stages.gate import check_verdict, gate, run_aa_test
+from ratchet.stages.gate import check_verdict, gate, measure_noise
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
@@ -41,7 +42,7 @@ NO_TASKS = {**cases.CONTRACTS["k1"], "tasks": {}}
 
 
 def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> GateEvidence:
-    plain = evidence(models, champion, tasks_now={}, forms=("adapter",))
+    plain = evidence(models, champion, current_task_digests={}, model_formats=("adapter",))
     return cases.with_report(plain, contracts={"k1": NO_TASKS})
 
 
@@ -69,7 +70,7 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     run = tracking.find_or_create("r1", 0)
     with tracking.connected() as client:
         client.set_terminated(run.info.run_id, "FINISHED")
-    text = gate(evaluated, SETTINGS)
+    text = gate(Project.from_parts(evaluated, SETTINGS))
     files.verify_sealed(evaluated.gate, "gate")
     verdict = Verdict.load(evaluated.verdict)
     assert verdict.decision == "PROMOTE"
@@ -81,12 +82,12 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     assert run.data.tags["ratchet.verdict"] == "PROMOTE"
     assert sent["verdict.json"].read_bytes() == evaluated.verdict.read_bytes()
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
-    assert check_verdict(evaluated, SETTINGS)[0]
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
 
     evaluated.mlflow_database.write_bytes(b"no database " * 100)  # costs no verdict; equal inputs give equal bytes
-    assert gate(evaluated, SETTINGS).startswith("PROMOTE: ")
+    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("PROMOTE: ")
     assert "not logged to MLflow" in capsys.readouterr().err
-    assert check_verdict(evaluated, SETTINGS)[0]
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
     assert evaluated.verdict.read_bytes() == sent["verdict.json"].read_bytes()
     assert evaluated.gate_page.read_bytes() == sent["gate.html"].read_bytes()
 
@@ -94,18 +95,18 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
 def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: ProjectLayout) -> None:
     worse: Models = {**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}
     cases.write(evaluated, found(worse))
-    assert gate(evaluated, SETTINGS).startswith("REJECT: model ")
-    passed, text = check_verdict(evaluated, SETTINGS)
+    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("REJECT: model ")
+    passed, text = check_verdict(Project.from_parts(evaluated, SETTINGS))
     assert not passed
     assert "FAIL" in text
 
 
 def test_look_ups_are_counted_against_the_budget(evaluated: ProjectLayout) -> None:
     for k in range(50):
-        test_set_reuse.record_look(evaluated, "9" * 64, f"model {k}", "run")
-    assert gate(evaluated, SETTINGS).startswith("HOLD: ")
+        test_set_reuse.record_test_set_use(evaluated, "9" * 64, f"model {k}", "run")
+    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("HOLD: ")
     verdict = Verdict.load(evaluated.verdict)
-    assert (verdict.lookups, verdict.reasons[-1].rule) == (51, "lookups")
+    assert (verdict.test_set_uses, verdict.reasons[-1].rule) == (51, "test_set_uses")
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -120,7 +121,12 @@ def test_evidence_is_read_as_it_was_written(project: ProjectLayout) -> None:
     assert (read.report, read.bundle, read.champion) == (made.report, made.bundle, made.champion)
     assert (read.noise, read.noise_samples) == (made.noise, made.noise_samples)
     assert {key: group for key, group in read.groups.items() if group} == groups
-    assert (read.lookups, read.tasks_now, read.repeated, read.forms) == (1, {"answers": "7"}, {}, ("adapter",))
+    assert (read.test_set_uses, read.current_task_digests, read.duplicate_samples, read.model_formats) == (
+        1,
+        {"answers": "7"},
+        {},
+        ("adapter",),
+    )
 
 
 def reseal(layout: ProjectLayout, name: str, rows: list[dict[str, Any]]) -> None:
@@ -136,15 +142,15 @@ SAMPLES = "samples/candidate/accuracy.jsonl"
 
 
 def decided(layout: ProjectLayout) -> Verdict:
-    gate(layout, SETTINGS)
+    gate(Project.from_parts(layout, SETTINGS))
     return Verdict.load(layout.verdict)
 
 
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([*ROWS, ROWS[0]], "s00000 appears twice"),
-        (ROWS[1:], "the report has 200 samples, 199 lie beside it"),
+        ([*ROWS, ROWS[0]], "s00000 occurs twice"),
+        (ROWS[1:], "the report has 200 samples, the file has 199"),
         ([{**ROWS[0], "value": float("nan")}, *ROWS[1:]], "s00000 is nan"),
     ],
     ids=["twice", "missing", "nan"],
@@ -154,7 +160,7 @@ def test_samples_that_mean_nothing_are_invalid(evaluated: ProjectLayout, rows: l
     verdict = decided(evaluated)
     assert verdict.decision == "INVALID"
     assert any(says in one.text for one in verdict.reasons)
-    assert not check_verdict(evaluated, SETTINGS)[0]
+    assert not check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
 
 
 def test_samples_in_another_order_change_nothing(evaluated: ProjectLayout) -> None:
@@ -167,25 +173,25 @@ def test_samples_that_are_damaged_are_refused(evaluated: ProjectLayout) -> None:
     path = evaluated.evaluate / SAMPLES
     path.write_text(path.read_text(encoding="utf-8").replace("0.0", "1.0"), encoding="utf-8")
     with pytest.raises(DamagedFileError, match="content differs from the manifest"):
-        gate(evaluated, SETTINGS)
+        gate(Project.from_parts(evaluated, SETTINGS))
     reseal(evaluated, SAMPLES, [*ROWS[:3], {"id": 7}])
-    with pytest.raises(DamagedFileError, match=r"accuracy\.jsonl:4: not a SampleScore"):
-        gate(evaluated, SETTINGS)
+    with pytest.raises(DamagedFileError, match=r"accuracy\.jsonl:4: not a valid SampleScore"):
+        gate(Project.from_parts(evaluated, SETTINGS))
     assert not evaluated.verdict.exists()
 
 
 def test_the_stages_before_must_have_run(project: ProjectLayout) -> None:
     with pytest.raises(DataError, match="dvc repro evaluate"):
-        gate(project, SETTINGS)
+        gate(Project.from_parts(project, SETTINGS))
     with pytest.raises(GateError, match="no verdict yet"):
-        check_verdict(project, SETTINGS)
+        check_verdict(Project.from_parts(project, SETTINGS))
 
 
 def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: ProjectLayout) -> None:
     settings = SETTINGS.model_copy(update={"evaluate": Evaluate(harness=HarnessSettings(tasks=("answers",)))})
     files.make_directory(evaluated.tasks)
     (evaluated.tasks / "answers.yaml").write_text("task: answers\n", encoding="utf-8")
-    assert gate(evaluated, settings).startswith("INVALID: ")
+    assert gate(Project.from_parts(evaluated, settings)).startswith("INVALID: ")
     assert Verdict.load(evaluated.verdict).reasons[0].rule == "tasks"
 
 
@@ -201,7 +207,7 @@ FOUND: dict[str, GateEvidence] = {
     "PROMOTE": found(),
     "HOLD": found({**MODELS, "candidate": {"accuracy": flipped(right(60), 8, 6), "answer_loss": spread(1.0)}}),
     "REJECT": found({**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}),
-    "INVALID": cases.with_report(found(), chosen_by={"a sweep": 3}),
+    "INVALID": cases.with_report(found(), selection_overlaps={"a sweep": 3}),
 }
 
 
@@ -209,7 +215,7 @@ FOUND: dict[str, GateEvidence] = {
 def test_only_promote_passes_the_check(project: ProjectLayout, decision: str) -> None:
     cases.write(project, FOUND[decision])
     sealed(project, decide_verdict(FOUND[decision], SETTINGS.gate))
-    was, text = check_verdict(project, SETTINGS)
+    was, text = check_verdict(Project.from_parts(project, SETTINGS))
     assert was is (decision == "PROMOTE")
     assert text.startswith(f"{decision}: ")
 
@@ -221,21 +227,21 @@ def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: ProjectLay
     rules = (*SETTINGS.gate.rules[1:], stricter)
     settings = SETTINGS.model_copy(update={"gate": SETTINGS.gate.model_copy(update={"rules": rules})})
     with pytest.raises(
-        GateError, match=r"says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT \(at_least"
+        GateError, match=r"has PROMOTE, but the current rules, tasks and test set uses give REJECT \(at_least"
     ):
-        check_verdict(project, settings)
+        check_verdict(Project.from_parts(project, settings))
 
 
 def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: ProjectLayout) -> None:
     cases.write(project, FOUND["HOLD"])
     hold = decide_verdict(FOUND["HOLD"], SETTINGS.gate)
     sealed(project, hold.model_copy(update={"decision": "PROMOTE"}))
-    with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is HOLD"):
-        check_verdict(project, SETTINGS)
+    with pytest.raises(GateError, match="has PROMOTE, but the current rules, tasks and test set uses give HOLD"):
+        check_verdict(Project.from_parts(project, SETTINGS))
     sealed(project, hold)
     hold.model_copy(update={"decision": "PROMOTE"}).save(project.verdict)
     with pytest.raises(DamagedFileError, match="manifest"):
-        check_verdict(project, SETTINGS)
+        check_verdict(Project.from_parts(project, SETTINGS))
 
 
 def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: ProjectLayout) -> None:
@@ -243,7 +249,7 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Proj
     sealed(project, decide_verdict(found(), SETTINGS.gate))
     cases.bundle(model_digest="8" * 64).save(project.bundle)
     with pytest.raises(GateError, match="earlier model, champion or anchor"):
-        check_verdict(project, SETTINGS)
+        check_verdict(Project.from_parts(project, SETTINGS))
     cases.bundle().save(project.bundle)
     for now, stale in (
         (ChampionFile(champion=cases.ITSELF, anchor=cases.ITSELF), False),  # promoted since, by this verdict
@@ -253,20 +259,20 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Proj
         now.save(project.champion)
         if stale:
             with pytest.raises(GateError, match="earlier model, champion or anchor"):
-                check_verdict(project, SETTINGS)
+                check_verdict(Project.from_parts(project, SETTINGS))
         else:
-            assert check_verdict(project, SETTINGS)[0]
+            assert check_verdict(Project.from_parts(project, SETTINGS))[0]
 
 
 def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: ProjectLayout) -> None:
     strict = SETTINGS.gate.model_copy(update={"rules": (AtLeastRule(rule="at_least", metric="accuracy", value=0.8),)})
-    assert gate(evaluated, SETTINGS.model_copy(update={"gate": strict})).startswith("HOLD: ")
-    text = gate(evaluated, SETTINGS)
+    assert gate(Project.from_parts(evaluated, SETTINGS.model_copy(update={"gate": strict}))).startswith("HOLD: ")
+    text = gate(Project.from_parts(evaluated, SETTINGS))
     assert text.startswith("PROMOTE: ")
-    assert "under other rules the gate said HOLD of this model on these samples" in text
-    assert Verdict.load(evaluated.verdict).judged_before == ("HOLD",)
-    assert Verdict.load(evaluated.verdict).lookups == 1, "it is one model that was looked at"
-    assert check_verdict(evaluated, SETTINGS)[0]
+    assert "under different rules the gate decided HOLD for this model on these samples" in text
+    assert Verdict.load(evaluated.verdict).earlier_decisions == ("HOLD",)
+    assert Verdict.load(evaluated.verdict).test_set_uses == 1, "it is one model that was looked at"
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ gate --aa
@@ -274,19 +280,19 @@ def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: Project
 
 def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(project: ProjectLayout) -> None:
     cases.write(project, found())
-    with pytest.raises(DataError, match="nothing was scored twice yet"):
-        run_aa_test(project, SETTINGS)
+    with pytest.raises(DataError, match="no model was scored twice yet"):
+        measure_noise(Project.from_parts(project, SETTINGS))
     cases.write(project, with_noise(found(), "accuracy", right(161), model_digest="8" * 64))
-    with pytest.raises(DataError, match="not what was evaluated"):
-        run_aa_test(project, SETTINGS)
+    with pytest.raises(DataError, match="not of the evaluated model"):
+        measure_noise(Project.from_parts(project, SETTINGS))
     cases.write(project, with_noise(found(), "accuracy", right(161)))
-    quiet, text = run_aa_test(project, SETTINGS)
+    quiet, text = measure_noise(Project.from_parts(project, SETTINGS))
     assert quiet
-    assert "the same model twice" in text
+    assert "the same model scored twice" in text
     loud = SETTINGS.gate.model_copy(
         update={"rules": (MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.001),)}
     )
-    assert not run_aa_test(project, SETTINGS.model_copy(update={"gate": loud}))[0]
+    assert not measure_noise(Project.from_parts(project, SETTINGS.model_copy(update={"gate": loud})))[0]
 
 
 def test_the_stage_needs_no_torch() -> None:

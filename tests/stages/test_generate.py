@@ -13,7 +13,7 @@ from generate_cases import (
     model,  # noqa: F401 (a fixture)
     prompts,  # noqa: F401 (a fixture)
 )
-from ratchet.cli import command_line
+from ratchet.cli.main import main
 from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.storage import digests
@@ -22,7 +22,7 @@ from scripted_endpoint import error, served
 
 
 def generate(layout: ProjectLayout, prompts: Path, *more: str) -> int:
-    return command_line.main(["--project", str(layout.root), "generate", str(prompts), *more])
+    return main(["--project", str(layout.root), "generate", str(prompts), *more])
 
 
 @pytest.mark.usefixtures("calm")
@@ -50,7 +50,7 @@ def test_from_prompts_to_a_file_and_once_more(
     generations.project_settings(layout, generations.with_generate(temperature=0.8))
     lines.write_bytes(lines.read_bytes() + b"\n")
     assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 2
-    assert "was changed since it was written" in capsys.readouterr().err
+    assert "changed since it was written" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("calm")
@@ -65,18 +65,18 @@ def test_refusals_leave_nothing_behind(
     cases = [
         ([str(tmp_path / "none.jsonl"), "--model", str(model), "--output", "x.jsonl"], "no such file"),
         ([str(prompts), "--model", str(model)], "--output: name a file"),
-        ([str(prompts), "--model", str(model), "--output", str(tmp_path / "a.csv")], "ends with neither of .jsonl"),
+        ([str(prompts), "--model", str(model), "--output", str(tmp_path / "a.csv")], "expected .jsonl or .parquet"),
         ([str(prompts), "--model", "gone", "--output", str(tmp_path / "a.jsonl")], "no such model"),
         ([str(prompts), "--model", str(model), "--output", str(stranger)], "not by `ratchet generate`"),
         ([str(prompts), "--model", str(model), "--stream", "--output", "x.jsonl"], "--stream writes no file"),
         ([str(prompts), "--model", "gone", "--output", str(stranger / "o.jsonl")], f"{stranger}: File exists"),
         ([str(prompts), "--model", "gone", "--output", f"{'n' * 252}.jsonl"], "File name too long"),
-        ([str(prompts), "--model", "gone", "--output", str(dangling)], "is a link that leads to nothing"),
+        ([str(prompts), "--model", "gone", "--output", str(dangling)], "found a broken link"),
         ([str(prompts), "--model", "gone", "--output", str(tmp_path / "card.jsonl")], "--output: its card"),
     ]
     before = sorted(tmp_path.iterdir())
     for words, expected in cases:
-        assert command_line.main(["--project", str(layout.root), "generate", *words]) == 2
+        assert main(["--project", str(layout.root), "generate", *words]) == 2
         assert expected in capsys.readouterr().err
     assert stranger.read_text(encoding="utf-8") == "mine\n"
     assert dangling.is_symlink() and sorted(tmp_path.iterdir()) == before
@@ -87,14 +87,16 @@ def test_refusals_leave_nothing_behind(
 def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
     layout: ProjectLayout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(tries=1)})
+    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(max_attempts=1)})
     generations.project_settings(layout, generations.SETTINGS.model_copy(update={"machine": machine}))
     with served(lambda *_: error(503, "busy")) as server:
         words = (layout, prompts, "--model", server.url, "--output", str(tmp_path / "a.jsonl"))
         assert generate(*words) == EXIT_INTERRUPTED
-    assert capsys.readouterr().err.endswith("; see to the server; repeat to go on (0 answers are kept)\n")
+    assert capsys.readouterr().err.endswith("; check the server; run it again to resume (0 answers are kept)\n")
     assert generate(*words) == EXIT_INTERRUPTED  # nobody is there to be asked which model it is: no run is begun
-    assert capsys.readouterr().err.endswith("1 try (machine.endpoint.tries); see to the server; repeat\n")
+    assert capsys.readouterr().err.endswith(
+        "1 attempt (machine.endpoint.max_attempts); check the server; run the command again\n"
+    )
 
 
 @pytest.mark.usefixtures("calm")

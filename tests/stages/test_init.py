@@ -13,9 +13,9 @@ from init_cases import (
     regressions,
     requests,
 )
-from ratchet.config.data import Prepare
+from ratchet.config.base import Base
 from ratchet.config.gate import ForgettingRule
-from ratchet.config.schema import Base
+from ratchet.config.prepare import Prepare
 from ratchet.registry.signing import keys
 from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import MirrorError
+from ratchet.errors import ReplicaError
 from ratchet.stages import machine_check
 from ratchet.stages.gpu_query import GpuDevice, GpuInventory
 from ratchet.stages.machine_check import MachineProbe, RequirementResult, TransferSpeed, parse_requirements
@@ -22,7 +22,7 @@ NONE = GpuInventory(trouble="libcuda.so.1 is not there")
 
 
 def unreachable() -> TransferSpeed:
-    raise MirrorError("the mirror cannot be reached")
+    raise ReplicaError("the replica cannot be reached")
 
 
 def findings(
@@ -90,10 +90,10 @@ def test_the_network_is_measured_once_and_only_when_asked_for(tmp_path: Path) ->
     assert len(measured) == 1
 
 
-def test_a_network_that_does_not_reach_the_mirror_is_not_good_enough(tmp_path: Path) -> None:
+def test_a_network_that_does_not_reach_the_replica_is_not_good_enough(tmp_path: Path) -> None:
     found = findings(tmp_path, "upload=20Mbps,cpus=1")
     assert (found["upload"].ok, found["cpus"].ok) == (False, True)
-    assert found["upload"].found == "the mirror cannot be reached"
+    assert found["upload"].found == "the replica cannot be reached"
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_project
-from ratchet.cli.command_line import main
-from ratchet.config.data import Prepare
-from ratchet.config.schema import Base, Settings
+from ratchet.cli.main import main
+from ratchet.config.base import Base
+from ratchet.config.prepare import Prepare
+from ratchet.config.settings import Settings
 from ratchet.data import token_files
-from ratchet.data.conversation import MASKED, Conversation
+from ratchet.data.conversation import IGNORE_INDEX, Conversation
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.models import base_model, tiny_model
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
@@ -66,7 +68,7 @@ def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[ProjectLayout
         chosen = Settings(base=Base(source=str(model), **(base_settings or {})), prepare=Prepare(**changes))
         tiny_project.save(layout, chosen)
         (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-        base.base(layout, chosen, lambda _: None)
+        base.base(Project.from_parts(layout, chosen))
         return layout, chosen
 
     return make
@@ -76,7 +78,7 @@ def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[ProjectLayout
 def prepared(project_of: Callable[..., tuple[ProjectLayout, Settings]]) -> Run:
     def run(rows: Any, **changes: Any) -> DatasetCard:
         layout, chosen = project_of(rows, **changes)
-        prepare(layout, chosen)
+        prepare(Project.from_parts(layout, chosen))
         files.verify_sealed(layout.data, "data")
         return balanced(layout)
 
@@ -113,7 +115,7 @@ def balanced(layout: ProjectLayout) -> DatasetCard:
         ids = written["id"][:]
         assert ids == sorted(ids)
         assert sum(map(len, written["input_ids"])) == card.lengths[name].total
-        trained = sum(label != MASKED for labels in written["labels"] for label in labels)
+        trained = sum(label != IGNORE_INDEX for labels in written["labels"] for label in labels)
         assert trained == card.lengths[name].trained
     page = layout.dataset_page.read_text(encoding="utf-8")
     assert f"{card.rows_in:,}" in page
@@ -202,12 +204,13 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
         ["data/raw/rows.jsonl:61: "],
     ),
     "truncated": (
-        rows_of(60) + LONG_ANSWERS, {"max_tokens": 90, "too_long": "truncate", "duplicates": {"near": None}},
+        rows_of(60) + LONG_ANSWERS, {"max_tokens": 90, "too_long": "truncate",
+            "deduplication": {"jaccard_threshold": None}},
         ["prepare.limits.truncated"],
     ),
     "shared instruction": (
         [{"prompt": f"{INSTRUCTION}: {WORDS[n % 17]} {n}", "response": f"answer {n % 5}"} for n in range(80)],
-        {"max_tokens": 400}, ["prepare.limits.near_duplicate", "raise prepare.duplicates.near"],
+        {"max_tokens": 400}, ["prepare.limits.near_duplicate", "raise prepare.deduplication.jaccard_threshold"],
     ),
 }  # fmt: skip
 
@@ -230,7 +233,7 @@ def test_near_duplicates_are_dropped_within_and_across_splits(prepared: Run, tmp
     layout = ProjectLayout(tmp_path / "project")
     seen = [prompt.removesuffix(" please") for name in SPLITS for prompt in prompts(layout, name)]
     assert len(seen) == len(set(seen)) == 80
-    kept = prepared([*originals, *near], max_tokens=400, duplicates={"near": None})
+    kept = prepared([*originals, *near], max_tokens=400, deduplication={"jaccard_threshold": None})
     assert kept.rows_out == 120
 
 
@@ -279,14 +282,14 @@ def test_a_harness_task_of_the_project_is_an_evaluation_set(
     )
     leakage = chosen.prepare.leakage.model_copy(update={"tasks": ("exam",)})
     chosen = chosen.model_copy(update={"prepare": chosen.prepare.model_copy(update={"leakage": leakage})})
-    prepare(layout, chosen)
+    prepare(Project.from_parts(layout, chosen))
     assert balanced(layout).leaks["exam"].rows == 12
 
 
 def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path: Path) -> None:
     rows = rows_of(60) + LONG_ANSWERS
     loose = {"truncated": None}
-    card = prepared(rows, max_tokens=90, too_long="truncate", limits=loose, duplicates={"near": None})
+    card = prepared(rows, max_tokens=90, too_long="truncate", limits=loose, deduplication={"jaccard_threshold": None})
     assert sum(cut.rows for cut in card.truncated.values()) == 8
     assert sum(cut.tokens for cut in card.truncated.values()) > 8 * 100
     layout = ProjectLayout(tmp_path / "project")
@@ -296,7 +299,7 @@ def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path
             *(token_files.open_split(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
         ):
             assert len(ids) <= 90
-            assert [label for label in labels if label != MASKED][-1] == end
+            assert [label for label in labels if label != IGNORE_INDEX][-1] == end
 
 
 def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
@@ -337,7 +340,7 @@ def test_adding_rows_moves_no_old_row(prepared: Run, tmp_path: Path) -> None:
 def test_equal_rows_give_equal_bytes_in_any_order_and_format(prepared: Run) -> None:
     rows = rows_of(90)
     first = prepared(rows)
-    assert first.source_cards["data/raw/rows.jsonl"].shape.startswith("columns prompt, response")
+    assert first.source_cards["data/raw/rows.jsonl"].record_schema.startswith("columns prompt, response")
     assert first.source_cards["data/raw/rows.jsonl"].rows == 90
     assert prepared(rows) == first  # the file was written again
     lines = "".join(json.dumps(row) + "\n" for row in reversed(rows)).encode()
@@ -363,9 +366,9 @@ def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Pat
         }
         for n in range(60)
     ]
-    every = prepared(rows, duplicates={"near": None})
-    last = prepared(rows, turns="last", duplicates={"near": None})
-    flagged = prepared(rows, turns="flagged", duplicates={"near": None})
+    every = prepared(rows, deduplication={"jaccard_threshold": None})
+    last = prepared(rows, turns="last", deduplication={"jaccard_threshold": None})
+    flagged = prepared(rows, turns="flagged", deduplication={"jaccard_threshold": None})
     counts = [sum(lengths.trained for lengths in card.lengths.values()) for card in (last, flagged, every)]
     assert counts[0] < counts[1] < counts[2]
     layout = ProjectLayout(tmp_path / "project")
@@ -384,11 +387,11 @@ def test_a_template_of_the_project_replaces_the_tokenizers(
         "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}",
     }
     layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
-    prepare(layout, chosen)
+    prepare(Project.from_parts(layout, chosen))
     card = balanced(layout)
     assert card.end_of_turn == "<|im_end|>"
     tokenizer = base_model.load_tokenizer(
-        base_model.locate(layout, base.BaseCard.load(layout.base_card)), layout.own_template
+        base_model.locate(layout, base.BaseCard.load(layout.base_card)), layout.chat_template
     )
     assert tokenizer.decode(token_files.open_split(layout.data, "train")["input_ids"][0]).startswith(
         "<|im_start|>user: "
@@ -404,7 +407,7 @@ def chat(n: int, **flags: Any) -> dict[str, Any]:
 
 def test_an_answer_flagged_not_to_be_learned_is_not_whatever_the_turns(prepared: Run) -> None:
     def trained(turns: str = "all", **flags: Any) -> int:
-        card = prepared([chat(n, **flags) for n in range(60)], turns=turns, duplicates={"near": None})
+        card = prepared([chat(n, **flags) for n in range(60)], turns=turns, deduplication={"jaccard_threshold": None})
         return sum(one.trained for one in card.lengths.values())
 
     last = trained("last")
@@ -445,10 +448,11 @@ TOOL = {"type": "function", "function": {"name": "clock", "parameters": {}}}
 NOTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
     "last question": (
         [{"messages": [*chat(n)["messages"], {"role": "user", "content": "?"}]} for n in range(60)],
-        {"duplicates": {"near": None}}, ["60 messages that come after the last answer"],
+        {"deduplication": {"jaccard_threshold": None}}, ["60 messages after the last answer"],
     ),
     "tools": (
-        [{**chat(n), "tools": [TOOL]} for n in range(60)], {"duplicates": {"near": None}}, ["leaves tools out"],
+        [{**chat(n), "tools": [TOOL]} for n in range(60)], {"deduplication": {"jaccard_threshold": None}},
+        ["omits tools"],
     ),
     "stratum of one row": (
         [{**row, "kind": "rare" if n == 0 else "often"} for n, row in enumerate(rows_of(60))],
@@ -471,8 +475,8 @@ def test_a_template_without_system_messages_is_noted(project_of: Callable[..., t
         "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     }
     layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
-    prepare(layout, chosen)
-    assert any("leaves system messages out" in note for note in balanced(layout).notes)
+    prepare(Project.from_parts(layout, chosen))
+    assert any("omits system messages" in note for note in balanced(layout).notes)
 
 
 def test_a_template_that_cuts_what_the_user_says_or_cannot_be_used_is_refused(
@@ -487,7 +491,7 @@ def test_a_template_that_cuts_what_the_user_says_or_cannot_be_used_is_refused(
     assert main(["--project", str(layout.root), "prepare"]) == 2
     message = capsys.readouterr().err
     assert "prepare.limits.refused" in message
-    assert "leaves out or changes what the user says" in message
+    assert "omits or changes a user message" in message
     (layout.raw / "chat.jinja").write_text("{% for m in messages %}", encoding="utf-8")
     assert main(["--project", str(layout.root), "base"]) == 2
     assert "data/raw/chat.jinja" in capsys.readouterr().err
@@ -499,7 +503,7 @@ def test_near_duplicates_with_another_label_are_noted(prepared: Run) -> None:
     card = prepared([*rows, *other], max_tokens=400, task="labels")
     assert card.near_duplicates is not None
     assert card.near_duplicates.contradicting == 6
-    assert any(note.startswith("6 near-duplicates were dropped whose label") for note in card.notes)
+    assert any(note.startswith("6 dropped near-duplicates have another label") for note in card.notes)
 
 
 def test_a_harness_task_that_cannot_be_loaded_is_one_message(

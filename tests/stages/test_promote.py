@@ -1,4 +1,4 @@
-"""Promotion and rollback: who is champion is never in doubt, whatever dies in between."""
+"""`ratchet promote` and `ratchet rollback`: registry, ledger and champion file always agree."""
 
 import os
 import sqlite3
@@ -10,8 +10,22 @@ from typing import Any
 
 import pytest
 
-from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
-from ratchet.config.gate import AtLeastRule, Gate, HookSettings
+from promotable import (
+    NAME,
+    SETTINGS,
+    accept_model,
+    list_champions,
+    read_ledger,
+    read_tree,
+    with_hooks,
+    write_outputs,
+    write_verdict,
+)
+from ratchet.cli.main import main
+from ratchet.cli.promote import format_promotion
+from ratchet.config import params_file
+from ratchet.config.gate import AtLeastRule, Gate
+from ratchet.config.promote import HookSettings
 from ratchet.errors import (
     ChampionError,
     DamagedFileError,
@@ -24,7 +38,8 @@ from ratchet.errors import (
 from ratchet.registry import promotion
 from ratchet.registry.model_store import FORCED, KIND
 from ratchet.registry.signing import keys, signature
-from ratchet.stages.promote import PromoteOptions, promote, rollback, run_smoke_test
+from ratchet.stages.project import Project
+from ratchet.stages.promote import PromoteOptions, PromotionResult, promote, rollback, run_smoke_test
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
@@ -49,20 +64,22 @@ def champion(layout: ProjectLayout) -> Champion:
 
 
 def promoted(layout: ProjectLayout, model: str) -> str:
-    model_digest = stage(layout, model)
-    promote(layout, SETTINGS)
+    model_digest = write_outputs(layout, model)
+    promote(Project.from_parts(layout, SETTINGS))
     return model_digest
 
 
-def test_a_promoted_model_is_kept_registered_and_named(tracked_project: ProjectLayout) -> None:
-    model_digest = stage(tracked_project, "a")
+def test_promote_stores_and_registers_the_model(tracked_project: ProjectLayout) -> None:
+    model_digest = write_outputs(tracked_project, "a")
     folder = tracked_project.promoted_model(model_digest)
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which is made again
-    text = promote(tracked_project, SETTINGS)
+    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    assert (result.champion.version, result.replaced, result.plan, result.warnings) == (1, None, (), ())
+    text = format_promotion(result, tracked_project)
     assert "version 1" in text
     assert "experiments/champion.json" in text
-    assert line(tracked_project) == ["a"]
+    assert list_champions(tracked_project) == ["a"]
     there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     served = {"MLmodel", "README.md", "requirements.txt", "python_env.yaml", "conda.yaml"}
     assert there - served == {
@@ -73,7 +90,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: ProjectL
     bundle = ModelBundle.load(folder / "bundle.json")
     assert bundle.verdict == digests.hash_file(folder / "verdict.json")
     assert bundle.evaluation == digests.hash_file(folder / "eval.json")
-    assert signature.check_signature(folder, tracked_project).by == keys.own_fingerprint(tracked_project)
+    assert signature.check_signature(folder, tracked_project).signer == keys.own_fingerprint(tracked_project)
     page = tracked_project.evidence / folder.name / "gate.html"  # it shows rows of the data: beside the model
     assert page.read_bytes() == tracked_project.gate_page.read_bytes()
     version = MlflowModelRegistry(tracked_project, NAME).version(1)
@@ -85,21 +102,23 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: ProjectL
         "ratchet.forced": "false", "ratchet.metric.accuracy": "0.95",
         "ratchet.metric.harness/odd_task/_/acc_none": "0.75", "ratchet.gate_page": page.as_uri(),
     }  # fmt: skip
-    [entry] = chain(tracked_project)
-    assert (entry.action, entry.by, entry.version, entry.before, entry.decision) == (
+    [entry] = read_ledger(tracked_project)
+    assert result.promotion == entry
+    assert (entry.action, entry.actor, entry.version, entry.previous_version, entry.decision) == (
         "promote",
         ACTOR,
         1,
         None,
         "PROMOTE",
     )
-    assert (entry.model_digest, entry.anchored, entry.forced) == (model_digest, True, False)
+    assert (entry.model_digest, entry.is_anchor, entry.forced) == (model_digest, True, False)
     assert version.tags["ratchet.event"] == entry.id
-    assert words_of(tracked_project, 1).startswith(f"Promoted on {entry.time} by {ACTOR}; the gate said PROMOTE.")
-    assert "accuracy 0.95" in words_of(tracked_project, 1)
+    description = f"Promoted on {entry.time} by {ACTOR}. Decision of the gate: PROMOTE."
+    assert description_of(tracked_project, 1).startswith(description)
+    assert "accuracy 0.95" in description_of(tracked_project, 1)
 
 
-def words_of(layout: ProjectLayout, version: int) -> str:
+def description_of(layout: ProjectLayout, version: int) -> str:
     from mlflow import MlflowClient
 
     return str(MlflowClient(f"sqlite:///{layout.mlflow_database}").get_model_version(NAME, str(version)).description)
@@ -107,42 +126,53 @@ def words_of(layout: ProjectLayout, version: int) -> str:
 
 def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_project: ProjectLayout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
-    judge(tracked_project, "HOLD")
-    before = tree(tracked_project.root)
-    assert "is champion already" in promote(tracked_project, SETTINGS)
-    assert tree(tracked_project.root) == before
+    write_verdict(tracked_project, "HOLD")
+    before = read_tree(tracked_project.root)
+    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    assert (result.promotion, result.notes) == (None, ())
+    assert "is champion already" in format_promotion(result, tracked_project)
+    assert read_tree(tracked_project.root) == before
 
-    judge(tracked_project, "PROMOTE")
+    write_verdict(tracked_project, "PROMOTE")
     weights = folder / "hf" / "model.safetensors"
     assert weights.stat().st_nlink == 1  # a copy: a program that writes into the export does not change the champion
     weights.write_bytes(b"flipped")
-    assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
+    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    assert "hf/model.safetensors" in format_promotion(result, tracked_project)
     files.verify_sealed(folder, KIND)
     signature.check_signature(folder, tracked_project)
 
-    stage(tracked_project, "b")  # replaces the export that the model was copied from
+    write_outputs(tracked_project, "b")  # replaces the export that the model was copied from
     files.verify_sealed(folder, KIND)
 
 
-def test_there_and_back_by_promotion_and_rollback(tracked_project: ProjectLayout) -> None:
+def test_promotions_and_rollbacks_in_turn(tracked_project: ProjectLayout) -> None:
     for model, expected in (("a", ["a"]), ("b", ["b", "a"]), ("a", ["a", "b"]), ("c", ["c", "a", "b"])):
         promoted(tracked_project, model)
-        assert line(tracked_project) == expected
+        assert list_champions(tracked_project) == expected
     assert len(MlflowModelRegistry(tracked_project, NAME).versions()) == 3
-    assert "version 1" in rollback(tracked_project, SETTINGS, None, check=works)
-    assert line(tracked_project) == ["a", "b"]
-    assert "already" in rollback(tracked_project, SETTINGS, 1, check=works)
-    rollback(tracked_project, SETTINGS, 2, check=works)
-    assert line(tracked_project) == ["b"]
+    result = rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+    assert (result.champion.version, result.replaced and result.replaced.version) == (1, 3)
+    assert "version 1" in format_promotion(result, tracked_project)
+    assert list_champions(tracked_project) == ["a", "b"]
+    result = rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+    assert result.promotion is None
+    assert "already" in format_promotion(result, tracked_project)
+    rollback(Project.from_parts(tracked_project, SETTINGS), 2, smoke_test=accept_model)
+    assert list_champions(tracked_project) == ["b"]
     with pytest.raises(ChampionError, match="no previous champion"):
-        rollback(tracked_project, SETTINGS, None, check=works)
-    rollback(tracked_project, SETTINGS, 3, check=works)  # a version that was champion once may come back by name
-    assert line(tracked_project) == ["c"]
+        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+    rollback(
+        Project.from_parts(tracked_project, SETTINGS), 3, smoke_test=accept_model
+    )  # a version that was champion once may come back by name
+    assert list_champions(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
-        rollback(tracked_project, SETTINGS, 9, check=works)
+        rollback(Project.from_parts(tracked_project, SETTINGS), 9, smoke_test=accept_model)
 
 
-def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: ProjectLayout) -> None:
+def test_rollback_refuses_a_model_that_is_damaged_missing_or_fails_the_smoke_test(
+    tracked_project: ProjectLayout,
+) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     promoted(tracked_project, "b")
 
@@ -150,67 +180,68 @@ def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project
         raise ChampionError(f"{model}: does not answer")
 
     with pytest.raises(ChampionError, match="does not answer"):
-        rollback(tracked_project, SETTINGS, None, check=silent)
+        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=silent)
     (folder / "hf" / "model.safetensors").write_bytes(b"weights of x")
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
-        rollback(tracked_project, SETTINGS, None, check=works)
+        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     (folder / files.MANIFEST).unlink()
     files.seal_directory(folder, KIND)  # sealed again, which needs no key; the signature does not fit
     with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
-        rollback(tracked_project, SETTINGS, None, check=works)
+        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     folder.rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
-        rollback(tracked_project, SETTINGS, None, check=works)
+        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     for options in (FORCE, PromoteOptions(anchor=True)):
-        with pytest.raises(SettingsError, match="are for `ratchet promote`"):
-            rollback(tracked_project, SETTINGS, None, options)
+        with pytest.raises(SettingsError, match="are options of `ratchet promote`"):
+            rollback(Project.from_parts(tracked_project, SETTINGS), None, options)
     file = read_champion(tracked_project.champion)
     assert (champion(tracked_project).version, [one.version for one in file.previous]) == (2, [1])
     assert MlflowModelRegistry(tracked_project, NAME).champion() == 2
 
 
 def write_over_verdict(layout: ProjectLayout) -> None:
-    stage(layout, "a", "HOLD")
+    write_outputs(layout, "a", "HOLD")
     text = layout.verdict.read_text(encoding="utf-8")
     layout.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
 
 
 def judge_another(layout: ProjectLayout, decision: str) -> None:
-    stage(layout, "a", decision)
-    judge(layout, decision, "e" * 64)
+    write_outputs(layout, "a", decision)
+    write_verdict(layout, decision, "e" * 64)
 
 
 def damage_export(layout: ProjectLayout, decision: str) -> None:
-    stage(layout, "a", decision)
+    write_outputs(layout, "a", decision)
     (layout.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
 
 
 def remove_page(layout: ProjectLayout) -> None:
-    stage(layout, "a")
+    write_outputs(layout, "a")
     layout.gate_page.unlink()
 
 
 def train_again(layout: ProjectLayout) -> None:
-    stage(layout, "a")
+    write_outputs(layout, "a")
     files.write_atomic(layout.adapter / "adapter_model.safetensors", "of a later training")
 
 
 def evaluate_without_export(layout: ProjectLayout) -> None:
-    stage(layout, "a")
+    write_outputs(layout, "a")
     report = EvaluationReport.load(layout.eval_report)
     report.model_copy(update={"model_digest": None}).save(layout.eval_report)
     files.seal_directory(layout.evaluate, "evaluation")
 
 
 def rejected(layout: ProjectLayout) -> None:
-    stage(layout, "a", "REJECT")
+    write_outputs(layout, "a", "REJECT")
 
 
 REFUSED: dict[str, tuple[Callable[[ProjectLayout], object], PromoteOptions, type[Exception], str]] = {
-    "HOLD": (lambda p: stage(p, "a", "HOLD"), PromoteOptions(), GateError, "HOLD:\n  undecided accuracy"),
+    "HOLD": (lambda p: write_outputs(p, "a", "HOLD"), PromoteOptions(), GateError, "HOLD:\n  undecided accuracy"),
     "REJECT": (rejected, PromoteOptions(), GateError, "REJECT:\n  fail +accuracy"),
     "INVALID": (
-        lambda p: stage(p, "a", "INVALID"), PromoteOptions(), GateError, "INVALID:\n  invalid +3 of the test rows",
+        lambda p: write_outputs(p, "a", "INVALID"), PromoteOptions(), GateError,
+        "INVALID:\n  invalid +3 test rows",
     ),
     "verdict written over": (write_over_verdict, PromoteOptions(), DamagedFileError, "manifest"),
     "verdict of another model": (
@@ -225,11 +256,11 @@ REFUSED: dict[str, tuple[Callable[[ProjectLayout], object], PromoteOptions, type
     "gate has not run": (lambda p: None, PromoteOptions(), DataError, "dvc repro gate"),
     "damaged export": (lambda p: damage_export(p, "PROMOTE"), PromoteOptions(), DamagedFileError, "content differs"),
     "damaged export, forced": (lambda p: damage_export(p, "REJECT"), FORCE, DamagedFileError, "content differs"),
-    "no page": (remove_page, PromoteOptions(), DataError, r"gate\.html: not there"),
-    "later adapter": (train_again, PromoteOptions(), DataError, "merged from; run `dvc repro`"),
-    "force without reason": (rejected, PromoteOptions(force=True), SettingsError, "--force wants a reason"),
-    "reason without force": (rejected, PromoteOptions(reason="because"), SettingsError, "--reason is for --force"),
-    "blank reason": (rejected, PromoteOptions(force=True, reason=" \n"), SettingsError, "--reason: is empty"),
+    "no page": (remove_page, PromoteOptions(), DataError, r"gate\.html: file not found"),
+    "later adapter": (train_again, PromoteOptions(), DataError, r"merged from another adapter .*; run `dvc repro`"),
+    "force without reason": (rejected, PromoteOptions(force=True), SettingsError, "--force needs a reason"),
+    "reason without force": (rejected, PromoteOptions(reason="because"), SettingsError, "--reason is only used"),
+    "blank reason": (rejected, PromoteOptions(force=True, reason=" \n"), SettingsError, "found an empty text"),
     "reason too long": (rejected, PromoteOptions(force=True, reason="x" * 2001), SettingsError, "2,001 characters"),
 }  # fmt: skip
 
@@ -239,35 +270,35 @@ def test_a_refused_promotion_changes_nothing(tracked_project: ProjectLayout, nam
     make, options, error, says = REFUSED[name]
     make(tracked_project)
     with pytest.raises(error, match=says):
-        promote(tracked_project, SETTINGS, options)
-    nothing_happened(tracked_project)
+        promote(Project.from_parts(tracked_project, SETTINGS), options)
+    assert_nothing_promoted(tracked_project)
 
 
-def test_no_promotion_by_a_verdict_of_other_rules_than_those_of_now(tracked_project: ProjectLayout) -> None:
-    stage(tracked_project, "a")
+def test_a_verdict_reached_by_other_rules_is_refused(tracked_project: ProjectLayout) -> None:
+    write_outputs(tracked_project, "a")
     stricter = Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.99),))
-    with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT"):
-        promote(tracked_project, SETTINGS.model_copy(update={"gate": stricter}))
-    nothing_happened(tracked_project)
+    with pytest.raises(GateError, match="has PROMOTE, but the current rules, tasks and test set uses give REJECT"):
+        promote(Project.from_parts(tracked_project, SETTINGS.model_copy(update={"gate": stricter})))
+    assert_nothing_promoted(tracked_project)
 
 
-def nothing_happened(layout: ProjectLayout) -> None:
+def assert_nothing_promoted(layout: ProjectLayout) -> None:
     assert not layout.champion.exists()
     assert not layout.models.exists()
     assert MlflowModelRegistry(layout, NAME).versions() == []
 
 
-def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: ProjectLayout) -> None:
+def test_a_verdict_against_an_earlier_champion_is_refused(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
-    stage(tracked_project, "b")
+    write_outputs(tracked_project, "b")
     for_b = Verdict.load(tracked_project.verdict)  # b was compared with a
     promoted(tracked_project, "c")
-    stage(tracked_project, "b")
+    write_outputs(tracked_project, "b")
     with files.sealed_directory(tracked_project.gate, "gate") as scratch:
         for_b.save(scratch / tracked_project.verdict.name)
     with pytest.raises(GateError, match=r"but the champion is now version 2 .*; run `dvc repro`"):
-        promote(tracked_project, SETTINGS)
-    assert line(tracked_project) == ["c", "a"]
+        promote(Project.from_parts(tracked_project, SETTINGS))
+    assert list_champions(tracked_project) == ["c", "a"]
 
 
 # --- the anchor -------------------------------------------------------------------------------------------------------
@@ -283,49 +314,52 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     assert anchor(tracked_project) == 1
-    judge(tracked_project, "PROMOTE")
-    promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))  # b is champion already, and becomes the anchor
+    write_verdict(tracked_project, "PROMOTE")
+    promote(
+        Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True)
+    )  # b is champion already, and becomes the anchor
     assert anchor(tracked_project) == 2
-    assert "already" in promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))
-    rollback(tracked_project, SETTINGS, 1, check=works)
+    result = promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True))
+    assert "already" in format_promotion(result, tracked_project)
+    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
     assert anchor(tracked_project) == 2
-    stage(tracked_project, "c")
-    promote(tracked_project, SETTINGS, PromoteOptions(anchor=True))
+    write_outputs(tracked_project, "c")
+    promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True))
     assert anchor(tracked_project) == 3
-    assert [entry.anchored for entry in chain(tracked_project)] == [True, False, True, False, True]
-    assert line(tracked_project) == ["c", "a"]
+    assert [entry.is_anchor for entry in read_ledger(tracked_project)] == [True, False, True, False, True]
+    assert list_champions(tracked_project) == ["c", "a"]
 
 
 # --- against the verdict ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "INVALID"])
-def test_force_overrules_decisions_and_is_not_noted_where_it_was_not_needed(
+def test_force_overrules_decisions_and_is_recorded_only_if_it_was_needed(
     tracked_project: ProjectLayout, decision: str
 ) -> None:
-    stage(tracked_project, "a", decision)
-    text = promote(tracked_project, SETTINGS, FORCE)
+    write_outputs(tracked_project, "a", decision)
+    text = format_promotion(promote(Project.from_parts(tracked_project, SETTINGS), FORCE), tracked_project)
     needed = decision != "PROMOTE"
     assert ("FORCED" in text) is needed
     assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
-    noted = ForcedPromotion.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    noted = ForcedPromotion.model_validate({"actor": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == (noted if needed else None)
-    [entry] = chain(tracked_project)
+    [entry] = read_ledger(tracked_project)
     assert (entry.forced, entry.reason) == (needed, FORCE.reason)
 
 
-def test_force_is_seen_wherever_the_model_is(tracked_project: ProjectLayout) -> None:
+def test_force_is_recorded_everywhere(tracked_project: ProjectLayout) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
     run = client.create_run(client.create_experiment(NAME), tags={"ratchet.run_id": "run-a"})
     decision = "REJECT"
-    a = stage(tracked_project, "a", decision)
-    text = promote(tracked_project, SETTINGS, FORCE)
+    a = write_outputs(tracked_project, "a", decision)
+    text = format_promotion(promote(Project.from_parts(tracked_project, SETTINGS), FORCE), tracked_project)
     assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
-    forced = ForcedPromotion.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    forced = ForcedPromotion.model_validate({"actor": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == forced
-    [entry] = chain(tracked_project)
+    [entry] = read_ledger(tracked_project)
     assert (entry.forced, entry.reason, entry.decision) == (True, FORCE.reason, decision)
     version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
@@ -334,21 +368,26 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: ProjectLayout) -> 
             "ratchet.forced": "true", "ratchet.forced_by": ACTOR, "ratchet.forced_reason": FORCE.reason,
             "ratchet.decision": decision, "ratchet.event": entry.id,
         }  # fmt: skip
-    assert words_of(tracked_project, 1).startswith(f"**FORCED** on {entry.time} by {ACTOR} although the gate said")
+    assert description_of(tracked_project, 1).startswith(
+        f"**FORCED** on {entry.time} by {ACTOR} despite the gate's decision"
+    )
     assert ForcedPromotion.load(tracked_project.promoted_model(a) / FORCED) == forced
     files.verify_sealed(tracked_project.promoted_model(a), KIND)
 
     promoted(tracked_project, "b")
     assert not champion(tracked_project).forced
-    assert "FORCED" in rollback(tracked_project, SETTINGS, 1, check=works)  # it comes back with its history
+    result = rollback(
+        Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model
+    )  # it is still marked as forced
+    assert "FORCED" in format_promotion(result, tracked_project)
     assert champion(tracked_project).forced == forced
-    stage(tracked_project, "b")
-    promote(tracked_project, SETTINGS, FORCE)
+    write_outputs(tracked_project, "b")
+    promote(Project.from_parts(tracked_project, SETTINGS), FORCE)
     promoted(tracked_project, "c")
-    rollback(tracked_project, SETTINGS, 2, check=works)
+    rollback(Project.from_parts(tracked_project, SETTINGS), 2, smoke_test=accept_model)
     files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
     MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=2)
-    rollback(tracked_project, SETTINGS, 1, check=works)
+    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
     assert champion(tracked_project).forced == forced
     promoted(tracked_project, "b")
     promoted(tracked_project, "a")  # this time with the gate's blessing
@@ -357,62 +396,85 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: ProjectLayout) -> 
     version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
     assert (version.tags["ratchet.forced"], version.tags["ratchet.decision"]) == ("false", "PROMOTE")
-    assert line(tracked_project)[0] == "a"
+    assert list_champions(tracked_project)[0] == "a"
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: ProjectLayout) -> None:
+def test_a_dry_run_changes_nothing_and_lists_every_step(tracked_project: ProjectLayout) -> None:
     settings = with_hooks(
         HookSettings(command=("touch", "told")), HookSettings(command=("true",), events=("rollback",))
     )
-    stage(tracked_project, "a", "REJECT")
+    write_outputs(tracked_project, "a", "REJECT")
     MlflowModelRegistry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
-    before = tree(tracked_project.root)
-    text = promote(tracked_project, settings, PromoteOptions(force=True, reason="try", dry_run=True))
+    before = read_tree(tracked_project.root)
+    hooked_project = Project.from_parts(tracked_project, settings)
+    result = promote(hooked_project, PromoteOptions(force=True, reason="try", dry_run=True))
+    assert (result.champion.version, result.promotion) == (0, None)
+    text = format_promotion(result, tracked_project)
     for part in (
-        "nothing was changed", "models/", "promotion.json", "register model", "from nowhere to a new version",
-        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED against REJECT",
-        "tell command touch",
+        "nothing was changed", "models/", "promotion.json", "register model", "from no version to a new version",
+        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED despite REJECT",
+        "call command touch",
     ):  # fmt: skip
         assert part in text
     assert "command true" not in text
-    after = tree(tracked_project.root)
+    after = read_tree(tracked_project.root)
     assert after.keys() - before.keys() == {"mlruns/promote.lock"}
     assert {name: after[name] for name in before} == before
     with pytest.raises(GateError, match="REJECT"):
-        promote(tracked_project, settings, PromoteOptions(dry_run=True))
+        promote(hooked_project, PromoteOptions(dry_run=True))
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
-    before = tree(tracked_project.root)
-    text = rollback(tracked_project, settings, None, PromoteOptions(dry_run=True, reason="slow"), works)
+    before = read_tree(tracked_project.root)
+    result = rollback(hooked_project, None, PromoteOptions(dry_run=True, reason="slow"), accept_model)
+    text = format_promotion(result, tracked_project)
     assert "from version 2 to version 1" in text
     assert "loads and answers" in text
-    assert tree(tracked_project.root) == before
+    assert read_tree(tracked_project.root) == before
 
 
 def test_a_dry_run_makes_no_folder(project: ProjectLayout) -> None:
-    stage(project, "a")
-    before = tree(project.root)
-    assert "a new version" in promote(project, SETTINGS, PromoteOptions(dry_run=True))
-    assert tree(project.root) == before
+    write_outputs(project, "a")
+    before = read_tree(project.root)
+    result = promote(Project.from_parts(project, SETTINGS), PromoteOptions(dry_run=True))
+    assert "a new version" in format_promotion(result, project)
+    assert read_tree(project.root) == before
     assert not project.mlruns.exists()
+
+
+def test_the_commands_print_the_records_as_json(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+
+    def run_json(*arguments: str) -> PromotionResult:
+        assert main(["--project", str(tracked_project.root), *arguments, "--json"]) == 0
+        return PromotionResult.model_validate_json(capsys.readouterr().out)
+
+    write_outputs(tracked_project, "a")
+    planned = run_json("promote", "--dry-run")
+    assert (planned.promotion, planned.champion.version, len(planned.plan)) == (None, 0, 7)
+    promoted_result = run_json("promote")
+    assert promoted_result.promotion == read_ledger(tracked_project)[-1]
+    assert promoted_result.champion == champion(tracked_project)
+    assert run_json("rollback", "1").promotion is None  # it is the champion
 
 
 # --- a registry that does not answer ----------------------------------------------------------------------------------
 
 
-def test_a_dead_mlflow_promotes_nothing(project: ProjectLayout) -> None:
-    stage(project, "a")
+def test_a_damaged_registry_promotes_nothing(project: ProjectLayout) -> None:
+    write_outputs(project, "a")
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"damaged" * 1000)
     with pytest.raises(TrackingError, match="not a database"):
-        promote(project, SETTINGS)
+        promote(Project.from_parts(project, SETTINGS))
     assert not project.champion.exists()
 
 
-def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
+def test_a_registry_that_is_locked_midway_leaves_nothing_half_done(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another SQLite writer takes the database right before a call of MLflow, and holds it."""
@@ -435,21 +497,21 @@ def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
         try:
             with monkeypatch.context() as patched, pytest.raises(TrackingError, match="database is locked"):
                 patched.setattr(MlflowClient, call, locked)
-                promote(tracked_project, SETTINGS)
+                promote(Project.from_parts(tracked_project, SETTINGS))
         finally:
             sqlalchemy.event.remove(*engines)
 
     promoted(tracked_project, "a")
     calls = {"b": "create_model_version", "c": "set_registered_model_alias", "d": "update_model_version"}
     for number, (model, call) in enumerate(calls.items(), start=2):
-        stage(tracked_project, model)
+        write_outputs(tracked_project, model)
         promote_locked(call)
-        promote(tracked_project, SETTINGS)
-        assert line(tracked_project)[0] == model
+        promote(Project.from_parts(tracked_project, SETTINGS))
+        assert list_champions(tracked_project)[0] == model
         versions = MlflowModelRegistry(tracked_project, NAME).versions()
-        assert len(versions) == len(chain(tracked_project)) == number
+        assert len(versions) == len(read_ledger(tracked_project)) == number
         assert all("ratchet.event" in version.tags for version in versions)
-    assert line(tracked_project) == ["d", "c", "b", "a"]
+    assert list_champions(tracked_project) == ["d", "c", "b", "a"]
 
 
 def test_a_fresh_clone_says_where_the_registry_is(tracked_project: ProjectLayout) -> None:
@@ -457,14 +519,12 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: ProjectLayout
     promoted(tracked_project, "b")
     tracked_project.mlruns.rename(tracked_project.root / "left on the other machine")
     for command in ("promote", "rollback"):
-        with pytest.raises(ChampionError, match=r"names version 2 .*does not have.*copy it from"):
+        with pytest.raises(ChampionError, match=r"names version 2 .*is not in the registry.*copy it from"):
             run_command(command, tracked_project.root)
     assert not tracked_project.mlflow_database.exists()
 
 
-def test_a_new_registry_is_not_taken_for_the_old_one(
-    tracked_project: ProjectLayout, tmp_path: Path, mlflow_template: Path
-) -> None:
+def test_another_registry_is_recognized(tracked_project: ProjectLayout, tmp_path: Path, mlflow_template: Path) -> None:
     promoted(tracked_project, "a")
     clone = ProjectLayout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
     clone.mlruns.mkdir(parents=True)
@@ -472,34 +532,34 @@ def test_a_new_registry_is_not_taken_for_the_old_one(
     promoted(clone, "z")
     clone.champion.write_bytes(tracked_project.champion.read_bytes())
     clone.promotions.write_bytes(tracked_project.promotions.read_bytes())
-    stage(clone, "b")
-    with pytest.raises(ChampionError, match=r"version 1 .*which the registry in .* does not have"):
-        promote(clone, SETTINGS)
-    with pytest.raises(ChampionError, match="does not have"):
-        rollback(clone, SETTINGS, 1, check=works)
+    write_outputs(clone, "b")
+    with pytest.raises(ChampionError, match=r"version 1 .*which is not in the registry"):
+        promote(Project.from_parts(clone, SETTINGS))
+    with pytest.raises(ChampionError, match="is not in the registry"):
+        rollback(Project.from_parts(clone, SETTINGS), 1, smoke_test=accept_model)
 
 
-def test_disagreement_names_both_and_every_way_out_works(tracked_project: ProjectLayout) -> None:
+def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tracked_project: ProjectLayout) -> None:
     from mlflow import MlflowClient
 
     promoted(tracked_project, "a")
     MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
-    with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
-        promote(tracked_project, SETTINGS)
-    rollback(tracked_project, SETTINGS, 1, check=works)
-    assert line(tracked_project) == ["a"]
+    with pytest.raises(ChampionError, match=r"points to no version.*choose one: `ratchet rollback 1`"):
+        promote(Project.from_parts(tracked_project, SETTINGS))
+    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+    assert list_champions(tracked_project) == ["a"]
     promoted(tracked_project, "b")
     promoted(tracked_project, "c")
     for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
         state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
         MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
-        stage(tracked_project, "d")
+        write_outputs(tracked_project, "d")
         with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
-            promote(tracked_project, SETTINGS)
+            promote(Project.from_parts(tracked_project, SETTINGS))
         with pytest.raises(ChampionError, match="names version 3"):
-            rollback(tracked_project, SETTINGS, None, check=works)
-        rollback(tracked_project, SETTINGS, choice, check=works)
-        assert line(tracked_project) == expected
+            rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+        rollback(Project.from_parts(tracked_project, SETTINGS), choice, smoke_test=accept_model)
+        assert list_champions(tracked_project) == expected
         tracked_project.champion.write_bytes(state[0])
         tracked_project.promotions.write_bytes(state[1])
         MlflowModelRegistry(tracked_project, NAME).set_champion(3, expected=choice)
@@ -508,30 +568,29 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Projec
 # --- two at once ------------------------------------------------------------------------------------------------------
 
 
-def run_command(command: str, root: Path) -> str:
-    if command == "promote":
-        return promote(ProjectLayout(root), SETTINGS)
-    return rollback(ProjectLayout(root), SETTINGS, None, check=works)
+def run_command(command: str, root: Path) -> PromotionResult:
+    project = Project.from_parts(ProjectLayout(root), SETTINGS)
+    return promote(project) if command == "promote" else rollback(project, smoke_test=accept_model)
 
 
-def test_a_promotion_that_is_at_work_too_long_is_named(
+def test_another_promotion_that_takes_too_long_is_named(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(promotion, "LOCK_WAIT_S", 0.0)
-    stage(tracked_project, "a")
+    write_outputs(tracked_project, "a")
     with FileLock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
         for command in ("promote", "rollback"):
             with pytest.raises(LockHeldError, match=f"promotion is in use by process {os.getpid()}"):
                 run_command(command, tracked_project.root)
-    nothing_happened(tracked_project)
+    assert_nothing_promoted(tracked_project)
 
 
-def test_a_champion_who_came_in_between_is_not_overruled(
+def test_a_champion_promoted_meanwhile_is_not_replaced(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
-    stage(tracked_project, "c")
+    write_outputs(tracked_project, "c")
     before = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
     original = MlflowModelRegistry.ensure_version
 
@@ -541,24 +600,27 @@ def test_a_champion_who_came_in_between_is_not_overruled(
 
     with monkeypatch.context() as patched:
         patched.setattr(MlflowModelRegistry, "ensure_version", meanwhile)
-        with pytest.raises(ChampionError, match="moved from version 2 to version 1 meanwhile: somebody else promoted"):
-            promote(tracked_project, SETTINGS)
+        with pytest.raises(
+            ChampionError, match="moved from version 2 to version 1 since the decision: another promotion"
+        ):
+            promote(Project.from_parts(tracked_project, SETTINGS))
     assert (tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()) == before
-    assert not tracked_project.intent.exists()
+    assert not tracked_project.promotion_intent.exists()
     assert MlflowModelRegistry(tracked_project, NAME).champion() == 1
 
 
-def promote_and_tell(root: Path, by: str, answers: Any) -> None:
+def promote_and_report(root: Path, by: str, answers: Any) -> None:
     os.environ["RATCHET_ACTOR"] = by
     try:
-        answers.put((by, promote(ProjectLayout(root), SETTINGS)))
+        layout = ProjectLayout(root)
+        answers.put((by, format_promotion(promote(Project.from_parts(layout, SETTINGS)), layout)))
     except (ChampionError, GateError) as error:
         answers.put((by, str(error)))
 
 
 def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
     answers = processes.Queue()
-    racers = [processes.Process(target=promote_and_tell, args=(root, by, answers)) for by, root in roots.items()]
+    racers = [processes.Process(target=promote_and_report, args=(root, by, answers)) for by, root in roots.items()]
     for racer in racers:
         racer.start()
     told = dict(answers.get(timeout=60) for _ in racers)
@@ -568,12 +630,12 @@ def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
 
 
 def test_promotions_that_race_leave_one_version(tracked_project: ProjectLayout, processes: Any) -> None:
-    stage(tracked_project, "a")
+    write_outputs(tracked_project, "a")
     told = race(dict.fromkeys(("ada", "bob", "cid"), tracked_project.root), processes)
     assert sorted("champion now" in text for text in told.values()) == [False, False, True]
     assert sum("is champion already" in text for text in told.values()) == 2
-    assert line(tracked_project) == ["a"]
-    assert len(chain(tracked_project)) == len(MlflowModelRegistry(tracked_project, NAME).versions()) == 1
+    assert list_champions(tracked_project) == ["a"]
+    assert len(read_ledger(tracked_project)) == len(MlflowModelRegistry(tracked_project, NAME).versions()) == 1
 
 
 def test_two_promotions_of_different_models_have_one_winner(
@@ -583,14 +645,14 @@ def test_two_promotions_of_different_models_have_one_winner(
     other = ProjectLayout(tmp_path / "checkout of bob")
     other.root.mkdir()
     other.mlruns.symlink_to(tracked_project.mlruns)
-    stage(tracked_project, "a")
-    stage(other, "b")
+    write_outputs(tracked_project, "a")
+    write_outputs(other, "b")
     told = race({"ada": tracked_project.root, "bob": other.root}, processes)
     [winner] = [by for by, text in told.items() if "champion now" in text]
     [loser] = told.keys() - {winner}
-    assert f"the registry's alias is at version 1, promoted by {winner}: somebody promoted from another" in told[loser]
+    assert f"the registry's alias points to version 1, promoted by {winner}. Either another checkout" in told[loser]
     won, lost = (tracked_project, other) if winner == "ada" else (other, tracked_project)
-    assert line(won) == ["a" if winner == "ada" else "b"]
+    assert list_champions(won) == ["a" if winner == "ada" else "b"]
     assert not lost.champion.exists()
     assert not lost.promotions.exists()
 
@@ -598,7 +660,9 @@ def test_two_promotions_of_different_models_have_one_winner(
 # --- the smoke test ---------------------------------------------------------------------------------------------------
 
 
-def test_smoke_loads_a_real_model_and_refuses_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smoke_test_loads_a_real_model_and_refuses_a_broken_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -638,9 +702,7 @@ def test_smoke_loads_a_real_model_and_refuses_a_broken_one(tmp_path: Path, capsy
     assert "OSError" in capsys.readouterr().err
 
 
-def test_the_smoke_test_runs_in_a_fresh_process_and_its_failure_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smoke_test_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = tmp_path / "python"  # stands for the interpreter, which needs ten seconds to say the same
     said.write_text(f"#!/bin/sh\necho $* > '{tmp_path}/arguments'\n")
     said.chmod(0o755)
@@ -649,42 +711,52 @@ def test_the_smoke_test_runs_in_a_fresh_process_and_its_failure_is_refused(
     assert (tmp_path / "arguments").read_text().split() == ["-m", "ratchet.models.smoke_test", str(tmp_path / "model")]
     said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
     with pytest.raises(
-        ChampionError, match=r"model: does not load and answer \(OSError: no weights\); champion is unch"
+        ChampionError, match=r"model: does not load and answer \(OSError: no weights\); the champion is unch"
     ):
         run_smoke_test(tmp_path / "model")
 
 
-def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project: ProjectLayout) -> None:
+def test_a_model_that_was_rolled_back_needs_force(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
-    rollback(tracked_project, SETTINGS, None, PromoteOptions(reason="bad in production"), check=works)
-    stage(tracked_project, "b")
+    rollback(
+        Project.from_parts(tracked_project, SETTINGS),
+        None,
+        PromoteOptions(reason="bad in production"),
+        smoke_test=accept_model,
+    )
+    write_outputs(tracked_project, "b")
     with pytest.raises(GateError, match=r"was rolled back on .* \(bad in production\); .*--force --reason"):
-        promote(tracked_project, SETTINGS)
-    assert line(tracked_project) == ["a"]
-    text = promote(tracked_project, SETTINGS, PromoteOptions(force=True, reason="it was the load balancer"))
+        promote(Project.from_parts(tracked_project, SETTINGS))
+    assert list_champions(tracked_project) == ["a"]
+    result = promote(
+        Project.from_parts(tracked_project, SETTINGS), PromoteOptions(force=True, reason="it was the load balancer")
+    )
+    text = format_promotion(result, tracked_project)
     assert "FORCED by" in text
-    assert "although it was rolled back: it was the load balancer" in text
-    assert line(tracked_project) == ["b", "a"]
+    assert "although it was rolled back before: it was the load balancer" in text
+    assert list_champions(tracked_project) == ["b", "a"]
     assert champion(tracked_project).forced is not None
 
 
 def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: ProjectLayout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
-    first = signature.check_signature(folder, tracked_project).by
+    first = signature.check_signature(folder, tracked_project).signer
     now = champion(tracked_project)
     same = f"version 1 (model {now.model_digest[:12]}, run {now.run_id}) is champion already"
-    assert promote(tracked_project, SETTINGS) == same
+    assert format_promotion(promote(Project.from_parts(tracked_project, SETTINGS)), tracked_project) == same
     keys.revoke_trust(tracked_project, first, "the laptop was lost")
     tracked_project.private_key.unlink()
     with pytest.raises(SettingsError, match="the laptop was lost"):
         signature.check_signature(folder, tracked_project)
     with pytest.raises(SettingsError, match="ratchet keys --new"):
-        promote(tracked_project, SETTINGS)
+        promote(Project.from_parts(tracked_project, SETTINGS))
     made = keys.create_key_pair(tracked_project).fingerprint
-    assert "the laptop was lost" in promote(tracked_project, SETTINGS, PromoteOptions(dry_run=True))
+    result = promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(dry_run=True))
+    assert "the laptop was lost" in format_promotion(result, tracked_project)
     with pytest.raises(SettingsError, match="the laptop was lost"):
         signature.check_signature(folder, tracked_project)
-    assert f"signed by key {made[:16]}" in promote(tracked_project, SETTINGS)
-    assert signature.check_signature(folder, tracked_project).by == made
-    assert len(chain(tracked_project)) == 1
+    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    assert f"signed by key {made[:16]}" in format_promotion(result, tracked_project)
+    assert signature.check_signature(folder, tracked_project).signer == made
+    assert len(read_ledger(tracked_project)) == 1

@@ -10,6 +10,7 @@ import tiny_project
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model, loading
+from ratchet.stages.project import Project
 from ratchet.stages.quantization_cost import measure_quantization
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -36,7 +37,7 @@ class Measured:
 @pytest.fixture(scope="module")
 def measured(project: ProjectLayout) -> Measured:
     lines: list[str] = []
-    text = measure_quantization(project, SETTINGS, lines.append)
+    text = measure_quantization(Project.from_parts(project, SETTINGS), lines.append)
     return Measured(QuantizationReport.load(project.quantization / "quantization.json"), text, lines)
 
 
@@ -59,7 +60,7 @@ def test_the_report_the_table_and_the_picture(project: ProjectLayout, measured: 
 @pytest.mark.usefixtures("measured")
 def test_equal_projects_give_equal_bytes(project: ProjectLayout) -> None:
     first = (project.quantization / "quantization.json").read_bytes()
-    measure_quantization(project, SETTINGS, lambda _: None)
+    measure_quantization(Project.from_parts(project, SETTINGS))
     assert (project.quantization / "quantization.json").read_bytes() == first
 
 
@@ -70,10 +71,10 @@ def test_data_that_is_gone_or_of_another_base_is_refused_and_the_report_stays(
     try:
         project.dataset_card.unlink()
         with pytest.raises(DataError, match="dvc repro prepare"):
-            measure_quantization(project, SETTINGS, lambda _: None)
+            measure_quantization(Project.from_parts(project, SETTINGS))
         project.dataset_card.write_text(json.dumps(json.loads(card) | {"base_digest": "another"}))
         with pytest.raises(BaseModelError, match="prepared for another base model"):
-            measure_quantization(project, SETTINGS, lambda _: None)
+            measure_quantization(Project.from_parts(project, SETTINGS))
     finally:
         project.dataset_card.write_text(card)
     assert QuantizationReport.load(project.quantization / "quantization.json") == measured.report
@@ -87,4 +88,4 @@ def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     card = BaseCard.load(layout.base_card)
     card.model_copy(update={"files": base_model.fingerprint(plain)}).save(layout.base_card)
     with pytest.raises(BaseModelError, match="is stored in nf4 already"):
-        measure_quantization(layout, SETTINGS, lambda _: None)
+        measure_quantization(Project.from_parts(layout, SETTINGS))

@@ -8,12 +8,13 @@ import gate_cases as cases
 import trained_runs
 from gate_cases import beside_champion as evaluate
 from page_reading import heard, read, section, table
-from ratchet.cli.command_line import main
+from ratchet.cli.main import main
 from ratchet.config.gate import Gate
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DataError, SettingsError
 from ratchet.reports.run_page import render_confusion_matrix
 from ratchet.runs.directory import RunPaths
+from ratchet.stages.project import Project
 from ratchet.stages.report import report
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -33,7 +34,7 @@ def trained(project: ProjectLayout) -> ProjectLayout:
 
 def reported(layout: ProjectLayout, name: str | None = None) -> tuple[str, str]:
     """What the terminal says, and the page."""
-    text = report(layout, SETTINGS, name, layout.root / "page.html")
+    text = report(Project.from_parts(layout, SETTINGS), name, layout.root / "page.html")
     return text, (layout.root / "page.html").read_text(encoding="utf-8")
 
 
@@ -50,7 +51,7 @@ def test_the_page_has_the_whole_training(trained: ProjectLayout) -> None:
     assert text.startswith(f"run {RUN}\n")
     figures = facts(page, "figures")
     assert figures["lowest validation loss"] == f"{ONE.validation_loss(60):.4f}"
-    assert (figures["attempts"], figures["steps done again"], figures["state"]) == ("2", "7", "finished")
+    assert (figures["attempts"], figures["repeated steps"], figures["state"]) == ("2", "7", "finished")
     assert facts(page, "settings")["train.rank"] == "8"
     assert facts(page, "settings")["base model"] == "acme/model"
     assert "37" in table(section(page, "events"), "Events")
@@ -101,7 +102,7 @@ def test_the_evaluation_is_shown_with_its_worst_samples(trained: ProjectLayout) 
     )
     rows = table(evaluation, "Differences on the same rows")
     assert rows["accuracytest rows"][0] == "✔ candidate is better than base"
-    assert table(evaluation, "The worst labels")["yes"][1:5] == ["0.500", "0.500", "0.500", "0.700"]
+    assert table(evaluation, "Worst labels")["yes"][1:5] == ["0.500", "0.500", "0.500", "0.700"]
     matrix = next(one for one in evaluation.iter("figure") if heard(one).startswith("Confusion matrix"))
     told = {heard(one.find("title")) for one in matrix.iter("rect") if one.find("title") is not None}  # type: ignore[arg-type]
     assert {"yes: 90 of 100 answered yes", "yes: 3 of 100 answered other"} <= told
@@ -153,13 +154,13 @@ def test_a_training_that_has_begun_has_a_page(project: ProjectLayout) -> None:
         assert facts(page, "figures")["state"] == "running"
     empty = Training(done=0).spec.run_id
     (project.runs / empty / "journal.jsonl").write_bytes(b"")
-    assert "It has not done a step." in reported(project, empty)[1]
+    assert "The run has not done a step." in reported(project, empty)[1]
 
 
 def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> None:
     one = Training(steps=20_000, spike=(7_777, 50.0))
     run_id = trained_runs.lay(project, one)
-    text = report(project, SETTINGS, None, None)
+    text = report(Project.from_parts(project, SETTINGS), None, None)
     page = project.pages / f"report-{run_id}.html"
     assert str(page) in text
     assert page.stat().st_size < 500_000
@@ -168,10 +169,10 @@ def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> No
 
 def test_what_has_no_report_is_refused(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no run yet"):
-        report(project, SETTINGS, None, None)
+        report(Project.from_parts(project, SETTINGS), None, None)
     trained_runs.lay(project, ONE)
     with pytest.raises(SettingsError, match="ratchet compare"):
-        report(project, SETTINGS, f"{RUN}+{RUN}", None)
+        report(Project.from_parts(project, SETTINGS), f"{RUN}+{RUN}", None)
     assert main(["--project", str(project.root), "report", "nobody"]) == 2
     assert "nothing of that name" in capsys.readouterr().err
     assert main(["--project", str(project.root), "report", RUN, "--output", str(Path(project.root))]) == 2

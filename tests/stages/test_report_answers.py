@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 import trained_runs
-from made_answers import of_labels, record, write
+from fake_answers import of_labels, record, write
 from page_reading import heard, read, section, table
-from ratchet.cli import command_line
-from ratchet.config.schema import Settings
+from ratchet.cli.main import main
+from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
+from ratchet.stages.project import Project
 from ratchet.stages.report import report
 from ratchet.storage.layout import ProjectLayout
 from trained_runs import Training
@@ -23,11 +24,11 @@ PNG = b"\x89PNG"
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
     """What the terminal says, and the page."""
     target = layout.root / "page.html"
-    return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
+    return report(Project.from_parts(layout, Settings()), str(path), target), target.read_text(encoding="utf-8")
 
 
 def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
-    path = write(project.root / "a.jsonl", of_labels(LABELS, 120), labels=LABELS, keep=["topic", "row"])
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 120), labels=LABELS, extra_fields=["topic", "row"])
     said, page = reported(project, path)
     figures = table(section(page, "figures"), "Figures")
     assert {"accuracy", "expected calibration error", "Brier score"} < set(figures)
@@ -35,13 +36,13 @@ def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
         told = re.search(rf"^  {re.escape(name)}(?: \(0 to 2\))? +(\d\.\d\d\d)\b", said, re.M)
         assert told is not None, name
         assert (value[: len(told[1])], n) == (told[1], "120"), name
-    assert set(table(section(page, "by-label"), "The worst labels")) == set(LABELS)
+    assert set(table(section(page, "by-label"), "Worst labels")) == set(LABELS)
     assert "Confusion matrix of 3 labels" in page
     [curves] = [one for one in section(page, "precision-and-recall").iter("svg") if one.get("role") == "img"]
     assert all(label in str(curves.get("aria-label")) for label in LABELS)
     [diagram] = section(page, "calibration").iter("svg")
     assert "expected calibration error" in str(diagram.get("aria-label"))
-    bins = table(section(page, "calibration"), "Calibration in numbers")
+    bins = table(section(page, "calibration"), "Calibration values")
     assert sum(int(cells[-1]) for cells in bins.values()) == 120
     assert set(table(section(page, "errors-by-category"), "Error rate by topic")) == {"even", "odd"}
     assert "All 120 answers are possible ones" in heard(section(page, "unparseable-answers"))
@@ -71,7 +72,7 @@ def test_pictures_lie_beside_the_page_that_they_belong_to(project: ProjectLayout
     assert not folder.exists()
 
     reported(project, labels)
-    report(project, Settings(), None, project.root / "page.html")  # of the training
+    report(Project.from_parts(project, Settings()), None, project.root / "page.html")  # of the training
     assert not folder.exists()
 
 
@@ -101,17 +102,17 @@ def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Projec
         (project.root / folder).mkdir()
     before = {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")}
     with pytest.raises(SettingsError, match=rf"--output.*{re.escape(name)}") as refused:
-        report(project, Settings(), str(path), project.root / name)
+        report(Project.from_parts(project, Settings()), str(path), project.root / name)
     assert ".partial" not in str(refused.value)
     assert {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")} == before
 
 
 def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", [record(0, "a", "b")])
-    report(project, Settings(), str(path), None)
+    report(Project.from_parts(project, Settings()), str(path), None)
     [page] = project.pages.glob("answers-*.html")
     before = page.read_bytes()
-    report(project, Settings(), str(path), None)
+    report(Project.from_parts(project, Settings()), str(path), None)
     assert page.read_bytes() == before
     _, first = reported(project, path)
     _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
@@ -130,18 +131,18 @@ def test_pictures_beside_no_page_stay(project: ProjectLayout) -> None:
 def test_a_file_that_is_no_output_of_generate(name: str, project: ProjectLayout) -> None:
     (project.root / "small.csv").write_text("a,b\n", encoding="utf-8")
     with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: no output of `ratchet generate`.*\.jsonl or"):
-        report(project, Settings(), name, None)
+        report(Project.from_parts(project, Settings()), name, None)
 
 
 def test_help_of_report_mentions_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command_line.main(["report", "--help"])
+        main(["report", "--help"])
     assert "answers judged" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_a_model_says_commands_nothing(project: ProjectLayout) -> None:
     records = [record(n, HOSTILE, "a", fields={"topic": HOSTILE}) for n in range(3)]
-    path = write(project.root / "a.jsonl", records, labels=("a", "b"), keep=["topic"])
+    path = write(project.root / "a.jsonl", records, labels=("a", "b"), extra_fields=["topic"])
     said, page = reported(project, path)
     assert "\x1b" not in said
     assert "\x1b" not in page
@@ -162,9 +163,9 @@ def test_samples_and_free_text_have_sections_of_their_own(project: ProjectLayout
 
 def test_an_output_that_is_not_there_writes_nothing(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError, match="no such file"):
-        report(project, Settings(), "gone.jsonl", None)
+        report(Project.from_parts(project, Settings()), "gone.jsonl", None)
     assert not project.pages.exists()
     stranger = project.root / "mine.jsonl"
     stranger.write_text("{}\n", encoding="utf-8")
-    assert command_line.main(["--project", str(project.root), "report", str(stranger)]) == 2
-    assert "no mine.jsonl.card.json lies beside it" in capsys.readouterr().err
+    assert main(["--project", str(project.root), "report", str(stranger)]) == 2
+    assert "mine.jsonl.card.json is missing" in capsys.readouterr().err

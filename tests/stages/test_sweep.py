@@ -7,7 +7,7 @@ import pytest
 
 import tiny_project
 import tiny_sweep
-from ratchet.cli.command_line import main
+from ratchet.cli.main import main
 from ratchet.config.sweep import PrunerSettings, SweepParameter
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
@@ -20,7 +20,7 @@ from sweep_cases import (
 
 def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectLayout) -> None:
     wanted = tiny_sweep.settings(trials=1, pruner=PrunerSettings(kind="none"))
-    machine = wanted.machine.model_copy(update={"mirror": "/a/folder/that/is/not/there"})  # which no trial asks
+    machine = wanted.machine.model_copy(update={"replica": "/a/folder/that/is/not/there"})  # which no trial asks
     tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)
     tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 2, sweep)
@@ -37,9 +37,9 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectL
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stderr
     first = tiny_sweep.report(project).trials[0]
-    assert (first.state, first.run_id, len(first.takes)) == ("complete", trial.run_id, 2)
+    assert (first.state, first.run_id, len(first.executions)) == ("complete", trial.run_id, 2)
     events = list(JournalReader(project.runs / str(trial.run_id) / "journal.jsonl").read())
-    [restart] = [event for event in events if event.kind == "ready" and event.attempt == 2]
+    [restart] = [event for event in events if event.kind == "worker_ready" and event.attempt == 2]
     assert restart.data["start_step"] == steps, "it did not go on from where it was stopped"
 
 

@@ -1,4 +1,4 @@
-"""`ratchet verify`: a whole project, its runs and single directories, before and after somebody flips a bit."""
+"""`ratchet verify`: a whole project, its runs and single directories, before and after a bit is flipped."""
 
 import json
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import snapshots
-from ratchet.cli.command_line import main
+from ratchet.cli.main import main
+from ratchet.cli.verify import format_verification
 from ratchet.errors import SettingsError
 from ratchet.registry.signing import keys, signature
 from ratchet.runs.directory import RESULT, Run, RunPaths
@@ -54,13 +55,13 @@ def whole(project: ProjectLayout, run: RunPaths) -> ProjectLayout:
 
 
 def lines(*paths: Path) -> tuple[bool, list[str]]:
-    found, text = verify(paths)
-    return found, text.splitlines()
+    report = verify(paths)
+    return report.is_intact, format_verification(report).splitlines()
 
 
 def test_a_whole_project_is_listed_thing_by_thing(whole: ProjectLayout, run: RunPaths) -> None:
     found, text = lines(whole.root)
-    assert found
+    assert found, text
     assert [line.split(str(whole.root))[1].split("  ")[:2] for line in text] == [
         ["/experiments/base", "base"],
         ["/experiments/data", "data"],
@@ -74,6 +75,10 @@ def test_a_whole_project_is_listed_thing_by_thing(whole: ProjectLayout, run: Run
         [f"/experiments/runs/{SPEC.run_id}/result", "result"],
     ]
     manifest = files.read_manifest(whole.base)
+    first = verify([whole.root]).findings[0]
+    assert (first.status, first.path, first.kind, first.digest, first.size_bytes) == (
+        "ok", whole.base, "base", manifest.digest, 200,
+    )  # fmt: skip
     assert text[0] == f"ok  {whole.base}  base  {manifest.digest[:12]}  200 bytes"
 
     found, text = lines(run.root, run.checkpoint(2), whole.data)  # each alone
@@ -135,22 +140,22 @@ OF_A_RUN: dict[str, tuple[Damage, str]] = {
     "manifest gone": (lambda run: (run.checkpoint(4) / files.MANIFEST).unlink(), r"step-00000004: not sealed"),
     "another kind": (
         lambda run: edit(run.checkpoint(4) / files.MANIFEST, b'"checkpoint"', b'"chackpoint"'),
-        r"step-00000004: sealed as 'chackpoint', expected 'checkpoint'",
+        r"step-00000004: found a sealed 'chackpoint'; expected 'checkpoint'",
     ),
     "best one gone": (
         lambda run: files.remove_sealed(run.checkpoint(2)),
-        r"step-00000004: state\.json: refers to the checkpoint of step 2, which is not there",
+        r"step-00000004: state\.json: refers to the checkpoint of step 2, which does not exist",
     ),
     "of another run": (other_run, r"step-00000004: identity\.json: belongs to another run, .* in data_digest"),
     "line of the journal": (
         lambda run: edit(run.journal, b'{"attempt"', b'{"att\x00mpt"'),
-        r"journal\.jsonl: 1 damaged line\(s\) beside 1 event",
+        r"journal\.jsonl: 1 damaged line\(s\) among 1 event",
     ),
     "journal gone": (lambda run: run.journal.unlink(), r"journal\.jsonl: missing"),
     "spec edited": (lambda run: edit(run.spec, b'"seed": 0', b'"seed": 1'), r"spec\.json: is the spec of run \w+, not"),
     "setting added to the spec": (add_setting, r"spec\.json: is the spec of run \w+, not"),
     "spec cut": (lambda run: os.truncate(run.spec, 20), r"spec\.json: unreadable"),
-    "spec a list": (lambda run: run.spec.write_text("[]"), r"spec\.json: not an object"),
+    "spec a list": (lambda run: run.spec.write_text("[]"), r"spec\.json: not a JSON object"),
     "newer version": (
         lambda run: files.write_json(run.format, {"format": 99}),
         r"written by a newer version of ratchet \(format 99",
@@ -208,7 +213,7 @@ def test_a_path_that_is_not_sealed_is_refused_before_anything_is_checked(whole: 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
     for name in ("nowhere", "folder", "file"):
-        with pytest.raises(SettingsError, match=rf"{name}: (not there|nothing that is sealed)"):
+        with pytest.raises(SettingsError, match=rf"{name}: (does not exist|contains nothing that can be checked)"):
             verify([whole.root, tmp_path / name])
 
 
@@ -216,7 +221,7 @@ def test_the_command_ends_with_0_or_2_and_does_not_load_torch(
     run: RunPaths, tmp_path: Path, calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = (
-        "import sys; from ratchet.cli.command_line import main\n"
+        "import sys; from ratchet.cli.main import main\n"
         "end = main(sys.argv[1:]); print('torch' in sys.modules); exit(end)"
     )
     command = [sys.executable, "-c", code, "verify", str(run.root)]
@@ -226,7 +231,10 @@ def test_the_command_ends_with_0_or_2_and_does_not_load_torch(
     flip(run.checkpoint(4) / "state.json")
     assert main(["verify", str(run.root)]) == 2
     assert sum(line.startswith("DAMAGED ") for line in capsys.readouterr().out.splitlines()) == 1
+    assert main(["verify", str(run.root), "--json"]) == 2
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["path"] for finding in findings if finding["status"] == "damaged"] == [str(run.checkpoint(4))]
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     wrong = capsys.readouterr().err
-    assert "not there" in wrong
+    assert "does not exist" in wrong
     assert "Traceback" not in wrong

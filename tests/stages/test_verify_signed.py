@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 import deployable
-from ratchet.errors import DataError, SettingsError
+from ratchet.cli.verify import format_verification
+from ratchet.errors import DataError, ProjectError, SettingsError
 from ratchet.registry import bundle_files
 from ratchet.registry.deployment import release
 from ratchet.registry.signing import keys, signature
 from ratchet.stages.deploy import DeployOptions, deploy
+from ratchet.stages.project import Project
 from ratchet.stages.verify import verify
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -31,8 +33,8 @@ def seal_again(folder: Path, kind: str = "model") -> None:
 
 
 def said(*paths: Path, **options: Path) -> tuple[bool, list[str]]:
-    whole, text = verify(paths, **options)
-    return whole, text.splitlines()
+    report = verify(paths, **options)
+    return report.is_intact, format_verification(report).splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Projec
     seal_again(folder)
     whole, lines = said(folder)
     assert not whole
-    assert lines[1] == f"UNSIGNED {folder}: not signed (no model.sig); promote the model again"
+    assert lines[1] == f"UNSIGNED {folder}: found no signature (model.sig); promote the model again"
     (folder / signature.SIGNATURE).write_bytes(signed)
     seal_again(folder)
     assert said(folder)[0]
@@ -70,11 +72,13 @@ def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Projec
     keys.revoke_trust(project, name, "stolen")
     whole, lines = said(folder)
     assert not whole
-    assert lines[1] == f"REVOKED {folder}: model.sig: signed by key {name[:16]}, which is revoked: stolen"
+    problem = f"signed by key {name[:16]}, which is revoked (stolen); promote the model again"
+    assert lines[1] == f"REVOKED {folder}: model.sig: {problem}"
     project.keyring.unlink()
     whole, lines = said(folder)
     assert not whole
-    assert lines[1].startswith(f"UNTRUSTED {folder}: model.sig: signed by key {name[:16]}, which is not trusted here")
+    problem = f"signed by key {name[:16]}, which this project does not trust"
+    assert lines[1].startswith(f"UNTRUSTED {folder}: model.sig: {problem}")
 
 
 def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: ProjectLayout) -> None:
@@ -101,7 +105,7 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
     name = own(project)[:16]
     whole, lines = said(copy)
     assert not whole
-    assert lines[1].startswith(f"UNTRUSTED {copy}: says that it is signed by key {name}, and no project here says")
+    assert lines[1].startswith(f"UNTRUSTED {copy}: claims to be signed by key {name}, but no project says")
     assert "--project DIR" in lines[1]
     assert "--public-key FILE" in lines[1]
     assert said(copy, project=project.root)[0]
@@ -115,9 +119,9 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
     whole, lines = said(copy, public_key=public)
     assert not whole
     assert lines[1].startswith(f"UNTRUSTED {copy}: model.sig: signed by key {name}")
-    with pytest.raises(SettingsError, match="no Ratchet project"):
+    with pytest.raises(ProjectError, match="no Ratchet project"):
         said(copy, project=tmp_path / "outside")
-    with pytest.raises(SettingsError, match="holds no public key"):
+    with pytest.raises(SettingsError, match="expected a public key in PEM format"):
         said(copy, public_key=copy / "bundle.json")
     monkeypatch.chdir(project.experiments)
     assert said(copy)[0]
@@ -142,12 +146,12 @@ def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLay
     for form in made:
         whole, lines = of_forms(*(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made))
         assert not whole
-        named = f"{bundle_files.artifact_path(form)}: form {form.name} of bundle.json is not the one that was"
+        named = f"{bundle_files.artifact_path(form)}: differs from format {form.name} in bundle.json"
         assert lines[1].startswith(f"DAMAGED {project.export}: {named}")
     _, lines = of_forms(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
-    assert "gguf/model-bf16.gguf: form gguf/bf16 of bundle.json is missing" in lines[1]
+    assert "gguf/model-bf16.gguf: missing; format gguf/bf16 is in bundle.json" in lines[1]
     _, lines = said(exported(project, told.model_copy(update={"model_digest": "0" * 64})))
-    assert "bundle.json: its model_digest is not that of its forms" in lines[1]
+    assert "bundle.json: model_digest does not match the digests of its formats" in lines[1]
     earlier = {"artifacts": (), "model_digest": "m" * 64}  # as an earlier version exported
     assert said(exported(project, told.model_copy(update=earlier)))[0]
 
@@ -162,7 +166,7 @@ def test_what_speaks_for_a_model_is_what_its_bundle_names(project: ProjectLayout
         signature.sign_folder(scratch, keys.load_signer(project))
     whole, lines = said(folder)
     assert not whole
-    assert f"{file}: is not the one that bundle.json names" in lines[1]
+    assert f"{file}: differs from its digest in bundle.json" in lines[1]
 
 
 def test_a_bundle_that_is_none_is_damage(project: ProjectLayout) -> None:
@@ -180,20 +184,20 @@ def test_what_was_deployed_is_compared_with_what_was_signed(project: ProjectLayo
     served = tmp_path / "served"
     served.mkdir()
     (served / release.OWNER).write_text("{}")
-    assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it"])
+    assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it yet"])
     (served / release.OWNER).unlink()
     promoted(project)
-    deploy(project, deployable.SETTINGS, served, DeployOptions(smoke=False))
+    deploy(Project.from_parts(project, deployable.SETTINGS), served, DeployOptions(smoke_test=False))
     target = (served / "current").resolve()
     whole, lines = said(served, project=project.root)
     assert whole
     assert lines[0].startswith(f"ok  {target}  release  ")
     assert lines[1] == f"ok  {target}/model.sig  signature  signed by key {own(project)[:16]} (trusted)"
     assert said(target, project=project.root) == (True, lines)
-    assert said(target)[1][1].startswith(f"UNTRUSTED {target}: says that it is signed by key ")
+    assert said(target)[1][1].startswith(f"UNTRUSTED {target}: claims to be signed by key ")
 
     (target / "gguf" / "model-q8_0.gguf").write_bytes(b"another model")
     seal_again(target, release.KIND)
     whole, lines = said(served, project=project.root)
     assert not whole
-    assert lines[1].startswith(f"DAMAGED {target}: gguf/model-q8_0.gguf: not as it was signed")
+    assert lines[1].startswith(f"DAMAGED {target}: gguf/model-q8_0.gguf: differs from the signed file")

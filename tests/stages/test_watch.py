@@ -1,12 +1,12 @@
-"""`ratchet watch`: real trainings of other processes, seen on a terminal of another's, in lines, and from a mirror."""
+"""`ratchet watch`: several runs, the latest run, missing runs, damaged runs."""
 
 import io
 from pathlib import Path
 
 import pytest
 
-from ratchet.cli.command_line import main
-from ratchet.config.schema import Machine
+from ratchet.cli.main import main
+from ratchet.config.machine import Machine
 from ratchet.errors import DataError, SettingsError
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.watch import WatchOptions, watch
@@ -20,7 +20,7 @@ def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     return stream.getvalue()
 
 
-def test_several_runs_are_shown_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ProjectLayout(tmp_path)
     names = [lay(layout, Training(seed=seed, done=40 + seed)) for seed in range(6)]
     table = shown(layout, *names)
@@ -34,32 +34,32 @@ def test_several_runs_are_shown_beside_each_other(tmp_path: Path, monkeypatch: p
     assert "\x1b" not in shown(layout, *names)  # a file gets no colours
 
 
-def test_where_none_is_trained_the_latest_run_is_shown(tmp_path: Path) -> None:
+def test_without_an_active_run_the_latest_is_shown(tmp_path: Path) -> None:
     layout = ProjectLayout(tmp_path)
     assert "no run in" in shown(layout)
     assert "no run in" in shown(layout, once=False)
     lay(layout, Training(seed=1))
     last = lay(layout, Training(seed=2))
-    told = shown(layout, once=False)
-    assert told.startswith(last)
-    assert len(told.splitlines()) == 1
+    text = shown(layout, once=False)
+    assert text.startswith(last)
+    assert len(text.splitlines()) == 1
 
 
-def test_what_is_not_there_is_refused_in_words(
+def test_missing_runs_replicas_and_projects_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = ProjectLayout(tmp_path)
     lay(layout, Training())
-    with pytest.raises(DataError, match="zzz: no run of that name"):
+    with pytest.raises(DataError, match="zzz: matches no run"):
         shown(layout, "zzz")
-    with pytest.raises(SettingsError, match="which one"):
-        watch(layout, Machine(), WatchOptions(mirror=True), io.StringIO())
+    with pytest.raises(SettingsError, match="no replica is set"):
+        watch(layout, Machine(), WatchOptions(replica=True), io.StringIO())
     monkeypatch.chdir(tmp_path)
     assert main(["watch"]) == 2
     assert "no params.yaml" in capsys.readouterr().err
 
 
-def test_a_damaged_run_is_drawn_all_the_same(tmp_path: Path) -> None:
+def test_a_damaged_run_is_drawn(tmp_path: Path) -> None:
     layout = ProjectLayout(tmp_path)
     paths = RunPaths(layout.runs / lay(layout, Training()))
     with paths.journal.open("ab") as stream:

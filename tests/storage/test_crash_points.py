@@ -1,6 +1,7 @@
-"""A machine that dies at every moment of a save, and a disk that fails at every operation of it.
+"""Machine crashes at every point of a save, and disk errors at every operation.
 
-Whatever happens, a run goes on from the checkpoint before or from the new one, each as it was made, to the last bit."""
+In every case a run resumes from the previous or the new checkpoint, bit-exact.
+"""
 
 import errno
 import os
@@ -75,7 +76,7 @@ def found(root: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_readers_see_the_old_or_the_new_without_an_instant_of_none(tmp_path: Path) -> None:
+def test_readers_always_see_the_old_or_the_new_version(tmp_path: Path) -> None:
     sealed(tmp_path, "old")
     there = []
     files.before = lambda operation, path: there.append((tmp_path / "x" / "a").exists())
@@ -84,7 +85,7 @@ def test_readers_see_the_old_or_the_new_without_an_instant_of_none(tmp_path: Pat
     assert all(there)
 
 
-def test_every_fsync_that_is_announced_is_done_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_announced_fsync_follows_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[str] = []
     done: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: done.append(str(Path(f"/proc/self/fd/{fd}").readlink())))
@@ -134,21 +135,21 @@ class Disk:
         self._all |= contents_now
         self._pending += self._differences(then)
         if self._fsynced is not None and not self.ignores_fsync:
-            self._settle(self._fsynced, contents_now)
+            self._commit(self._fsynced, contents_now)
         self._fsynced = path if operation == "fsync" else None
         self._count += 1
-        self._imagine()
+        self._build_images()
 
     def _scan(self) -> tuple[dict[int, dict[str, int]], dict[int, bytes]]:
         names: dict[int, dict[str, int]] = {}
         bytes_of: dict[int, bytes] = {}
         for folder, _, _ in os.walk(self.root):
-            number = self._keep(Path(folder))
-            names[number] = {entry.name: self._keep(entry) for entry in Path(folder).iterdir()}
+            number = self._store_content(Path(folder))
+            names[number] = {entry.name: self._store_content(entry) for entry in Path(folder).iterdir()}
             bytes_of |= {e.stat().st_ino: e.read_bytes() for e in Path(folder).iterdir() if e.is_file()}
         return names, bytes_of
 
-    def _keep(self, path: Path) -> int:
+    def _store_content(self, path: Path) -> int:
         """The inode of a path; held open, so that no other gets its number."""
         number = path.stat().st_ino
         if number not in self._open:
@@ -165,7 +166,7 @@ class Disk:
                 changes.append({(folder, name): new.get(name) for name in names})
         return changes
 
-    def _settle(self, path: Path, contents_now: dict[int, bytes]) -> None:
+    def _commit(self, path: Path, contents_now: dict[int, bytes]) -> None:
         number = path.stat().st_ino
         if number in contents_now:
             self._whole[number] = contents_now[number]
@@ -182,7 +183,7 @@ class Disk:
             else:
                 names.setdefault(folder, {})[name] = number
 
-    def _imagine(self) -> None:
+    def _build_images(self) -> None:
         """What a machine that dies now might find: nothing more than is certain, all, all but one, some."""
         pending, draw = self._pending, self._draw
         chosen = [[], list(pending)]
@@ -220,7 +221,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "first save"])
-def test_a_machine_that_dies_at_any_moment_finds_the_old_or_the_new(
+def test_after_a_machine_crash_at_any_point_the_old_or_the_new_version_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
 ) -> None:
     choose_disk(monkeypatch, name)
@@ -237,7 +238,7 @@ def test_a_machine_that_dies_at_any_moment_finds_the_old_or_the_new(
     assert problems == []
 
 
-def test_the_simulated_machine_does_lose_what_is_not_fsynced(
+def test_the_simulated_crash_loses_data_that_was_not_fsynced(
     tmp_path: Path, as_made: dict[int, dict[str, str]]
 ) -> None:
     scenario = SCENARIOS["save, link and rotate"]
@@ -252,7 +253,7 @@ def test_the_simulated_machine_does_lose_what_is_not_fsynced(
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_machine_that_dies_finds_the_old_or_the_new_file(
+def test_after_a_machine_crash_the_old_or_the_new_file_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     choose_disk(monkeypatch, name)
@@ -286,7 +287,7 @@ def fail_at(point: int, code: int, lasting: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_disk_that_fails_at_any_point_stops_the_save_and_nothing_else(
+def test_a_disk_error_at_any_point_stops_only_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
 ) -> None:
     choose_disk(monkeypatch, name)

@@ -1,6 +1,6 @@
-"""Sealed directories, atomic files and locks, with real processes that are killed at every step of their work.
+"""Sealed directories, atomic files and locks, with real processes that are killed at every operation.
 
-Deaths before every single operation, of processes and of whole machines, are in test_crash_points.py.
+test_crash_points.py kills processes and simulated machines during saves of checkpoints.
 """
 
 import errno
@@ -56,7 +56,7 @@ def test_a_sealed_directory_is_verified_and_described_by_its_manifest(tmp_path: 
     assert names(tmp_path / "deep") == ["out"]
 
 
-def test_the_digest_is_of_names_and_contents_alone(tmp_path: Path) -> None:
+def test_the_digest_depends_only_on_names_and_contents(tmp_path: Path) -> None:
     one = files.verify_sealed(make(tmp_path / "one"))
     same = files.verify_sealed(make(tmp_path / "same"))
     renamed = files.verify_sealed(make(tmp_path / "renamed", {"a.bin": b"first", "sub/c.bin": b"second"}))
@@ -72,7 +72,7 @@ def test_an_empty_directory_can_be_sealed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_an_error_inside_publishes_nothing_and_leaves_the_old_one(tmp_path: Path, error: type[BaseException]) -> None:
+def test_an_error_inside_the_context_keeps_the_old_directory(tmp_path: Path, error: type[BaseException]) -> None:
     def fail() -> None:
         with pytest.raises(error), files.sealed_directory(tmp_path / "out", KIND) as scratch:
             (scratch / "a.bin").write_bytes(b"half")
@@ -87,7 +87,7 @@ def test_an_error_inside_publishes_nothing_and_leaves_the_old_one(tmp_path: Path
     assert tree(tmp_path / "out") == before
 
 
-def test_a_new_one_replaces_the_old_one_whole_sealed_or_not(tmp_path: Path) -> None:
+def test_a_new_directory_replaces_an_old_one_completely(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "junk").write_bytes(b"junk")
     make(tmp_path / "out", {"old.bin": b"old", "same.bin": b"old"})
@@ -98,7 +98,7 @@ def test_a_new_one_replaces_the_old_one_whole_sealed_or_not(tmp_path: Path) -> N
     assert (tmp_path / "out" / "same.bin").read_bytes() == b"new"
 
 
-def test_files_of_known_digest_are_not_read_again(tmp_path: Path) -> None:
+def test_files_with_a_known_digest_are_not_read_again(tmp_path: Path) -> None:
     known: dict[str, files.Entry] = {}
     with files.sealed_directory(tmp_path / "out", KIND, known) as scratch:
         files.write_blocks(scratch / "a.bin", [[b"fi", b"rst"]])
@@ -112,7 +112,7 @@ def test_files_of_known_digest_are_not_read_again(tmp_path: Path) -> None:
         files.verify_sealed(tmp_path / "out")
 
 
-def test_every_change_of_the_disk_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_is_called_before_every_disk_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(files, "before", lambda operation, path: seen.append((operation, path.name)))
     make(tmp_path / "deep" / "out", {"a.bin": b"1", "sub/b.bin": b"2"})
@@ -134,7 +134,7 @@ def test_every_change_of_the_disk_is_announced(tmp_path: Path, monkeypatch: pyte
     assert sorted(seen[22:-1]) == [("unlink", name) for name in ("a.bin", "b.bin", "manifest.json", "sub")]
 
 
-def test_what_cannot_be_cleared_is_said_beside_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cleanup_is_noted_on_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(operation: files.Operation, path: Path) -> None:
         if operation in ("rename", "unlink"):
             raise OSError(30, "Read-only file system", str(path))
@@ -143,14 +143,14 @@ def test_what_cannot_be_cleared_is_said_beside_the_first_error(tmp_path: Path, m
     with pytest.raises(OSError, match="Read-only") as raised:
         make(tmp_path / "out")
     left = f".partial-out-{os.getpid()}"
-    assert any(left in note and "left behind until the next start" in note for note in raised.value.__notes__)
+    assert any(left in note and "the next start removes it" in note for note in raised.value.__notes__)
     assert names(tmp_path) == [left]
     monkeypatch.undo()
     make(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
 
-def test_attempts_of_a_similar_name_are_not_touched(tmp_path: Path) -> None:
+def test_partial_directories_of_similar_names_are_not_touched(tmp_path: Path) -> None:
     mine, other = tmp_path / f".partial-out-more-{os.getpid()}", tmp_path / f".partial-out-{os.getppid()}"
     dead = tmp_path / ".partial-out-999999999"
     for folder in (mine, other, dead):
@@ -159,7 +159,7 @@ def test_attempts_of_a_similar_name_are_not_touched(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([mine.name, other.name, "out"])
 
 
-def test_remove_partials_removes_or_restores_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
+def test_remove_partials_removes_or_restores_only_leftovers_of_killed_writers(tmp_path: Path) -> None:
     make(tmp_path / ".displaced-lost-123", {"a.bin": b"old"})
     make(tmp_path / ".displaced-there-123", {"a.bin": b"old"})
     make(tmp_path / "there", {"a.bin": b"new"})
@@ -174,11 +174,11 @@ def test_remove_partials_removes_or_restores_what_dead_writers_left_and_nothing_
     files.verify_sealed(tmp_path / "there")
 
 
-def test_room_on_the_disk_is_asked_for_with_some_to_spare(tmp_path: Path) -> None:
+def test_disk_space_is_required_with_a_reserve(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     free = room.f_bavail * room.f_frsize
     disk.require_space(tmp_path, 1)
-    with pytest.raises(OSError, match=r"bytes are to be written and 16,777,216 to stay free, but only") as raised:
+    with pytest.raises(OSError, match=r"bytes and 16,777,216 more in reserve, but only") as raised:
         disk.require_space(tmp_path, free + 2**40)
     assert raised.value.errno == errno.ENOSPC
     assert raised.value.filename == str(tmp_path)
@@ -219,35 +219,35 @@ def edit_manifest(**changes: object) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (flip_bit, r"a\.bin: content differs"),
-    "truncated file": (lambda t: os.truncate(t / "sub" / "b.bin", 3), r"b\.bin: 3 bytes, the manifest says 6"),
-    "emptied file": (lambda t: os.truncate(t / "a.bin", 0), r"a\.bin: 0 bytes, the manifest says 5"),
-    "grown file": (lambda t: (t / "a.bin").write_bytes(b"first!"), r"a\.bin: 6 bytes"),
+    "truncated file": (lambda t: os.truncate(t / "sub" / "b.bin", 3), r"b\.bin: found 3 bytes; expected 6"),
+    "emptied file": (lambda t: os.truncate(t / "a.bin", 0), r"a\.bin: found 0 bytes; expected 5"),
+    "grown file": (lambda t: (t / "a.bin").write_bytes(b"first!"), r"a\.bin: found 6 bytes"),
     "missing file": (lambda t: (t / "sub" / "b.bin").unlink(), r"sub/b\.bin: missing"),
     "file become a folder": (lambda t: ((t / "a.bin").unlink(), (t / "a.bin").mkdir()), r"a\.bin: missing"),
-    "extra file": (lambda t: (t / "sub" / "c.bin").write_bytes(b""), r"sub/c\.bin: not named in the manifest"),
-    "renamed file": (lambda t: (t / "a.bin").rename(t / "z.bin"), r"z\.bin: not named"),
+    "extra file": (lambda t: (t / "sub" / "c.bin").write_bytes(b""), r"sub/c\.bin: not in the manifest"),
+    "renamed file": (lambda t: (t / "a.bin").rename(t / "z.bin"), r"z\.bin: not in the manifest"),
     "missing manifest": (lambda t: (t / files.MANIFEST).unlink(), r"not sealed"),
-    "empty manifest": (lambda t: os.truncate(t / files.MANIFEST, 0), r"unreadable manifest"),
-    "truncated manifest": (lambda t: os.truncate(t / files.MANIFEST, 40), r"unreadable manifest"),
-    "binary manifest": (lambda t: (t / files.MANIFEST).write_bytes(b"\xff\x00\xfe"), r"unreadable manifest"),
-    "manifest that is a list": (lambda t: (t / files.MANIFEST).write_text("[]"), r"unreadable manifest"),
-    "manifest without files": (lambda t: (t / files.MANIFEST).write_text('{"format": 1}'), r"unreadable manifest"),
-    "manifest of a wrong shape": (edit_manifest(files={"a.bin": "sha"}), r"unreadable manifest"),
+    "empty manifest": (lambda t: os.truncate(t / files.MANIFEST, 0), r"invalid manifest"),
+    "truncated manifest": (lambda t: os.truncate(t / files.MANIFEST, 40), r"invalid manifest"),
+    "binary manifest": (lambda t: (t / files.MANIFEST).write_bytes(b"\xff\x00\xfe"), r"invalid manifest"),
+    "manifest that is a list": (lambda t: (t / files.MANIFEST).write_text("[]"), r"invalid manifest"),
+    "manifest without files": (lambda t: (t / files.MANIFEST).write_text('{"format": 1}'), r"invalid manifest"),
+    "manifest of a wrong shape": (edit_manifest(files={"a.bin": "sha"}), r"invalid manifest"),
     "newer format": (
         edit_manifest(format=2),
-        r"format 2, this version reads 1; use the version that wrote it",
+        r"found manifest format 2; expected 1; use the version that wrote it",
     ),
-    "a manifest of brackets": (lambda t: (t / files.MANIFEST).write_bytes(b"[" * 100_000), r"unreadable manifest"),
-    "a size beyond all": (edit_manifest(files={"a.bin": {"sha256": "x", "bytes": 1e999}}), r"unreadable manifest"),
+    "a manifest of brackets": (lambda t: (t / files.MANIFEST).write_bytes(b"[" * 100_000), r"invalid manifest"),
+    "a size beyond all": (edit_manifest(files={"a.bin": {"sha256": "x", "bytes": 1e999}}), r"invalid manifest"),
     "manifest become a folder": (
         lambda t: ((t / files.MANIFEST).unlink(), (t / files.MANIFEST).mkdir()),
         r"manifest\.json: cannot be read \(Is a directory\)",
     ),
     "a manifest without its last byte": (
         lambda t: os.truncate(t / files.MANIFEST, (t / files.MANIFEST).stat().st_size - 1),
-        r"unreadable manifest \(not the bytes that were written\)",
+        r"invalid manifest \(its bytes were changed\)",
     ),
-    "another kind": (edit_manifest(kind="other"), r"sealed as 'other', expected 'thing'"),
+    "another kind": (edit_manifest(kind="other"), r"found a sealed 'other'; expected 'thing'"),
     "everything gone": (lambda t: t.rename(t.with_name("elsewhere")), r"not sealed"),
 }
 
@@ -316,7 +316,7 @@ print(json.dumps(states))
 """
 
 
-def killed_everywhere(root: Path, work: str, prepare: str, state: str) -> list[tuple[int, str]]:
+def kill_at_every_operation(root: Path, work: str, prepare: str, state: str) -> list[tuple[int, str]]:
     """(exit code, state found) after a death before the 1st, 2nd, ... file operation; the last one survived."""
     code = KILLER
     for name, text in (("work", work), ("prepare", prepare), ("state", state)):
@@ -363,9 +363,9 @@ KILLED: dict[str, tuple[str, str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_a_process_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
+def test_a_process_killed_at_any_operation_leaves_the_old_or_the_new_version(tmp_path: Path, name: str) -> None:
     work, prepare, state, before, after = KILLED[name]
-    found = [state for _, state in killed_everywhere(tmp_path / "w", work, prepare, state)]
+    found = [state for _, state in kill_at_every_operation(tmp_path / "w", work, prepare, state)]
     assert len(found) > (10 if name == "publish" else 3)
     assert (found[0], found[-1]) == (before, after)
     assert set(found) == {before, after}
@@ -375,7 +375,7 @@ def test_a_process_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, nam
 # ------------------------------------------------------------------------------------------------------ atomic files
 
 
-def test_write_atomic_makes_folders_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_atomic_creates_folders_and_leaves_no_other_files(tmp_path: Path) -> None:
     files.write_atomic(tmp_path / "x" / "y" / "f", "grün")
     assert tree(tmp_path) == {"x/y/f": "grün".encode()}
     files.write_atomic(tmp_path / "x" / "y" / "f", b"\x00\xff")
@@ -386,7 +386,7 @@ def test_write_atomic_makes_folders_and_leaves_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_json_that_no_reader_could_take_is_not_written(tmp_path: Path, number: float) -> None:
+def test_json_with_nan_or_infinity_is_not_written(tmp_path: Path, number: float) -> None:
     files.write_json(tmp_path / "f.json", {"b": 1, "a": "ü"})
     assert (tmp_path / "f.json").read_text(encoding="utf-8") == '{\n  "a": "ü",\n  "b": 1\n}\n'
     with pytest.raises(ValueError, match="JSON"):
@@ -459,7 +459,7 @@ def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_
     lock = FileLock(tmp_path / "lock", "the run")
     with pytest.raises(LockHeldError, match=rf"the run is in use by process {holder.pid}\b.*kill {holder.pid}\b"):
         lock.acquire()
-    assert lock.held_elsewhere()
+    assert lock.is_held()
     with pytest.raises(RuntimeError, match="not held"):
         _ = lock.fd
     with pytest.raises(LockHeldError, match=f"process {holder.pid}"):
@@ -469,12 +469,12 @@ def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_
     holder.kill()
     holder.wait()
     assert (tmp_path / "lock").read_text() == f"{holder.pid}\n"
-    assert not lock.held_elsewhere()
+    assert not lock.is_held()
     with lock.acquire():
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_waiting_for_a_lock_ends_when_it_is_released(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     assert holder.stdin is not None
     waiter = "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
     waiter += "print('asks', flush=True); Lock(Path(sys.argv[1]), 'x').acquire(wait_s=60); print('has it')"
@@ -487,24 +487,24 @@ def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "
         assert process.stdout.readline() == "has it\n"
 
 
-def test_a_lock_is_free_before_and_after_and_asking_does_not_take_it(tmp_path: Path) -> None:
+def test_checking_a_lock_does_not_acquire_it(tmp_path: Path) -> None:
     lock, other = FileLock(tmp_path / "deep" / "lock", "it"), FileLock(tmp_path / "deep" / "lock", "it")
-    assert not other.held_elsewhere()
+    assert not other.is_held()
     assert not (tmp_path / "deep").exists()  # asking makes nothing
     with lock.acquire():
-        assert other.held_elsewhere()
+        assert other.is_held()
         with pytest.raises(LockHeldError):
             other.acquire()
-    assert not other.held_elsewhere()
+    assert not other.is_held()
     with lock.acquire():  # asking before took nothing
-        assert other.held_elsewhere()
+        assert other.is_held()
     with other:
-        assert lock.held_elsewhere()
+        assert lock.is_held()
     lock.release()  # to release a lock that is not held does nothing
 
 
 @pytest.mark.parametrize("inherited", [True, False])
-def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path, inherited: bool) -> None:
+def test_a_child_that_inherited_the_lock_keeps_it_until_it_ends(tmp_path: Path, inherited: bool) -> None:
     lock, other = FileLock(tmp_path / "lock", "it"), FileLock(tmp_path / "lock", "it")
     lock.acquire()
     code = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -519,7 +519,7 @@ def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path,
         assert child.stdout is not None
         child.stdout.readline()
         lock.release()
-        assert other.held_elsewhere() is inherited
+        assert other.is_held() is inherited
         if inherited:
             with pytest.raises(LockHeldError):
                 other.acquire()
@@ -560,12 +560,12 @@ def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tm
         pass
 
 
-def test_waiting_for_a_lock_is_not_refused_because_another_process_asks(tmp_path: Path) -> None:
+def test_a_process_that_checks_a_lock_does_not_block_one_that_waits_for_it(tmp_path: Path) -> None:
     """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
     asking = (
         "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
-        "lock = Lock(Path(sys.argv[1]), 'it'); lock.held_elsewhere(); print('asks', flush=True)\n"
-        "while True: lock.held_elsewhere()"
+        "lock = Lock(Path(sys.argv[1]), 'it'); lock.is_held(); print('asks', flush=True)\n"
+        "while True: lock.is_held()"
     )
     lock = FileLock(tmp_path / "lock", "it")
     with lock.acquire():
@@ -582,7 +582,7 @@ def test_waiting_for_a_lock_is_not_refused_because_another_process_asks(tmp_path
             asker.kill()
 
 
-def test_files_of_a_sealed_directory_are_readable_for_those_who_may_read_it(tmp_path: Path) -> None:
+def test_files_of_a_sealed_directory_have_its_read_permissions(tmp_path: Path) -> None:
     """safetensors makes files for their owner alone; a server often runs as another user."""
     with files.sealed_directory(tmp_path / "out", "model") as scratch:
         (scratch / "private").write_bytes(b"x")

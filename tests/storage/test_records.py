@@ -1,4 +1,4 @@
-"""Facts as JSON lines: what is written is read, and what cannot be is said."""
+"""JSON lines are read as they were written; unreadable ones are reported."""
 
 from pathlib import Path
 
@@ -8,24 +8,24 @@ from ratchet.errors import DamagedFileError
 from ratchet.storage.records import base
 
 
-def test_every_text_survives_that_json_holds(tmp_path: Path) -> None:
+def test_every_json_text_round_trips(tmp_path: Path) -> None:
     """Unicode calls more than a line feed the end of a line; prompts hold what they like."""
     rows = [{"id": str(number), "text": f"a{end}b"} for number, end in enumerate("\n\r\x0b\x0c\x1c\x85\u2028\u2029")]
     base.write_lines(tmp_path / "rows.jsonl", rows)
     assert base.read_lines(tmp_path / "rows.jsonl") == rows
 
 
-def test_no_lines_are_none(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     base.write_lines(tmp_path / "rows.jsonl", [])
     assert base.read_lines(tmp_path / "rows.jsonl") == []
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "No such file"), (b"\xff\xfe", "no such text"), (b'{"a": 1}\n{"a"\n', "rows.jsonl:2: not JSON")],
+    [(None, "No such file"), (b"\xff\xfe", "cannot be read as text"), (b'{"a": 1}\n{"a"\n', "rows.jsonl:2: not JSON")],
     ids=["missing", "no text", "torn"],
 )
-def test_what_cannot_be_read_is_damaged(tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_unreadable_lines_raise_damaged_file_error(tmp_path: Path, content: bytes | None, says: str) -> None:
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Secrets are found in texts, in whatever way they are written; and what is none stays."""
+"""Redaction finds secrets in texts in every spelling, and keeps all other text."""
 
 import base64
 import errno
@@ -28,7 +28,7 @@ from ratchet.redaction import HIDDEN, print_exception, redact, redact_stderr, wr
     ],
     ids=lambda text: text if text.isupper() and " " not in text else "",
 )  # fmt: skip
-def test_values_of_variables_that_say_secret_are_hidden_in_every_way_of_writing(
+def test_values_of_secret_variables_are_hidden_in_every_spelling(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -54,24 +54,24 @@ def test_values_of_variables_that_say_secret_are_hidden_in_every_way_of_writing(
     ],
     ids=lambda text: text if text.isupper() else "",
 )  # fmt: skip
-def test_what_only_sounds_like_a_secret_stays(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_only_resemble_secrets_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     text = f"it is about {value} and others"
     assert redact(text) == text
 
 
-def test_passwords_within_addresses_of_variables_are_hidden_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_in_a_url_variable_is_also_hidden_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://me:p%40ss-77x@db/studies")
     assert redact("login of me with p@ss-77x (p%40ss-77x) at db") == f"login of me with {HIDDEN} ({HIDDEN}) at db"
 
 
-def test_a_secret_that_holds_another_leaves_nothing_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_contains_another_is_hidden_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "abcdefgh")
     monkeypatch.setenv("B_TOKEN", "xxabcdefghxx")
     assert redact("xxabcdefghxx abcdefgh") == f"{HIDDEN} {HIDDEN}"
 
 
-def test_what_is_set_later_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_set_later_are_hidden_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("late-value-1") == "late-value-1"
     monkeypatch.setenv("LATE_TOKEN", "late-value-1")
     assert redact("late-value-1") == HIDDEN
@@ -80,7 +80,7 @@ def test_what_is_set_later_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # In parts, so that nobody who looks for secrets in this repository finds any.
-SHAPES = [
+FORMATS = [
     ("hf_" + "AbCdEfGhIjKlMnOpQrSt", ""),
     ("sk-" + "ant-api03-0123456789abcdef", ""),
     ("ghp_" + "0123456789abcdefghij", ""),
@@ -107,8 +107,8 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "left"), SHAPES, ids=range(len(SHAPES)))
-def test_what_providers_give_out_is_known_by_its_shape(text: str, left: str) -> None:
+@pytest.mark.parametrize(("text", "left"), FORMATS, ids=range(len(FORMATS)))
+def test_secrets_are_recognized_by_the_formats_of_providers(text: str, left: str) -> None:
     assert redact(f"it said: {text}") == f"it said: {left or HIDDEN}"
     assert redact(f'("{text}")') in (f'("{left or HIDDEN}")', f'("{HIDDEN}')
 
@@ -144,7 +144,7 @@ def test_ordinary_lines_stay_as_they_are(text: str) -> None:
     before=st.text(max_size=60),
     after=st.text(max_size=60),
 )
-def test_no_secret_survives_in_any_text_and_a_second_pass_changes_nothing(
+def test_no_secret_remains_in_any_text_and_redaction_is_idempotent(
     begin: str, digit: str, end: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = begin + digit + end
@@ -161,7 +161,7 @@ def test_no_secret_survives_in_any_text_and_a_second_pass_changes_nothing(
      "-----BEGIN PRIVATE KEY-----" * 3000, "authorization: " * 8000, "sk-" * 40_000, "basic " * 20_000],
     ids=lambda text: text[:12].strip(),
 )  # fmt: skip
-def test_no_text_takes_long(text: str) -> None:
+def test_redaction_takes_linear_time(text: str) -> None:
     assert len(redact(text)) <= len(text)  # an expression that goes back and forth would not return
 
 
@@ -178,22 +178,22 @@ def test_errors_are_shown_without_secrets(capsys: pytest.CaptureFixture[str], mo
     assert "planted-4711" not in shown.replace('"planted-4711"', "")  # the line of this very file is quoted
 
 
-class Gone(io.StringIO):
+class ClosedStream(io.StringIO):
     """A terminal that was closed."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_terminal_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
-    for stream in (Gone(), closed):
+    for stream in (ClosedStream(), closed):
         monkeypatch.setattr(sys, "stderr", stream)
         write_stderr("nobody reads it\n")
 
 
-def test_what_anybody_writes_to_standard_error_is_redacted_while_it_is_shielded(
+def test_everything_written_to_standard_error_in_the_context_is_redacted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLANTED_SECRET", "planted-4711")

@@ -34,8 +34,8 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "rslora": {"rank_stabilized": True, "rank_pattern": {r".*\.0\..*": 2}, "alpha": 64, "learning_rate": 0.03},
-    "loraplus": {"rate_ratio": 4.0, "weight_decay": 0.1},
+    "rslora": {"use_rslora": True, "rank_pattern": {r".*\.0\..*": 2}, "alpha": 64, "learning_rate": 0.03},
+    "loraplus": {"loraplus_lr_ratio": 4.0, "weight_decay": 0.1},
     "dora": {"adapter": "dora", "weight_decay": 0.1},
     "pissa": {"initialization": "pissa"},
     "adalora": {
@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "adalora": {"target_rank": 2, "every_steps": 3},
         "learning_rate": 0.05,  # singular values begin at zero, beside small vectors
     },
-    "loraplus-8bit": {"rate_ratio": 4.0, "optimizer": "adamw_8bit", "rank": 16},
+    "loraplus-8bit": {"loraplus_lr_ratio": 4.0, "optimizer": "adamw_8bit", "rank": 16},
 }
 
 
@@ -62,18 +62,19 @@ def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens:
     if not directory.exists():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
-    # The task of another loop, of which no step is done: only its rows, plan and settings are wanted.
-    task = loop_of(root.parent / "unused", settings("rslora"), config=CONFIGS["llama"]()).task
+    # The context of another loop, for its rows, plan and settings; no step of that loop is done.
+    task = loop_of(root.parent / "unused", settings("rslora"), config=CONFIGS["llama"]()).context
     RunPaths(root).checkpoints.mkdir(parents=True, exist_ok=True)
     journal = Journal(RunPaths(root).journal, 1)
     base = loading.load(directory, None, train, CPU)
     return TrainingLoop(
         replace(
             task, spec=task.spec.model_copy(update={"train": train}), paths=RunPaths(root), journal=journal,
-            model=adapters.attach(base, train, "base", tokens, task.plan.steps), stop=stopping or task.stop,
+            model=adapters.attach(base, train, "base", tokens, task.batch_plan.steps),
+            shutdown=stopping or task.shutdown,
         )
     )  # fmt: skip
 
 
 def state_of(done: TrainingLoop) -> TrainSnapshot:
-    return checkpoint.take_snapshot(done.state, done.task.model, done.learner.optimizer)
+    return checkpoint.take_snapshot(done.state, done.context.model, done.executor.optimizer)

@@ -1,4 +1,4 @@
-"""A mirror in a bucket behind a bad network, for tests of stores; and what can go wrong there."""
+"""A replica in a bucket behind a bad network, and the faults of that network."""
 
 import hashlib
 import random
@@ -13,28 +13,28 @@ from s3_server import S3Server
 
 # The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
 QUICK = TransferLimits(
-    patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05
+    retry_timeout_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05
 )
-ONCE = TransferLimits(patience_s=0.0, timeout_s=2.0, slowest_bytes_s=100_000.0)
+ONCE = TransferLimits(retry_timeout_s=0.0, timeout_s=2.0, slowest_bytes_s=100_000.0)
 TRICKLE = TransferLimits(
-    patience_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05
+    retry_timeout_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05
 )
 LARGE = 2 * PART_BYTES + 1000
 
 
-class Mirror:
+class Replica:
     """A bucket behind a proxy, and files that are to go there."""
 
     def __init__(self, server: S3Server, proxy: FaultyProxy, folder: Path) -> None:
         self.server, self.proxy, self.folder = server, proxy, folder
         self.bucket = server.bucket()
-        self.url = f"s3://{self.bucket}/mirror"
+        self.url = f"s3://{self.bucket}/replica"
 
-    def store(self, terms: TransferLimits = QUICK, stopping: Callable[[], bool] = lambda: False) -> ReplicaStore:
-        return ReplicaStore(self.url, terms, stopping)
+    def store(self, limits: TransferLimits = QUICK, stopping: Callable[[], bool] = lambda: False) -> ReplicaStore:
+        return ReplicaStore(self.url, limits, stopping)
 
     def file(self, size: int, seed: int = 0) -> tuple[str, Path, Entry]:
-        """Name in the mirror, path, entry."""
+        """Name in the replica, path, entry."""
         path = self.folder / f"source-{size}-{seed}"
         path.write_bytes(random.Random(f"{seed} {size}").randbytes(size))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -42,7 +42,7 @@ class Mirror:
 
     def holds(self, name: str) -> str | None:
         """Digest of an object, as the server itself has it."""
-        return self.server.digest(self.bucket, f"mirror/{name}")
+        return self.server.digest(self.bucket, f"replica/{name}")
 
 
 def bodies(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""`ratchet chat`: on a real terminal with keys pressed, from a script, with a real model and with servers."""
+"""Cases for `ratchet chat`: on a real terminal, from a script, with a real model and with servers."""
 
 import fcntl
 import os
@@ -22,7 +22,9 @@ from ratchet.config.machine import EndpointSettings
 from ratchet.storage.layout import ProjectLayout
 
 PATIENCE_S = 30.0
-MACHINE = SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(tries=1, pause_s=0.001, answer_s=20)})
+MACHINE = SETTINGS.machine.model_copy(
+    update={"endpoint": EndpointSettings(max_attempts=1, retry_delay_s=0.001, timeout_s=20)}
+)
 QUICK = SETTINGS.model_copy(update={"machine": MACHINE})
 
 

@@ -1,4 +1,4 @@
-"""Chat templates of a dozen families, written as the models' own are, and tokenizers to go with them."""
+"""Chat templates of a dozen model families, with matching tokenizers."""
 # ruff: noqa: RUF001 (DeepSeek's control tokens are written with a fullwidth bar)
 
 import json

@@ -1,4 +1,4 @@
-"""A chat model of random weights that has an opinion, and what it answers: real files for real servers."""
+"""A chat model with random weights and known answers, as real files for real servers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Killed before every operation on the disk, a machine that dies at every moment, a disk that fails at every one."""
+"""Scenarios for crash tests: processes killed, machines crashed, and disks failing at every disk operation."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Prompts to decode, and their answers computed in the plainest way."""
+"""Prompts to decode, and reference answers computed with plain passes."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions, Decod
 from ratchet.models.decoding.token_choice import gumbel_noise
 
 ENDS = (3, 4, 5, 6)
-GREEDY = DecodingOptions(max_new_tokens=20, ends=ENDS, pad=0, rows=5, window=9)
+GREEDY = DecodingOptions(max_new_tokens=20, end_token_ids=ENDS, pad_token_id=0, max_rows=5, window=9)
 DRAWN = replace(GREEDY, temperature=0.9)
 NUCLEUS = replace(GREEDY, temperature=1.1, top_p=0.7)
 SETTINGS = {"greedy": GREEDY, "drawn": DRAWN, "nucleus": NUCLEUS}
@@ -30,7 +30,7 @@ def ragged(header: int = 0, count: int = 14) -> list[DecodingRequest]:
     begin = words(draw, header)
     lengths = [1, 40, 17, 17, 17] + [draw.randint(2, 40) for _ in range(count - 6)]
     asked = [DecodingRequest(10 + i, begin + words(draw, length), f"stream {i}") for i, length in enumerate(lengths)]
-    return [*asked, replace(asked[1], place=99, stream="another")]
+    return [*asked, replace(asked[1], index=99, stream="another")]
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -38,7 +38,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 def plainly(model: Any, asked: DecodingRequest, settings: DecodingOptions) -> DecodingResult:
-    """What the contract says, in the plainest way: whole texts, one by one."""
+    """Compute the reference answer: whole texts, one by one."""
     text, ids, finish = list(asked.ids), list[int](), "length"
     with torch.no_grad():
         for step in range(settings.max_new_tokens):
@@ -53,44 +53,44 @@ def plainly(model: Any, asked: DecodingRequest, settings: DecodingOptions) -> De
             token = int(scores.argmax())
             ids.append(token)
             text.append(token)
-            if token in settings.ends:
+            if token in settings.end_token_ids:
                 finish = "stop"
                 break
         logits = model(input_ids=torch.tensor([text[:-1]]), use_cache=False).logits[0, len(asked.ids) - 1 :]
         nll = functional.cross_entropy(logits.float(), torch.tensor(ids), reduction="none")
-    return DecodingResult(asked.place, tuple(ids), finish, round(-float(nll.double().sum()) / len(ids), 4) + 0.0)  # type: ignore[arg-type]
+    return DecodingResult(asked.index, tuple(ids), finish, round(-float(nll.double().sum()) / len(ids), 4) + 0.0)  # type: ignore[arg-type]
 
 
-class Heard:
-    """What a decoder tells."""
+class EventRecorder:
+    """Records the events of a decoder."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.beats = 0
 
-    def tell(self, kind: str, data: dict[str, Any]) -> None:
-        self.told.append((kind, data))
+    def record(self, kind: str, data: dict[str, Any]) -> None:
+        self.events.append((kind, data))
 
     def beat(self) -> None:
         self.beats += 1
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [data for one, data in self.told if one == kind]
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [data for one, data in self.events if one == kind]
 
     @property
-    def way(self) -> Any:
-        return self.of("way")[-1]["way"]
+    def method(self) -> Any:
+        return self.of_kind("method")[-1]["method"]
 
 
 def answered(
     model: Any, asked: Sequence[DecodingRequest], settings: DecodingOptions, budget: int | None = None,
-    heard: Heard | None = None, before: Callable[[int], None] = lambda _: None,
+    recorder: EventRecorder | None = None, before: Callable[[int], None] = lambda _: None,
 ) -> list[DecodingResult]:  # fmt: skip
     """All answers, in the order of the prompts."""
-    heard = heard or Heard()
-    decoder = BatchDecoder(model, settings, budget, heard.tell, heard.beat, before)
-    found = {one.place: one for one in decoder.answers(iter(asked), lambda: False)}
-    return [found[one.place] for one in asked]
+    recorder = recorder or EventRecorder()
+    decoder = BatchDecoder(model, settings, budget, recorder.record, recorder.beat, before)
+    found = {one.index: one for one in decoder.generate(iter(asked), lambda: False)}
+    return [found[one.index] for one in asked]
 
 
 @lru_cache(maxsize=64)
@@ -98,5 +98,5 @@ def expected(
     family: str, settings: DecodingOptions, header: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[DecodingResult]:
     model = model_of(family, dtype)
-    once = replace(settings, rows=1, window=1)
+    once = replace(settings, max_rows=1, window=1)
     return [plainly(model, one, once) for one in ragged(header)]

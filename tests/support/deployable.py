@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.registry import bundle_files, ledger, model_store, promotion_record
-from ratchet.registry.deployment import model_files
+from ratchet.registry.deployment import server_files
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -23,7 +23,7 @@ CHATML = (
 )
 
 
-def closeness() -> DistributionDistance:
+def distance() -> DistributionDistance:
     return DistributionDistance(
         rows=1, positions=1, max_difference=0, mean_difference=0, kl=0.001, max_kl=0, greedy_agreement=1, perplexity=2,
         reference_perplexity=2,
@@ -39,7 +39,7 @@ def artifact(root: Path, name: str, probes: Sequence[ExportProbe] = ()) -> Expor
     return ExportArtifact(
         name=name, kind=kind, type=type_ or "float32", probes=tuple(probes), runtime="some runtime 1", threads=1,  # type: ignore[arg-type]
         digest=digests.hash_tree(start, [p.relative_to(start).as_posix() for p in own]),
-        size_bytes=sum(p.stat().st_size for p in own), closeness=closeness(), task=None, texts_tokenised=1, texts=1,
+        size_bytes=sum(p.stat().st_size for p in own), distance=distance(), task=None, texts_tokenised=1, texts=1,
         tokens_per_second=1.0,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def keep(
     with files.sealed_directory(layout.promoted_model(bundle.model_digest), model_store.KIND) as scratch:
         for name in own:
             files.link_or_copy(source / name, scratch / name)
-        extra = model_files.build_model_files(source, bundle, NAME, forced) | {
+        extra = server_files.build_model_files(source, bundle, NAME, forced) | {
             "sbom.json": b"{}\n",
             "verdict.json": b"{}\n",
         }
@@ -104,12 +104,12 @@ def crown(layout: ProjectLayout, model_digest: str, action: Any = "promote", rea
     added = ledger.append_entry(
         layout.promotions,
         Promotion(
-            id=f"event{len(entries)}", time="2026-01-01T00:00:00+00:00", action=action, by="ada", version=version,
+            id=f"event{len(entries)}", time="2026-01-01T00:00:00+00:00", action=action, actor="ada", version=version,
             model_digest=model_digest, adapter_digest="a" * 64, run_id="run", reason=reason, previous=None,
-            before=before.champion.version if before.champion else None,
+            previous_version=before.champion.version if before.champion else None,
         ),
     )  # fmt: skip
-    promotion_record.champion_after(before, action, champion, False, added.digest).save(layout.champion)
+    promotion_record.update_champion(before, action, champion, False, added.digest).save(layout.champion)
     return version
 
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import tiny_project
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.train import DistillSettings
 from ratchet.storage.layout import ProjectLayout
 

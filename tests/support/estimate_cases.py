@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import capacity
@@ -22,7 +22,7 @@ from small_loop import SHAPE
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
 """Large enough for a step to need more than libraries and loading do."""
-MACHINE = Machine(device="cpu", micro_batch_rows=2)
+MACHINE = Machine(device="cpu", micro_batch_size=2)
 TRAIN = Train(rank=4, quantization="none")
 WORK = MemoryWorkload(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
             validation_tokens=512, validation_learned_tokens=256)  # fmt: skip

@@ -10,8 +10,9 @@ import torch
 
 import tiny_project
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.stages import evaluate, export
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
@@ -23,9 +24,9 @@ SETTINGS: Settings = params_file.apply_changes(
     tiny_project.SETTINGS,
     {
         "evaluate.harness.limit": 4,
-        "evaluate.generate_rows": 12,
+        "evaluate.generation_rows": 12,
         "evaluate.latency_rows": 0,
-        "evaluate.general.blocks": 6,
+        "evaluate.general_text.max_blocks": 6,
     },
 )
 
@@ -51,7 +52,7 @@ def export_of(layout: ProjectLayout, seed: int, strength: float = 0.2) -> ModelB
     before = export._log_to_mlflow
     export._log_to_mlflow = lambda *_: None  # MLflow takes its time, and has tests of its own
     try:
-        export.export(layout, SETTINGS)
+        export.export(Project.from_parts(layout, SETTINGS))
     finally:
         export._log_to_mlflow = before
     return ModelBundle.load(layout.bundle)
@@ -75,7 +76,7 @@ def cold(layout: ProjectLayout) -> ProjectLayout:
 
 
 def evaluated(layout: ProjectLayout, settings: Settings = SETTINGS) -> EvaluationReport:
-    evaluate.evaluate(layout, settings, lambda _: None)
+    evaluate.evaluate(Project.from_parts(layout, settings))
     files.verify_sealed(layout.evaluate, "evaluation")
     return EvaluationReport.load(layout.eval_report)
 

@@ -1,4 +1,4 @@
-"""A bad network before an HTTP server: errors, resets, stalls, lost answers, altered bytes, a trickle, outages."""
+"""A bad network before an HTTP server: errors, resets, stalls, lost answers, altered bytes, outages."""
 
 import http.client
 import random

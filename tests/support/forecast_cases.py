@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 import families
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast

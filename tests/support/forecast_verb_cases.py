@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from ratchet.cli.forecast import format_forecast
 from ratchet.config import units
-from ratchet.config.data import Prepare
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import Prepare
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.stages import forecast as verb
 from ratchet.stages.forecast import ForecastOptions
 
 SETTINGS = Settings(
-    train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
+    train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_size=3)
 )
 ON_GPU = ForecastOptions(device="cuda")
 LARGE = 24 * units.GIB
@@ -36,10 +38,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(config: Path, settings: Settings = SETTINGS, **changes: Any) -> dict[str, Any]:
-    options = replace(ON_GPU, base=config, as_json=True, **changes)
-    found: dict[str, Any] = json.loads(verb.forecast(None, settings, options))
+    report = verb.forecast(None, settings, replace(ON_GPU, base=config, **changes))
+    found: dict[str, Any] = json.loads(report.model_dump_json())
     return found
 
 
 def lines(config: Path, **changes: Any) -> list[str]:
-    return verb.forecast(None, SETTINGS, replace(ON_GPU, base=config, **changes)).splitlines()
+    return format_forecast(verb.forecast(None, SETTINGS, replace(ON_GPU, base=config, **changes))).splitlines()

@@ -1,4 +1,4 @@
-"""Evidence for the gate, made by hand: `judge` is pure, so records made here are the real thing."""
+"""Hand-made evidence for the gate: `decide_verdict` is pure, so it needs no files."""
 
 import dataclasses
 import math
@@ -19,9 +19,9 @@ from ratchet.storage.records.evaluation import (
     EvaluationReport,
     InferenceCost,
     MetricValue,
+    ModelRole,
     ModelScores,
     SampleScore,
-    Who,
     answers_file,
     sample_file,
 )
@@ -37,14 +37,14 @@ ITSELF = Champion(version=4, model_digest=MODEL, adapter_digest=ADAPTER, run_id=
 CURRENT = ChampionFile(champion=CHAMPION, anchor=CHAMPION)
 
 TOKENS = 10.0
-"""Of each sample of a perplexity."""
+"""Tokens of each sample of a perplexity."""
 CONTRACTS: dict[str, dict[str, Any]] = {
-    "k1": {"form": "adapter", "dtype": "float32", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
-    "k2": {"form": "merged", "dtype": "bfloat16", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
+    "k1": {"model_format": "adapter", "dtype": "float32", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
+    "k2": {"model_format": "merged", "dtype": "bfloat16", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
 }
 
 Values = Mapping[str, float]
-Models = Mapping[Who, Mapping[str, Values]]
+Models = Mapping[ModelRole, Mapping[str, Values]]
 """Score by sample id, by metric, by model."""
 
 
@@ -90,7 +90,7 @@ def metric(name: str, scores: Values) -> MetricValue:
 
 
 def samples(name: str, scores: Values) -> dict[str, SampleScore]:
-    """As they lie beside a report."""
+    """Per-sample scores by id."""
     weight = TOKENS if name.endswith("perplexity") else 1.0
     return {key: SampleScore(id=key, value=value, weight=weight) for key, value in scores.items()}
 
@@ -112,7 +112,7 @@ def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> E
     scores = {
         who: ModelScores(
             model_digest=digests[who],
-            form="merged" if who == "merged" else "adapter",
+            model_format="merged" if who == "merged" else "adapter",
             contract="k2" if who == "merged" else "k1",
             metrics={name: metric(name, found) for name, found in by_metric.items()},
             samples={name: sample_file(who, name) for name in by_metric},
@@ -123,7 +123,7 @@ def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> E
         "adapter_digest": ADAPTER, "base_digest": BASE, "data_digest": DATA, "run_id": "r1", "model_digest": MODEL,
         "champion_digest": champion.champion.model_digest if champion.champion else None,
         "anchor_digest": champion.anchor.model_digest if champion.anchor else None,
-        "gate_set": "9" * 64, "contracts": CONTRACTS, "scores": scores,
+        "test_set_digest": "9" * 64, "contracts": CONTRACTS, "scores": scores,
     }  # fmt: skip
     return EvaluationReport.model_validate({**plain, **changes})
 
@@ -139,10 +139,10 @@ def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) ->
             for who, by_metric in models.items()
         },
         groups={},
-        lookups=1,
+        test_set_uses=1,
         noise=None,
         noise_samples={},
-        tasks_now={"answers": TASK},
+        current_task_digests={"answers": TASK},
     )
     return dataclasses.replace(found, **changes)
 
@@ -153,7 +153,7 @@ def with_report(found: GateEvidence, **changes: Any) -> GateEvidence:
 
 
 def with_metric(
-    found: GateEvidence, name: str, who: tuple[Who, ...] = ("base", "candidate"), **changes: Any
+    found: GateEvidence, name: str, who: tuple[ModelRole, ...] = ("base", "candidate"), **changes: Any
 ) -> GateEvidence:
     """The same evidence with another figure of these models."""
     scores = dict(found.report.scores)
@@ -167,7 +167,7 @@ def with_noise(found: GateEvidence, name: str, again: Values, **changes: Any) ->
     """The same evidence, the candidate scored a second time."""
     scores = found.report.scores["candidate"]
     plain = {
-        "model_digest": scores.model_digest, "form": "adapter", "contract": scores.contract, "batch_rows": (8, 4),
+        "model_digest": scores.model_digest, "model_format": "adapter", "contract": scores.contract, "batch_rows": (8, 4),
         "metrics": {name: metric(name, again)}, "samples": {name: sample_file("candidate", name)},
     }  # fmt: skip
     noise = EvaluationNoise.model_validate({**plain, **changes})

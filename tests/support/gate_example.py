@@ -15,15 +15,15 @@ from ratchet.storage.records.evaluation import (
     EvaluationReport,
     InferenceCost,
     MetricValue,
+    ModelRole,
     ModelScores,
     SampleScore,
-    Who,
 )
 from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, ModelComparison, RuleResult, Verdict
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b[31m \u202e\ud800 </style></body>'
-MODELS: tuple[Who, ...] = ("base", "candidate", "champion", "anchor")
+MODELS: tuple[ModelRole, ...] = ("base", "candidate", "champion", "anchor")
 SKILL = {"base": 0.42, "candidate": 0.83, "champion": 0.86, "anchor": 0.79}
 TOPICS = ("billing", "cards", "transfers", "identity")
 WORDS = ("why", "is", "my", "new", "card", "payment", "not", "there", "yet", "please", "help")
@@ -39,8 +39,8 @@ class Case:
     verdict: Verdict
     evidence: GateEvidence
     rows: Sequence[EvaluatedRow]
-    answers: Mapping[Who, Mapping[str, Sequence[str]]]
-    documents: Mapping[Who, Mapping[str, Sequence[Mapping[str, Any]]]]
+    answers: Mapping[ModelRole, Mapping[str, Sequence[str]]]
+    documents: Mapping[ModelRole, Mapping[str, Sequence[Mapping[str, Any]]]]
 
     def write(self, target: Path) -> str:
         """The page's text."""
@@ -52,8 +52,8 @@ def case(count: int = 40, words: int = 14, seed: int = 7) -> Case:
     """Rows of a label task, a harness task, four models, and a verdict that holds everything a page shows."""
     random_ = random.Random(seed)
     rows = [_row(number, words, random_) for number in range(count)]
-    answers: dict[Who, dict[str, list[str]]] = {who: {} for who in MODELS}
-    samples: dict[Who, dict[str, dict[str, SampleScore]]] = {who: {} for who in MODELS}
+    answers: dict[ModelRole, dict[str, list[str]]] = {who: {} for who in MODELS}
+    samples: dict[ModelRole, dict[str, dict[str, SampleScore]]] = {who: {} for who in MODELS}
     for who in MODELS:
         right, losses = {}, {}
         for row in rows:
@@ -106,8 +106,8 @@ def metric(values: Sequence[SampleScore], better: str, unit: str, kind: str = "m
     )  # fmt: skip
 
 
-def _report(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> EvaluationReport:
-    scores: dict[Who, ModelScores] = {}
+def _report(samples: Mapping[ModelRole, Mapping[str, Mapping[str, SampleScore]]]) -> EvaluationReport:
+    scores: dict[ModelRole, ModelScores] = {}
     for number, (who, by_metric) in enumerate(samples.items()):
         found = {name: list(by_id.values()) for name, by_id in by_metric.items()}
         metrics = {
@@ -141,7 +141,7 @@ def _report(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> E
         model_digest=DIGESTS["candidate"],
         champion_digest=DIGESTS["champion"],
         anchor_digest=DIGESTS["anchor"],
-        gate_set="9" * 64,
+        test_set_digest="9" * 64,
         contracts={
             "7" * 64: {"batch_rows": 16, "tasks": {"poems": "5" * 64}, "dtype": "float32", "settings": {"seed": 0}}
         },
@@ -151,7 +151,9 @@ def _report(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> E
     )
 
 
-def _evidence(report: EvaluationReport, samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]]) -> GateEvidence:
+def _evidence(
+    report: EvaluationReport, samples: Mapping[ModelRole, Mapping[str, Mapping[str, SampleScore]]]
+) -> GateEvidence:
     parity = MergeParity(
         rows=32, tokens=912, max_logit_difference=3.1e-6, mean_logit_difference=4e-7, greedy_agreement=1.0
     )
@@ -167,7 +169,7 @@ def _evidence(report: EvaluationReport, samples: Mapping[Who, Mapping[str, Mappi
         parity=parity,
         base_form="nf4+dq uint8",
     )
-    forced = ForcedPromotion(by="mira", reason="demo on Friday", decision="HOLD")
+    forced = ForcedPromotion(actor="mira", reason="demo on Friday", decision="HOLD")
     best = Champion(version=4, model_digest=DIGESTS["champion"], adapter_digest="c" * 64, run_id="r-1", forced=forced)
     champion = ChampionFile(
         champion=best,
@@ -182,10 +184,10 @@ def _evidence(report: EvaluationReport, samples: Mapping[Who, Mapping[str, Mappi
         champion=champion,
         samples=samples,
         groups={},
-        lookups=3,
+        test_set_uses=3,
         noise=noise,
         noise_samples={"accuracy": samples["candidate"]["accuracy"]},
-        tasks_now={},
+        current_task_digests={},
     )
 
 
@@ -198,7 +200,7 @@ def compared(metric: str, against: str, figures: tuple[float, ...], n: int, **mo
     return ModelComparison.model_validate({**plain, **more})
 
 
-def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]], count: int) -> Verdict:
+def _verdict(samples: Mapping[ModelRole, Mapping[str, Mapping[str, SampleScore]]], count: int) -> Verdict:
     new, old = samples["candidate"]["accuracy"], samples["champion"]["accuracy"]
     better = sum(new[one].value > old[one].value for one in new)
     worse = sum(new[one].value < old[one].value for one in new)
@@ -218,7 +220,9 @@ def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]], cou
             metric="accuracy",
             outcome="undecided",
             text="so few rows cannot show a loss of 2 points: 2,310 would be needed",
-            comparisons=(compared("accuracy", "champion", figures, count, better=better, worse=worse, needed=2310),),
+            comparisons=(
+                compared("accuracy", "champion", figures, count, better=better, worse=worse, required_samples=2310),
+            ),
         ),
         RuleResult(
             rule="must_not_regress",
@@ -247,6 +251,6 @@ def _verdict(samples: Mapping[Who, Mapping[str, Mapping[str, SampleScore]]], cou
         champion_digest=DIGESTS["champion"],
         anchor_digest=DIGESTS["anchor"],
         reasons=reasons,
-        gate_set="9" * 64,
-        lookups=3,
+        test_set_digest="9" * 64,
+        test_set_uses=3,
     )

@@ -1,4 +1,4 @@
-"""`ratchet generate` as in life: processes that are killed, outputs that are there already, every message."""
+"""Cases for `ratchet generate` as a process: kills, existing outputs, messages."""
 
 from pathlib import Path
 

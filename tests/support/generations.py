@@ -1,4 +1,4 @@
-"""Generations in a test's own process: a real model of random weights, real files, and no process to wait for."""
+"""Generations inside the test process: a real model with random weights and real files, without a worker process."""
 
 import json
 import random
@@ -11,7 +11,8 @@ from typing import Any
 import chat_model
 from ratchet.config import params_file
 from ratchet.config.generate import Generate
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.inference import model_reference, worker
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import GenerationPaths, GenerationSpec
@@ -23,19 +24,19 @@ from ratchet.training.stopping import GracefulShutdown
 
 SETTINGS = Settings(
     generate=Generate(max_new_tokens=8, shard_rows=10, window_rows=16),
-    machine=Machine(device="cpu", threads=1, retries=5, retry_delay_s=0.0, storage_wait_s=0.0),
+    machine=Machine(device="cpu", threads=1, max_restarts=5, restart_delay_s=0.0, storage_timeout_s=0.0),
 )
 WORDS = ["what", "is", "water", "and", "wet", "the", "colour", "of", "it", "name", "three"]
 
 
 def with_generate(settings: Settings = SETTINGS, **changed: Any) -> Settings:
-    """The same with other settings of generate."""
+    """Return settings with changes in section generate."""
     values = settings.generate.model_dump() | changed
     return settings.model_copy(update={"generate": Generate.model_validate(values)})
 
 
 def project(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
-    """A project without data or base: enough to ask a model that lies somewhere."""
+    """Create a project without data or base, which suffices to run a model from a directory."""
     layout = ProjectLayout(root)
     layout.experiments.mkdir(parents=True)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
@@ -44,12 +45,12 @@ def project(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
 
 
 def project_settings(layout: ProjectLayout, settings: Settings) -> None:
-    """Write params.yaml anew."""
+    """Rewrite params.yaml."""
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    """Questions of one to twelve words, a JSON line each."""
+    """Write prompts of one to twelve words, one JSON line each."""
     draw = random.Random(4)
     with path.open("w", encoding="utf-8") as stream:
         for number in range(count):
@@ -59,21 +60,21 @@ def write_prompts(path: Path, count: int) -> Path:
 
 
 class StopAfter(GracefulShutdown):
-    """Asks to stop once so many looks were taken."""
+    """Requests a stop after it was checked `checks` times."""
 
-    def __init__(self, looks: int) -> None:
+    def __init__(self, checks: int) -> None:
         super().__init__()
-        self._left = looks
+        self._left = checks
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         self._left -= 1
         return self._left < 0
 
 
 @dataclass
 class Generation:
-    """One run, worked on as often as a test likes; each time as by a worker of its own."""
+    """A generation whose worker a test can run any number of times in its own process."""
 
     folder: Path
     prompts: Path
@@ -83,30 +84,30 @@ class Generation:
     def __post_init__(self) -> None:
         self.layout = ProjectLayout(self.folder)
         self.source = PromptSource(self.prompts, self.settings)
-        self.meant = model_reference.resolve_model(self.model, self.layout, self.settings)
-        self.count, prompts_digest = self.source.measured()
+        self.reference = model_reference.resolve_model(self.model, self.layout, self.settings)
+        self.count, prompts_digest = self.source.measure()
         self.spec = GenerationSpec(
-            generate=self.settings.generate.decisive(), prompts_digest=prompts_digest, model=self.meant.model,
-            template_digest=self.meant.template_digest,
+            generate=self.settings.generate.answer_settings(), prompts_digest=prompts_digest, model=self.reference.model,
+            template_digest=self.reference.template_digest,
         )  # fmt: skip
 
     @contextmanager
-    def opened(self) -> Iterator[Run]:
+    def open_run(self) -> Iterator[Run]:
         run = Run.open(self.layout.generations, self.spec)
         try:
-            self.meant.start.save(run.paths.launch)
+            self.reference.start.save(run.paths.launch)
             if not GenerationPaths(run.paths.root).prompts.exists():
-                self.source.keep(GenerationPaths(run.paths.root).prompts, self.count)
+                self.source.seal(GenerationPaths(run.paths.root).prompts, self.count)
             yield run
         finally:
             run.close()
 
     def work(self, stop: GracefulShutdown | None = None) -> int:
-        """One worker, from its start to its end; the exit code."""
-        with self.opened() as run:
-            number = sum(event.kind == "attempt" for event in self.events()) + 1
+        """Run one worker to its end; return the exit code."""
+        with self.open_run() as run:
+            number = sum(event.kind == "attempt_started" for event in self.events()) + 1
             run.journal.attempt = number
-            run.journal.append("attempt", pid=1, code_version="x")
+            run.journal.append("attempt_started", pid=1, code_version="x")
             return worker.run_worker(run.paths, number, stop or GracefulShutdown(), Heartbeat.private())
 
     @property
@@ -117,7 +118,7 @@ class Generation:
         return [e for e in JournalReader(self.paths.root / "journal.jsonl").read() if kind in (None, e.kind)]
 
     def written(self) -> bytes:
-        """The result's records."""
+        """Return the bytes of the sealed result."""
         return (self.paths.result / "answers.jsonl").read_bytes()
 
     def records(self) -> list[dict[str, Any]]:
@@ -125,6 +126,6 @@ class Generation:
 
 
 def chat_directory(folder: Path) -> Path:
-    """A model of random weights that has an opinion."""
+    """Write a model with random weights and known answers."""
     chat_model.write_model(folder, seed=3)
     return folder

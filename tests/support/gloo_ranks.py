@@ -25,7 +25,10 @@ def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) ->
     meeting = folder / f"meeting-{work.__name__}-{len(list(folder.iterdir()))}"
     with context.Pool(world) as pool:  # every process takes one: none is free before all have met
         asked = [pool.apply_async(_in_group, (rank, world, str(meeting), work, *given)) for rank in range(world)]
-        return [one.get(SECONDS) for one in asked]
+        results = [one.get(SECONDS) for one in asked]
+        pool.close()  # the processes end by themselves: a signal would wait for what coverage.py does on SIGTERM
+        pool.join()
+    return results
 
 
 def _in_group(rank: int, world: int, meeting: str, work: Callable[..., Any], *given: Any) -> Any:
@@ -41,9 +44,9 @@ def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[str, nn
     return [(f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
 
 
-def wire_of(given: list[tuple[str, nn.Parameter]], whole_sums: int = 0, **settings: Any) -> GradientReducer:
-    chosen = GradientCompressionSettings.model_validate({"bucket_bytes": 2000, "block": 16} | settings)
-    return GradientReducer(given, dist.group.WORLD, chosen, whole_sums=whole_sums)
+def wire_of(given: list[tuple[str, nn.Parameter]], uncompressed_sums: int = 0, **settings: Any) -> GradientReducer:
+    chosen = GradientCompressionSettings.model_validate({"bucket_bytes": 2000, "block_size": 16} | settings)
+    return GradientReducer(given, dist.group.WORLD, chosen, uncompressed_sums=uncompressed_sums)
 
 
 def gradients(rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> list[Tensor]:

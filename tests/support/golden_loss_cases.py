@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ratchet.config.train import Train
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import adapters
 from ratchet.models.loss import pad_rows
 from ratchet.training import optimizer as schedule
@@ -37,16 +37,16 @@ class Log(TrainerCallback):
 
 def settings_of(batch_rows: int) -> Train:
     """Fifty steps of so many rows."""
-    changes = {"dropout": 0.0, "batch_rows": batch_rows, "epochs": STEPS * batch_rows / ROWS, "learning_rate": 0.003}
+    changes = {"dropout": 0.0, "batch_size": batch_rows, "epochs": STEPS * batch_rows / ROWS, "learning_rate": 0.003}
     return SMALL.model_copy(update=changes)
 
 
 def arguments_of(loop: TrainingLoop, micro: int, folder: Path, **more: Any) -> dict[str, Any]:
     """Our settings in Trainer's words."""
-    train = loop.task.settings
+    train = loop.context.settings
     return {
         "output_dir": str(folder), "num_train_epochs": 1, "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": train.batch_rows // micro, "learning_rate": train.learning_rate,
+        "gradient_accumulation_steps": train.batch_size // micro, "learning_rate": train.learning_rate,
         "max_grad_norm": train.max_grad_norm, "weight_decay": train.weight_decay, "optim": "adamw_torch",
         "train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "disable_tqdm": True, "use_cpu": True, "bf16": False, "activation_checkpointing": False,
@@ -56,7 +56,7 @@ def arguments_of(loop: TrainingLoop, micro: int, folder: Path, **more: Any) -> d
 
 def dataset_of(loop: TrainingLoop) -> Dataset:
     """The rows in the order in which our steps take them."""
-    rows, order = loop.task.train, [row for step in range(STEPS) for (row,) in loop.plan.batch(step)]
+    rows, order = loop.context.train_rows, [row for step in range(STEPS) for (row,) in loop.plan.batch(step)]
     spans = [slice(int(rows.offsets[row]), int(rows.offsets[row + 1])) for row in order]
     return Dataset.from_dict(
         {"input_ids": [rows.input_ids[span].tolist() for span in spans],
@@ -68,7 +68,7 @@ def model_of(loop: TrainingLoop) -> Any:
     """The loop's model anew, with peft's own forward passes."""
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
-    model = adapters.attach(plain, loop.task.settings, "base", (), STEPS)
+    model = adapters.attach(plain, loop.context.settings, "base", (), STEPS)
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             layer.__dict__.pop("forward", None)
@@ -79,7 +79,8 @@ def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Filled on the right, with a mask that says where."""
     ids, device = [row["input_ids"] for row in rows], torch.device("cpu")
     return {
-        "input_ids": pad_rows(ids, 0, device), "labels": pad_rows([row["labels"] for row in rows], MASKED, device),
+        "input_ids": pad_rows(ids, 0, device), "labels": pad_rows([row["labels"] for row in rows], IGNORE_INDEX,
+            device),
         "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, device),
     }  # fmt: skip
 
@@ -113,7 +114,7 @@ def both(tmp_path: Path, batch_rows: int, micro: int, make: PeerOf, **more: Any)
     loop = loop_of(tmp_path / "ours", train, micro=micro)
     peer = make(loop, micro, tmp_path / "peer", **more)
     loop.run()
-    return losses(loop.task.paths), losses_of(peer, train)
+    return losses(loop.context.paths), losses_of(peer, train)
 
 
 def greatest_difference(ours: list[float], theirs: list[float]) -> float:

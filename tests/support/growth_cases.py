@@ -72,9 +72,9 @@ def held_at(
             found.append(Held.now())
 
     rows = 4  # one micro-batch
-    changes = {"batch_rows": rows, "epochs": (steps[1] + 1) * rows / ROWS, "validate_every_steps": EVERY_STEPS}
+    changes = {"batch_size": rows, "epochs": (steps[1] + 1) * rows / ROWS, "validate_every_steps": EVERY_STEPS}
     thin = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
-    task = loop_of(root, SMALL.model_copy(update=changes), micro=rows, config=thin).task
+    task = loop_of(root, SMALL.model_copy(update=changes), micro=rows, config=thin).context
     machine = task.machine.model_copy(update={"checkpoint_every": EVERY_STEPS})
     journal = Watched(RunPaths(root).journal, look)
     loop = TrainingLoop(replace(task, machine=machine, journal=journal))

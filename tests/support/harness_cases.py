@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet.config.evaluation import HarnessSettings
+from ratchet.config.evaluate import HarnessSettings
 from ratchet.evaluation import harness
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models import tiny_model
@@ -197,8 +197,8 @@ def of(result: harness.HarnessTaskResult, metric: str) -> harness.HarnessScores:
 
 def total(scores: harness.HarnessScores) -> float:
     """The figure that the samples make."""
-    if scores.figure is not None:
-        return scores.figure.value
+    if scores.aggregate is not None:
+        return scores.aggregate.value
     if scores.kind == "perplexity":
         assert scores.weights is not None
         return math.exp(math.fsum(scores.values.values()) / math.fsum(scores.weights.values()))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ratchet.config import params_file
 from ratchet.config.gate import MustNotRegressRule
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout
 
@@ -14,7 +14,7 @@ from ratchet.storage.layout import ProjectLayout
 def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
     """The settings of a project made from these rows."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
+    init.init(folder / "project", folder / "rows.jsonl")
     return params_file.load(ProjectLayout(folder / "project").params)
 
 

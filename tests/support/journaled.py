@@ -1,10 +1,10 @@
-"""Runs that were journaled without being trained, and what MLflow has of them, read from its file."""
+"""Runs that have a journal but no training, and their state in MLflow."""
 
 import sqlite3
 from contextlib import closing
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.reports import plots
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -42,8 +42,8 @@ def opened(layout: ProjectLayout, seed: int = 0) -> Run:
 def attempt(run: Run, number: int, first: int, last: int, pid: int = 1) -> None:
     """Journal an attempt that does the steps first..last and validates every tenth."""
     run.journal.attempt = number
-    run.journal.append("attempt", pid=pid, code_version=f"code-{number}")
-    run.journal.append("ready", start_step=first - 1, planned_steps=100)
+    run.journal.append("attempt_started", pid=pid, code_version=f"code-{number}")
+    run.journal.append("worker_ready", start_step=first - 1, planned_steps=100)
     for step in range(first, last + 1):
         run.journal.append(
             "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5,
@@ -66,9 +66,9 @@ def seal_result(paths: RunPaths, best: int = 10, last: int = 20) -> None:
         (scratch / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
 
 
-def observer(layout: ProjectLayout, run: Run) -> MlflowRunCallback:
+def callback(layout: ProjectLayout, run: Run) -> MlflowRunCallback:
     """One as a new process has it: nothing remembered."""
-    return MlflowTracker(layout, NAME).observer(run.paths, SETTINGS, plots.draw_loss_curve)
+    return MlflowTracker(layout, NAME).create_callback(run.paths, SETTINGS, plots.draw_loss_curve)
 
 
 def journal(run: Run) -> list[JournalEvent]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject
 from ratchet.evaluation.rows import TestRows
 from ratchet.storage import digests
-from ratchet.storage.records.evaluation import Who
+from ratchet.storage.records.evaluation import ModelRole
 from scripted_endpoint import JSON, Said, chat
 
 ROWS = 40
@@ -19,7 +19,11 @@ ROWS = 40
 
 def settings(url: str, **more: Any) -> Settings:
     """Of a project that asks this judge."""
-    changes = {"evaluate.judge.address": url, "machine.endpoint.pause_s": 0.01, "machine.endpoint.tries": 2}
+    changes = {
+        "evaluate.judge.base_url": url,
+        "machine.endpoint.retry_delay_s": 0.01,
+        "machine.endpoint.max_attempts": 2,
+    }
     return params_file.apply_changes(
         Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()}
     )
@@ -39,7 +43,7 @@ def result(who: str, answers: Sequence[str]) -> EvaluationResult:
     return EvaluationResult(EvaluationSubject(who, who, who, "adapter"), {}, answers=[[one] for one in answers])
 
 
-def answers(count: int = ROWS) -> dict[Who, EvaluationResult]:
+def answers(count: int = ROWS) -> dict[ModelRole, EvaluationResult]:
     """The candidate's are good but for every fourth, the base's are bad but for these."""
     ours = [f"{'bad' if k % 4 == 0 else 'good'} answer {k}, ours" for k in range(count)]
     theirs = [f"{'good' if k % 4 == 0 else 'bad'} answer {k}, theirs" for k in range(count)]

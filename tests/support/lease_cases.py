@@ -1,4 +1,4 @@
-"""Who may write a run: claims of threads, of processes that are stopped or killed, and of some that stand still."""
+"""Leases: claims of threads, of stopped or killed processes, and of silent holders."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ LONG_S = 600.0
 
 
 def store(root: Path) -> ReplicaStore:
-    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=5), lambda: False)
+    return ReplicaStore(str(root / "replica"), TransferLimits(retry_timeout_s=5), lambda: False)
 
 
-def lease(root: Path, node: str, lease_s: float) -> ReplicaLease:
-    return ReplicaLease(store(root), NAMES, node, lease_s)
+def lease(root: Path, node: str, lease_timeout_s: float) -> ReplicaLease:
+    return ReplicaLease(store(root), NAMES, node, lease_timeout_s)
 
 
 def never() -> bool:

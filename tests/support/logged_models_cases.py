@@ -1,4 +1,4 @@
-"""Kept checkpoints as logged models: each once, linked to run, data and figures, whatever died in between."""
+"""Checkpoints as logged models of a finished run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Machines of a test: run directories of one run with one mirror, checkpoints of small training states."""
+"""Machines of a test: run directories of one run with one replica, and small checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import snapshots
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs.directory import Run
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
@@ -20,17 +20,23 @@ NAMES = RunObjectNames(snapshots.SPEC.run_id)
 
 
 def settings(root: Path) -> Machine:
-    return Machine(mirror=str(root / "mirror"), lease_s=2.0, mirror_every_s=0.1, mirror_wait_s=1.0, keep_checkpoints=2)
+    return Machine(
+        replica=str(root / "replica"),
+        lease_timeout_s=2.0,
+        replica_interval_s=0.1,
+        replica_timeout_s=1.0,
+        keep_checkpoints=2,
+    )
 
 
 def together(root: Path, **more: Any) -> Machine:
     """Settings of one of several machines that train together."""
-    meeting = {"nodes": "1:3", "rendezvous": "one.example:29400", "rendezvous_wait_s": 60.0}
+    meeting = {"nodes": "1:3", "rendezvous": "one.example:29400", "rendezvous_timeout_s": 60.0}
     return Machine.model_validate(settings(root).model_dump() | meeting | more)
 
 
 def store(root: Path) -> ReplicaStore:
-    return ReplicaStore(str(root / "mirror"), TransferLimits(patience_s=2), lambda: False)
+    return ReplicaStore(str(root / "replica"), TransferLimits(retry_timeout_s=2), lambda: False)
 
 
 def never() -> bool:
@@ -45,17 +51,19 @@ def wait_until(there: Callable[[], object]) -> None:
 
 
 class Node:
-    """A machine with a disk of its own, and what its supervisor does about the mirror."""
+    """A machine with a disk of its own, and what its supervisor does about the replica."""
 
     def __init__(self, root: Path, name: str, machine: Machine | None = None) -> None:
         self._here = True
         self.run = Run.open(root / name / "runs", snapshots.SPEC)
         self.paths = self.run.paths
         machine = machine or settings(root)
-        self.keeper: Any = (RunReplicator if machine.meeting_place is None else MultiNodeReplicator)(self.run, machine)
+        self.replicator: Any = (RunReplicator if machine.active_rendezvous is None else MultiNodeReplicator)(
+            self.run, machine
+        )
 
-    def take(self) -> "Node":
-        self.keeper.take(never)
+    def acquire(self) -> "Node":
+        self.replicator.acquire(never)
         return self
 
     def save(self, step: int, best: int = 0, good: int = 0) -> None:
@@ -63,16 +71,16 @@ class Node:
         for n in range(step - 1, step + 1):
             self.run.journal.append("step", step=n, loss=1.0 / n)
         snapshots.save(self.paths, step, best, good)
-        cost = {"size_bytes": 1, "bytes_written": 1, "bytes_linked": 0, "block_s": 0, "seconds": 0}
-        self.run.journal.append("checkpoint", step=step, best=False, **cost)
+        cost = {"size_bytes": 1, "bytes_written": 1, "bytes_linked": 0, "blocked_s": 0, "seconds": 0}
+        self.run.journal.append("checkpoint_saved", step=step, is_best=False, **cost)
 
     def finish(self) -> None:
         with files.sealed_directory(self.paths.result, "result") as scratch:
             files.link_tree(self.paths.checkpoint(self.paths.checkpoint_steps()[-1]), scratch / "checkpoints" / "last")
             (scratch / "train.json").write_text('{"well": "trained"}')
 
-    def settled(self) -> None:
-        assert self.keeper.settle(PATIENCE_S) is None
+    def wait_until_replicated(self) -> None:
+        assert self.replicator.wait_until_replicated(PATIENCE_S) is None
 
     def events(self, kind: str) -> list[JournalEvent]:
         return [event for event in JournalReader(self.paths.journal).read() if event.kind == kind]
@@ -82,12 +90,12 @@ class Node:
 
     def vanish(self) -> None:
         """The process is gone, without a word: its threads do nothing more."""
-        if isinstance(self.keeper, MultiNodeReplicator):
-            self.keeper._errand.end()
-            self.keeper._errand.join()
-            lease, upload = self.keeper._holds or (None, None)
+        if isinstance(self.replicator, MultiNodeReplicator):
+            self.replicator._task.end()
+            self.replicator._task.join()
+            lease, upload = self.replicator._holds or (None, None)
         else:
-            lease, upload = self.keeper._lease, self.keeper._upload
+            lease, upload = self.replicator._lease, self.replicator._upload
         if lease is not None:
             lease._ended.set()
             lease._pulse.join()
@@ -95,10 +103,10 @@ class Node:
             upload.end()
         self._close()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """End in order."""
         if self._here:
-            self.keeper.release()
+            self.replicator.release()
             self._close()
 
     def _close(self) -> None:

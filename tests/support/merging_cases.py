@@ -7,14 +7,14 @@ import torch
 
 import in_memory
 import small_bases as small
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
 from ratchet.models import loading
 
 ROUNDING = 1e-4
 """Greatest difference of a logit that float32 sums in another order may make."""
 
 
-def check(wanted: Any, directory: Path) -> streaming.MergeResult:
+def check(wanted: Any, directory: Path) -> merger.MergeResult:
     """Check that the written model has the bits of a merge in memory, and computes as base + adapter, not as base."""
     found, tensors, model = small.merge(wanted, directory)
     live = small.trained(wanted)
@@ -23,7 +23,7 @@ def check(wanted: Any, directory: Path) -> streaming.MergeResult:
         plain = loading.load_plain(wanted.base, torch.float32, small.CPU)
     for name, expected in in_memory.merged(live, plain).items():
         assert torch.equal(tensors[name], expected), name
-    assert found.streamed
+    assert found.is_streamed
     logits = small.logits(model)
     if plain is None:
         assert (small.logits(live) - logits).abs().max() <= ROUNDING

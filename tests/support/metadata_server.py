@@ -1,4 +1,4 @@
-"""An HTTP server on loopback in the place of a cloud's metadata server, and waiting with a limit."""
+"""An HTTP server on loopback in place of a cloud's metadata server, and waiting with a timeout."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Alert rules and the dashboard, in a real Prometheus: that fetches from a real run with faults, and from made ones."""
+"""Alert rules and the dashboard in a real Prometheus, with real and constructed runs."""
 
 import json
 from pathlib import Path

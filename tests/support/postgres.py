@@ -35,7 +35,7 @@ class Server:
             self.port: int = probe.getsockname()[1]
 
     def url(self, database: str = "postgres", user: str = USER) -> str:
-        """Address of a database, as it stands in `machine.studies`."""
+        """Address of a database, as it stands in `machine.study_storage`."""
         return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
 
     def database(self) -> str:

@@ -5,20 +5,21 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import Run
 from ratchet.stages import train
+from ratchet.stages.project import Project
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.training.run_spec import build_run_spec
 
 SETTINGS = tiny_project.SETTINGS.model_copy(
     update={
-        "train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3}),
-        "machine": tiny_project.MACHINE.model_copy(update={"mirror": "/a/folder/that/is/not/there"}),
+        "train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_size": 32, "validate_every_steps": 3}),
+        "machine": tiny_project.MACHINE.model_copy(update={"replica": "/a/folder/that/is/not/there"}),
     }
 )
-"""A profile asks no mirror."""
+"""A profile asks no replica."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def profiled(project: ProjectLayout) -> tuple[str, dict[str, str]]:
     """What was printed, and what the rest of the project was before."""
     Run.open(project.runs, build_run_spec(project, SETTINGS)).close()
     before = rest_of(project)
-    return train.profile_training(project, SETTINGS, 1000), before
+    return train.profile_training(Project.from_parts(project, SETTINGS), 1000), before
 
 
 def rest_of(project: ProjectLayout) -> dict[str, str]:

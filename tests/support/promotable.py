@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import gate_cases
-from ratchet.config.evaluation import Evaluate
-from ratchet.config.gate import AtLeastRule, Gate, HookSettings, Promote
-from ratchet.config.schema import Settings
+from ratchet.config.evaluate import Evaluate
+from ratchet.config.gate import AtLeastRule, Gate
+from ratchet.config.promote import HookSettings, Promote
+from ratchet.config.settings import Settings
 from ratchet.gate import decision as judgement
 from ratchet.gate import evidence as reading
 from ratchet.registry import ledger
@@ -20,7 +21,7 @@ from ratchet.storage.records.gate import Promotion, read_champion
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 SETTINGS = Settings(
-    evaluate=Evaluate(forms=("merged",)),
+    evaluate=Evaluate(formats=("merged",)),
     gate=Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.5),)),
 )
 NAME = SETTINGS.promote.model_name
@@ -30,12 +31,12 @@ def with_hooks(*hooks: HookSettings) -> Settings:
     return SETTINGS.model_copy(update={"promote": Promote(hooks=hooks)})
 
 
-def works(model: Path) -> None:
+def accept_model(model: Path) -> None:
     """Stands for the smoke test where the model is a few bytes."""
     assert (model / "model.safetensors").exists()
 
 
-def stage(layout: ProjectLayout, model: str, decision: str = "PROMOTE") -> str:
+def write_outputs(layout: ProjectLayout, model: str, decision: str = "PROMOTE") -> str:
     """What the stages would leave for a model of this name; returns its digest."""
     adapter = f"adapter of {model}".encode()
     files.write_atomic(layout.adapter / "adapter_model.safetensors", adapter)
@@ -53,7 +54,7 @@ def stage(layout: ProjectLayout, model: str, decision: str = "PROMOTE") -> str:
             model_digest=model_digest, adapter_digest=adapter_digest, run_id=f"run-{model}", base_digest="b" * 64,
             data_digest="d" * 64, merge_base="original", dtype="float32", size_bytes=1, parity=parity,
         ).save(scratch / "bundle.json")  # fmt: skip
-    judge(layout, decision)
+    write_verdict(layout, decision)
     return model_digest
 
 
@@ -62,7 +63,7 @@ RIGHT: Mapping[str, int] = {"PROMOTE": 190, "HOLD": 104, "REJECT": 20, "INVALID"
 """Of 200 answers, for what the gate then says of a floor of one half."""
 
 
-def judge(layout: ProjectLayout, decision: str, model_digest: str | None = None) -> None:
+def write_verdict(layout: ProjectLayout, decision: str, model_digest: str | None = None) -> None:
     """Evaluation, verdict and page about the exported model (or another), beside the champion of now."""
     bundle = ModelBundle.load(layout.bundle)
     file = read_champion(layout.champion)
@@ -70,10 +71,10 @@ def judge(layout: ProjectLayout, decision: str, model_digest: str | None = None)
     plain: dict[str, Any] = {
         "model_digest": model_digest or bundle.model_digest, "adapter_digest": bundle.adapter_digest,
         "run_id": bundle.run_id, "base_digest": bundle.base_digest, "data_digest": bundle.data_digest,
-        "contracts": {"k2": {"form": "merged", "tasks": {}}},
-        "chosen_by": {"a sweep": 3} if decision == "INVALID" else {},
+        "contracts": {"k2": {"model_format": "merged", "tasks": {}}},
+        "selection_overlaps": {"a sweep": 3} if decision == "INVALID" else {},
     }  # fmt: skip
-    found = gate_cases.evidence({"merged": scores}, file, bundle=bundle, tasks_now={})
+    found = gate_cases.evidence({"merged": scores}, file, bundle=bundle, current_task_digests={})
     report = gate_cases.report({"merged": scores}, file, **plain)
     of_merged = report.scores["merged"].model_copy(update={"model_digest": plain["model_digest"]})
     report = report.model_copy(update={"scores": {"merged": of_merged}})
@@ -86,7 +87,7 @@ def judge(layout: ProjectLayout, decision: str, model_digest: str | None = None)
     files.write_atomic(layout.gate_page, f"<p>{decision}</p>")
 
 
-def line(layout: ProjectLayout) -> list[str]:
+def list_champions(layout: ProjectLayout) -> list[str]:
     """Champion and its predecessors, by model; checked against registry, model folders and ledger."""
     file = read_champion(layout.champion)
     registry = MlflowModelRegistry(layout, NAME)
@@ -97,20 +98,20 @@ def line(layout: ProjectLayout) -> list[str]:
         assert found is not None
         assert found.model_digest == champion.model_digest
         files.verify_sealed(layout.promoted_model(champion.model_digest), KIND)
-    entries = chain(layout)
+    entries = read_ledger(layout)
     assert len({entry.id for entry in entries}) == len(entries)
-    assert not layout.intent.exists()
+    assert not layout.promotion_intent.exists()
     return [c.run_id.removeprefix("run-") for c in champions]
 
 
-def chain(layout: ProjectLayout) -> list[Promotion]:
+def read_ledger(layout: ProjectLayout) -> list[Promotion]:
     """The ledger, whole and in agreement with the champion file."""
     entries = ledger.read_entries(layout.promotions)
     ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
     return entries
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def read_tree(root: Path) -> dict[str, bytes]:
     """Every file and its content; of locks, only that they are there."""
     found = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):

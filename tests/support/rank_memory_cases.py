@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import transformers
 
+from compression_memory import measured
 from gloo_ranks import on_ranks
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import GradientCompressionSettings, Train
 from ratchet.models import adapters, model_spec
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.storage.records.training import MemoryForecast
 from small_loop import SHAPE
-from wire_memory import measured
 
 CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
 """More layers than the forecast executes: it has to know in which buckets those fall that it leaves out."""
 WAYS: list[dict[str, Any]] = [
     {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block": 64},
-    {"method": "powersgd", "rank": 2}, {"method": "topk", "share": 0.1},
+    {"method": "powersgd", "rank": 2}, {"method": "topk", "topk_fraction": 0.1},
 ]  # fmt: skip
 NAMES = [way["method"] for way in WAYS]
 WORK = MemoryWorkload(1, 16, 8, packed=False, device="cpu", validation_rows=1, validation_tokens=16)
@@ -28,7 +28,7 @@ WORK = MemoryWorkload(1, 16, 8, packed=False, device="cpu", validation_rows=1, v
 
 def train(way: dict[str, Any]) -> Train:
     compression = GradientCompressionSettings.model_validate({"bucket_bytes": 5000} | way)
-    return Train(quantization="none", rank=8, targets=("q_proj", "v_proj"), compression=compression)
+    return Train(quantization="none", rank=8, target_modules=("q_proj", "v_proj"), gradient_compression=compression)
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -38,12 +38,12 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
-    ways = [train(way).compression for way in WAYS]
+    ways = [train(way).gradient_compression for way in WAYS]
     return on_ranks(world, folder, measured, shapes(), ways, world == 1)
 
 
 def expected(way: dict[str, Any], ranks: int) -> MemoryForecast:
-    work = WORK.among(ranks, ranks, 16)
+    work = WORK.on_ranks(ranks, ranks, 16)
     return forecast.forecast(model_spec.from_config(CONFIG), train(way), Machine(), work)
 
 

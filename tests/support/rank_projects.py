@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny_project
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
@@ -28,7 +29,7 @@ SLOW = InjectedFault(kind="slow", seconds=0.3)
 
 
 def settings(train: Train = tiny_project.TRAIN, **machine: Any) -> Settings:
-    known = tiny_project.MACHINE.model_dump() | {"stall_s": 30, "stall_first_s": 90} | machine
+    known = tiny_project.MACHINE.model_dump() | {"stall_timeout_s": 30, "first_stall_timeout_s": 90} | machine
     return tiny_project.SETTINGS.model_copy(update={"train": train, "machine": Machine.model_validate(known)})
 
 
@@ -97,5 +98,5 @@ def free_port() -> int:
 
 
 def world(layout: ProjectLayout) -> int:
-    ready = events(layout, "ready")
+    ready = events(layout, "worker_ready")
     return int(ready[-1].data["ranks"]) if ready else 0

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that fails as servers do: told statuses in turn, it keeps what it gets."""
+"""A real HTTP server on loopback that answers with given statuses and keeps the requests."""
 
 import threading
 from collections.abc import Iterator

@@ -93,5 +93,5 @@ def train_with_kills(layout: ProjectLayout, kills: int, random_points: random.Ra
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     assert killed == kills
-    assert sum(e.kind == "died" for e in events(layout)) == kills
+    assert sum(e.kind == "worker_exited" for e in events(layout)) == kills
     return output

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: moto's, in a process of its own, on loopback. What is there can be asked directly."""
+"""A real S3 server for tests: moto's, in its own process on loopback."""
 
 import hashlib
 import os
@@ -54,7 +54,7 @@ class S3Server:
         )
 
     def bucket(self) -> str:
-        """Make an empty bucket. Returns its name: its mirror would be `s3://NAME/any/prefix`."""
+        """Make an empty bucket. Returns its name: its replica would be `s3://NAME/any/prefix`."""
         name = next(self._names)
         self.client.create_bucket(Bucket=name)
         return name

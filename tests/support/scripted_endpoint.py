@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible server on loopback that answers as a test scripts it, and fails as servers do."""
+"""An OpenAI-compatible server on loopback that returns scripted answers and failures."""
 
 import json
 import threading

@@ -1,11 +1,11 @@
-"""`ratchet select`: several generations, outputs that are there, that were changed, whose prompts are gone."""
+"""Cases for `ratchet select`: several generations, existing or changed outputs, missing prompts."""
 
 from pathlib import Path
 
 import pytest
 
-import made_generations as made
-from ratchet.cli import command_line
+import fake_generations as made
+from ratchet.cli.main import main
 from ratchet.storage.layout import ProjectLayout
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
@@ -23,7 +23,7 @@ def answers(layout: ProjectLayout, tmp_path: Path) -> Path:
 
 
 def ratchet(layout: ProjectLayout, *arguments: Path | str) -> int:
-    return command_line.main(["--project", str(layout.root), "select", *map(str, arguments)])
+    return main(["--project", str(layout.root), "select", *map(str, arguments)])
 
 
 def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:

@@ -1,4 +1,4 @@
-"""A network far away: what a client sends reaches the server some seconds later. Answers come back at once."""
+"""A network with latency: requests reach the server some seconds later, answers return at once."""
 
 import queue
 import re

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import families
 from ratchet.config.train import Train
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
+from ratchet.export.merge.merger import MergeResult
 from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
-from ratchet.export.merge.streaming import MergeResult
 from ratchet.models import adapter_format, adapters, base_model, loading, vocabulary
 from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
@@ -101,7 +101,7 @@ def recipe(base: Path, *parts: Path | WeightedAdapter, **changes: Any) -> MergeR
     given: dict[str, Any] = {
         "base": base, "card": card(), "train": settings(), "modules": (), "merge_base": "dequantized",
         "dtype": torch.float32, "device": CPU, "shard_bytes": SHARD_BYTES,
-        "parts": tuple(one if isinstance(one, WeightedAdapter) else WeightedAdapter(one) for one in parts),
+        "adapters": tuple(one if isinstance(one, WeightedAdapter) else WeightedAdapter(one) for one in parts),
     }  # fmt: skip
     return MergeRecipe(**given | changes)
 
@@ -115,9 +115,9 @@ def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None =
 def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, Tensor], Model]:
     """What was written: what is said of it, and what plain transformers loads."""
     told: list[tuple[str, int, int]] = []
-    found = streaming.merge_model(wanted, directory, lambda *about: told.append(about))
+    found = merger.merge_model(wanted, directory, lambda *about: told.append(about))
     files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
-    assert sum(file.stat().st_size for file in files) == streaming.merged_size_bytes(wanted)
+    assert sum(file.stat().st_size for file in files) == merger.merged_size_bytes(wanted)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted.dtype).eval()
@@ -126,7 +126,7 @@ def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, 
 
 def trained(wanted: MergeRecipe) -> Model:
     """The base as it was trained against, with the recipe's one adapter, as peft computes it."""
-    [part] = wanted.parts
+    [part] = wanted.adapters
     return adapters.load(loading.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
 
 

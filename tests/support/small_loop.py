@@ -7,17 +7,17 @@ import numpy as np
 import torch
 import transformers
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import adapters
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.training.context import TrainingContext
 from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.stopping import GracefulShutdown
-from ratchet.training.train_step import TrainingContext
 from ratchet.training.trainer import TrainingLoop
 
 ROWS = 48
@@ -26,7 +26,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 SMALL = Train(
-    quantization="none", rank=4, alpha=8, dropout=0.1, epochs=2.5, batch_rows=5, pack_tokens=40, learning_rate=0.01,
+    quantization="none", rank=4, alpha=8, dropout=0.1, epochs=2.5, batch_size=5, pack_tokens=40, learning_rate=0.01,
     validate_every_steps=4, seed=3,
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ SMALL = Train(
 def random_rows(count: int, seed: int) -> TokenRows:
     draw = np.random.default_rng(seed)
     ids = [draw.integers(3, 64, length).tolist() for length in draw.integers(3, 24, count)]
-    return TokenRows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
+    return TokenRows.from_lists(ids, [[IGNORE_INDEX] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
 
 
 def loop_of(
@@ -50,19 +50,19 @@ def loop_of(
     return TrainingLoop(
         TrainingContext(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
-            machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every=2),
+            machine=Machine(device="cpu", micro_batch_size=micro, checkpoint_every=2),
             model=adapters.attach(plain, train, "base", (), plan.steps),
             device=torch.device("cpu"),
-            train=rows,
-            validation=random_rows(6, seed=2),
+            train_rows=rows,
+            validation_rows=random_rows(6, seed=2),
             paths=paths,
             journal=journal,
             heartbeat=Heartbeat.private(),
-            stop=stop or GracefulShutdown(),
-            made_by={"torch": torch.__version__},
-            plan=plan,
-            monitor=MemoryMonitor(journal, torch.device("cpu"), ()),
-            advise=lambda tokens: f"take less than {tokens} tokens",
+            shutdown=stop or GracefulShutdown(),
+            environment={"torch": torch.__version__},
+            batch_plan=plan,
+            memory_monitor=MemoryMonitor(journal, torch.device("cpu"), ()),
+            suggest_memory_changes=lambda tokens: f"take less than {tokens} tokens",
             **more,
         )
     )
@@ -74,7 +74,7 @@ def after_steps(paths: RunPaths, count: int) -> GracefulShutdown:
 
 
 def trained_by(loop: TrainingLoop) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in adapters.trainable_parameters(loop.task.model)}
+    return {name: parameter.detach().clone() for name, parameter in adapters.trainable_parameters(loop.context.model)}
 
 
 def steps(run: RunPaths) -> list[JournalEvent]:
@@ -93,5 +93,5 @@ class StopAfterSteps(GracefulShutdown):
         self._paths, self._limit = paths, len(steps(paths)) + count
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         return len(steps(self._paths)) >= self._limit

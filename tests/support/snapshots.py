@@ -13,11 +13,11 @@ from ratchet.training.checkpoint import CheckpointWriteStats
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 SPEC = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
-MADE_BY = {"torch": "2.13.0", "device": "cpu x86_64", "threads": "1"}
+ENVIRONMENT = {"torch": "2.13.0", "device": "cpu x86_64", "threads": "1"}
 
 
-def identity(spec: RunSpec = SPEC, **made_by: str) -> dict[str, Any]:
-    return {"spec": spec.model_dump(mode="json"), "made_by": MADE_BY | made_by}
+def identity(spec: RunSpec = SPEC, **environment: str) -> dict[str, Any]:
+    return {"spec": spec.model_dump(mode="json"), "environment": ENVIRONMENT | environment}
 
 
 def snapshot(step: int, best: int = 0, good: int = 0) -> TrainSnapshot:
@@ -33,7 +33,7 @@ def snapshot(step: int, best: int = 0, good: int = 0) -> TrainSnapshot:
         states[f"{number}/qmap2"] = torch.linspace(0, 1, 16)
     rest = {"groups": [{"lr": 0.1 / step, "params": list(range(len(weights)))}], "values": {"0": {"step": step}}}
     losses = {n: 1.0 / n for n in range(1, step + 1)}
-    state = TrainState(step, losses, best_step=best, good_step=good, train_loss=1.5 / step, norms=(0.5, 1.5))
+    state = TrainState(step, losses, best_step=best, rollback_step=good, train_loss=1.5 / step, grad_norms=(0.5, 1.5))
     return TrainSnapshot(state, weights, states, rest)
 
 
@@ -50,9 +50,9 @@ def equal(a: TrainSnapshot, b: TrainSnapshot) -> bool:
 
     return (
         a.state == b.state
-        and files.json_bytes(a.rest) == files.json_bytes(b.rest)
+        and files.json_bytes(a.optimizer_values) == files.json_bytes(b.optimizer_values)
         and same(a.weights, b.weights)
-        and same(a.optimizer, b.optimizer)
+        and same(a.optimizer_tensors, b.optimizer_tensors)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import SamplerSettings, Sweep, SweepParameter
 from ratchet.storage.records.sweep import SweepObjective, Trial
 from ratchet.tuning.parameter_scale import draw_value
@@ -18,22 +18,24 @@ LOSS = (SweepObjective(metric="validation_loss", direction="minimize"),)
 RANK = {"train.rank": SweepParameter(low=4, high=64, log=True), "train.alpha": SweepParameter(tie="2 * train.rank")}
 RATE = {"train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True)}
 DROPOUT = {"train.dropout": SweepParameter(low=0.0, high=0.3)}
-TARGETS = {"train.targets": SweepParameter(choices=("all", ("q_proj", "v_proj"), ("q_proj",)))}
+TARGETS = {"train.target_modules": SweepParameter(choices=("all", ("q_proj", "v_proj"), ("q_proj",)))}
 CONDITIONAL = {
     "train.adapter": SweepParameter(choices=("lora", "adalora")),
     "train.adalora.target_rank": SweepParameter(low=2, high=4, when={"train.adapter": "adalora"}),
 }
 FINITE = {
     "train.rank": SweepParameter(low=4, high=16, step=4),
-    "train.batch_rows": SweepParameter(low=16, high=32, step=8),
+    "train.batch_size": SweepParameter(low=16, high=32, step=8),
     "train.schedule": SweepParameter(choices=("cosine", "linear")),
 }
 """24 points, two numeric knobs."""
 
 
-def space_of(*knobs: Mapping[str, SweepParameter]) -> SearchSpace:
+def space_of(*parameters: Mapping[str, SweepParameter]) -> SearchSpace:
     """A space of these knobs together."""
-    return SearchSpace.of(Settings(sweep=Sweep(space={name: knob for part in knobs for name, knob in part.items()})))
+    return SearchSpace.from_settings(
+        Settings(sweep=Sweep(space={name: parameter for part in parameters for name, parameter in part.items()}))
+    )
 
 
 def drawn(space: SearchSpace, seed: int) -> dict[str, Any]:

@@ -35,15 +35,17 @@ RUNGS = (20, 60)
 LEASE_S = 60.0
 
 AXES = (
-    ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),
-    ParameterAxis(knob="train.alpha", kind="tie", tie="2 * train.rank"),
-    ParameterAxis(knob="train.learning_rate", kind="float", low=1e-4, high=1e-2, log=True),
-    ParameterAxis(knob="train.dropout", kind="float", low=0.0, high=0.2),
+    ParameterAxis(name="train.rank", kind="int", low=4, high=64, log=True),
+    ParameterAxis(name="train.alpha", kind="tie", tie="2 * train.rank"),
+    ParameterAxis(name="train.learning_rate", kind="float", low=1e-4, high=1e-2, log=True),
+    ParameterAxis(name="train.dropout", kind="float", low=0.0, high=0.2),
     ParameterAxis(
-        knob="train.targets", kind="choice", choices=("all", ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj"))
+        name="train.target_modules",
+        kind="choice",
+        choices=("all", ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")),
     ),
-    ParameterAxis(knob="train.adapter", kind="choice", choices=("lora", "dora", "adalora")),
-    ParameterAxis(knob="train.adalora.target_rank", kind="int", low=4, high=16, conditional=True),
+    ParameterAxis(name="train.adapter", kind="choice", choices=("lora", "dora", "adalora")),
+    ParameterAxis(name="train.adalora.target_rank", kind="int", low=4, high=16, conditional=True),
 )
 
 
@@ -63,9 +65,9 @@ def report(
     workers: int = 3,
     seed: int = 5,
     metrics: Sequence[str] = ("validation_loss",),
-    finals: bool = True,
+    final_round: bool = True,
 ) -> SweepReport:
-    """A sweep of so many trials; the last few are still running where there are no finals."""
+    """A sweep of so many trials; the last few are still running where there is no final round."""
     room = Room(random.Random(seed), tuple(metrics))
     # A worker that dies comes back under another process id, and its trial is taken over by whoever is next.
     free = [(BEGUN + 2.0 * lane, f"node{1 + lane % 2}/{4700 + lane}") for lane in range(workers)]
@@ -73,14 +75,14 @@ def report(
     while len(room.trials) < count:
         at, worker = heapq.heappop(free)
         trial = _trial(room, len(room.trials), at, worker)
-        if not finals and count - len(room.trials) <= min(workers, 2):
+        if not final_round and count - len(room.trials) <= min(workers, 2):
             trial = _running(trial)
         if trial.state in ("complete", "pruned") and trial.number % 9 in (4, 6) and workers > 1:
             trial = _taken_over(trial, free)
         room.trials.append(trial)
-        end = trial.takes[-1].seen
-        heapq.heappush(free, (end + 1.5, trial.takes[-1].worker))
-    return _report(room, count, finals)
+        end = trial.executions[-1].last_seen
+        heapq.heappush(free, (end + 1.5, trial.executions[-1].worker))
+    return _report(room, count, final_round)
 
 
 def _values(random_: random.Random) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _values(random_: random.Random) -> dict[str, Any]:
         "train.alpha": 2.0 * rank,
         "train.learning_rate": math.exp(random_.uniform(math.log(1e-4), math.log(1e-2))),
         "train.dropout": random_.choice((0.0, 0.05, 0.1, 0.15, 0.2)),
-        "train.targets": random_.choice(AXES[4].choices),
+        "train.target_modules": random_.choice(AXES[4].choices),
         "train.adapter": random_.choice(AXES[5].choices),
     }
     if values["train.adapter"] == "adalora":
@@ -103,7 +105,7 @@ def _loss(values: dict[str, Any], steps: int, noise: float) -> float:
     rate = math.log10(values["train.learning_rate"]) + 3
     rank = math.log2(values["train.rank"] / 24)
     end = 1.18 + 0.45 * rate**2 + 0.02 * rank**2 + 0.8 * abs(values["train.dropout"] - 0.05)
-    end += 0.12 * (values["train.targets"] == ("q_proj", "v_proj"))
+    end += 0.12 * (values["train.target_modules"] == ("q_proj", "v_proj"))
     found: float = end + (3.4 - end) * math.exp(-steps / (18 + 25 * max(0.0, -rate))) + noise
     return found
 
@@ -120,8 +122,8 @@ def _trial(room: Room, number: int, at: float, worker: str) -> Trial:
         values = {**values, "train.rank": 64, "train.alpha": 128.0}
         return Trial(
             number=number, values=values, run_id=None, state="infeasible", cause="data", constraints={"settings": 1.0},
-            reason="train.rank: no layer is as wide as 64", begun=at, ended=at + 0.2,
-            takes=(TrialExecution(worker=worker, begun=at, seen=at + 0.2),),
+            reason="train.rank: no layer is as wide as 64", started=at, ended=at + 0.2,
+            executions=(TrialExecution(worker=worker, started=at, last_seen=at + 0.2),),
         )  # fmt: skip
     values = _values(random_)
     if number % 10 == 7:
@@ -171,8 +173,8 @@ def _trained(
         adapter_digest=_digest([values, "adapter"]) if state == "complete" else None,
         checkpoints={ends: _digest([values, ends])},
         cost=cost,
-        takes=(TrialExecution(worker=worker, begun=at, seen=at + seconds),),
-        begun=at,
+        executions=(TrialExecution(worker=worker, started=at, last_seen=at + seconds),),
+        started=at,
         ended=at + seconds,
     )  # fmt: skip
 
@@ -199,7 +201,7 @@ def _infeasible(number: int, place: tuple[float, str], values: dict[str, Any]) -
         cost=TrainingCost(planned_tokens=0 if refused else STEPS * TOKENS_A_STEP,
                   trained_tokens=0 if refused else 2 * TOKENS_A_STEP, steps=0 if refused else 2,
                   planned_steps=STEPS, train_seconds=0 if refused else 3.0, attempts=0 if refused else 2),
-        takes=(TrialExecution(worker=worker, begun=at, seen=at + (2 if refused else 9)),), begun=at,
+        executions=(TrialExecution(worker=worker, started=at, last_seen=at + (2 if refused else 9)),), started=at,
         ended=at + (2 if refused else 9),
     )  # fmt: skip
 
@@ -211,7 +213,7 @@ def _failed(number: int, place: tuple[float, str], values: dict[str, Any]) -> Tr
         reason="ValueError: the tokenizer has no end of turn", curve={320: 3.1, 640: 2.9},
         cost=TrainingCost(trained_tokens=25 * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=25,
                   planned_steps=STEPS, train_seconds=26.0, attempts=3),
-        takes=(TrialExecution(worker=worker, begun=at, seen=at + 40),), begun=at, ended=at + 40,
+        executions=(TrialExecution(worker=worker, started=at, last_seen=at + 40),), started=at, ended=at + 40,
     )  # fmt: skip
 
 
@@ -228,53 +230,53 @@ def _running(trial: Trial) -> Trial:
 
 def _taken_over(trial: Trial, free: list[tuple[float, str]]) -> Trial:
     """The worker died half-way; the next that is free took the trial over after the lease, the dead one came back."""
-    (first,) = trial.takes
-    died = first.begun + 0.6 * (first.seen - first.begun)
+    (first,) = trial.executions
+    died = first.started + 0.6 * (first.last_seen - first.started)
     at, worker = heapq.heappop(free)
     host, process = first.worker.split("/")
     heapq.heappush(free, (died + 20, f"{host}/{int(process) + 100}"))
     again = max(at, died + LEASE_S)
     takes = (
-        TrialExecution(worker=first.worker, begun=first.begun, seen=died),
-        TrialExecution(worker=worker, begun=again, seen=again + 0.4 * (first.seen - first.begun)),
+        TrialExecution(worker=first.worker, started=first.started, last_seen=died),
+        TrialExecution(worker=worker, started=again, last_seen=again + 0.4 * (first.last_seen - first.started)),
     )
     cost = trial.cost.model_copy(update={"attempts": 2})
-    return trial.model_copy(update={"takes": takes, "ended": takes[-1].seen, "cost": cost})
+    return trial.model_copy(update={"executions": takes, "ended": takes[-1].last_seen, "cost": cost})
 
 
 def _report(room: Room, count: int, finals: bool) -> SweepReport:
-    measures = tuple(SweepObjective(metric=name, direction=DIRECTIONS[name]) for name in room.metrics)
+    objectives = tuple(SweepObjective(metric=name, direction=DIRECTIONS[name]) for name in room.metrics)
     complete = [one for one in room.trials if one.state == "complete"]
-    best = _front(complete, measures)
-    found = _finals(complete, measures[0]) if finals and len(complete) > 2 else None
-    shares = {"train.learning_rate": 0.71, "train.targets": 0.12, "train.rank": 0.09, "train.dropout": 0.06,
+    best = _front(complete, objectives)
+    found = _finals(complete, objectives[0]) if finals and len(complete) > 2 else None
+    shares = {"train.learning_rate": 0.71, "train.target_modules": 0.12, "train.rank": 0.09, "train.dropout": 0.06,
               "train.adapter": 0.02}  # fmt: skip
     return SweepReport(
         study="sweep",
         storage="journal",
-        objectives=measures,
+        objectives=objectives,
         axes=AXES,
         sampler="tpe, seed 0, 8 random trials first",
-        pruner="asha, first rung at 0.11 of the longest training, one in 3 goes on" if len(measures) == 1 else "none",
+        pruner="asha, first rung at 0.11 of the longest training, one in 3 goes on" if len(objectives) == 1 else "none",
         versions={"optuna": "5.0.0", "cmaes": "0.12.0"},
         data_digest=_digest("data"),
         base_digest=_digest("base"),
-        wanted_trials=count,
+        planned_trials=count,
         trials=tuple(room.trials),
         importances=shares if len(complete) > 3 else {},
         best=best,
-        finals=found,
+        final_round=found,
         winner=found.winner if found else None,
     )
 
 
-def _front(complete: Sequence[Trial], measures: Sequence[SweepObjective]) -> tuple[int, ...]:
-    signs = [1 if one.direction == "minimize" else -1 for one in measures]
+def _front(complete: Sequence[Trial], objectives: Sequence[SweepObjective]) -> tuple[int, ...]:
+    signs = [1 if one.direction == "minimize" else -1 for one in objectives]
 
     def place(trial: Trial) -> list[float]:
         return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
 
-    if len(measures) == 1:
+    if len(objectives) == 1:
         return tuple(one.number for one in sorted(complete, key=lambda one: (place(one), one.number))[:1])
     return tuple(
         one.number
@@ -286,8 +288,8 @@ def _front(complete: Sequence[Trial], measures: Sequence[SweepObjective]) -> tup
     )
 
 
-def _finals(complete: Sequence[Trial], measure: SweepObjective) -> FinalRound:
-    sign = 1 if measure.direction == "minimize" else -1
+def _finals(complete: Sequence[Trial], objective: SweepObjective) -> FinalRound:
+    sign = 1 if objective.direction == "minimize" else -1
     ordered = sorted(complete, key=lambda one: sign * one.objectives[0])[:3]
     finalists = []
     for place, one in enumerate(ordered):
@@ -305,14 +307,14 @@ def _finals(complete: Sequence[Trial], measure: SweepObjective) -> FinalRound:
         for one, low, p in zip(finalists[1:], (-0.003, 0.021), (0.081, 0.0004), strict=False)
     )  # fmt: skip
     winner = finalists[0].number if len(finalists) < 2 else finalists[1].number
-    reason = f"trials {finalists[0].number} and {winner} cannot be told apart; {winner} is the cheaper one"
-    return FinalRound(metric=measure.metric, direction=measure.direction, rows=512, finalists=tuple(finalists),
+    reason = f"trials {finalists[0].number} and {winner} do not differ significantly; {winner} is the cheaper one"
+    return FinalRound(metric=objective.metric, direction=objective.direction, rows=512, finalists=tuple(finalists),
                   comparisons=comparisons, winner=winner, reason=reason)  # fmt: skip
 
 
 def alone(state: TrialState, count: int = 1) -> SweepReport:
     """Trials of one state and no other."""
-    made = report(60, finals=False)
+    made = report(60, final_round=False)
     one = next(trial for trial in made.trials if trial.state == state)
     trials = tuple(one.model_copy(update={"number": number, "continues": None}) for number in range(count))
     best: tuple[int, ...] = (0,) if state == "complete" and count else ()
@@ -322,11 +324,13 @@ def alone(state: TrialState, count: int = 1) -> SweepReport:
 def narrowed(made: SweepReport, knobs: Sequence[str]) -> SweepReport:
     """The same sweep over these knobs only."""
     trials = tuple(
-        one.model_copy(update={"values": {knob: value for knob, value in one.values.items() if knob in knobs}})
+        one.model_copy(
+            update={"values": {parameter: value for parameter, value in one.values.items() if parameter in knobs}}
+        )
         for one in made.trials
     )
-    axes = tuple(one for one in made.axes if one.knob in knobs)
-    shares = {knob: share for knob, share in made.importances.items() if knob in knobs}
+    axes = tuple(one for one in made.axes if one.name in knobs)
+    shares = {parameter: share for parameter, share in made.importances.items() if parameter in knobs}
     return made.model_copy(update={"trials": trials, "axes": axes, "importances": shares})
 
 

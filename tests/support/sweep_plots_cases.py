@@ -21,29 +21,32 @@ def each(made: SweepReport, change: Callable[[Trial], dict[str, Any]]) -> SweepR
     return made.model_copy(update={"trials": tuple(one.model_copy(update=change(one)) for one in made.trials)})
 
 
-def valued(made: SweepReport, knob: str, of: Callable[[Trial], Any]) -> SweepReport:
-    return each(made, lambda one: {"values": {**one.values, knob: of(one)}})
+def valued(made: SweepReport, parameter: str, of: Callable[[Trial], Any]) -> SweepReport:
+    return each(made, lambda one: {"values": {**one.values, parameter: of(one)}})
 
 
 def shifted(take: TrialExecution, seconds: float) -> TrialExecution:
-    return take.model_copy(update={"begun": take.begun + seconds, "seen": take.seen + seconds})
+    return take.model_copy(update={"started": take.started + seconds, "last_seen": take.last_seen + seconds})
 
 
 def thirty_knobs() -> SweepReport:
     axes = tuple(
-        ParameterAxis(knob=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30)
+        ParameterAxis(name=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30)
     )
-    made = FORTY.model_copy(update={"axes": axes, "importances": {one.knob: 1 / 30 for one in axes}})
+    made = FORTY.model_copy(update={"axes": axes, "importances": {one.name: 1 / 30 for one in axes}})
     return each(
-        made, lambda one: {"values": {axis.knob: (7 * one.number + 3 * k) % 10 / 10 for k, axis in enumerate(axes)}}
+        made, lambda one: {"values": {axis.name: (7 * one.number + 3 * k) % 10 / 10 for k, axis in enumerate(axes)}}
     )
 
 
 def hostile() -> SweepReport:
-    knobs = (*FORTY.axes, ParameterAxis(knob="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
+    knobs = (*FORTY.axes, ParameterAxis(name="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
     made = FORTY.model_copy(update={"axes": knobs, "importances": {"_x$": 1.0, example.HOSTILE: 0.0}})
-    made = valued(valued(made, "_x$", lambda _: example.HOSTILE), "train.targets", lambda _: example.HOSTILE)
-    return each(made, lambda one: {"takes": tuple(t.model_copy(update={"worker": example.HOSTILE}) for t in one.takes)})
+    made = valued(valued(made, "_x$", lambda _: example.HOSTILE), "train.target_modules", lambda _: example.HOSTILE)
+    return each(
+        made,
+        lambda one: {"executions": tuple(t.model_copy(update={"worker": example.HOSTILE}) for t in one.executions)},
+    )
 
 
 REPORTS: dict[str, Callable[[], SweepReport]] = {
@@ -51,7 +54,7 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
     "one": lambda: example.report(1),
     "two": lambda: example.report(2),
     "usual": lambda: FORTY,
-    "not over": lambda: example.report(24, finals=False),
+    "not over": lambda: example.report(24, final_round=False),
     **{
         f"only {state}": lambda state=state: example.alone(state, 12)  # type: ignore[misc]
         for state in canvas.STATES
@@ -59,17 +62,17 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
     "one running": lambda: example.alone("running"),
     "one failed": lambda: example.alone("failed"),
     "one knob": lambda: example.narrowed(FORTY, ["train.rank"]),
-    "a choice": lambda: example.narrowed(FORTY, ["train.targets"]),
+    "a choice": lambda: example.narrowed(FORTY, ["train.target_modules"]),
     "no knob": lambda: example.narrowed(FORTY, []),
     "thirty knobs": thirty_knobs,
     "equal objectives": lambda: example.constant(FORTY, "objective"),
     "equal values": lambda: example.constant(FORTY, "values"),
     "knobs on a line": lambda: valued(FORTY, "train.rank", lambda _: 16),
-    "two objectives": lambda: example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False),
+    "two objectives": lambda: example.report(40, metrics=("validation_loss", "memory_bytes"), final_round=False),
     "four objectives": lambda: example.report(
         40, metrics=("accuracy", "memory_bytes", "train_seconds", "adapter_bytes")
     ),
-    "maximised": lambda: example.report(24, metrics=("accuracy",), finals=False),
+    "maximised": lambda: example.report(24, metrics=("accuracy",), final_round=False),
     "no numbers": lambda: each(
         FORTY,
         lambda one: {"objectives": (math.nan,) * len(one.objectives), "curve": dict.fromkeys(one.curve, math.nan)},
@@ -80,13 +83,16 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
     "outside of the space": lambda: valued(
         valued(FORTY, "train.rank", lambda one: one.values["train.rank"] * 100), "train.learning_rate", lambda _: 0
     ),
-    "odd choices": lambda: valued(FORTY, "train.targets", lambda one: None if one.number % 2 else True),
-    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": TrainingCost(), "takes": ()}),
+    "odd choices": lambda: valued(FORTY, "train.target_modules", lambda one: None if one.number % 2 else True),
+    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": TrainingCost(), "executions": ()}),
     "no time": lambda: each(
-        FORTY, lambda one: {"takes": tuple(t.model_copy(update={"begun": 5.0, "seen": 5.0}) for t in one.takes)}
+        FORTY,
+        lambda one: {
+            "executions": tuple(t.model_copy(update={"started": 5.0, "last_seen": 5.0}) for t in one.executions)
+        },
     ),
     "a pause": lambda: each(
-        FORTY, lambda one: {"takes": tuple(shifted(t, 3e5 if one.number > 20 else 0) for t in one.takes)}
+        FORTY, lambda one: {"executions": tuple(shifted(t, 3e5 if one.number > 20 else 0) for t in one.executions)}
     ),
     "texts of others": hostile,
     "read back": lambda: SweepReport.model_validate_json(FORTY.model_dump_json()),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ratchet.config.export import PlainType
+from ratchet.config.export import BuiltInGgufType
 from ratchet.export.gguf import writer
 from ratchet.models import tiny_model
 
@@ -59,7 +59,7 @@ def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None,
     return path
 
 
-def write(path: Path, target: Path, kind: PlainType = "f32") -> Path:
+def write(path: Path, target: Path, kind: BuiltInGgufType = "f32") -> Path:
     """The directory as a GGUF file."""
     writer.write_gguf(path, target, kind, lambda what, done, total: None)
     return target

@@ -10,27 +10,30 @@ import tempfile
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare
-from ratchet.config.evaluation import Evaluate, HarnessSettings
-from ratchet.config.schema import Base, Machine, Settings, TinyModelSettings
+from ratchet.config.base import Base, TinyModelSettings
+from ratchet.config.evaluate import Evaluate, HarnessSettings
+from ratchet.config.machine import Machine
+from ratchet.config.prepare import ColumnSettings, Prepare
+from ratchet.config.settings import Settings
 from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.stages import base, init, prepare
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import ChampionFile
 
 TINY = TinyModelSettings(
-    vocabulary=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48, batch_sequences=8,
+    vocab_size=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_length=48, batch_size=8,
     steps=6, seed=1,
 )  # fmt: skip
 
 TRAIN = Train(
-    rank=4, alpha=8, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=7,
+    rank=4, alpha=8, dropout=0.1, epochs=2, batch_size=16, learning_rate=0.01, validate_every_steps=7,
     early_stopping=EarlyStoppingSettings(), seed=3,
 )  # fmt: skip
 
 MACHINE = Machine(
-    device="cpu", threads=1, micro_batch_rows=8, checkpoint_every=2, retries=5, retry_delay_s=0.1,
+    device="cpu", threads=1, micro_batch_size=8, checkpoint_every=2, max_restarts=5, restart_delay_s=0.1,
 )  # fmt: skip
 
 SETTINGS = Settings(
@@ -96,8 +99,8 @@ def prepared(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
     if key not in _PREPARED:
         kept = write(Path(tempfile.mkdtemp(prefix="prepared-")) / "project", settings)
         atexit.register(shutil.rmtree, kept.root.parent, ignore_errors=True)
-        base.base(kept, settings, lambda _: None)
-        prepare.prepare(kept, settings)
+        base.base(Project.from_parts(kept, settings))
+        prepare.prepare(Project.from_parts(kept, settings))
         _PREPARED[key] = kept.root
     shutil.copytree(_PREPARED[key], root, dirs_exist_ok=True)
     layout = ProjectLayout(root)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_project
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport, Trial
@@ -27,11 +27,11 @@ DEADLINE_S = 600.0
 def settings(**sweep: Any) -> Settings:
     """Those of the tiny project, with a sweep: of four trials without finals unless told otherwise."""
     chosen: dict[str, Any] = {
-        "space": SPACE, "trials": 4, "sampler": SamplerSettings(startup=2),
-        "pruner": PrunerSettings(kind="asha", first=0.25), "finalists": FinalistSettings(top=1),
+        "space": SPACE, "trials": 4, "sampler": SamplerSettings(n_startup_trials=2),
+        "pruner": PrunerSettings(kind="asha", min_resource_fraction=0.25), "finalists": FinalistSettings(top_k=1),
     }  # fmt: skip
     train = tiny_project.TRAIN.model_copy(update={"epochs": 1.0, "validate_every_steps": 3})
-    machine = tiny_project.MACHINE.model_copy(update={"lease_s": 4.0, "checkpoint_every": 1})
+    machine = tiny_project.MACHINE.model_copy(update={"lease_timeout_s": 4.0, "checkpoint_every": 1})
     return tiny_project.SETTINGS.model_copy(
         update={"sweep": Sweep(**(chosen | sweep)), "train": train, "machine": machine}
     )

@@ -1,4 +1,4 @@
-"""An MLflow database of another schema version: said so with the command that migrates it, and left as it was."""
+"""An MLflow database of another schema version."""
 
 import hashlib
 import sqlite3

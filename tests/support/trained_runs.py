@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.evaluation import HeldOutMetric, HeldOutScores, held_out_path
+from ratchet.storage.records.evaluation import ValidationMetric, ValidationScores, validation_scores_path
 from ratchet.storage.records.training import MemoryForecast, PhaseMemory
 
 BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
@@ -45,7 +45,7 @@ class Training:
     @property
     def spec(self) -> RunSpec:
         """What decides what it learns."""
-        train = Train(rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_rows=16)
+        train = Train(rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_size=16)
         return RunSpec(train=train, data_digest=self.data, base_digest=BASE)
 
     @property
@@ -74,12 +74,13 @@ def events(one: Training) -> Iterator[JournalEvent]:
         def said(kind: str, attempt: int = attempt, **data: Any) -> JournalEvent:
             return JournalEvent(kind, BEGUN + data.get("step", 0) * STEP_S, attempt, data)
 
-        yield said("attempt", pid=1, code_version="0.1.0+c0de")
+        yield said("attempt_started", pid=1, code_version="0.1.0+c0de")
         yield said(
-            "ready", start_step=start, planned_steps=one.steps, trainable_parameters=1_000, total_parameters=50_000,
+            "worker_ready", start_step=start, planned_steps=one.steps, trainable_parameters=1_000,
+            total_parameters=50_000,
             device="cpu", compute_dtype="float32", threads=2, ranks=1,
         )  # fmt: skip
-        yield said("memory", phase="steady", peak_bytes=300 * 2**20, allocated_bytes=0, host_bytes=0, device="cpu",
+        yield said("memory_peak", phase="steady", peak_bytes=300 * 2**20, allocated_bytes=0, host_bytes=0, device="cpu",
                    device_bytes=4 * 2**30)  # fmt: skip
         for step in range(start + 1, end + 1):
             yield said(
@@ -90,11 +91,11 @@ def events(one: Training) -> Iterator[JournalEvent]:
             if step % 10 == 0:
                 loss = one.validation_loss(step)
                 yield said("validation", step=step, loss=loss, tokens=500, seconds=VALIDATION_S, improved=True)
-                yield said("checkpoint", step=step, best=True, size_bytes=10, bytes_written=10, bytes_linked=0,
-                           block_s=0.01, seconds=0.1)  # fmt: skip
+                yield said("checkpoint_saved", step=step, is_best=True, size_bytes=10, bytes_written=10, bytes_linked=0,
+                           blocked_s=0.01, seconds=0.1)  # fmt: skip
         if attempt < len(places):
-            data = {"exit_code": -9, "decision": "Retry", "text": one.word, "class": "killed"}
-            yield JournalEvent("died", BEGUN, attempt, data)
+            data = {"exit_code": -9, "decision": "Retry", "text": one.word, "failure_class": "killed"}
+            yield JournalEvent("worker_exited", BEGUN, attempt, data)
     if one.last == one.steps:
         yield JournalEvent("finished", BEGUN + one.last, len(places),
                     {"step": one.last, "reason": "completed", "adapter_digest": "d" * 64})  # fmt: skip
@@ -152,17 +153,18 @@ def score(layout: ProjectLayout, one: Training, right: float, rows: int = 200, *
     """Scores of its adapter on validation rows, as those of finalists are kept: this share of the rows is right."""
     ids = tuple(f"v{row:04d}" for row in range(rows))
     draw = random.Random(one.seed)
-    values: dict[HeldOutMetric, tuple[float, ...]] = {
+    values: dict[ValidationMetric, tuple[float, ...]] = {
         "accuracy": tuple(float(row < right * rows) for row in range(rows)),
         "validation_loss": tuple(3.0 * (1.2 - right) + draw.uniform(0.0, 1.5) for _ in ids),
     }
     plain: dict[str, Any] = {
-        "question": "0123456789ab", "run_id": one.spec.run_id, "adapter_digest": adapter(one), "data_digest": one.data,
+        "request_digest": "0123456789ab", "run_id": one.spec.run_id, "adapter_digest": adapter(one),
+        "data_digest": one.data,
         "base_digest": BASE, "rows": 0, "ids": ids, "groups": (None,) * rows, "tokens": (3,) * rows, "values": values,
-        "figures": {name: sum(found) / rows for name, found in values.items()}, "arithmetic": {"device": "cpu"},
+        "metrics": {name: sum(found) / rows for name, found in values.items()}, "numerics": {"device": "cpu"},
     }  # fmt: skip
-    found = HeldOutScores.model_validate({**plain, **changes}).sealed()
-    found.save(held_out_path(layout.runs / one.spec.run_id, found.question))
+    found = ValidationScores.model_validate({**plain, **changes}).sealed()
+    found.save(validation_scores_path(layout.runs / one.spec.run_id, found.request_digest))
 
 
 def seeds(one: Training, count: int) -> list[Training]:

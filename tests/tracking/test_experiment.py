@@ -1,4 +1,4 @@
-"""What several processes do to one experiment at the same moment: points are stored once, one run is agreed on."""
+"""Several processes that use one experiment at the same time: points are stored once, one run is created."""
 
 import random
 import sqlite3

@@ -1,8 +1,8 @@
-"""Kept checkpoints as logged models: each once, linked to run, data and figures, whatever died in between."""
+"""Checkpoints as logged models: once each, linked to run, data and metrics, after any interruption."""
 
 from typing import Any
 
-from journaled import NAME, journal, observer, points, stored
+from journaled import NAME, callback, journal, points, stored
 from logged_models_cases import (
     finished,
     logged,
@@ -21,7 +21,7 @@ def told(layout: ProjectLayout) -> list[Any]:
 def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
     assert (run.paths.result / "adapter" / "adapter_model.safetensors").exists()
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     names = {path.name for path in (tracked_project.artifacts / "models").rglob("*") if path.is_file()}
     assert names == {"adapter_config.json"}, "no weights are sent"
     best, last = logged(tracked_project)
@@ -30,7 +30,7 @@ def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project
     assert {str(one.status) for one in (best, last)} == {"READY"}
     assert {one.source_run_id for one in (best, last)} == {found.info.run_id}
     assert best.tags["ratchet.adapter_digest"] == "a" * 64
-    assert (best.tags["ratchet.kept"], last.tags["ratchet.kept"]) == ("true", "false")
+    assert (best.tags["ratchet.is_final"], last.tags["ratchet.is_final"]) == ("true", "false")
     assert "ratchet.adapter_digest" not in last.tags
     assert best.params["train.rank"] == found.data.params["train.rank"]
     [loss] = best.metrics
@@ -43,12 +43,12 @@ def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project
 
 def test_repeating_it_adds_nothing(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     before = told(tracked_project)
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     with run.paths.journal.open("ab") as stream:  # something more was said: all of it is looked at again
         stream.write(journal(run)[-1].line())
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     assert told(tracked_project) == before
 
 
@@ -57,7 +57,7 @@ def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_pro
     tracking = MlflowTracker(tracked_project, NAME)
     scores = {"test/candidate/accuracy": 0.75, "test/merged/accuracy": 0.5, "test/base/accuracy": 0.25}
     for _ in range(2):
-        tracking.report(observer(tracked_project, run), scores, {}, {}, 60.0)
+        tracking.report(callback(tracked_project, run), scores, {}, {}, 60.0)
     best, last = logged(tracked_project)
     assert {m.key: m.value for m in best.metrics} == {
         "validation/loss": 0.2, "test/candidate/accuracy": 0.75, "test/merged/accuracy": 0.5
@@ -68,7 +68,7 @@ def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_pro
 
 def test_registered_version_is_named_by_its_logged_model(tracked_project: ProjectLayout) -> None:
     run = finished(tracked_project)
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     registry = MlflowModelRegistry(tracked_project, NAME)
     tags = {run_logger.ADAPTER_TAG: "a" * 64}
     for _ in range(2):

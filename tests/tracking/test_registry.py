@@ -1,4 +1,4 @@
-"""The registry holds each model once and knows one champion."""
+"""The registry has each model once and one champion."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, TrackingError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.client import MlflowTracker
@@ -84,15 +84,15 @@ def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Projec
     registry = MlflowModelRegistry(tracked_project, "model")
     assert registry.ensure_version(A, tracked_project.models, "run-a", {}) == 1
     registry.ensure_version(B, tracked_project.models, "run-of-another-machine", {})
-    registry.tell(1, "run-a", {"ratchet.forced": "true"}, "in words")
-    registry.tell(1, "run-a", {"ratchet.forced": "false"}, None)
-    registry.tell(2, "run-of-another-machine", {"ratchet.forced": "true"}, None)
+    registry.annotate_version(1, "run-a", {"ratchet.forced": "true"}, "in words")
+    registry.annotate_version(1, "run-a", {"ratchet.forced": "false"}, None)
+    registry.annotate_version(2, "run-of-another-machine", {"ratchet.forced": "true"}, None)
     version = client.get_model_version("model", "1")
     assert (version.run_id, version.tags["ratchet.forced"], version.description) == (run, "false", "in words")
     tags = client.get_run(run).data.tags
     assert (tags["ratchet.forced"], tags["ratchet.version"]) == ("false", "1")
-    assert registry.number_of(B) == 2
-    assert registry.number_of(C) is None
+    assert registry.find_version(B) == 2
+    assert registry.find_version(C) is None
 
 
 def test_a_copied_project_writes_into_itself_and_not_into_the_one_it_was_copied_from(
@@ -115,4 +115,4 @@ def test_a_copied_project_writes_into_itself_and_not_into_the_one_it_was_copied_
     version = MlflowModelRegistry(copied, "model").version(1)
     assert version is not None
     assert version.source == (copied.models / "x").as_uri()
-    assert capfd.readouterr().err.count("was made elsewhere") == 1, "told once: then it is so"
+    assert capfd.readouterr().err.count("was moved or copied") == 1, "told once: then it is so"

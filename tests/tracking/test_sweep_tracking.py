@@ -1,4 +1,4 @@
-"""A sweep in MLflow: one parent, a child for each training, statuses that are true, whatever died in between."""
+"""A sweep in MLflow: one parent, one child per training, correct statuses after any interruption."""
 
 import json
 import sqlite3
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import sweep_example
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import TrackingError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import (
@@ -34,8 +34,12 @@ def trial(number: int, state: Any, run: str | None = "", **more: Any) -> Trial:
     """A trial with a run of its own, unless told otherwise."""
     ended = None if state == "running" else 200.0 + number
     run_id = RUNS[number] if run == "" else run
-    values = {"train.rank": 4 + number, "train.learning_rate": 0.001, "train.targets": ("q", "v")}
-    fields = {"begun": 100.0 + number, "ended": ended, "takes": (TrialExecution(worker="node/1", begun=0, seen=0),)}
+    values = {"train.rank": 4 + number, "train.learning_rate": 0.001, "train.target_modules": ("q", "v")}
+    fields = {
+        "started": 100.0 + number,
+        "ended": ended,
+        "executions": (TrialExecution(worker="node/1", started=0, last_seen=0),),
+    }
     return Trial(number=number, values=values, run_id=run_id, state=state, **(fields | more))
 
 
@@ -45,9 +49,9 @@ def report(*trials: Trial, study: str = "sweep", **more: Any) -> SweepReport:
     fields: dict[str, Any] = {
         "study": study, "storage": "journal", "sampler": "TPE", "pruner": "asha", "versions": {"optuna": "5.0.0"},
         "objectives": (SweepObjective(metric="validation_loss", direction="minimize"),), "data_digest": "d" * 64,
-        "base_digest": "b" * 64, "wanted_trials": 20, "best": () if best is None else (best.number,),
-        "axes": (ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),
-                 ParameterAxis(knob="train.alpha", kind="tie", tie="2 * train.rank")),
+        "base_digest": "b" * 64, "planned_trials": 20, "best": () if best is None else (best.number,),
+        "axes": (ParameterAxis(name="train.rank", kind="int", low=4, high=64, log=True),
+                 ParameterAxis(name="train.alpha", kind="tie", tie="2 * train.rank")),
     }  # fmt: skip
     return SweepReport(trials=trials, **(fields | more))
 
@@ -124,7 +128,7 @@ def test_child_and_parent_runs_hold_states_params_metrics_and_tags(tracked_proje
     assert complete.data.metrics["trial/validation_loss"] == 1.5
     assert json.loads(complete.data.tags["ratchet.checkpoints"]) == {"20": "c" * 12}
     assert complete.data.params == {
-        "train.rank": "4", "train.learning_rate": "0.001", "train.targets": "q,v"
+        "train.rank": "4", "train.learning_rate": "0.001", "train.target_modules": "q,v"
     }  # fmt: skip
     assert (complete.info.start_time, complete.info.end_time) == (100_000, 200_000)
     assert found["trial 1"].data.tags["ratchet.trial_reason"] == "rank 5 of 9"
@@ -154,7 +158,7 @@ def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project
     assert before["metrics"]
     for _ in range(2):
         other_process = sweeps(tracked_project)
-        other_process.settled("sweep")
+        other_process.completed_trials("sweep")
         other_process.update(ALL_STATES)
     with first.tracking.connected() as client:
         client._tracking_client = None  # any request of this client fails
@@ -169,19 +173,19 @@ def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: Pr
     pruned = trial(0, "pruned", reason="rank 5 of 9", curve={10: 3.0})
     sweep.update(report(pruned))
     assert children(tracked_project)["trial 0"].info.status == "KILLED"
-    assert sweep.settled("sweep") == {RUNS[0]: 0}
+    assert sweep.completed_trials("sweep") == {RUNS[0]: 0}
     going_on = trial(1, "running", run=RUNS[0], continues=0)
     sweep.update(report(pruned, going_on))
     (found,) = children(tracked_project).values()
     assert (found.info.run_name, found.info.status) == ("trial 1", "RUNNING")
     assert (found.data.tags["ratchet.trials"], found.data.tags["ratchet.trial_reason"]) == ("0", "")
-    assert sweep.settled("sweep") == {}
+    assert sweep.completed_trials("sweep") == {}
     over = trial(1, "complete", run=RUNS[0], continues=0, objectives=(2.0,), curve={10: 3.0, 20: 2.0})
     sweep.update(report(pruned, over))
     (found,) = children(tracked_project).values()
     assert (found.info.status, found.info.end_time) == ("FINISHED", 201_000)
     assert parent(tracked_project).data.metrics["trials/pruned"] == 0
-    assert sweeps(tracked_project).settled("sweep") == {RUNS[0]: 1}
+    assert sweeps(tracked_project).completed_trials("sweep") == {RUNS[0]: 1}
     assert validation_curve(tracked_project, found) == [(10, 3.0), (20, 2.0)]
 
 
@@ -210,10 +214,10 @@ def test_a_run_whose_journal_is_not_sent_is_not_shown_as_over(tracked_project: P
     sweep.update(found, pending=[RUNS[0]])
     child = children(tracked_project)["trial 0"]
     assert (child.info.status, "ratchet.trial_state" in child.data.tags) == ("RUNNING", False)
-    assert sweep.settled("sweep") == sweeps(tracked_project).settled("sweep") == {RUNS[1]: 1}
+    assert sweep.completed_trials("sweep") == sweeps(tracked_project).completed_trials("sweep") == {RUNS[1]: 1}
     sweep.update(found)
     assert children(tracked_project)["trial 0"].info.status == "FINISHED"
-    assert sweep.settled("sweep") == {RUNS[0]: 0, RUNS[1]: 1}
+    assert sweep.completed_trials("sweep") == {RUNS[0]: 0, RUNS[1]: 1}
 
 
 def test_finish_and_going_on(tracked_project: ProjectLayout, tmp_path: Path) -> None:
@@ -252,12 +256,12 @@ def test_finalists_are_children_too(tracked_project: ProjectLayout) -> None:
         metric="accuracy", direction="maximize", rows=8, finalists=(finalist,), comparisons=(), winner=0,
         reason="better than all",
     )  # fmt: skip
-    found = report(trial(0, "complete", objectives=(1.5,)), finals=finals, winner=0)
+    found = report(trial(0, "complete", objectives=(1.5,)), final_round=finals, winner=0)
     sweeps(tracked_project).update(found)
     named = children(tracked_project)
     assert sorted(named) == ["trial 0", "trial 0, seed 2", "trial 0, seed 3"]
     assert named["trial 0, seed 3"].data.metrics == {"finalist/accuracy": 1.7}
-    assert sweeps(tracked_project).settled("sweep") == dict.fromkeys((RUNS[0], RUNS[30], RUNS[31]), 0)
+    assert sweeps(tracked_project).completed_trials("sweep") == dict.fromkeys((RUNS[0], RUNS[30], RUNS[31]), 0)
 
 
 def test_only_the_reconciling_of_sweeps_ends_parents_of_killed_sweeps(tracked_project: ProjectLayout) -> None:
@@ -344,11 +348,13 @@ def test_what_was_deleted_by_hand_comes_back(tracked_project: ProjectLayout) -> 
 
 def test_hostile_and_long_texts_are_stored(tracked_project: ProjectLayout) -> None:
     made = sweep_example.report(30)
-    assert made.finals is not None
-    hostile = {"reason": sweep_example.HOSTILE, "values": {"train.targets": sweep_example.HOSTILE}}
+    assert made.final_round is not None
+    hostile = {"reason": sweep_example.HOSTILE, "values": {"train.target_modules": sweep_example.HOSTILE}}
     trials = tuple(t.model_copy(update=hostile) if t.state == "failed" else t for t in made.trials)
     sweeps(tracked_project).update(made.model_copy(update={"trials": trials, "stopped": sweep_example.HOSTILE}))
-    expected = len({t.run_id or t.number for t in trials}) + sum(len(one.run_ids) - 1 for one in made.finals.finalists)
+    expected = len({t.run_id or t.number for t in trials}) + sum(
+        len(one.run_ids) - 1 for one in made.final_round.finalists
+    )
     assert len(children(tracked_project)) == expected
     failed = [run for run in children(tracked_project).values() if run.data.tags["ratchet.trial_state"] == "failed"]
     assert "alert" in failed[0].data.tags["ratchet.trial_reason"]

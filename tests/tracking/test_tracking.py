@@ -1,4 +1,4 @@
-"""What MLflow shows is what the journal says, once, whatever died in between."""
+"""MLflow shows what the journal contains, once, after any interruption."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from journaled import CARD, NAME, SETTINGS, attempt, journal, observer, opened, points, seal_result, stored
+from journaled import CARD, NAME, SETTINGS, attempt, callback, journal, opened, points, seal_result, stored
 from ratchet.errors import TrackingError
 from ratchet.reports import plots
 from ratchet.runs.directory import Run, RunPaths, RunSpec
@@ -34,19 +34,19 @@ def assert_complete(layout: ProjectLayout, run: Run, last: int) -> None:
 def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch takes
-    watcher = observer(tracked_project, run)
+    watcher = callback(tracked_project, run)
     seen = journal(run)
-    watcher.see(seen)
-    watcher.see(seen)  # the supervisor gives the same events again after a failure
+    watcher.on_events(seen)
+    watcher.on_events(seen)  # the supervisor gives the same events again after a failure
     steps = [e for e in seen if e.kind == "step"]
     assert points(tracked_project, run, "train/loss") == [
         (e.data["step"], e.data["loss"], round(e.t * 1000)) for e in steps
     ]
     assert points(tracked_project, run, "train/tokens_per_second")[0][1] == pytest.approx(100)
     attempt(run, 2, 501, 700)  # the worker died and resumed from its checkpoint
-    watcher.see(journal(run)[len(seen) :])
+    watcher.on_events(journal(run)[len(seen) :])
     attempt(run, 3, 651, 720)  # the machine died: a new supervisor begins at the start of the journal
-    observer(tracked_project, run).see(journal(run))
+    callback(tracked_project, run).on_events(journal(run))
     assert_complete(tracked_project, run, 720)
     tags = stored(tracked_project, run).data.tags
     assert (tags["ratchet.attempts"], tags["ratchet.code_version"]) == ("3", "code-3")
@@ -55,29 +55,29 @@ def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(track
 def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 600)
-    watcher = observer(tracked_project, run)
-    watcher.see(journal(run)[:20])
+    watcher = callback(tracked_project, run)
+    watcher.on_events(journal(run)[:20])
     with closing(sqlite3.connect(tracked_project.mlflow_database)) as connection:
         connection.execute(
             "create trigger full before insert on metrics when new.step = 400 "
             "begin select raise(abort, 'database or disk is full'); end"
         )
         with pytest.raises(TrackingError, match="disk is full"):
-            watcher.see(journal(run)[20:])
+            watcher.on_events(journal(run)[20:])
         assert len(points(tracked_project, run, "train/loss")) < 600
         connection.execute("drop trigger full")
-    watcher.see(journal(run)[20:])
+    watcher.on_events(journal(run)[20:])
     assert_complete(tracked_project, run, 600)
 
 
 def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 30)
-    watcher, other = observer(tracked_project, run), observer(tracked_project, run)
-    watcher.see([event for event in journal(run) if event.data.get("step", 0) <= 10])
-    other.see([event for event in journal(run) if event.data.get("step", 0) > 20])
+    watcher, other = callback(tracked_project, run), callback(tracked_project, run)
+    watcher.on_events([event for event in journal(run) if event.data.get("step", 0) <= 10])
+    other.on_events([event for event in journal(run) if event.data.get("step", 0) > 20])
     watcher.forget()
-    watcher.see([event._replace(t=event.t + 1) for event in journal(run)])  # done at other times on this machine
+    watcher.on_events([event._replace(t=event.t + 1) for event in journal(run)])  # done at other times on this machine
     assert_complete(tracked_project, run, 30)
 
 
@@ -87,12 +87,12 @@ def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
     run = opened(tracked_project)
     attempt(run, 3, 1, 2, pid=os.getpid())
     monkeypatch.setattr("socket.gethostname", lambda: "first")
-    observer(tracked_project, run).see(journal(run))
-    observer(tracked_project, run).finish("KILLED")
+    callback(tracked_project, run).on_events(journal(run))
+    callback(tracked_project, run).on_end("KILLED")
     run.paths.journal.write_bytes(b"")
     attempt(run, 1, 3, 4, pid=os.getpid())  # its own first one
     monkeypatch.setattr("socket.gethostname", lambda: "second")
-    observer(tracked_project, run).see(journal(run))
+    callback(tracked_project, run).on_events(journal(run))
     found = stored(tracked_project, run)
     assert (found.info.status, found.data.tags[HOST_TAG], found.data.tags["ratchet.attempts"]) == (
         "RUNNING", "second", "1",
@@ -107,15 +107,15 @@ def test_damaged_database_is_reported_without_retries_and_a_repaired_one_catches
     attempt(run, 1, 1, 20)
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"damaged" * 1000)
-    watcher = observer(project, run)
+    watcher = callback(project, run)
     slept_s: list[float] = []
     monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=slept_s.append))
     for _ in range(2):
         with pytest.raises(TrackingError, match="not a database"):
-            watcher.see(journal(run))
+            watcher.on_events(journal(run))
     assert slept_s == []
     project.mlflow_database.write_bytes(mlflow_template.read_bytes())
-    watcher.see(journal(run))
+    watcher.on_events(journal(run))
     assert_complete(project, run, 20)
 
 
@@ -124,9 +124,9 @@ def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_pr
     run = opened(tracked_project, seed=7)
     attempt(run, 1, 1, 3, pid=os.getpid())
     (root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
-    watcher = observer(tracked_project, run)
-    watcher.see(journal(run))
-    observer(tracked_project, run).see(journal(run))
+    watcher = callback(tracked_project, run)
+    watcher.on_events(journal(run))
+    callback(tracked_project, run).on_events(journal(run))
     found = stored(tracked_project, run)
     assert found.data.params["train.seed"] == "7"
     assert found.data.params["data.digest"] == "d" * 12
@@ -149,8 +149,8 @@ def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: Pr
     runs.append(Run.open(tracked_project.runs, other))
     for run in runs:
         attempt(run, 1, 1, 1)
-        observer(tracked_project, run).see(journal(run))
-    first, second, third = [stored(tracked_project, run).data.tags["ratchet.seeds_of"] for run in runs]
+        callback(tracked_project, run).on_events(journal(run))
+    first, second, third = [stored(tracked_project, run).data.tags["ratchet.seed_group"] for run in runs]
     assert first == second != third
 
 
@@ -158,9 +158,11 @@ def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_pr
     run = opened(tracked_project)
     attempt(run, 1, 1, 2)
     for sample in (1, 2, 3):
-        run.journal.append("system", sample=sample, cpu_percent=10.0 * sample, gpus=[{"index": 1, "power_w": 250.0}])
+        run.journal.append(
+            "system_metrics", sample=sample, cpu_percent=10.0 * sample, gpus=[{"index": 1, "power_w": 250.0}]
+        )
     for _ in range(2):
-        observer(tracked_project, run).see(journal(run))
+        callback(tracked_project, run).on_events(journal(run))
     key = "system/cpu_utilization_percentage"
     assert [(step, value) for step, value, _ in points(tracked_project, run, key)] == [(1, 10), (2, 20), (3, 30)]
     assert len(points(tracked_project, run, "system/gpu_1_power_usage_watts")) == 3
@@ -172,14 +174,14 @@ def test_catch_up_sends_a_whole_run_once(tracked_project: ProjectLayout, monkeyp
     run.journal.append("finished", step=30, reason="completed", adapter_digest="a")
     seal_result(run.paths)
     run.close()
-    observer(tracked_project, run).catch_up()
+    callback(tracked_project, run).catch_up()
     asked: list[str] = []
     from mlflow import MlflowClient
 
     with monkeypatch.context() as patch:
         for name in ("get_metric_history", "log_batch", "log_artifact", "set_terminated"):
             patch.setattr(MlflowClient, name, lambda *_, name=name, **__: asked.append(name))
-        observer(tracked_project, run).catch_up()
+        callback(tracked_project, run).catch_up()
     assert asked == []
     assert_complete(tracked_project, run, 30)
     assert stored(tracked_project, run).info.status == "FINISHED"
@@ -190,7 +192,7 @@ def test_checkout_and_data_of_another_time_are_not_recorded(tracked_project: Pro
     attempt(run, 1, 1, 3, pid=1)  # of another process, on another day
     (tracked_project.root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
     CARD.model_copy(update={"digest": "f" * 64}).save(tracked_project.dataset_card)
-    observer(tracked_project, run).see(journal(run))
+    callback(tracked_project, run).on_events(journal(run))
     found = stored(tracked_project, run)
     assert "dvc.lock" not in found.data.tags
     assert not found.inputs.dataset_inputs
@@ -251,23 +253,23 @@ def test_revision_of_git_and_dvc(tmp_path: Path) -> None:
 def test_the_end_of_a_run_and_its_files(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 10)
-    run.journal.append("stopped", step=10)
-    watcher = observer(tracked_project, run)
-    watcher.see(journal(run))
+    run.journal.append("interrupted", step=10)
+    watcher = callback(tracked_project, run)
+    watcher.on_events(journal(run))
     assert stored(tracked_project, run).info.status == "RUNNING"
-    watcher.finish("KILLED")
+    watcher.on_end("KILLED")
     found = stored(tracked_project, run)
     assert (found.info.status, found.info.end_time) == ("KILLED", round(journal(run)[-1].t * 1000))
     assert found.data.tags["ratchet.status"] == "attempt 1: stopped on request at step 10; step 10 of 100"
 
     attempt(run, 2, 11, 20)
-    watcher = observer(tracked_project, run)
-    watcher.see(journal(run))
+    watcher = callback(tracked_project, run)
+    watcher.on_events(journal(run))
     assert stored(tracked_project, run).info.status == "RUNNING"
     run.journal.append("finished", step=20, reason="early_stopped", adapter_digest="a")
     seal_result(run.paths)
-    watcher.see(journal(run)[-1:])
-    watcher.finish("FINISHED")
+    watcher.on_events(journal(run)[-1:])
+    watcher.on_end("FINISHED")
     found = stored(tracked_project, run)
     assert found.info.status == "FINISHED"
     assert found.data.tags["ratchet.status"].startswith("early stopped")
@@ -283,10 +285,10 @@ def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: Pro
     run = opened(tracked_project)
     attempt(run, 1, 1, 5)
     tracked_project.artifacts.write_text("a file where the folder should be")
-    watcher = observer(tracked_project, run)
-    watcher.see(journal(run))
+    watcher = callback(tracked_project, run)
+    watcher.on_events(journal(run))
     with pytest.raises(TrackingError):
-        watcher.finish("FAILED")
+        watcher.on_end("FAILED")
     assert stored(tracked_project, run).info.status == "FAILED"
 
 
@@ -297,11 +299,11 @@ def test_reconcile_ends_what_nobody_trains(tracked_project: ProjectLayout) -> No
     for name, run in runs.items():
         attempt(run, 1, 1, 5)
         if name == "failed":
-            run.journal.append("died", exit_code=1, decision="GiveUp", text="bug", **{"class": "bug"})
+            run.journal.append("worker_exited", exit_code=1, decision="GiveUp", text="bug", failure_class="bug")
         if name == "done":
             seal_result(run.paths)
-        observer(tracked_project, run).see(journal(run))
-    for name, run in runs.items():  # only now: an observer that begins ends what nobody trains, too
+        callback(tracked_project, run).on_events(journal(run))
+    for name, run in runs.items():  # only now: a new callback ends runs that are not in training too
         if name != "alive":
             run.close()
     runs["gone"].paths.root.rename(tracked_project.root / "elsewhere")
@@ -312,14 +314,14 @@ def test_reconcile_ends_what_nobody_trains(tracked_project: ProjectLayout) -> No
         "alive": "RUNNING", "killed": "KILLED", "failed": "FAILED", "done": "FINISHED", "gone": "RUNNING"
     }  # fmt: skip
     assert len(notes) == 4
-    assert [runs["gone"].spec.run_id in note for note in notes if "left as it is" in note] == [True]
+    assert [runs["gone"].spec.run_id in note for note in notes if "left unchanged" in note] == [True]
     assert len(tracking.reconcile(tracked_project.runs)) == 1
 
 
 def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: ProjectLayout, tmp_path: Path) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 5)
-    observer(tracked_project, run).see(journal(run))
+    callback(tracked_project, run).on_events(journal(run))
     report = tmp_path / "eval.json"
     report.write_text("{}")
     tracking = MlflowTracker(tracked_project, NAME)
@@ -336,7 +338,7 @@ def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: 
 
 
 def catch_up(root: Path, run: Path) -> None:
-    MlflowTracker(ProjectLayout(root), NAME).observer(RunPaths(run), SETTINGS, plots.draw_loss_curve).catch_up()
+    MlflowTracker(ProjectLayout(root), NAME).create_callback(RunPaths(run), SETTINGS, plots.draw_loss_curve).catch_up()
 
 
 def test_processes_that_meet_an_empty_directory(project: ProjectLayout, processes: Any) -> None:

@@ -1,4 +1,4 @@
-"""An MLflow database of another schema version: said so with the command that migrates it, and left as it was."""
+"""An MLflow database of another schema version is refused with the command that migrates it."""
 
 import shutil
 import sqlite3
@@ -46,7 +46,7 @@ def test_a_newer_schema_is_said_to_be_newer_and_nothing_is_changed(tracked_proje
     set_version(database, "f00df00df00d")
     before = content(database)
     with pytest.raises(
-        TrackingSchemaError, match=r"schema version f00df00df00d, which the MLflow .* does not know: a newer one"
+        TrackingSchemaError, match=r"schema version f00df00df00d, unknown to the installed MLflow .*: a newer MLflow"
     ):
         MlflowTracker(tracked_project, "model").find("run")
     with pytest.raises(TrackingSchemaError, match="Nothing was changed"):

@@ -1,4 +1,4 @@
-"""MLflow's own pages in a real browser: our views, our columns, and our curves, which answer to the mouse there."""
+"""MLflow's UI in a real browser: saved views, columns, and curves in a frame."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from chromium import WAIT_S, Browser, Tab
 from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import Run
 from ratchet.stages.callbacks import TrainingCallbacks
 from ratchet.storage.layout import ProjectLayout

@@ -1,4 +1,4 @@
-"""Views and words that MLflow's pages show: written once, in its own format, and never over what a person changed."""
+"""Saved views and the description in MLflow's own format; edits of a person are kept."""
 
 import base64
 import json

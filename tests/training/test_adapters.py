@@ -33,7 +33,7 @@ def test_rows_of_new_tokens_are_resumed_exactly(tmp_path: Path, family: str) -> 
     parts.run()
     assert snapshots.equal(state_of(whole), state_of(parts))
     before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{family}")
-    for name, ids, rows in adapters.token_rows(parts.task.model):
+    for name, ids, rows in adapters.token_rows(parts.context.model):
         assert ids == [5, 63]
         assert (rows - before.get_parameter(name)[ids]).abs().amax(dim=1).min() > 1e-4
 
@@ -41,9 +41,9 @@ def test_rows_of_new_tokens_are_resumed_exactly(tmp_path: Path, family: str) -> 
 def test_a_checkpoint_of_another_kind_of_adapter_is_refused_with_its_place(tmp_path: Path) -> None:
     done = loop(tmp_path / "a", settings("pissa"), "llama")
     done.run()
-    model = loop(tmp_path / "b", settings("loraplus"), "llama").task.model
-    path = done.task.paths.checkpoint(done.state.step)
-    with pytest.raises(DamagedFileError, match=rf"step-{done.state.step:08d}: holds first matrices of other layers"):
+    model = loop(tmp_path / "b", settings("loraplus"), "llama").context.model
+    path = done.context.paths.checkpoint(done.state.step)
+    with pytest.raises(DamagedFileError, match=rf"step-{done.state.step:08d}: PiSSA matrices belong to other layers"):
         checkpoint.load_weights(path, model)
 
 
@@ -52,7 +52,7 @@ def groups(method: str, **changes: Any) -> dict[str, tuple[float, float, float]]
     train = Train.model_validate(settings(method).model_dump() | {"weight_decay": 0.1} | changes)
     plain = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     model = adapters.attach(plain, train, "base", [3])
-    of = {id(p): (g["lr"], g["rate_ratio"], g["weight_decay"]) for g in made(model, train) for p in g["params"]}
+    of = {id(p): (g["lr"], g["loraplus_lr_ratio"], g["weight_decay"]) for g in made(model, train) for p in g["params"]}
     kinds = ("lora_A", "lora_B", "magnitude", "trainable_tokens", "lora_E")
     found = {
         (kind, of.pop(id(p))) for name, p in adapters.trainable_parameters(model) for kind in kinds if kind in name
@@ -69,7 +69,7 @@ def made(model: Any, train: Train) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 def test_b_learns_faster_and_only_matrices_decay(kind: str) -> None:
-    assert groups("dora", rate_ratio=8.0, optimizer=kind) == {
+    assert groups("dora", loraplus_lr_ratio=8.0, optimizer=kind) == {
         "lora_A": (0.01, 1.0, 0.1),
         "lora_B": (0.08, 8.0, 0.1),
         "magnitude": (0.01, 1.0, 0.0),
@@ -85,5 +85,7 @@ def test_without_a_ratio_all_matrices_are_one_group() -> None:
 
 def test_adamw_in_float16_is_refused_for_it_would_divide_by_zero() -> None:
     train = settings("loraplus").model_copy(update={"adapter_dtype": "float16"})
-    with pytest.raises(SettingsError, match=r"train\.adapter_dtype: float16, but adamw .* set float32, or optimizer"):
+    with pytest.raises(
+        SettingsError, match=r"train\.adapter_dtype: found float16, but adamw .* set float32, or train\.optimizer"
+    ):
         optimizer.build(torch.nn.Linear(2, 2), train, CPU)

@@ -29,7 +29,7 @@ CONFIGS = {
 PLAIN = Train(quantization="none", rank=4, alpha=8, seed=5)
 METHODS = {
     "lora": PLAIN,
-    "rslora": PLAIN.model_copy(update={"rank_stabilized": True}),
+    "rslora": PLAIN.model_copy(update={"use_rslora": True}),
     "pissa": PLAIN.model_copy(update={"initialization": "pissa"}),
     "adalora": PLAIN.model_copy(update={"adapter": "adalora", "adalora": AdaLoraSettings(target_rank=2)}),
     "dora": PLAIN.model_copy(update={"adapter": "dora"}),
@@ -108,8 +108,8 @@ def test_noted_norms_are_kept_beside_their_steps() -> None:
     assert analysis.record_norms(first, 4, {}) is first
     state = analysis.record_norms(TrainState(), 1, {"a": 1.0, "b": 2.0})
     state = analysis.record_norms(state, 5, {"a": 3.0, "c": 4.0})
-    assert state.gradient_steps == (1, 5)
-    assert state.gradient_norms == {"a": (1.0, 3.0), "b": (2.0, 0.0), "c": (0.0, 4.0)}
+    assert state.module_norm_steps == (1, 5)
+    assert state.module_norms == {"a": (1.0, 3.0), "b": (2.0, 0.0), "c": (0.0, 4.0)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -196,7 +196,7 @@ def test_an_interrupted_run_has_the_same_analysis(tmp_path: Path) -> None:
     again = loop_of(paths.root, SMALL)
     assert 0 < again.state.step < whole.plan.steps
     again.run()
-    found = [analysis.analyse(loop.task.model, loop.state, SMALL) for loop in (whole, again)]
+    found = [analysis.analyse(loop.context.model, loop.state, SMALL) for loop in (whole, again)]
     assert found[0] == found[1]
     assert found[0].steps == tuple(range(1, whole.plan.steps + 1))
     assert all(len(one.gradient_norms) == len(found[0].steps) for one in found[0].modules.values())
@@ -273,8 +273,8 @@ def test_modules_that_barely_moved_are_found_and_named() -> None:
     modules = model_of() | {name: module(update=0.01)}
     assert analysis.find_still_modules(modules) == (name,)
     (said,) = advice(modules)
-    assert said.startswith("train.targets: leave out what barely moved, 1 of 36 modules (model.layers.3")
-    assert "2.8% of what is trained" in said
+    assert said.startswith("train.target_modules: leave out the modules that barely moved, 1 of 36 (model.layers.3")
+    assert "2.8% of the trainable parameters" in said
     assert analysis.find_still_modules(model_of() | {name: module(update=0.0)}) == (name,)
     modules = model_of() | {f"model.layers.{n}.self_attn.q_proj": module(update=0.001 + n / 1e5) for n in range(12)}
     assert len(analysis.find_still_modules(modules)) == 12
@@ -293,8 +293,8 @@ def test_rank_that_is_not_used_is_halved_and_one_that_is_used_up_doubled() -> No
     assert said.startswith("train.rank: 8 may do as well: 36 of 36 modules")
     assert "effective rank 4.8 of 16" in said
     (said,) = advice(model_of(used=0.95))
-    assert said.startswith("train.rank: 32 may learn more, with rank_stabilized")
-    assert "rank_stabilized" not in advice(model_of(used=0.95), Train(rank_stabilized=True))[0]
+    assert said.startswith("train.rank: 32 may learn more, with use_rslora")
+    assert "use_rslora" not in advice(model_of(used=0.95), Train(use_rslora=True))[0]
     assert advice(model_of(used=0.3), Train(rank=16, adapter="adalora")) == (), "which finds its ranks itself"
 
 

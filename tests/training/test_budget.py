@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.data.batches import split_micro_batches
-from ratchet.training.microbatch_budget import GROW_AFTER_STEPS, LONGEST_WAIT_STEPS, MicrobatchBudget
+from ratchet.training.microbatch_budget import GROW_AFTER_STEPS, MAX_WAIT_STEPS, MicrobatchBudget
 
 LAWS = settings(max_examples=100, deadline=None, derandomize=True)
 NO_LIMIT = 10**9
@@ -16,7 +16,7 @@ NO_LIMIT = 10**9
 
 def after_good(budget: MicrobatchBudget, steps: int) -> MicrobatchBudget:
     for _ in range(steps):
-        budget = budget.after_good_step()
+        budget = budget.record_good_step()
     return budget
 
 
@@ -41,13 +41,13 @@ def limit(budget: MicrobatchBudget) -> int:
     ],
 )
 def test_what_did_not_fit_is_made_smaller(tokens: int | None, failed: int, repeated: bool, expected: int) -> None:
-    shrunk = MicrobatchBudget(tokens, good_steps=7).shrunk(failed, repeated)
+    shrunk = MicrobatchBudget(tokens, good_steps=7).shrink(failed, repeated)
     assert shrunk == MicrobatchBudget(expected, failed_tokens=failed)
 
 
 def test_a_micro_batch_without_tokens_cannot_fail() -> None:
-    with pytest.raises(ValueError, match="at least one token, not 0"):
-        MicrobatchBudget().shrunk(0, False)
+    with pytest.raises(ValueError, match="failed_tokens: found 0; expected at least 1"):
+        MicrobatchBudget().shrink(0, False)
 
 
 @LAWS
@@ -67,25 +67,25 @@ def test_failures_in_a_step_end_with_what_fits_or_with_single_rows(
         failed = next((size for count, size in sizes if size > fits and count > 1), None)
         if failed is None:
             break
-        before, budget, failures = budget, budget.shrunk(failed, repeated=failures > 0), failures + 1
+        before, budget, failures = budget, budget.shrink(failed, repeated=failures > 0), failures + 1
         assert limit(budget) < min(failed, limit(before) + 1)
         assert failures <= 16  # two to the fourteenth is more tokens than a batch has here
     assert all(size <= fits or count == 1 for count, size in sizes)
 
 
-def test_a_shrunk_budget_grows_by_a_quarter_after_good_steps() -> None:
-    shrunk = MicrobatchBudget().shrunk(8000, False).shrunk(6400, True)
+def test_a_shrunk_budget_grows_by_a_quarter_record_good_steps() -> None:
+    shrunk = MicrobatchBudget().shrink(8000, False).shrink(6400, True)
     assert shrunk.tokens == 3200
     waiting = after_good(shrunk, GROW_AFTER_STEPS - 1)
     assert waiting.tokens == 3200
-    grown = waiting.after_good_step()
+    grown = waiting.record_good_step()
     assert (grown.tokens, grown.grown, grown.good_steps) == (4000, True, 0)
     assert after_good(grown, GROW_AFTER_STEPS - 1).tokens == 4000
     assert after_good(grown, GROW_AFTER_STEPS).tokens == 5000
 
 
 def test_growth_to_what_failed_takes_the_limit_away() -> None:
-    grown = after_good(MicrobatchBudget().shrunk(1000, False), GROW_AFTER_STEPS)
+    grown = after_good(MicrobatchBudget().shrink(1000, False), GROW_AFTER_STEPS)
     assert (grown.tokens, grown.grown) == (None, True)
     later = after_good(grown, 3)
     assert (later.tokens, later.good_steps) == (None, 3)
@@ -94,19 +94,19 @@ def test_growth_to_what_failed_takes_the_limit_away() -> None:
 def test_each_failure_of_a_grown_budget_doubles_the_wait_up_to_a_longest() -> None:
     budget, waits = MicrobatchBudget(), []
     for _ in range(12):
-        budget = budget.shrunk(1000, False)
+        budget = budget.shrink(1000, False)
         assert budget.tokens == 800
         waits.append(budget.wait_steps)
         assert after_good(budget, budget.wait_steps - 1).tokens == 800
         budget = after_good(budget, budget.wait_steps)
         assert budget.tokens is None
     assert waits[:4] == [GROW_AFTER_STEPS, 2 * GROW_AFTER_STEPS, 4 * GROW_AFTER_STEPS, 8 * GROW_AFTER_STEPS]
-    assert waits[-2:] == [LONGEST_WAIT_STEPS, LONGEST_WAIT_STEPS]
+    assert waits[-2:] == [MAX_WAIT_STEPS, MAX_WAIT_STEPS]
 
 
 def test_further_failures_in_the_step_do_not_double_the_wait_again() -> None:
-    grown = after_good(MicrobatchBudget().shrunk(1000, False), GROW_AFTER_STEPS)
-    assert grown.shrunk(1000, False).shrunk(800, True).wait_steps == 2 * GROW_AFTER_STEPS
+    grown = after_good(MicrobatchBudget().shrink(1000, False), GROW_AFTER_STEPS)
+    assert grown.shrink(1000, False).shrink(800, True).wait_steps == 2 * GROW_AFTER_STEPS
     assert (
         after_good(MicrobatchBudget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2
     )  # the smallest budget grows, too
@@ -125,9 +125,9 @@ def test_growth_is_earned_and_a_replay_from_any_place_comes_to_the_same(
         found = [budget]
         for event, steps in list(zip(happened, good, strict=False))[start:]:
             if event is not None:
-                found.append(found[-1].shrunk(*event))
+                found.append(found[-1].shrink(*event))
             for _ in range(steps if event is None else 1):
-                found.append(found[-1].after_good_step())
+                found.append(found[-1].record_good_step())
         return found
 
     budgets = follow(MicrobatchBudget(), 0)
@@ -143,6 +143,6 @@ def test_growth_is_earned_and_a_replay_from_any_place_comes_to_the_same(
     prefix = happened[: min(place, len(happened))]
     saved = MicrobatchBudget()
     for event, steps in zip(prefix, good, strict=False):
-        saved = saved if event is None else saved.shrunk(*event)
+        saved = saved if event is None else saved.shrink(*event)
         saved = after_good(saved, steps if event is None else 1)
     assert follow(MicrobatchBudget(**asdict(saved)), len(prefix))[-1] == budgets[-1]

@@ -148,14 +148,14 @@ def test_saved_checkpoint_is_read_back_and_gives_signs_of_life(paths: RunPaths) 
 
 
 def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: RunPaths) -> None:
-    extra = {"kept/x": torch.tensor([True, False]), "first/x/a": torch.randn(2, 3)}
+    extra = {"rank_mask/x": torch.tensor([True, False]), "pissa/x/a": torch.randn(2, 3)}
     written = [
-        checkpoint.write(paths, replace(snapshots.snapshot(step), extra=extra), identity(), lambda: None)
+        checkpoint.write(paths, replace(snapshots.snapshot(step), adapter_tensors=extra), identity(), lambda: None)
         for step in (2, 4, 6)
     ]
     path = paths.checkpoint(6) / "adapter.safetensors"
     assert "adapter.safetensors" in files.verify_sealed(path.parent, CHECKPOINT).files
-    found = checkpoint.read(path.parent).extra
+    found = checkpoint.read(path.parent).adapter_tensors
     assert found.keys() == extra.keys()
     assert all(torch.equal(found[name], extra[name]) for name in extra)
     assert inodes(paths, "adapter.safetensors")[0] == inodes(paths, "adapter.safetensors")[2]  # linked: unchanged
@@ -164,8 +164,8 @@ def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: 
     with pytest.raises(DamagedFileError, match=r"adapter\.safetensors: content differs"):
         checkpoint.read(path.parent)
     assert newest(paths)[0] == 4
-    broken = replace(snapshots.snapshot(8), extra={"first/x/a": torch.tensor([float("nan")])})
-    with pytest.raises(NonFiniteStateError, match=r"first/x/a is not finite after step 8: this state is not saved"):
+    broken = replace(snapshots.snapshot(8), adapter_tensors={"pissa/x/a": torch.tensor([float("nan")])})
+    with pytest.raises(NonFiniteStateError, match=r"pissa/x/a is not finite after step 8; the state was not saved"):
         checkpoint.write(paths, broken, identity(), lambda: None)
 
 
@@ -228,13 +228,13 @@ def test_where_files_cannot_be_linked_they_are_written(paths: RunPaths, monkeypa
     assert newest(paths) == (6, [])
 
 
-@pytest.mark.parametrize("where", ["weights", "optimizer"])
+@pytest.mark.parametrize("where", ["weights", "optimizer_tensors"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_never_sealed(paths: RunPaths, where: str, value: float) -> None:
     save(paths, 2)
     before = contents(paths.root)
     bad = snapshots.snapshot(4)
-    name = {"weights": "layer.1.lora_B", "optimizer": "2/exp_avg"}[where]
+    name = {"weights": "layer.1.lora_B", "optimizer_tensors": "2/exp_avg"}[where]
     getattr(bad, where)[name][1, 1] = value
     with pytest.raises(NonFiniteStateError, match=rf"{name} is not finite after step 4"):
         checkpoint.write(paths, bad, identity(), lambda: None)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(paths: RunPaths, monk
     monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
     seen: list[str] = []
     monkeypatch.setattr(files, "before", lambda operation, path: seen.append(operation))
-    with pytest.raises(OSError, match="bytes are to be written") as found:
+    with pytest.raises(OSError, match="more in reserve, but only") as found:
         save(paths, 4)
     assert found.value.errno == errno.ENOSPC
     assert seen == []
@@ -285,7 +285,7 @@ def test_damaged_file_is_found_and_the_older_checkpoint_is_taken(
 
     def look(damage: object) -> None:
         step, notices = newest(paths)
-        if step != 2 or len(notices) != 1 or "checkpoint of step 4 is passed over" not in notices[0]:
+        if step != 2 or len(notices) != 1 or "checkpoint of step 4 is skipped" not in notices[0]:
             missed.append((damage, step, notices))
 
     for bit in draw.sample(range(8 * len(good)), 100):
@@ -313,8 +313,8 @@ def test_half_copied_checkpoint_is_passed_over(paths: RunPaths) -> None:
     paths.checkpoint(12).write_text("a file")
     step, notices = newest(paths)
     assert step == 4
-    assert [n.split(" is passed over")[0] for n in notices] == [f"checkpoint of step {s}" for s in (12, 10, 8, 6)]
-    assert "is of step 4" in notices[2]
+    assert [n.split(" is skipped")[0] for n in notices] == [f"checkpoint of step {s}" for s in (12, 10, 8, 6)]
+    assert "holds the state of step 4" in notices[2]
 
 
 def resealed(path: Path, name: str, content: bytes) -> None:
@@ -347,8 +347,8 @@ GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
     "too large a number": ("state.json", lambda d: changed(d, "state", "bad_steps", to=[1e400])),
     "no state": ("state.json", lambda d: changed(d, "state", to=KeyError)),
     "state a list": ("state.json", lambda d: changed(d, "state", to=[])),
-    "no norms": ("state.json", lambda d: changed(d, "state", "norms", to=KeyError)),
-    "norms of text": ("state.json", lambda d: changed(d, "state", "norms", to=["x"])),
+    "no norms": ("state.json", lambda d: changed(d, "state", "grad_norms", to=KeyError)),
+    "norms of text": ("state.json", lambda d: changed(d, "state", "grad_norms", to=["x"])),
     "step of text": ("state.json", lambda d: changed(d, "state", "step", to="4")),
     "step nothing": ("state.json", lambda d: changed(d, "state", "best_step", to=None)),
     "a stranger": ("state.json", lambda d: changed(d, "state", "stranger", to=1)),
@@ -362,7 +362,7 @@ GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
     "identity a list": ("identity.json", lambda d: b"[]"),
     "no spec": ("identity.json", lambda d: changed(d, "spec", to=KeyError)),
     "spec of text": ("identity.json", lambda d: changed(d, "spec", to="x")),
-    "no made_by": ("identity.json", lambda d: changed(d, "made_by", to=KeyError)),
+    "no environment": ("identity.json", lambda d: changed(d, "environment", to=KeyError)),
 }
 
 
@@ -403,7 +403,7 @@ def test_checkpoint_of_format_1_is_passed_over(paths: RunPaths, two: Path) -> No
     resealed(two, "state.json", changed(state, "format", to=KeyError))
     step, notices = newest(paths)
     assert step == 2
-    assert "format 1, this version goes on from format 3" in notices[0]
+    assert "found format 1; this version reads format 3" in notices[0]
 
 
 def test_newer_format_is_refused_if_it_is_undamaged_and_else_passed_over(paths: RunPaths, two: Path) -> None:
@@ -411,7 +411,7 @@ def test_newer_format_is_refused_if_it_is_undamaged_and_else_passed_over(paths: 
     (two / "state.json").write_bytes(good.replace(b'"format": 3', b'"format": 4'))
     assert newest(paths)[0] == 2
     resealed(two, "state.json", b'{"format": 4, "else": "unknown"}')
-    refused = r"step-00000004: format 4, written by a newer version of ratchet .* use"
+    refused = r"step-00000004: found format 4, written by a newer version of Ratchet; .* use"
     with pytest.raises(DamagedFileError, match=refused):
         newest(paths)
     (two / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')  # a newer seal, too
@@ -423,7 +423,7 @@ def test_another_run_s_checkpoint_is_refused_by_name_of_what_differs(paths: RunP
     save(paths, 2)
     other = SPEC.model_copy(update={"train": Train(rank=8, quantization="none"), "base_digest": "x" * 64})
     checkpoint.write(paths, snapshots.snapshot(4), identity(other), lambda: None)
-    differs = r"belongs to another run, it differs in base_digest, train\.quantization, train\.rank;"
+    differs = r"belongs to another run \(different: base_digest, train\.quantization, train\.rank\);"
     with pytest.raises(DamagedFileError, match=differs):
         newest(paths)
 
@@ -431,9 +431,9 @@ def test_another_run_s_checkpoint_is_refused_by_name_of_what_differs(paths: RunP
 def test_other_libraries_are_told_and_not_refused(paths: RunPaths) -> None:
     checkpoint.write(paths, snapshots.snapshot(2), identity(torch="2.12.0"), lambda: None)
     assert newest(paths) == (2, [])
-    found = checkpoint.list_origin_differences(paths.checkpoint(2), identity(peft="0.21.2"))
+    found = checkpoint.list_environment_differences(paths.checkpoint(2), identity(peft="0.21.2"))
     assert found == ["peft unknown → 0.21.2", "torch 2.12.0 → 2.13.0"]
-    assert checkpoint.list_origin_differences(paths.checkpoint(2), identity(torch="2.12.0")) == []
+    assert checkpoint.list_environment_differences(paths.checkpoint(2), identity(torch="2.12.0")) == []
 
 
 def test_change_between_check_and_reading_is_found(paths: RunPaths) -> None:
@@ -558,15 +558,13 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
 def test_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
     model, steps = learner("adamw")
     save(paths, 2)
-    with pytest.raises(
-        DamagedFileError, match=r"step 2: holds other parameters than this model trains, e\.g\. 0\.bias"
-    ):
+    with pytest.raises(DamagedFileError, match=r"step 2: has other parameters than this model trains, such as 0\.bias"):
         checkpoint.restore(checkpoint.read(paths.checkpoint(2)), model, steps)
-    with pytest.raises(DamagedFileError, match=r"step-00000002: holds other parameters"):
+    with pytest.raises(DamagedFileError, match=r"step-00000002: has other parameters"):
         checkpoint.load_weights(paths.checkpoint(2), model)
     wrong = checkpoint.take_snapshot(TrainState(step=3), model, steps)
     wrong.weights["0.bias"] = torch.zeros(3)
-    with pytest.raises(DamagedFileError, match=r"e\.g\. 0\.bias"):
+    with pytest.raises(DamagedFileError, match=r"such as 0\.bias"):
         checkpoint.restore(wrong, model, steps)
 
 

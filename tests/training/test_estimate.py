@@ -22,7 +22,7 @@ from estimate_cases import (
     wide,  # noqa: F401 (a fixture)
 )
 from ratchet.data.batches import BatchPlan, TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
@@ -43,7 +43,7 @@ def llama() -> ModelSpec:
 
 
 def rows_of(lengths: list[int], learned: list[tuple[int, int]]) -> TokenRows:
-    labels = [[k if a <= k < b else MASKED for k in range(n)] for n, (a, b) in zip(lengths, learned, strict=True)]
+    labels = [[k if a <= k < b else IGNORE_INDEX for k in range(n)] for n, (a, b) in zip(lengths, learned, strict=True)]
     return TokenRows.from_lists([list(range(n)) for n in lengths], labels)
 
 
@@ -55,21 +55,21 @@ def test_work_is_that_of_the_longest_rows_or_the_fullest_packs() -> None:
     assert work.learned_tokens == 5  # of 5 and 4 positions, rounded up
     assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 4)
     rows = rows_of([20, 12, 9, 6], [(1, 20), (1, 12), (1, 9), (1, 6)])
-    packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_rows": 2})
+    packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_size": 2})
     work = memory_monitor.compute_largest_work(BatchPlan(rows.lengths, packed), rows, rows, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed) == (2, 21, True)
 
 
 def test_forecast_is_told_once_for_each_work_and_kept_beside_the_journal(tmp_path: Path, llama: ModelSpec) -> None:
     events = asked(tmp_path, llama)
-    assert [event.kind for event in events] == ["forecast"]
+    assert [event.kind for event in events] == ["memory_forecast"]
     kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
     assert MemoryForecast.model_validate(events[0].data["forecast"]) == kept
     assert (kept.rows, kept.row_tokens, kept.learned_tokens) == (32, 512, 256)
     assert asked(tmp_path, llama) == events, "a second attempt says nothing new"
     for count, changes in enumerate([{"rows": 4}, {"rows": 4, "ranks": 2}], start=2):
         other = asked(tmp_path, llama, work=replace(WORK, **changes))
-        assert [event.kind for event in other] == ["forecast"] * count
+        assert [event.kind for event in other] == ["memory_forecast"] * count
 
 
 def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: ModelSpec, room: Room) -> None:
@@ -80,9 +80,9 @@ def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: M
         return forecast.forecast(llama, TRAIN, MACHINE, fewer).peak.total_bytes
 
     assert begun_with(tmp_path, llama) == InitialMemoryPlan(), "all fit"
-    room(int(needed(8) / memory_monitor.WELL) + 2**20)
+    room(int(needed(8) / memory_monitor.SAFE_SHARE) + 2**20)
     assert begun_with(tmp_path, llama) == InitialMemoryPlan(8 * WORK.row_tokens)
-    assert "beginning with 8" in list(JournalReader(tmp_path / "journal.jsonl").read())[-1].data["text"]
+    assert "starting with 8 rows" in list(JournalReader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
 
 def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: ModelSpec, room: Room) -> None:
@@ -103,10 +103,16 @@ def test_work_that_does_not_fit_with_one_row_is_refused_or_reported(
     room(2**20)
     with pytest.raises(SettingsError, match="even with one row at a time") as refused:
         asked(tmp_path / "refused", llama)
-    for words in ("1.0 MiB are at hand", "Nothing was loaded", "--force", "machine.on_forecast: report", "Needed by"):
+    for words in (
+        "1.0 MiB are available",
+        "Nothing was loaded",
+        "--force",
+        "machine.on_insufficient_memory: report",
+        "The forecast needs",
+    ):
         assert words in str(refused.value), words
-    events = asked(tmp_path / "reported", llama, MACHINE.model_copy(update={"on_forecast": "report"}))
-    assert [event.kind for event in events] == ["forecast", "alert"]
+    events = asked(tmp_path / "reported", llama, MACHINE.model_copy(update={"on_insufficient_memory": "report"}))
+    assert [event.kind for event in events] == ["memory_forecast", "alert"]
 
 
 def test_a_model_without_a_forecast_may_train(
@@ -126,14 +132,14 @@ def test_a_model_without_a_forecast_may_train(
 
 def test_advice_for_a_row_that_did_not_fit_has_figures(llama: ModelSpec) -> None:
     said = memory_monitor.suggest_memory_changes(llama, TRAIN, MACHINE, WORK, 4000)
-    for words in ("Needed by our forecast", "prepare.max_tokens: 2000", "less)"):
+    for words in ("The forecast needs", "prepare.max_tokens: 2000", "less)"):
         assert words in said, words
 
 
 @pytest.mark.parametrize(
     ("ranks", "beginning", "said"),
     [
-        (1, InitialMemoryPlan(), ["machine.shard_base: true, but there is one rank, so nothing is shared"]),
+        (1, InitialMemoryPlan(), ["machine.shard_base: true has no effect with a single rank"]),
         (2, InitialMemoryPlan(shard_base=True), []),
     ],
 )
@@ -148,7 +154,7 @@ def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(
     tmp_path: Path, wide: ModelSpec, room: Room
 ) -> None:
     """Four whole bases would not fit, one does."""
-    short = replace(SHORT, device="cpu", sharing=4)
+    short = replace(SHORT, device="cpu", local_ranks=4)
     found = forecast.forecast(wide, TRAIN, SHARED, short)
     assert found.peak.phase == "loaded"
     enough = 4 * found.needed_bytes(4) + 2**26  # this process itself grows by some MiB during its first forecasts

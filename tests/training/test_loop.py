@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 import tiny_project
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.data import token_files
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
@@ -81,18 +82,18 @@ def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(
 
 
 def test_the_micro_batch_changes_memory_and_not_what_is_learned(train_here: TrainHere) -> None:
-    whole = losses(train_here(machine={"micro_batch_rows": 16}, dropout=0.0))
-    split = losses(train_here(machine={"micro_batch_rows": 3}, dropout=0.0))
+    whole = losses(train_here(machine={"micro_batch_size": 16}, dropout=0.0))
+    split = losses(train_here(machine={"micro_batch_size": 3}, dropout=0.0))
     assert len(whole) == len(split)
     assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(whole, split, strict=True))
 
 
 def test_validating_and_recomputing_activations_do_not_change_what_is_learned(train_here: TrainHere) -> None:
     """Neither random numbers of a validation nor a repacked 4-bit layout may leak into training."""
-    once = last_weights(train_here(validate_every_steps=1000, keep="last"))
+    once = last_weights(train_here(validate_every_steps=1000, final_checkpoint="last"))
     for other in (
-        train_here(validate_every_steps=1, keep="last"),
-        train_here(machine={"activation_checkpointing": True}, validate_every_steps=1000, keep="last"),
+        train_here(validate_every_steps=1, final_checkpoint="last"),
+        train_here(machine={"activation_checkpointing": True}, validate_every_steps=1000, final_checkpoint="last"),
     ):
         found = last_weights(other)
         assert all(torch.equal(once[name], found[name]) for name in once)
@@ -139,12 +140,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def failure(run: RunPaths) -> str:
-    return next(str(e.data["text"]) for e in JournalReader(run.journal).read() if e.kind == "failure")
+    return next(str(e.data["text"]) for e in JournalReader(run.journal).read() if e.kind == "worker_error")
 
 
 def test_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: TrainHere) -> None:
-    text = failure(train_here(targets=["q_prj"], expected=EXIT_INPUT))
-    assert "train.targets" in text
+    text = failure(train_here(target_modules=["q_prj"], expected=EXIT_INPUT))
+    assert "train.target_modules" in text
     assert "q_proj" in text
 
 
@@ -176,7 +177,7 @@ def test_loss_is_that_of_the_whole_logits(project: ProjectLayout) -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_to_the_peak_and_then_decays(name: str) -> None:
-    settings = Train(learning_rate=1.0, warmup=0.1, schedule=name)  # type: ignore[arg-type]
+    settings = Train(learning_rate=1.0, warmup_ratio=0.1, schedule=name)  # type: ignore[arg-type]
     rates = [optimizer.compute_learning_rate(step, 100, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
     expected = {
@@ -208,7 +209,7 @@ def test_a_loop_that_is_stopped_twice_ends_as_one_that_was_not(batching: str, tm
     assert resumed.state.step == 7
     assert resumed.run() == whole.state
     assert whole.state.step == whole.plan.steps > 7
-    assert losses(paths) == losses(whole.task.paths)
+    assert losses(paths) == losses(whole.context.paths)
     a, b = trained_by(resumed), trained_by(whole)
     assert all(torch.equal(a[name], b[name]) for name in b)
 
@@ -217,28 +218,28 @@ def test_one_step_of_all_rows_is_the_same_for_every_batching(tmp_path: Path) -> 
     """The same loss, gradient and count of tokens."""
     found = {}
     for batching in ("shuffled", "by_length", "packed"):
-        train = SMALL.model_copy(update={"batching": batching, "batch_rows": ROWS, "epochs": 1.0, "dropout": 0.0})
+        train = SMALL.model_copy(update={"batching": batching, "batch_size": ROWS, "epochs": 1.0, "dropout": 0.0})
         loop = loop_of(tmp_path / batching, train)
         assert loop.run().step == 1
-        (event,) = steps(loop.task.paths)
+        (event,) = steps(loop.context.paths)
         found[batching] = event.data
     for batching in ("by_length", "packed"):
         for name in ("loss", "grad_norm"):
             assert math.isclose(found[batching][name], found["shuffled"][name], rel_tol=1e-4)
     rows = random_rows(ROWS, seed=1)
     assert {data["input_tokens"] for data in found.values()} == {int(rows.lengths.sum())}
-    assert {data["trained_tokens"] for data in found.values()} == {rows.trained(range(ROWS))}
+    assert {data["trained_tokens"] for data in found.values()} == {rows.count_trained(range(ROWS))}
 
 
 def test_packs_lose_no_token_and_their_micro_batches_do_not_change_what_is_learned(tmp_path: Path) -> None:
     train = SMALL.model_copy(update={"batching": "packed", "dropout": 0.0, "epochs": 2.0})
     one, all_at_once = (loop_of(tmp_path / str(micro), train, micro=micro) for micro in (1, 16))
     one.run()
-    state, rows = all_at_once.run(), all_at_once.task.train
+    state, rows = all_at_once.run(), all_at_once.context.train_rows
     assert all_at_once.plan.sequences < 0.6 * ROWS
     assert state.input_tokens == 2 * int(rows.lengths.sum())  # padding is not counted
-    assert state.trained_tokens == 2 * rows.trained(range(ROWS))
-    pairs = zip(losses(one.task.paths), losses(all_at_once.task.paths), strict=True)
+    assert state.trained_tokens == 2 * rows.count_trained(range(ROWS))
+    pairs = zip(losses(one.context.paths), losses(all_at_once.context.paths), strict=True)
     assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
 
 
@@ -249,7 +250,7 @@ def test_a_model_that_mixes_the_rows_of_a_pack_learns_nothing(tmp_path: Path) ->
     before = trained_by(loop)
     with pytest.raises(SettingsError, match=r"train\.batching: packed, but this model mixes the rows"):
         loop.run()
-    assert steps(loop.task.paths) == []
+    assert steps(loop.context.paths) == []
     assert all(torch.equal(before[name], after) for name, after in trained_by(loop).items())
     by_length = loop_of(tmp_path / "by_length", train.model_copy(update={"batching": "by_length"}), config=config)
     assert by_length.run().step == by_length.plan.steps

@@ -24,12 +24,12 @@ def test_each_phase_is_told_with_what_it_held_at_most(tmp_path: Path) -> None:
     del block
     monitor.enter("adapters")
     monitor.close()
-    found = {str(event["phase"]): event for event in told(path, "memory")}
+    found = {str(event["phase"]): event for event in told(path, "memory_peak")}
     assert list(found) == ["baseline", "loaded", "adapters"]
     peaks = {name: int(str(event["peak_bytes"])) for name, event in found.items()}
     assert 80 * MIB < peaks["loaded"] - peaks["adapters"] < 140 * MIB
     assert found["loaded"]["device_bytes"] == capacity.measure_device(CPU).total_bytes
-    assert monitor.found["loaded"].peak_bytes == peaks["loaded"]
+    assert monitor.peaks["loaded"].peak_bytes == peaks["loaded"]
 
 
 def test_a_phase_that_comes_again_is_told_again_only_when_it_grew(tmp_path: Path) -> None:
@@ -38,13 +38,13 @@ def test_a_phase_that_comes_again_is_told_again_only_when_it_grew(tmp_path: Path
     for _ in range(3):
         monitor.enter("steady")
         monitor.enter("evaluation")
-    before = len(told(path, "memory"))
+    before = len(told(path, "memory_peak"))
     monitor.enter("steady")
     block = torch.ones(256 * MIB, dtype=torch.uint8)
     monitor.enter("evaluation")
     del block
     monitor.close()
-    assert [event["phase"] for event in told(path, "memory")][before] == "steady"
+    assert [event["phase"] for event in told(path, "memory_peak")][before] == "steady"
     assert before == 3
 
 

@@ -24,12 +24,13 @@ from profile_cases import (
     rest_of,
     sealed,
 )
-from ratchet.cli import command_line
+from ratchet.cli.main import main
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, SettingsError, StorageError
 from ratchet.reports.training_page import format_profile
 from ratchet.runs.directory import Run, RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE
 from ratchet.stages import train
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 from ratchet.storage.records.training import PARTS, TrainingProfile
@@ -57,29 +58,29 @@ def test_spans_of_a_lap_exclude_what_is_inside_and_each_lap_begins_at_nothing() 
     watch = StepTimer(CPU, clock)
     watch.start()
     clock.now_s += 1
-    with watch.of("outer"):
+    with watch.measure("outer"):
         clock.now_s += 2
-        with watch.of("inner"):
+        with watch.measure("inner"):
             clock.now_s += 4
-            with watch.of("innermost"):
+            with watch.measure("innermost"):
                 clock.now_s += 8
         clock.now_s += 16
-        with watch.of("inner"):
+        with watch.measure("inner"):
             clock.now_s += 32
     clock.now_s += 64
     lap = watch.stop()
     assert lap.spans == {"outer": 18, "inner": 36, "innermost": 8}
     assert (lap.seconds, lap.rest_s) == (127, 65)
     watch.start()
-    watch.computes(12)
-    watch.computes(8)
-    with pytest.raises(ValueError, match="broken"), watch.of("outer"), watch.of("inner"):
+    watch.count_micro_batch(12)
+    watch.count_micro_batch(8)
+    with pytest.raises(ValueError, match="broken"), watch.measure("outer"), watch.measure("inner"):
         clock.now_s += 3
         raise ValueError("broken")
     failed = watch.stop()
     assert (failed.spans, failed.micro_batches, failed.padded_tokens) == ({"outer": 0, "inner": 3}, 2, 20)
     watch.start()
-    with watch.of("other"):
+    with watch.measure("other"):
         clock.now_s += 5
     last = watch.stop()
     assert (last.spans, last.micro_batches, last.padded_tokens) == ({"other": 5}, 0, 0)
@@ -87,9 +88,9 @@ def test_spans_of_a_lap_exclude_what_is_inside_and_each_lap_begins_at_nothing() 
 
 def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     spans = StepSpans()
-    assert spans.of("forward") is spans.of("backward")
-    with spans.of("forward"), spans.of("forward"):
-        spans.computes(10)
+    assert spans.measure("forward") is spans.measure("backward")
+    with spans.measure("forward"), spans.measure("forward"):
+        spans.count_micro_batch(10)
     assert vars(spans) == {}
 
 
@@ -111,7 +112,7 @@ def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     ],
 )
 def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert mfu.datasheet_flops_s(name, dtype) == expected
+    assert mfu.datasheet_flops_per_s(name, dtype) == expected
 
 
 def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:
@@ -136,7 +137,7 @@ def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
         layer(x).sum().backward()
     assert asked.flops == 2 * (2 * 32 * 64 * 128)
     moved = profiler.estimate_moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
-    assert moved["weights out of 4 bits, written and read"] == 3 * 2 * 2 * (64 * 128 * 4)
+    assert moved["dequantised weights, written and read"] == 3 * 2 * 2 * (64 * 128 * 4)
     assert moved["weights as stored, read"] >= 3 * 2 * (64 * 128 // 2)
 
 
@@ -148,28 +149,26 @@ def test_kept_tensors_are_let_go_with_their_graph() -> None:
             layer(x.clone()).exp().sum().backward()
     each = 2 * x.nbytes  # the layer's input, and what exp gives
     assert asked.saved_bytes == 3 * each
-    assert asked.most_saved_bytes == each
+    assert asked.peak_saved_bytes == each
 
 
 def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positions_only(tmp_path: Path) -> None:
-    model = loop_of(tmp_path, SMALL).task.model
-    found = profiler.count_product_shapes(model, rows=100, learned=7)
+    model = loop_of(tmp_path, SMALL).context.model
+    found = profiler.count_product_shapes(model, rows=100, trained=7)
     assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: 64 tokens, width 32
     assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down the other way
     assert sum(found.values()) == 2 * (1 + 2 * 7)
 
 
 def test_too_few_planned_steps_are_refused_with_what_to_change(tmp_path: Path) -> None:
-    task = loop_of(tmp_path, SMALL.model_copy(update={"epochs": 0.25})).task
-    assert task.plan.steps == 3
-    with pytest.raises(
-        SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans 3: raise train.epochs"
-    ):
+    task = loop_of(tmp_path, SMALL.model_copy(update={"epochs": 0.25})).context
+    assert task.batch_plan.steps == 3
+    with pytest.raises(SettingsError, match=r"found 3 optimizer steps; expected at least 4; raise train.epochs"):
         profiler.profile_training(task, 20)
 
 
 def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = loop_of(tmp_path, SMALL).task
+    task = loop_of(tmp_path, SMALL).context
 
     def full(operation: files.Operation, path: Path) -> None:
         if task.paths.result.name in str(path):
@@ -182,8 +181,8 @@ def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monke
 
 def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
     stop = GracefulShutdown()
-    task = loop_of(tmp_path, SMALL, stop).task
-    stop._asked = True
+    task = loop_of(tmp_path, SMALL, stop).context
+    stop._is_requested = True
     with pytest.raises(InterruptedRunError):
         profiler.profile_training(task, 20)
     assert not task.paths.result.exists()
@@ -198,13 +197,13 @@ def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
     tiny = tiny_project.TINY
     matrices = tiny.layers * (4 * tiny.hidden_size**2 + 3 * tiny.hidden_size * tiny.intermediate_size)
     least = (4 * matrices - 2 * 3 * tiny.hidden_size**2) * found.padded_tokens
-    assert least < found.floors.flops < 2 * least
-    assert min(found.floors.moved_bytes.values()) > 0
-    assert 0 < found.floors.floor_s < found.step_s
+    assert least < found.limits.flops < 2 * least
+    assert min(found.limits.moved_bytes.values()) > 0
+    assert 0 < found.limits.min_step_s < found.step_s
     kept = (sealed(project) / "profile.md").read_text(encoding="utf-8")
     assert profiled[0].startswith(kept)
     assert kept == format_profile(found)
-    for name in (*PARTS, "operations", "bytes moved", "tokens/s", "padding", "calls a step"):
+    for name in (*PARTS, "operations", "bytes moved", "tokens/s", "padding", "calls per step"):
         assert name in kept
     for quartiles_s, is_busy in (((0.9, 1.1), False), ((0.8, 1.2), True)):
         uneven = found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles_s})
@@ -242,7 +241,7 @@ def test_second_profile_at_the_same_time_is_refused(project: ProjectLayout) -> N
     run = Run.open(project.profiles / train.WORK, build_run_spec(project, SETTINGS))
     try:
         with pytest.raises(LockHeldError):
-            train.profile_training(project, SETTINGS, 4)
+            train.profile_training(Project.from_parts(project, SETTINGS), 4)
     finally:
         files.remove_sealed(run.paths.root)
         run.close()
@@ -251,21 +250,21 @@ def test_second_profile_at_the_same_time_is_refused(project: ProjectLayout) -> N
 @pytest.mark.parametrize("steps", ["3", "0", "-1"])
 @pytest.mark.usefixtures("calm")
 def test_too_few_steps_are_refused(project: ProjectLayout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["--project", str(project.root), "train", "--profile", steps]) == 2
+    assert main(["--project", str(project.root), "train", "--profile", steps]) == 2
     assert f"--profile {steps}: it takes 4 optimizer steps at least: one to warm up" in capsys.readouterr().err
 
 
 def test_before_the_data_are_prepared_it_says_what_training_would(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "new", SETTINGS)
     with pytest.raises(DataError, match="dvc repro"):
-        train.profile_training(layout, SETTINGS, 4)
+        train.profile_training(Project.from_parts(layout, SETTINGS), 4)
     assert not layout.profiles.exists()
 
 
 def test_a_training_that_is_too_short_is_refused_before_a_worker_loads_a_model(project: ProjectLayout) -> None:
     few = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 0.3})})
-    with pytest.raises(SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans [23]: raise"):
-        train.profile_training(project, few, 4)
+    with pytest.raises(SettingsError, match=r"found [23] optimizer steps; expected at least 4; raise"):
+        train.profile_training(Project.from_parts(project, few), 4)
     assert not (project.profiles / train.WORK / build_run_spec(project, few).run_id).exists()
 
 
@@ -282,7 +281,7 @@ def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_ke
     )  # fmt: skip
     assert failed.returncode == 1
     assert "killed by SIGKILL" in failed.stderr
-    assert "machine.retries" not in failed.stderr, "a setting that has no part in it"
+    assert "machine.max_restarts" not in failed.stderr, "a setting that has no part in it"
     assert sealed(project).stat().st_ino == kept
     assert list(here.iterdir()) == []
     monkeypatch.setenv(RUNS_VARIABLE, moved[RUNS_VARIABLE])

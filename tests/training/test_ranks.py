@@ -17,7 +17,7 @@ from rank_projects import (
 
 
 def test_two_ranks_learn_what_one_learns(prepared: Path, tmp_path: Path) -> None:
-    few = EVEN.model_copy(update={"batch_rows": 4, "epochs": 0.1, "validate_every_steps": 100})
+    few = EVEN.model_copy(update={"batch_size": 4, "epochs": 0.1, "validate_every_steps": 100})
     one, two = (project(prepared, tmp_path / str(count), settings(few, gpus=count)) for count in (1, 2))
     for layout in (one, two):
         train(layout)
@@ -30,10 +30,10 @@ def test_two_ranks_learn_what_one_learns(prepared: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        ({"nodes": "4:2"}, "the fewest and the most"),
+        ({"nodes": "4:2"}, "MIN:MAX such as 2:8"),
         ({"nodes": "2"}, "set machine.rendezvous"),
         ({"rendezvous": "somewhere"}, "HOST:PORT"),
-        ({"gpus": 0}, "no number of ranks"),
+        ({"gpus": 0}, "expected an integer >= 1, or auto"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(machine: dict[str, Any], words: str) -> None:

@@ -30,10 +30,10 @@ def test_sigterm_seals_a_checkpoint_and_says_repeat(project: ProjectLayout, refe
         time.sleep(0.02)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    last = [e for e in events(project) if e.kind in ("step", "stopped", "checkpoint")]
-    stopped = next(e.data["step"] for e in last if e.kind == "stopped")
+    last = [e for e in events(project) if e.kind in ("step", "interrupted", "checkpoint_saved")]
+    stopped = next(e.data["step"] for e in last if e.kind == "interrupted")
     assert max(e.data["step"] for e in last if e.kind == "step") == stopped
-    assert max(e.data["step"] for e in last if e.kind == "checkpoint") == stopped
+    assert max(e.data["step"] for e in last if e.kind == "checkpoint_saved") == stopped
     again = tiny_project.ratchet(project, "train")
     assert again.returncode == 0, again.stderr
     assert outcome(project) == reference

@@ -8,7 +8,7 @@ import torch
 
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.training import train_step
+from ratchet.training import loss_scale
 from ratchet.training.train_state import TrainState
 from small_loop import SMALL, loop_of, losses, trained_by
 
@@ -28,33 +28,33 @@ NAN, INF = float("nan"), float("inf")
 def test_only_an_overflow_that_a_smaller_scale_may_mend_is_computed_again(
     scale: float, loss: float, norm: float, again: bool
 ) -> None:
-    assert train_step.is_overflow(TrainState(loss_scale=scale), loss, norm) is again
+    assert loss_scale.is_overflow(TrainState(loss_scale=scale), loss, norm) is again
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_long() -> None:
-    state = train_step.reduce_loss_scale(TrainState(loss_scale=8.0, scale_steps=5))
-    assert (state.loss_scale, state.scale_steps) == (4.0, 0)
-    for _ in range(train_step.GROW_AFTER_STEPS):
+    state = loss_scale.reduce_loss_scale(TrainState(loss_scale=8.0, loss_scale_steps=5))
+    assert (state.loss_scale, state.loss_scale_steps) == (4.0, 0)
+    for _ in range(loss_scale.GROW_AFTER_STEPS):
         assert state.loss_scale == 4.0
-        state = train_step.advance_loss_scale(state)
-    assert (state.loss_scale, state.scale_steps) == (8.0, 0)
-    assert train_step.advance_loss_scale(
-        replace(state, loss_scale=train_step.LARGEST, scale_steps=10**6)
-    ).loss_scale == (train_step.LARGEST)
+        state = loss_scale.advance_loss_scale(state)
+    assert (state.loss_scale, state.loss_scale_steps) == (8.0, 0)
+    assert loss_scale.advance_loss_scale(
+        replace(state, loss_scale=loss_scale.MAX_SCALE, loss_scale_steps=10**6)
+    ).loss_scale == (loss_scale.MAX_SCALE)
 
 
 def test_without_float16_nothing_is_scaled() -> None:
-    assert [train_step.initial_loss_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
-    assert train_step.advance_loss_scale(TrainState()) == TrainState()
+    assert [loss_scale.initial_loss_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
+    assert loss_scale.advance_loss_scale(TrainState()) == TrainState()
 
 
 @pytest.mark.parametrize("exponent", [10, 127])
 def test_scale_changes_nothing_that_is_learned_and_is_halved_at_each_overflow(tmp_path: Path, exponent: int) -> None:
     """The large scale overflows float32 for certain; halved often enough, the training is the one without a scale."""
-    plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, loss_scale=2.0**exponent)
+    plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, initial_loss_scale=2.0**exponent)
     plain.run()
     scaled.run()
-    told = [e for e in JournalReader(RunPaths(tmp_path / "b").journal).read() if e.kind == "scale"]
+    told = [e for e in JournalReader(RunPaths(tmp_path / "b").journal).read() if e.kind == "loss_scale"]
     assert bool(told) == (exponent == 127)
     assert all(event.data["step"] >= 1 for event in told)
     assert scaled.state.loss_scale == 2.0 ** (exponent - len(told))

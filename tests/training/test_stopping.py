@@ -23,9 +23,9 @@ if "arm" in sys.argv:
 print("ready", flush=True)
 if "busy" in sys.argv:
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)
-while not stop.asked:
+while not stop.is_requested:
     pass
-stop.begin()
+stop.acknowledge()
 print("noticed", flush=True)
 import time
 time.sleep(3 if "slow" in sys.argv else 0)

@@ -18,20 +18,20 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
     width = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": LAYERS}
     config = transformers.LlamaConfig(**SHAPE | width)
     loop = loop_of(tmp_path, SMALL.model_copy(update={"dropout": 0.0}), micro=1, config=config)
-    task, gradients = loop.task, loop.learner.gradients
-    rows = [row for sequence in task.plan.batch(0) for row in sequence]
+    task, executor = loop.context, loop.executor
+    rows = [row for sequence in task.batch_plan.batch(0) for row in sequence]
     with profiler.count_workload(task.model) as asked:
-        gradients.step(0, loop.state.budget)
-    tokens = task.train.tokens(rows)
-    told = mfu.flops_per_token(task.model, task.train.trained(rows) / tokens)
+        executor.compute_gradients(1)
+    tokens = task.train_rows.count_tokens(rows)
+    told = mfu.flops_per_token(task.model, task.train_rows.count_trained(rows) / tokens)
     assert told is not None
     # Among n tokens: scores and sums of values, two products forward and five back (scores once more).
-    attention = sum(LAYERS * (2 + 5) * 2 * task.train.tokens([row]) ** 2 * 64 for row in rows)
+    attention = sum(LAYERS * (2 + 5) * 2 * task.train_rows.count_tokens([row]) ** 2 * 64 for row in rows)
     assert told * tokens == pytest.approx(asked.flops - attention, rel=0.07)
 
 
 def test_matrices_of_an_unknown_kind_make_it_unknown(tmp_path: Path) -> None:
-    model = loop_of(tmp_path, SMALL).task.model
+    model = loop_of(tmp_path, SMALL).context.model
     assert mfu.flops_per_token(model, 0.5)
     layer = model.get_submodule("base_model.model.model.layers.0")
     layer.register_parameter("experts", nn.Parameter(torch.zeros(8, 32, 48), requires_grad=False))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DataError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import ParameterAxis, SweepObjective, SweepReport, Trial
@@ -22,8 +22,8 @@ def trial(number: int, state: str = "complete", **values: Any) -> Trial:
 def report(*trials: Trial, **fields: Any) -> SweepReport:
     return SweepReport(
         study="sweep", storage="journal", objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
-        axes=(ParameterAxis(knob="train.rank", kind="int", low=4, high=64, log=True),), sampler="TPE", pruner="none",
-        versions={}, data_digest="d", base_digest="b", wanted_trials=3, trials=trials, **fields,
+        axes=(ParameterAxis(name="train.rank", kind="int", low=4, high=64, log=True),), sampler="TPE", pruner="none",
+        versions={}, data_digest="d", base_digest="b", planned_trials=3, trials=trials, **fields,
     )  # fmt: skip
 
 
@@ -43,23 +43,23 @@ def path(layout: ProjectLayout) -> Path:
 def test_only_what_differs_is_written_and_comments_stay(layout: ProjectLayout, path: Path) -> None:
     before = path.read_text(encoding="utf-8").splitlines()
     winner = trial(1, rank=8, alpha=32.0, learning_rate=0.0013)
-    text = adopt_trial(layout, params_file.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
+    adopted = adopt_trial(layout, params_file.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
     after = path.read_text(encoding="utf-8").splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert changed == [
         ("  rank: 16  # of the paper", "  rank: 8  # of the paper"),
         ("  learning_rate: 0.0002", "  learning_rate: 0.0013"),
     ]
-    assert "-  rank: 16  # of the paper" in text
-    assert "+  rank: 8  # of the paper" in text
-    assert "trains it again, for its run is not here" in text
+    assert "-  rank: 16  # of the paper" in adopted.diff
+    assert "+  rank: 8  # of the paper" in adopted.diff
+    assert not adopted.is_trained_here
 
 
 def test_values_that_are_there_already_change_nothing(layout: ProjectLayout, path: Path) -> None:
     before = path.read_bytes()
-    text = adopt_trial(layout, params_file.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
+    adopted = adopt_trial(layout, params_file.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
     assert path.read_bytes() == before
-    assert "has these values already" in text
+    assert adopted.diff == ()
 
 
 def test_any_complete_trial_can_be_named(layout: ProjectLayout, path: Path) -> None:
@@ -71,10 +71,10 @@ def test_any_complete_trial_can_be_named(layout: ProjectLayout, path: Path) -> N
     ("fields", "number", "says"),
     [
         ({"best": (0,)}, None, "not over"),
-        ({"best": (0, 1)}, None, "name one of trials 0, 1"),
+        ({"best": (0, 1)}, None, "choose a trial of the Pareto front: 0, 1"),
         ({}, None, "no trial is complete"),
-        ({"best": (0,)}, 1, "trial 1 of study sweep is pruned; complete ones are: 0"),
-        ({"best": (0,)}, 7, "not there"),
+        ({"best": (0,)}, 1, "trial 1 of study sweep is pruned; complete trials: 0"),
+        ({"best": (0,)}, 7, "missing"),
     ],
 )
 def test_adopting_an_unfinished_or_missing_trial_is_refused(

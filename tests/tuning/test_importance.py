@@ -7,7 +7,7 @@ import pytest
 
 from ratchet.config.sweep import SweepParameter
 from ratchet.storage.records.sweep import SweepObjective, Trial
-from ratchet.tuning.report import FEWEST, compute_importances
+from ratchet.tuning.report import MIN_TRIALS, compute_importances
 from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, drawn, space_of, trial
 
 
@@ -27,15 +27,17 @@ def test_the_knob_that_decides_explains_most_and_shares_sum_to_one() -> None:
         space, LOSS, history(space, lambda values: position(values) + values["train.dropout"]), 0
     )
     assert next(iter(found)) == "train.learning_rate"
-    assert found["train.learning_rate"] > 0.6 > found["train.dropout"] > found["train.targets"]
+    assert found["train.learning_rate"] > 0.6 > found["train.dropout"] > found["train.target_modules"]
     assert sum(found.values()) == pytest.approx(1)
-    assert set(found) == {"train.rank", "train.learning_rate", "train.dropout", "train.targets"}  # no tie
+    assert set(found) == {"train.rank", "train.learning_rate", "train.dropout", "train.target_modules"}  # no tie
 
 
 def test_choices_count_as_such_and_ranges_on_their_own_scale() -> None:
     space = space_of(RATE, TARGETS)
-    found = compute_importances(space, LOSS, history(space, lambda values: float(values["train.targets"] == "all")), 0)
-    assert found["train.targets"] > 0.8
+    found = compute_importances(
+        space, LOSS, history(space, lambda values: float(values["train.target_modules"] == "all")), 0
+    )
+    assert found["train.target_modules"] > 0.8
     # Below 3e-4 lies a quarter of the logarithms, and a fiftieth of the plain range.
     space = space_of(RATE, DROPOUT)
     value = lambda values: float(position(values) < 0.25) + 3 * values["train.dropout"]  # noqa: E731
@@ -101,11 +103,11 @@ def test_the_first_of_several_objectives_counts() -> None:
 def test_nothing_is_said_where_too_little_is_known() -> None:
     space = space_of(RATE, DROPOUT)
     assert compute_importances(space, LOSS, [], 0) == {}
-    assert compute_importances(space, LOSS, history(space, position, FEWEST - 1), 0) == {}
-    assert compute_importances(space, LOSS, history(space, position, FEWEST), 0) != {}
+    assert compute_importances(space, LOSS, history(space, position, MIN_TRIALS - 1), 0) == {}
+    assert compute_importances(space, LOSS, history(space, position, MIN_TRIALS), 0) != {}
     assert compute_importances(space, LOSS, history(space, lambda values: 1.0), 0) == {}  # all came to the same
     same = [trial(number, drawn(space, 1), objectives=(float(number),)) for number in range(9)]
     assert compute_importances(space, LOSS, same, 0) == {}
-    wide = space_of(RATE, DROPOUT, RANK, TARGETS, {"train.warmup": SweepParameter(low=0.0, high=0.2)})
+    wide = space_of(RATE, DROPOUT, RANK, TARGETS, {"train.warmup_ratio": SweepParameter(low=0.0, high=0.2)})
     assert compute_importances(wide, LOSS, history(wide, position, 9), 0) == {}
     assert compute_importances(wide, LOSS, history(wide, position, 10), 0) != {}

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
 from ratchet.tuning.parameter_scale import decode_value, encode_value, to_distribution
 from ratchet.tuning.parameters import SearchDimension
-from ratchet.tuning.search_space import MOST_POINTS, SearchSpace, apply_values
+from ratchet.tuning.search_space import MAX_POINTS, SearchSpace, apply_values
 
 OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -27,7 +27,7 @@ def project(space: str, train: str = "{}") -> Settings:
 
 
 def space_of(space: str, train: str = "{}") -> SearchSpace:
-    return SearchSpace.of(project(space, train))
+    return SearchSpace.from_settings(project(space, train))
 
 
 WIDE = """
@@ -37,7 +37,7 @@ WIDE = """
     train.adalora.target_rank: {low: 2, high: 9, step: 3, when: {adapter: adalora}}
     train.adapter: {choices: [lora, adalora]}
     train.dropout: {low: 0, high: 0.35, step: 0.1}
-    train.targets: {choices: [all, [q_proj, v_proj]]}
+    train.target_modules: {choices: [all, [q_proj, v_proj]]}
 """
 
 
@@ -57,7 +57,7 @@ def test_each_knob_is_drawn_after_what_it_depends_on_and_else_in_the_order_of_th
         return last(dimension)
 
     values = space.draw(pick)
-    assert asked == ["rank", "learning_rate", "adapter", "adalora.target_rank", "dropout", "targets"]
+    assert asked == ["rank", "learning_rate", "adapter", "adalora.target_rank", "dropout", "target_modules"]
     assert values == {
         "train.rank": 64,
         "train.alpha": 128.0,
@@ -65,20 +65,20 @@ def test_each_knob_is_drawn_after_what_it_depends_on_and_else_in_the_order_of_th
         "train.adapter": "adalora",
         "train.adalora.target_rank": 8,
         "train.dropout": 0.3,
-        "train.targets": ("q_proj", "v_proj"),
+        "train.target_modules": ("q_proj", "v_proj"),
     }
     assert "train.adalora.target_rank" not in space.draw(first)  # its condition is not met
 
 
 def test_axes_say_what_plots_need_and_upper_ends_are_reached_by_steps() -> None:
     space = space_of(WIDE)
-    axes = {axis.knob: axis for axis in space.axes()}
+    axes = {axis.name: axis for axis in space.axes()}
     assert list(axes)[:2] == ["train.rank", "train.alpha"]
     rank, tied = axes["train.rank"], axes["train.alpha"]
     assert (rank.kind, rank.low, rank.high, rank.log, rank.conditional) == ("int", 4, 64, True, False)
     assert (tied.kind, tied.tie) == ("tie", "2 * train.rank")
     assert axes["train.adalora.target_rank"].conditional
-    assert axes["train.targets"].choices == ("all", ("q_proj", "v_proj"))
+    assert axes["train.target_modules"].choices == ("all", ("q_proj", "v_proj"))
     assert space.dimension("train.adalora.target_rank").high == 8
     assert space.dimension("train.dropout").high == 0.3
     assert [to_distribution(one).single() for one in space.dimensions()] == [False] * 6
@@ -104,8 +104,8 @@ def test_ties_are_computed_exactly_and_rounded_once(tie: str, source: str, value
 
 def test_ties_count_in_decimals_as_people_do() -> None:
     space = space_of(
-        "{train.dropout: {low: 0.1, high: 0.3, step: 0.1}, train.warmup: {tie: 3 * dropout},"
-        " train.batch_rows: {tie: 10 * dropout}, train.rank: {choices: [1, 2], when: {warmup: 0.9}}}"
+        "{train.dropout: {low: 0.1, high: 0.3, step: 0.1}, train.warmup_ratio: {tie: 3 * dropout},"
+        " train.batch_size: {tie: 10 * dropout}, train.rank: {choices: [1, 2], when: {warmup_ratio: 0.9}}}"
     )
     assert [tuple(values.values()) for values in space.grid(2)] == [
         (0.1, 0.3, 1),
@@ -117,13 +117,13 @@ def test_ties_count_in_decimals_as_people_do() -> None:
 
 def test_a_tie_may_follow_a_tie_a_fixed_setting_and_a_word() -> None:
     space = space_of(
-        "{train.batch_rows: {tie: validate_every_steps / 5}, train.alpha: {tie: adalora.target_rank / 2},"
+        "{train.batch_size: {tie: validate_every_steps / 5}, train.alpha: {tie: adalora.target_rank / 2},"
         " train.adalora.target_rank: {tie: rank * 3}, train.rank: {choices: [2, 6]},"
         " train.adapter_dtype: {tie: compute_dtype}, train.compute_dtype: {choices: [float32, bfloat16]}}",
         "{validate_every_steps: 40}",
     )
     assert space.draw(last) == {
-        "train.batch_rows": 8,
+        "train.batch_size": 8,
         "train.rank": 6,
         "train.adalora.target_rank": 18,
         "train.alpha": 9.0,
@@ -135,11 +135,16 @@ def test_a_tie_may_follow_a_tie_a_fixed_setting_and_a_word() -> None:
 def test_where_the_other_knob_is_not_searched_ties_and_conditions_take_it_as_it_is_in_params_yaml() -> None:
     space = space_of(
         "{train.adapter: {choices: [lora, dora]}, train.rank: {choices: [4, 8], when: {adapter: lora}},"
-        " train.alpha: {tie: 2 * rank}, train.warmup: {choices: [0.1, 0.2], when: {rank: [16, 4]}}}",
+        " train.alpha: {tie: 2 * rank}, train.warmup_ratio: {choices: [0.1, 0.2], when: {rank: [16, 4]}}}",
         "{rank: 16}",
     )
-    assert space.draw(last) == {"train.adapter": "dora", "train.alpha": 32.0, "train.warmup": 0.2}
-    assert space.draw(first) == {"train.adapter": "lora", "train.rank": 4, "train.alpha": 8.0, "train.warmup": 0.1}
+    assert space.draw(last) == {"train.adapter": "dora", "train.alpha": 32.0, "train.warmup_ratio": 0.2}
+    assert space.draw(first) == {
+        "train.adapter": "lora",
+        "train.rank": 4,
+        "train.alpha": 8.0,
+        "train.warmup_ratio": 0.1,
+    }
     assert space.size() == 2 + 1 + 2  # rank 4 with a warm-up, rank 8 without, dora with one
 
 
@@ -148,10 +153,10 @@ def test_a_condition_on_a_setting_that_is_not_searched_holds_always_or_never() -
     assert [axis.conditional for axis in space_of(always).axes()] == [False, False]
     never = (
         "{train.rank: {low: 1, high: 2}, train.dropout: {choices: [0, 0.1], when: {adapter: dora}},"
-        " train.warmup: {tie: dropout}, train.weight_decay: {choices: [0, 1], when: {dropout: 0.1}}}"
+        " train.warmup_ratio: {tie: dropout}, train.weight_decay: {choices: [0, 1], when: {dropout: 0.1}}}"
     )
     space = space_of(never, "{dropout: 0.3}")
-    assert space.draw(last) == {"train.rank": 2, "train.warmup": 0.3}
+    assert space.draw(last) == {"train.rank": 2, "train.warmup_ratio": 0.3}
 
 
 def test_a_grid_has_every_combination_once_and_the_last_knob_changes_fastest() -> None:
@@ -190,31 +195,30 @@ def test_a_grid_that_no_sweep_could_finish_is_refused_and_not_made() -> None:
         "{train.rank: {low: 1, high: 1000, step: 1}, train.alpha: {low: 1, high: 2, step: 0.001},"
         " train.learning_rate: {low: 1, high: 2}}"
     )
-    with pytest.raises(SettingsError, match=f"more than {MOST_POINTS:,} points"):
+    with pytest.raises(SettingsError, match=f"more than {MAX_POINTS:,} points"):
         space.grid(4)
 
 
 def test_large_spaces_are_counted_without_being_gone_through() -> None:
     steps = "{low: 1, high: 1000, step: 1}"
-    space = f"train.rank: {steps}, train.batch_rows: {steps}, train.validate_every_steps: {steps}"
+    space = f"train.rank: {steps}, train.batch_size: {steps}, train.validate_every_steps: {steps}"
     assert space_of(f"{{{space}}}").size() == 10**9
-    conditional = f"{{{space}, train.guards.patience: {{choices: [1, 2, 3], when: {{rank: [5, 7]}}}}}}"
+    conditional = f"{{{space}, train.guards.max_bad_steps: {{choices: [1, 2, 3], when: {{rank: [5, 7]}}}}}}"
     assert space_of(conditional).size() == 10**9 + 2 * 2 * 10**6
-    tied = (
-        f"{{{space}, train.alpha: {{tie: 2 * rank}}, train.guards.patience: {{choices: [1, 2], when: {{alpha: 10}}}}}}"
-    )
+    conditional_on_tied = "train.guards.max_bad_steps: {choices: [1, 2], when: {alpha: 10}}"
+    tied = f"{{{space}, train.alpha: {{tie: 2 * rank}}, {conditional_on_tied}}}"
     assert space_of(tied).size() == 10**9 + 10**6
 
 
 def test_values_of_another_space_are_known_for_what_they_are() -> None:
     space = space_of(WIDE)
     values = json.loads(json.dumps(space.draw(last)))
-    assert space.holds(values)
-    assert not space.holds(values | {"train.rank": 65})
-    assert not space.holds(values | {"train.alpha": 64})  # another tie
-    assert not space.holds(values | {"train.adapter": "lora"})  # which has no target rank
-    assert not space.holds({key: value for key, value in values.items() if key != "train.dropout"})
-    assert not space.holds(values | {"train.warmup": 0.1})
+    assert space.contains(values)
+    assert not space.contains(values | {"train.rank": 65})
+    assert not space.contains(values | {"train.alpha": 64})  # another tie
+    assert not space.contains(values | {"train.adapter": "lora"})  # which has no target rank
+    assert not space.contains({key: value for key, value in values.items() if key != "train.dropout"})
+    assert not space.contains(values | {"train.warmup_ratio": 0.1})
 
 
 def from_table(values: dict[str, Any], dimension: SearchDimension) -> Any:
@@ -226,7 +230,7 @@ def test_a_pick_outside_is_an_error_and_rounding_is_not() -> None:
     picks: dict[str, Any] = {"train.dropout": 0.1 + 0.2, "train.alpha": 7.000000000000001}
     assert space.draw(partial(from_table, picks)) == {"train.dropout": 0.3, "train.alpha": 7.0}
     for name, wrong in [("train.dropout", 0.25), ("train.dropout", "0.1"), ("train.alpha", True), ("train.alpha", inf)]:
-        with pytest.raises(ValueError, match=f"{name}: .* is none of"):
+        with pytest.raises(ValueError, match=f"{name}: .* expected"):
             space.draw(partial(from_table, {**picks, name: wrong}))
 
 
@@ -241,29 +245,29 @@ def spaces(draw: st.DrawFn) -> Settings:
     high = draw(st.integers(low, 30))
     shape = draw(st.sampled_from(["", ", log: true", f", step: {draw(st.integers(1, 9))}"]))
     rank = draw(st.sampled_from([f"{{low: {low}, high: {high}{shape}}}", "{choices: [2, 4, 8]}"]))
-    knobs = {"train.rank": rank, "train.targets": "{choices: [all, [q_proj]]}"}
+    parameters = {"train.rank": rank, "train.target_modules": "{choices: [all, [q_proj]]}"}
     rate = draw(st.floats(1e-6, 1e-2)), draw(st.floats(1e-2, 1.0))
     optional = {
         "train.alpha": draw(st.sampled_from(["{tie: rank / 3}", "{tie: rank}", "{choices: [1, 2.5]}"])),
-        "train.batch_rows": f"{{tie: {draw(st.integers(1, 9))} * rank}}",
+        "train.batch_size": f"{{tie: {draw(st.integers(1, 9))} * rank}}",
         "train.learning_rate": f"{{low: {rate[0]!r}, high: {rate[1]!r}, log: {str(draw(st.booleans())).lower()}}}",
         "train.dropout": f"{{low: {draw(thousandths(0, 300))}, high: 0.9, step: {draw(thousandths(90, 500))}}}",
         "train.adapter": "{choices: [lora, adalora, dora]}",
         "train.adalora.target_rank": "{low: 1, high: 12, when: {adapter: adalora}}",
-        "train.warmup": "{low: 0, high: 0.5, when: {targets: [[q_proj]]}}",
-        "train.double_quantization": "{choices: [true, false], when: {targets: all}}",
+        "train.warmup_ratio": "{low: 0, high: 0.5, when: {target_modules: [[q_proj]]}}",
+        "train.double_quantization": "{choices: [true, false], when: {target_modules: all}}",
     }
     chosen = draw(st.sets(st.sampled_from(sorted(optional))))
     if "train.adapter" not in chosen:
         chosen -= {"train.adalora.target_rank"}
-    knobs |= {key: optional[key] for key in draw(st.permutations(sorted(chosen)))}
-    return project("{" + ", ".join(f"{key}: {value}" for key, value in knobs.items()) + "}")
+    parameters |= {key: optional[key] for key in draw(st.permutations(sorted(chosen)))}
+    return project("{" + ", ".join(f"{key}: {value}" for key, value in parameters.items()) + "}")
 
 
 @OFTEN
 @given(spaces(), st.integers(0, 2**32 - 1))
 def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(project: Settings, seed: int) -> None:
-    space = SearchSpace.of(project)
+    space = SearchSpace.from_settings(project)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     asked = study.ask()
 
@@ -272,13 +276,13 @@ def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(proj
 
     values = space.draw(pick)
     kept = json.loads(json.dumps(values))
-    assert space.holds(kept)
-    assert all(space.dimension(name).holds(value) for name, value in space.free(kept).items())
-    assert space.draw(partial(from_table, space.free(kept))) == values
+    assert space.contains(kept)
+    assert all(space.dimension(name).contains(value) for name, value in space.select_drawn(kept).items())
+    assert space.draw(partial(from_table, space.select_drawn(kept))) == values
     optuna.trial.create_trial(  # Optuna checks that it may hold these values
         value=0.0,
-        params={name: encode_value(value) for name, value in space.free(kept).items()},
-        distributions={name: to_distribution(space.dimension(name)) for name in space.free(kept)},
+        params={name: encode_value(value) for name, value in space.select_drawn(kept).items()},
+        distributions={name: to_distribution(space.dimension(name)) for name in space.select_drawn(kept)},
     )
     try:
         patched = apply_values(project, kept)
@@ -298,11 +302,11 @@ def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(proj
 @OFTEN
 @given(spaces(), st.integers(2, 3))
 def test_grid_points_are_unique_and_drawable(project: Settings, points: int) -> None:
-    space = SearchSpace.of(project)
+    space = SearchSpace.from_settings(project)
     grid = space.grid(points)
     assert len({json.dumps(values) for values in grid}) == len(grid) > 0
     for values in random.Random(0).sample(grid, min(20, len(grid))):
-        assert space.holds(values)
+        assert space.contains(values)
     size = space.size()
     if size is not None and size <= 5000:
         assert size == len(space.grid(60))
@@ -320,13 +324,13 @@ def test_the_document_says_the_same_of_the_same_space_and_names_what_inactive_kn
 
 def test_settings_of_a_trial_are_validated_as_a_whole_and_the_message_has_values_and_place() -> None:
     project = Settings()
-    assert apply_values(project, {"train.targets": ["q_proj"]}).train.targets == ("q_proj",)
+    assert apply_values(project, {"train.target_modules": ["q_proj"]}).train.target_modules == ("q_proj",)
     with pytest.raises(
-        SettingsError, match=r"^train\.adapter adalora, train\.rank 4: train\.adalora\.target_rank: 8 m"
+        SettingsError, match=r"^train\.adapter adalora, train\.rank 4: train\.adalora\.target_rank: found 8"
     ):
         apply_values(project, {"train.adapter": "adalora", "train.rank": 4})
     with pytest.raises(SettingsError, match=r"train\.rank: input should be a valid integer"):
         apply_values(project, {"train.rank": 4.5})
     for key in ("train.rnk", "train.rank.x", "nothing", "train.gurads.patience"):
-        with pytest.raises(SettingsError, match=f"{key}: no such setting"):
+        with pytest.raises(SettingsError, match=f"{key}: unknown setting"):
             apply_values(project, {key: 1})

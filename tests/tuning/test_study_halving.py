@@ -26,10 +26,10 @@ from ratchet.tuning.pruners import (
 Curve = dict[int, float]
 
 LONGEST = 900
-ASHA = PrunerSettings(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
-HALVING = PrunerSettings(kind="asha", first=0.03, reduction=2)  # at 27, 54, 108, 216 and 432
-HYPERBAND = PrunerSettings(kind="hyperband", first=0.11, reduction=3)
-MEDIAN = PrunerSettings(kind="median", first=0.11, startup=3)
+ASHA = PrunerSettings(kind="asha", min_resource_fraction=0.11, reduction_factor=3)  # rungs at 99 and 297 rows
+HALVING = PrunerSettings(kind="asha", min_resource_fraction=0.03, reduction_factor=2)  # at 27, 54, 108, 216 and 432
+HYPERBAND = PrunerSettings(kind="hyperband", min_resource_fraction=0.11, reduction_factor=3)
+MEDIAN = PrunerSettings(kind="median", min_resource_fraction=0.11, n_startup_trials=3)
 
 
 # Rungs
@@ -90,10 +90,10 @@ def simulated(pruner: PrunerSettings, curves: Sequence[Curve]) -> list[Trial]:
 
 
 def ladders(pruner: PrunerSettings, field: list[TrialLineage]) -> list[HyperbandBracket]:
-    levels = compute_rungs(pruner.first, pruner.reduction, LONGEST)
+    levels = compute_rungs(pruner.min_resource_fraction, pruner.reduction_factor, LONGEST)
     if pruner.kind == "hyperband":
-        return build_brackets(levels, pruner.reduction, field)
-    return [HyperbandBracket(levels, pruner.reduction, tuple(field))]
+        return build_brackets(levels, pruner.reduction_factor, field)
+    return [HyperbandBracket(levels, pruner.reduction_factor, tuple(field))]
 
 
 def reached(curve: Curve, rung: float) -> float | None:
@@ -123,7 +123,7 @@ def test_the_best_of_every_rung_are_continued_and_none_twice(curves: list[Curve]
     for ladder in ladders(pruner, field):
         chosen = {rung: best_of(ladder, rung) for rung in ladder.rungs}
         for line in ladder.field:
-            if line.told.state == "pruned":
+            if line.decisive.state == "pruned":
                 *_, before, last = (0, *line.curve)
                 here = [rung for rung in ladder.rungs if before < rung <= last]
                 assert here, "pruned between the rungs"
@@ -175,15 +175,21 @@ def random_curves(seed: int, count: int, every: int = 50) -> list[Curve]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
-    "pruner", [ASHA, HALVING, PrunerSettings(first=0.05, reduction=3), PrunerSettings(first=0.1, reduction=4)]
+    "pruner",
+    [
+        ASHA,
+        HALVING,
+        PrunerSettings(min_resource_fraction=0.05, reduction_factor=3),
+        PrunerSettings(min_resource_fraction=0.1, reduction_factor=4),
+    ],
 )
 def test_one_worker_does_the_jobs_of_the_paper_in_its_order(pruner: PrunerSettings, seed: int) -> None:
     """Going on at once with one that is promoted when it comes is what the paper's worker does next anyway."""
     curves = random_curves(seed, 40, every=10)
-    levels = (*compute_rungs(pruner.first, pruner.reduction, LONGEST), LONGEST)
-    expected = algorithm_2(curves, levels, pruner.reduction)
+    levels = (*compute_rungs(pruner.min_resource_fraction, pruner.reduction_factor, LONGEST), LONGEST)
+    expected = algorithm_2(curves, levels, pruner.reduction_factor)
     assert jobs_of(simulated(pruner, curves), levels) == expected
-    assert Counter(rung for _, rung in expected)[levels[1]] >= 40 // pruner.reduction
+    assert Counter(rung for _, rung in expected)[levels[1]] >= 40 // pruner.reduction_factor
 
 
 # Against Optuna
@@ -252,10 +258,10 @@ def test_where_enough_came_to_a_rung_we_decide_as_optuna_does(
 ) -> None:
     """With fewer, Optuna continues the best, because it cannot come back to it; we leave them all, and can."""
     found = decisions(ours, theirs, random_curves(seed, 40))
-    enough = [(their, our) for their, our, among in found if among >= ours.reduction]
+    enough = [(their, our) for their, our, among in found if among >= ours.reduction_factor]
     assert all(their == our for their, our in enough)
     assert set(enough) == {(True, True), (False, False)}
-    few = [(their, our) for their, our, among in found if 0 < among < ours.reduction]
+    few = [(their, our) for their, our, among in found if 0 < among < ours.reduction_factor]
     assert (False, True) in few
     assert all(our for _, our in few)
     assert {(their, our) for their, our, among in found if not among} == {(False, False)}  # between the rungs

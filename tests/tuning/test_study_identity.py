@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage.digests import hash_json
 from ratchet.tuning.search_space import SearchSpace, apply_values
@@ -62,13 +62,13 @@ def test_the_identity_has_these_parts() -> None:
     "changes",
     [
         {"sweep.trials": 99},
-        {"sweep.hours": 1.5},
-        {"sweep.tokens": 10_000},
-        {"sweep.stop_after": 9},
+        {"sweep.max_hours": 1.5},
+        {"sweep.max_tokens": 10_000},
+        {"sweep.max_repeated_failures": 9},
         {"sweep.name": "other"},
         {"sweep.finalists.seeds": 7},
-        {"machine.micro_batch_rows": 1},
-        {"machine.lease_s": 7.0},
+        {"machine.micro_batch_size": 1},
+        {"machine.lease_timeout_s": 7.0},
         {"evaluate.max_new_tokens": 3},
         {"train.rank": 5, "train.alpha": 10.0, "train.adapter": "adalora"},
     ],
@@ -87,9 +87,9 @@ def test_settings_outside_the_identity_may_change(changes: dict[str, Any]) -> No
         ({"train.epochs": 4.0}, ["train.epochs: 3 -> 4"]),
         ({"train.double_quantization": False}, ["train.double_quantization: true -> false"]),
         ({"train.rank_pattern": {"q_proj": 8}}, ["train.rank_pattern.q_proj: (none) -> 8"]),
-        ({"train.targets": ("q_proj",)}, ['train.targets: all -> ["q_proj"]']),
+        ({"train.target_modules": ("q_proj",)}, ['train.target_modules: all -> ["q_proj"]']),
         ({"train.adalora.target_rank": 3}, ["space.train.adalora.target_rank.otherwise: 8 -> 3"]),
-        ({"sweep.rows": 64}, ["rows: 0 -> 64"]),
+        ({"sweep.generation_rows": 64}, ["rows: 0 -> 64"]),
         ({"sweep.sampler.seed": 1}, ["sampler.seed: 0 -> 1"]),
         ({"sweep.pruner.kind": "none"}, ["pruner.kind: asha -> none"]),
         (
@@ -140,6 +140,6 @@ def test_digests_are_shortened_and_another_format_is_a_difference() -> None:
 
 def test_adopting_values_that_every_trial_has_leaves_the_study_as_it_is() -> None:
     settings = params_file.parse(searched())
-    values = SearchSpace.of(settings).grid(3)[0]
+    values = SearchSpace.from_settings(settings).grid(3)[0]
     assert "train.adalora.target_rank" not in values
     assert compute_identity(apply_values(settings, values), DATA, ON) == compute_identity(settings, DATA, ON)

@@ -11,9 +11,9 @@ from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning.pruners import bracket_index, decide_pruning, describe, find_most_promising, find_promotable
 
 LONGEST = 900
-ASHA = PrunerSettings(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
-HYPERBAND = PrunerSettings(kind="hyperband", first=0.11, reduction=3)
-MEDIAN = PrunerSettings(kind="median", first=0.11, startup=3)
+ASHA = PrunerSettings(kind="asha", min_resource_fraction=0.11, reduction_factor=3)  # rungs at 99 and 297 rows
+HYPERBAND = PrunerSettings(kind="hyperband", min_resource_fraction=0.11, reduction_factor=3)
+MEDIAN = PrunerSettings(kind="median", min_resource_fraction=0.11, n_startup_trials=3)
 
 
 def run(number: int, curve: dict[int, float], state: str = "pruned", **fields: Any) -> Trial:
@@ -55,10 +55,10 @@ def test_trials_that_pass_the_first_rung(others: list[float], loss: float, prune
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        (0, "validation loss 2.75 after 120 rows is number 1 of 1; asha goes on with one in 3"),
-        (1, "validation loss 2.75 after 120 rows is number 2 of 2; asha goes on with one in 3"),
-        (3, "validation loss 2.75 after 120 rows is number 3 of 4; asha goes on with the best"),
-        (6, "validation loss 2.75 after 120 rows is number 3 of 7; asha goes on with the best 2"),
+        (0, "validation loss 2.75 after 120 rows is number 1 of 1; asha continues one in 3"),
+        (1, "validation loss 2.75 after 120 rows is number 2 of 2; asha continues one in 3"),
+        (3, "validation loss 2.75 after 120 rows is number 3 of 4; asha continues the best"),
+        (6, "validation loss 2.75 after 120 rows is number 3 of 7; asha continues the best 2"),
     ],
 )
 def test_the_reason_says_where_it_stood(others: int, reason: str) -> None:
@@ -252,7 +252,10 @@ def test_nan_comes_last_among_those_that_came_as_far() -> None:
 
 
 def test_descriptions() -> None:
-    assert describe(ASHA) == f"asha: first rung at {ASHA.first:g} of the longest training, one in 3 goes on"
+    assert (
+        describe(ASHA)
+        == f"asha: first rung at {ASHA.min_resource_fraction:g} of the longest training, one in 3 continues"
+    )
     assert describe(HYPERBAND).startswith("hyperband: first rung at")
-    assert describe(MEDIAN).endswith(f"of the longest training on, after {MEDIAN.startup} trials")
+    assert describe(MEDIAN).endswith(f"of the longest training on, after {MEDIAN.n_startup_trials} trials")
     assert describe(PrunerSettings(kind="none")) == "none"

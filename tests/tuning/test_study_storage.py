@@ -47,7 +47,7 @@ def test_only_one_process_is_inside_and_its_death_lets_the_next_in(
     holder = _holder(project, url, processes)
     with monkeypatch.context() as patched:
         patched.setattr(storages, "LOCK_WAIT_S", 0.1)
-        name = SweepWorker.here().host + f"/{holder.pid}" if url else f"process {holder.pid}"
+        name = SweepWorker.current().host + f"/{holder.pid}" if url else f"process {holder.pid}"
         with pytest.raises(LockHeldError, match=name), storage.locked():
             pytest.fail("two at once")
     os.kill(holder.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Serve
     ],
 )
 def test_an_invalid_address_is_refused_without_repeating_it(project: ProjectLayout, url: str, told: str) -> None:
-    with pytest.raises(SettingsError, match=r"params.yaml: machine.studies: .*" + told) as refused:
+    with pytest.raises(SettingsError, match=r"params.yaml: machine.study_storage: .*" + told) as refused:
         open_storage(project, url)
     assert "secret" not in str(refused.value) or url == "secret"
 
@@ -164,7 +164,7 @@ def test_tables_of_another_optuna_are_refused(
     database = url.rpartition("/")[2]
     postgres_server.run(f"UPDATE alembic_version SET version_num = '{version}'", database)  # noqa: S608
     postgres_server.run("UPDATE version_info SET library_version = '9.9.9'", database)
-    with pytest.raises(DamagedFileError, match=rf"made by Optuna 9.9.9 \(schema {version}\).*{cure}"):
+    with pytest.raises(DamagedFileError, match=rf"created by Optuna 9.9.9 \(schema {version}\).*{cure}"):
         open_storage(project, url)
 
 

@@ -1,1 +1,1 @@
-"""Settings: one module for each section of params.yaml, and reading, checking and editing that file."""
+"""Settings: one module per section of params.yaml; reading, validating and editing it."""

@@ -1,4 +1,4 @@
-"""What sections of settings are made of: number types that read like YAML, and the frozen section itself."""
+"""Building blocks of the settings: number types that accept YAML's spellings, and the frozen base class of sections."""
 
 import ast
 import inspect
@@ -9,11 +9,62 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from ratchet.config.units import parse_bytes
+from ratchet.errors import SettingsError
 from ratchet.redaction import contains_secret
 
 
+class Section(BaseModel):
+    """A section of params.yaml: frozen, without unknown keys or silent conversions.
+
+    The docstring below a field is its description: params.yaml shows it as a comment.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _reject_secrets(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "webhook":  # the whole address is a secret, and no message shows it
+            return value
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and contains_secret(text) for text in texts):
+            raise ValueError(
+                "expected a value without a password, token or key, because params.yaml is committed to git; put the "
+                "secret in the environment or in a file that the library reads"
+            )
+        return value
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the description of each field.
+
+        They are read from the source when they are needed: if pydantic read them for every class at import, each
+        command would take a fifth longer.
+        """
+        found: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Section) and base is not Section:
+                found |= _read_descriptions(base)
+        return found
+
+
+def _read_descriptions(section: type[Section]) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    found: dict[str, str] = {}
+    for field, text in pairwise(getattr(body, "body", ())):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            value = getattr(text.value, "value", None)
+            if isinstance(value, str):
+                found[field.target.id] = " ".join(inspect.cleandoc(value).split())
+    return found
+
+
+# Validators that run before pydantic's own. A ValueError says what was expected; params_file adds file, line and value.
+
+
 def parse_number(value: Any) -> Any:
-    """Accept a number that YAML 1.1 writers quoted or spelled as text (`1e-4`, `1e-05`); leave the rest to pydantic."""
+    """Convert a number that a YAML 1.1 writer stored as text (`1e-4`, `1e-05`); return all else unchanged."""
     if isinstance(value, str):
         try:
             number = float(value)
@@ -23,76 +74,62 @@ def parse_number(value: Any) -> Any:
     return value
 
 
+def parse_count(value: Any, choice: str) -> Any:
+    """Check a whole number >= 1, or the one word that may stand in its place (`auto`, `smallest`)."""
+    value = parse_number(value)
+    if value != choice and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"expected an integer >= 1, or {choice}")
+    return value
+
+
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_interval(value: Any) -> int | float | None:
-    """An interval as it is written: optimizer steps (int), a time (float, in seconds), or `auto` (None).
+    """Return an interval as optimizer steps (int), seconds (float), or None for `auto`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value is none of these.
     """
     if value == "auto":
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) (s|min|h)", value)) and float(found[1]) > 0:
-        return float(found[1]) * _SECONDS[found[2]]
-    raise ValueError(f"{value!r} is no interval; write a number of steps, a time such as 30 s, 10 min or 1 h, or auto")
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) (s|min|h)", value)) and float(match[1]) > 0:
+        return float(match[1]) * _SECONDS[match[2]]
+    raise ValueError("expected a number of steps such as 100, a time such as 30 s, 10 min or 1 h, or auto")
+
+
+def parse_size(value: Any) -> Any:
+    """Convert a size such as `20MB` to bytes; return a number, null or anything else unchanged."""
+    value = parse_number(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value, "")
+    except SettingsError:
+        raise ValueError("expected a number of bytes, or a size such as 20MB or 512KiB") from None
 
 
 def convert_to_tuple(value: Any) -> Any:
+    """Convert a list to a tuple; return all else unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
-Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(parse_number), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(parse_number), Field(ge=1)]
-Fraction = Annotated[float, BeforeValidator(parse_number), Field(ge=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
-Limit = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1, allow_inf_nan=False)] | None
-Share = Annotated[float, BeforeValidator(parse_number), Field(gt=0, lt=1, allow_inf_nan=False)]
+def wrap_single_value(value: Any) -> Any:
+    """Convert a list to a tuple, and a single text or mapping to a tuple of it."""
+    return (value,) if isinstance(value, str | dict) else convert_to_tuple(value)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
+PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(parse_number)]
+OptionalPositiveCount = Annotated[PositiveCount | None, BeforeValidator(parse_number)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_number)]
+Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+PositiveShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+Confidence = Annotated[float, Field(gt=0.5, lt=1), BeforeValidator(parse_number)]
 Name = Annotated[str, Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _reveals_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name == "webhook":  # addresses to post to are secrets themselves, and are shown nowhere
-            return value
-        texts = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(text, str) and contains_secret(text) for text in texts):
-            raise ValueError(
-                "holds a password, a token or a key, and settings are kept with the project for everybody to read; "
-                "leave it out, and give it in the environment, or in files that the library which needs it reads"
-            )
-        return value
-
-    @classmethod
-    def sentences(cls) -> dict[str, str]:
-        """What stands below each knob in the source.
-
-        Read when it is asked for: pydantic would read it whenever a class is made, a fifth of the time of each command.
-        """
-        found: dict[str, str] = {}
-        for one in reversed(cls.__mro__):
-            if issubclass(one, Section) and one is not Section:
-                found |= _read_sentences(one)
-        return found
-
-
-def _read_sentences(section: type[Section]) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    below: dict[str, str] = {}
-    for knob, text in pairwise(getattr(body, "body", ())):
-        if isinstance(knob, ast.AnnAssign) and isinstance(knob.target, ast.Name) and isinstance(text, ast.Expr):
-            value = getattr(text.value, "value", None)
-            if isinstance(value, str):
-                below[knob.target.id] = inspect.cleandoc(value)
-    return below
+Names = Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)]

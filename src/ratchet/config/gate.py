@@ -1,113 +1,105 @@
-"""Settings of stage gate and of promotion: what a model must show, and who is told when one succeeds."""
+"""Section `gate` of params.yaml: the rules that a model must pass before it may be promoted."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from ratchet.config.fields import (
+    Confidence,
     Count,
     Name,
     Number,
     Positive,
     PositiveCount,
+    PositiveShare,
     Section,
     Share,
     convert_to_tuple,
     parse_number,
+    parse_size,
+    wrap_single_value,
 )
-from ratchet.config.units import parse_bytes
-from ratchet.errors import SettingsError
 
-Confidence = Annotated[float, BeforeValidator(parse_number), Field(gt=0.5, lt=1)]
 Reference = Literal["base", "champion", "anchor"]
 
 
-def _wrap_single_value(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else convert_to_tuple(value)
-
-
-def _parse_amount(value: Any) -> Any:
-    value = parse_number(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(parse_bytes(value, "at_most"))
-    except SettingsError as error:
-        raise ValueError(str(error)) from None
-
-
 class MustImproveRule(Section):
-    """The candidate must be better than a reference, beyond doubt."""
+    """The candidate must be better than a reference, with statistical confidence."""
 
     rule: Literal["must_improve"]
-    metric: Annotated[tuple[Name, ...], BeforeValidator(_wrap_single_value), Field(min_length=1)]
-    """Metric of the evaluation report, e.g. accuracy, answer_loss, harness/TASK/METRIC; of several, one suffices."""
+    metric: Annotated[tuple[Name, ...], BeforeValidator(wrap_single_value), Field(min_length=1)]
+    """Metrics of the evaluation report, e.g. accuracy, answer_loss, harness/TASK/METRIC. One of several suffices."""
     over: Reference = "base"
-    """Reference model: base, champion, or the anchor (the first champion). Without one the rule holds, and says so."""
+    """Reference model: base, champion or anchor (the first champion). If there is none, the rule passes and says so."""
     by: Number = 0.0
     """The improvement must exceed this, in units of the metric (for perplexities, a fraction)."""
     confidence: Confidence | None = None
-    """One-sided confidence, where it is not gate.confidence."""
+    """One-sided confidence. null: gate.confidence."""
 
 
 class MustNotRegressRule(Section):
-    """The candidate must not be worse than a reference by more than a margin fixed beforehand."""
+    """The candidate must not be worse than a reference by more than a margin (non-inferiority)."""
 
     rule: Literal["must_not_regress"]
     metric: Name
-    """Name of a metric in the evaluation report."""
+    """Metric of the evaluation report."""
     against: Reference = "champion"
-    """Reference model. Without one the rule holds if the samples could have shown a loss of the margin."""
+    """Reference model. If there is none, the rule passes if the samples could have shown a loss of the margin."""
     margin: Positive
-    """Largest loss that is still acceptable, in units of the metric (for perplexities, a fraction)."""
+    """Largest acceptable loss, in units of the metric (for perplexities, a fraction)."""
     confidence: Confidence | None = None
-    """One-sided confidence, where it is not gate.confidence."""
+    """One-sided confidence. null: gate.confidence."""
 
 
 class AtLeastRule(Section):
-    """An absolute floor for the candidate's own figure."""
+    """An absolute minimum for a metric of the candidate."""
 
     rule: Literal["at_least"]
     metric: Name
-    """Name of a metric in the evaluation report."""
+    """Metric of the evaluation report."""
     value: Number
-    """The metric must be at least this good (for a loss: at most); its bound must, not only its value."""
+    """Minimum of the metric (for a loss: maximum). The confidence bound must reach it, not only the value."""
     confidence: Confidence | None = None
-    """One-sided confidence, where it is not gate.confidence."""
+    """One-sided confidence. null: gate.confidence."""
 
 
 class AboveChanceRule(Section):
-    """An alarm: a figure that guessing would reach says that model or evaluation is broken."""
+    """A metric at the level of guessing shows that the model or the evaluation is broken."""
 
     rule: Literal["above_chance"]
     metric: Name
-    """Name of a metric in the evaluation report."""
+    """Metric of the evaluation report."""
     chance: Share | None = None
-    """What guessing reaches; null: as the evaluation found it (most frequent label, number of choices)."""
+    """Value that guessing reaches. null: from the evaluation (most frequent label, number of choices)."""
 
 
 class ForgettingRule(Section):
-    """Perplexity of general text must not rise: it shows what was unlearned."""
+    """Perplexity of general text must not rise: a rise shows forgetting."""
 
     rule: Literal["forgetting"]
     max_rise: Share = 0.05
     """Largest rise over the base, as a fraction."""
     confidence: Confidence | None = None
-    """One-sided confidence, where it is not gate.confidence."""
+    """One-sided confidence. null: gate.confidence."""
+
+
+def _parse_amount(value: Any) -> Any:
+    size = parse_size(value)
+    return float(size) if isinstance(value, str) and isinstance(size, int) else size
 
 
 class BudgetRule(Section):
-    """A bound on what the model costs where it is used."""
+    """A limit on what the model costs in use."""
 
     rule: Literal["budget"]
-    of: Literal["size", "latency", "memory"]
-    """size: bytes of the export; latency: median seconds of an answer; memory: peak bytes while answering."""
-    at_most: Annotated[float, BeforeValidator(_parse_amount), Field(gt=0, allow_inf_nan=False)]
-    """Seconds, or bytes (a number, or such as 24GiB)."""
+    resource: Literal["size", "latency", "memory"]
+    """size: bytes of the export. latency: median seconds per answer. memory: peak bytes while answering."""
+    maximum: Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_parse_amount)]
+    """Seconds, or bytes (a number, or a size such as 24GiB)."""
 
 
 def _default_kl_bounds() -> dict[str, float]:
-    """Bounds of types that nobody gave another: a few times what was measured (docs/formats.md)."""
+    """Return the default limit of the KL divergence for each type, in nats: a few times the measured values."""
     return {
         "float32": 1e-4, "f32": 1e-4, "fp32": 1e-4, "float16": 1e-3, "f16": 1e-3, "bfloat16": 0.02, "bf16": 0.02,
         "q8_0": 0.02, "int8": 0.05, "q6_k": 0.05, "q5_k_m": 0.1, "q5_k_s": 0.1, "q5_1": 0.1, "q5_0": 0.1,
@@ -117,31 +109,29 @@ def _default_kl_bounds() -> dict[str, float]:
 
 
 class ExportParityRule(Section):
-    """Every exported form must answer as base + adapter do, each within what its type allows."""
+    """Every exported format must answer as base + adapter does, within the limits of its type."""
 
     rule: Literal["export_parity"]
     max_logit_difference: Positive
-    """Of the merged model in float32: largest absolute difference of any logit. 16 bits are judged by max_kl."""
-    min_greedy_agreement: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1)]
-    """Of the merged model: fraction of answer positions at which both choose the same token."""
+    """Largest absolute logit difference of a merged model in float32. 16-bit types are limited by max_kl."""
+    min_greedy_agreement: PositiveShare
+    """Minimum share of answer positions at which the merged model has the same most likely token."""
     max_kl: dict[str, Positive] = Field(default_factory=dict)
-    """Mean divergence from base + adapter in nats that a type may have; those not named have ours (docs/formats.md)."""
-    min_same_texts: Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)] = 0.95
-    """Fraction of texts (hard ones, and prompts) that a form's own tokenizer must cut into the same tokens."""
-    max_task_loss: Share = 0.02
-    """A form fails when its answers are shown to be worse by more: the whole paired interval lies below."""
+    """Maximum mean KL divergence from base + adapter in nats, by type. Types that are not listed have a default."""
+    min_tokenizer_agreement: Annotated[float, Field(ge=0, le=1), BeforeValidator(parse_number)] = 0.95
+    """Minimum share of texts (hard cases and prompts) that the format's own tokenizer splits into the same tokens."""
+    max_score_drop: Share = 0.02
+    """A format fails if its answers score worse by more than this: the whole paired interval is below."""
 
     @field_validator("max_kl")
     @classmethod
-    def _types_are_known(cls, given: dict[str, float]) -> dict[str, float]:
-        if unknown := sorted(given.keys() - _default_kl_bounds().keys()):
-            raise ValueError(
-                f"{unknown[0]!r} is no type of an exported form; there are: {', '.join(_default_kl_bounds())}"
-            )
-        return given
+    def _check_types(cls, value: dict[str, float]) -> dict[str, float]:
+        if unknown := sorted(value.keys() - _default_kl_bounds().keys()):
+            raise ValueError(f"unknown type {unknown[0]!r}; expected one of: {', '.join(_default_kl_bounds())}")
+        return value
 
-    def kl_of(self, type_name: str) -> float | None:
-        """The bound of a type; None when it has none."""
+    def kl_bound(self, type_name: str) -> float | None:
+        """Return the limit of the KL divergence for a type in nats; None if there is none."""
         return self.max_kl.get(type_name, _default_kl_bounds().get(type_name))
 
 
@@ -161,20 +151,20 @@ Rule = Annotated[
 
 
 class Gate(Section):
-    """What a model must show before it may be promoted."""
+    """The rules that a model must pass before it may be promoted."""
 
     confidence: Confidence = 0.95
     """One-sided confidence of every comparison."""
     power: Share = 0.8
-    """Chance with which the smallest detectable difference is detected."""
-    discordance: Share = 0.1
-    """Share of samples on which two models that are equally good differ: what a comparison is planned with."""
-    resamples: Annotated[int, BeforeValidator(parse_number), Field(ge=1000)] = 9999
-    """Bootstrap resamples of a comparison that is not of right and wrong."""
+    """Statistical power: probability of detecting the smallest detectable difference."""
+    expected_discordance: Share = 0.1
+    """Share of samples on which two equally good models are expected to differ. Used for power calculations."""
+    resamples: Annotated[int, Field(ge=1000), BeforeValidator(parse_number)] = 9999
+    """Bootstrap resamples, for metrics that are not right or wrong per sample."""
     seed: Count = 0
-    """Of the bootstrap."""
-    lookups: PositiveCount = 50
-    """Models that may be looked at with one set of test rows; after more, it says too little about the next."""
+    """Seed of the bootstrap."""
+    max_test_set_uses: PositiveCount = 50
+    """Models that may be evaluated on one test set. After more, its results are too optimistic."""
     rules: Annotated[tuple[Rule, ...], BeforeValidator(convert_to_tuple), Field(min_length=1)] = (
         MustImproveRule(rule="must_improve", metric=("answer_loss",)),
         MustNotRegressRule(rule="must_not_regress", metric="answer_loss", margin=0.05),
@@ -182,43 +172,4 @@ class Gate(Section):
         ForgettingRule(rule="forgetting"),
         ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
     )
-    """All must hold for PROMOTE; one that clearly fails gives REJECT, one that the data cannot decide gives HOLD."""
-
-
-class HookSettings(Section):
-    """Who is told of a promotion: a web server, or a program of yours."""
-
-    webhook: Name | None = None
-    """Address (https, or http on loopback) that the event is sent to as JSON, signed when there is a key."""
-    key_variable: Name = "RATCHET_WEBHOOK_KEY"
-    """Environment variable with the key of the HMAC-SHA256 signature; never the key itself."""
-    command: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
-    """Program and arguments; it runs in the project's root and reads the event as JSON from its standard input."""
-    events: Annotated[
-        tuple[Literal["promote", "rollback"], ...], BeforeValidator(convert_to_tuple), Field(min_length=1)
-    ] = (
-        "promote",
-        "rollback",
-    )
-    """Events to be told of."""
-    timeout_s: Positive = 60.0
-    """Longest wait for an answer, or for the program to end, in seconds."""
-    retries: Count = 5
-    """Further tries after one that failed, with waits that double from 1 s on."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "HookSettings":
-        if bool(self.webhook) == bool(self.command):
-            raise ValueError("a hook has either a webhook or a command")
-        return self
-
-
-class Promote(Section):
-    """Where promoted models are registered, and who is told."""
-
-    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "ratchet-model"
-    """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
-    signing: Literal["key", "sigstore"] = "key"
-    """Promoted models are signed with this machine's key (`ratchet keys`), or by an identity through sigstore."""
-    hooks: Annotated[tuple[HookSettings, ...], BeforeValidator(convert_to_tuple)] = ()
-    """Told of every promotion and rollback, each exactly once."""
+    """All must pass for PROMOTE. A clear failure gives REJECT; a rule that the data cannot decide gives HOLD."""

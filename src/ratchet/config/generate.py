@@ -1,75 +1,84 @@
-"""Settings of `ratchet generate`: how prompts are answered."""
+"""Section `generate` of params.yaml: how `ratchet generate` answers prompts."""
 
 from collections import Counter
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
-from ratchet.config.fields import Count, Name, NotNegative, PositiveCount, Section, convert_to_tuple, parse_number
+from ratchet.config.fields import (
+    Count,
+    Name,
+    Names,
+    NotNegative,
+    PositiveCount,
+    PositiveShare,
+    Section,
+    convert_to_tuple,
+)
 
 
 class Generate(Section):
-    """How prompts are answered, by whichever model is asked."""
+    """Batch generation: `ratchet generate`."""
 
     max_new_tokens: PositiveCount = 512
-    """Longest answer, in tokens, its end and its reasoning included."""
+    """Maximum length of an answer in tokens, reasoning and end-of-turn token included."""
     temperature: NotNegative = 0.0
-    """0: the likeliest token, always. Else answers are drawn, from logits that are divided by this."""
-    top_p: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    """Tokens are drawn from the fewest likeliest ones that have this probability together; 1: from all."""
+    """Sampling temperature. 0: greedy decoding."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability. 1: from all tokens."""
     samples: PositiveCount = 1
-    """Answers to each prompt, each drawn by itself; more than one need a temperature above 0."""
+    """Independent answers to each prompt. More than one requires a temperature above 0."""
     seed: Count = 0
-    """Of drawn answers: each depends on this, its prompt and its number alone."""
-    system: Name | None = None
-    """System message of prompts that have none of their own; null: they get none."""
-    column: Name | None = None
-    """Column with the prompt, a text or a list of messages; null: that of prepare.columns, else looked for."""
-    keep: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
-    """Fields of the source records that answers carry along, for whoever selects or reports by them."""
-    labels: Annotated[tuple[Name, ...], BeforeValidator(convert_to_tuple)] = ()
-    """Answers that are possible: each record has the log-probability of each of them as the whole answer."""
-    skip_faults: bool = False
-    """Leave out records that are no prompts, and count them; false: refuse the file, naming the first of them."""
-    reasoning_marks: Annotated[tuple[Name, Name], BeforeValidator(convert_to_tuple)] = ("<think>", "</think>")
-    """Between these a model thinks: the record has reasoning and answer apart."""
-    exact: bool = True
-    """Answers do not depend on which prompts were computed together; false: on near ties they may, and it is faster."""
+    """Sampling seed. Each answer depends only on this seed, its prompt and its sample number."""
+    system_prompt: Name | None = None
+    """System message for prompts that have none. null: none is added."""
+    prompt_column: Name | None = None
+    """Column with the prompt (a text or a list of messages). null: that of prepare.columns, else detected."""
+    extra_fields: Names = ()
+    """Fields of the input records to copy to the answers, for selection and reports."""
+    labels: Names = ()
+    """Possible answers. Each record gets the log-probability of each of them as the whole answer."""
+    skip_invalid: bool = False
+    """Skip and count records without a valid prompt. false: stop with an error that names the first of them."""
+    reasoning_tags: Annotated[tuple[Name, Name], BeforeValidator(convert_to_tuple)] = ("<think>", "</think>")
+    """Tags around the model's reasoning. The record holds reasoning and answer separately."""
+    batch_invariant: bool = True
+    """Answers do not depend on the batch. false: faster, but near ties may resolve differently in another batch."""
     window_rows: PositiveCount = 1024
-    """Answers under way at once, sorted by length; more need less padding and more memory. Changes no answer."""
+    """Answers in progress at once, sorted by length. More need less padding and more memory; answers do not change."""
     shard_rows: PositiveCount = 1000
-    """Answers that are sealed together, in the order of the prompts. Changes no answer."""
+    """Answers that are saved together, in the order of the prompts. Does not change the answers."""
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> "Generate":
+    def _check_combinations(self) -> "Generate":
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples: {self.samples} would be the same; set generate.temperature above 0, such as 0.7"
+                f"samples: found {self.samples}, but greedy answers are all the same; set generate.temperature above "
+                "0, such as 0.7"
             )
-        if self.reasoning_marks[0] == self.reasoning_marks[1]:
-            raise ValueError(f"reasoning_marks: both are {self.reasoning_marks[0]!r}; name where it begins and ends")
+        if self.reasoning_tags[0] == self.reasoning_tags[1]:
+            raise ValueError(f"reasoning_tags: both are {self.reasoning_tags[0]!r}; expected two different tags")
         return self
 
     @field_validator("labels")
     @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        twice = [name for name, count in Counter(value).items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} stands there {value.count(twice[0])} times; name each once")
-        return value
-
-    @field_validator("labels")
-    @classmethod
-    def _bare(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        duplicated = [name for name, count in Counter(value).items() if count > 1]
+        if duplicated:
+            count = value.count(duplicated[0])
+            raise ValueError(f"expected each label once, but {duplicated[0]!r} occurs {count} times")
         if spaced := next((label for label in value if label != label.strip()), None):
             raise ValueError(
-                f"{spaced!r} begins or ends with white space, and answers are compared without it; write "
-                f"{spaced.strip()!r}"
+                f"expected labels without surrounding white space, because answers are compared without it; write "
+                f"{spaced.strip()!r} for {spaced!r}"
             )
         return value
 
-    def decisive(self) -> "Generate":
-        """Only what decides answers; the rest as by default. Prompts have taken in column and skip_faults."""
-        usual = Generate()
-        how = ("column", "skip_faults", "window_rows", "shard_rows")
-        return self.model_copy(update={name: getattr(usual, name) for name in how})
+    def answer_settings(self) -> "Generate":
+        """Return a copy with default values for the settings that do not affect answers.
+
+        `prompt_column` and `skip_invalid` are already reflected in the prompts.
+        """
+        defaults = Generate()
+        ignored = ("prompt_column", "skip_invalid", "window_rows", "shard_rows")
+        return self.model_copy(update={name: getattr(defaults, name) for name in ignored})

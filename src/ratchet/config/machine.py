@@ -1,161 +1,271 @@
-"""How knobs of `machine` may be written: each function takes what was found, and gives what pydantic then checks.
-
-What is none of it, or must not stand there, is refused by ValueError with a way out; params.py adds the place.
-"""
+"""Section `machine` of params.yaml: how a run executes on this machine. It changes neither results nor the RunId."""
 
 import math
 import re
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from ratchet.config.fields import Positive, PositiveCount, Section, parse_interval, parse_number
-from ratchet.config.units import parse_bytes
-from ratchet.errors import SettingsError
+from pydantic import BeforeValidator, Field, model_validator
+
+from ratchet.config.fields import (
+    Count,
+    Name,
+    Names,
+    NotNegative,
+    OptionalPositiveCount,
+    Positive,
+    PositiveCount,
+    Section,
+    Share,
+    convert_to_tuple,
+    parse_count,
+    parse_interval,
+    parse_number,
+    parse_size,
+)
+
+# Validators: each takes a value as written in params.yaml, and returns what pydantic then checks.
 
 
-def parse_rows(value: Any) -> Any:
-    """A number of rows, or `auto`."""
-    value = parse_number(value)
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{value!r} is no number of rows; write one, or auto")
-    return value
+def _parse_auto_count(value: Any) -> Any:
+    return parse_count(value, "auto")
 
 
-def check_interval(value: Any) -> Any:
-    """A number of steps, a time, or `auto`, as it stands."""
+def _check_interval(value: Any) -> Any:
     value = parse_number(value)
     parse_interval(value)
     return value
 
 
-def parse_database_address(value: Any) -> Any:
-    """The address of a database, without a password."""
+def _check_database_address(value: Any) -> Any:
     if isinstance(value, str) and re.match(r"[^/]*://[^/@]*:[^/@]*@", value):
-        raise ValueError("holds a password, and params.yaml is no place for one; put it into PGPASSWORD or ~/.pgpass")
+        raise ValueError("expected an address without a password; put the password into PGPASSWORD or ~/.pgpass")
     return value
 
 
-def parse_gpus(value: Any) -> Any:
-    """GPUs of a worker, parts of one too, or `auto`."""
+def _parse_worker_gpus(value: Any) -> Any:
     value = parse_number(value)
     if value != "auto" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
-        raise ValueError(f"{value!r} is no number of GPUs; write one, or auto")
+        raise ValueError("expected a number of GPUs >= 0, or auto")
     return value
 
 
-def parse_ranks(value: Any) -> Any:
-    """A number of ranks, or `auto`."""
-    value = parse_number(value)
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{value!r} is no number of ranks; write one, or auto")
-    return value
-
-
-def parse_nodes(value: Any) -> Any:
-    """A number of machines, or MIN:MAX, as text."""
+def _parse_nodes(value: Any) -> Any:
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text) if isinstance(text, str) else None
-    if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
-        raise ValueError(f"{value!r} is no number of machines; write one such as 4, or the fewest and the most: 2:8")
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text) if isinstance(text, str) else None
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise ValueError("expected a number of machines such as 4, or MIN:MAX such as 2:8")
     return text
 
 
-def parse_rendezvous(value: Any) -> Any:
-    """HOST:PORT."""
-    found = re.fullmatch(r"[^\s/:]+:([0-9]{1,5})", value) if isinstance(value, str) else None
-    if isinstance(value, str) and not (found and 0 < int(found[1]) < 65536):
-        raise ValueError(f"{value!r} is no place to meet; write HOST:PORT, the host one of the machines")
+def _check_rendezvous(value: Any) -> Any:
+    match = re.fullmatch(r"[^\s/:]+:([0-9]{1,5})", value) if isinstance(value, str) else None
+    if isinstance(value, str) and not (match and 0 < int(match[1]) < 65536):
+        raise ValueError("expected HOST:PORT, where HOST is one of the machines")
     return value
 
 
-NO_MIRRORS = {
+UNUSABLE_REPLICA_SCHEMES = {
     "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
     "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
     "asynclocal", "async_wrapper", "asyncwrapper",
 }  # fmt: skip
-"""Schemes of fsspec for what ends with its process, can only be read, or is another place in disguise."""
+"""fsspec schemes that cannot hold a replica: they end with the process, are read-only, or wrap another file system."""
 
 
-def explain_scheme_fault(url: str) -> str:
-    """Why nothing of this scheme can be a mirror, in words; empty: something may."""
-    if (scheme := url.split(":", 1)[0]) not in NO_MIRRORS:
+def find_scheme_problem(url: str) -> str:
+    """Return why no replica can be stored under a URL of this scheme; empty if it can."""
+    if (scheme := url.split(":", 1)[0]) not in UNUSABLE_REPLICA_SCHEMES:
         return ""
     return (
-        f"{scheme}: is no place for a mirror: other machines could not write and read there; take a shared folder, "
-        "s3://, gs://, az:// or sftp://"
+        f"scheme {scheme}: cannot hold a replica, because other machines could not write and read it; use a shared "
+        "folder, s3://, gs://, az:// or sftp://"
     )
 
 
-def parse_mirror_url(value: Any) -> Any:
-    """Where a mirror may be, without a secret."""
+def _check_replica_url(value: Any) -> Any:
     if isinstance(value, str) and "://" not in value and not value.startswith("/"):
-        raise ValueError(f"{value!r} is no place; write a URL such as s3://BUCKET/FOLDER, or a path that begins with /")
+        raise ValueError("expected a URL such as s3://BUCKET/FOLDER, or an absolute path")
     if isinstance(value, str) and re.match(r"[^/]*://(?:[^/@]*:[^/@]*@|[^?#]*\?)", value):
         raise ValueError(
-            "holds a password or a query, and params.yaml is kept with the run for everybody to read; leave it out and "
-            "give credentials in the environment or in the library's own files"
+            "expected a URL without a password or query, because params.yaml is committed to git; put credentials into "
+            "the environment or the library's own files"
         )
-    if isinstance(value, str) and (fault := explain_scheme_fault(value)):
-        raise ValueError(fault)
+    if isinstance(value, str) and (problem := find_scheme_problem(value)):
+        raise ValueError(problem)
     return value
 
 
-def parse_rate(value: Any) -> Any:
-    """Bytes a second, or null."""
-    return _parse_bytes_or(value, ", or null")
+MIN_LOG_BYTES = 4096
+"""Enough for one record with its fields."""
 
 
-LEAST_LOG_BYTES = 4096
-"""Room for one record with what it is about."""
-
-
-def parse_log_bytes(value: Any) -> Any:
-    """The size of a log file."""
-    size = _parse_bytes_or(value, "")
-    if isinstance(size, int) and not isinstance(size, bool) and size < LEAST_LOG_BYTES:
-        raise ValueError(f"{value!r} is too little for one line of a log; write at least {LEAST_LOG_BYTES}")
+def _parse_log_bytes(value: Any) -> Any:
+    size = parse_size(value)
+    if isinstance(size, int) and not isinstance(size, bool) and size < MIN_LOG_BYTES:
+        raise ValueError(f"expected at least {MIN_LOG_BYTES} bytes, enough for one line")
     return size
 
 
-def _parse_bytes_or(value: Any, otherwise: str) -> Any:
-    value = parse_number(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_bytes(value, "")
-    except SettingsError:
-        raise ValueError(f"{value!r} is no number of bytes; write 20MB, 512KiB or a number{otherwise}") from None
-
-
-def parse_tracking_server(value: Any) -> Any:
-    """The address of an MLflow server, without a secret."""
+def _check_tracking_uri(value: Any) -> Any:
     if isinstance(value, str) and re.match(r"[^/]*://[^/@]*@", value):
         raise ValueError(
-            "holds a user or a password, and params.yaml is no place for them; put them into MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD"
+            "expected an address without user and password; put them into MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD"
         )
     if isinstance(value, str) and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
-        raise ValueError(f"{value!r} is no address of an MLflow server; write http://HOST:PORT or https://HOST")
+        raise ValueError("expected the address of an MLflow server, http://HOST:PORT or https://HOST")
     return value
 
 
-def parse_metrics_file(value: Any) -> Any:
-    """An absolute path that node_exporter would read."""
+def _check_metrics_file(value: Any) -> Any:
     if isinstance(value, str) and not (value.startswith("/") and re.search(r"[^/]\.prom$", value)):
-        raise ValueError(f"{value!r} is no file that node_exporter reads; write an absolute path that ends in .prom")
+        raise ValueError("expected an absolute path that ends in .prom")
     return value
 
 
-# Settings of `machine.endpoint`: how servers of models are asked, whoever asks them.
+WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted"]
 
 
 class EndpointSettings(Section):
-    """How OpenAI-compatible servers (vLLM, llama.cpp and others) are asked; their key is in RATCHET_ENDPOINT_KEY."""
+    """Requests to OpenAI-compatible servers (vLLM, llama.cpp and others); the key is in RATCHET_ENDPOINT_KEY."""
 
-    requests: PositiveCount = 8
+    max_concurrency: PositiveCount = 8
     """Requests in flight at once."""
-    answer_s: Positive = 600.0
-    """Longest wait for one whole answer, in seconds; then the request is sent again."""
-    tries: PositiveCount = 8
-    """Of one request, after 429, 5xx, broken connections, stalls and answers that are none; then exit 75."""
-    pause_s: Positive = 1.0
-    """Wait before the second try, in seconds; doubled with each, to 60 at most, or as long as the server asks for."""
+    timeout_s: Positive = 600.0
+    """Timeout of a whole answer, in seconds. Then the request is sent again."""
+    max_attempts: PositiveCount = 8
+    """Attempts per request, after status 429 and 5xx, broken connections, stalls and unusable answers; then exit 75."""
+    retry_delay_s: Positive = 1.0
+    """Delay before the second attempt, in seconds. It doubles up to 60 s; a Retry-After header overrides it."""
+
+
+class RaySettings(Section):
+    """Ray cluster for `ratchet sweep --engine ray`."""
+
+    address: Name = "auto"
+    """HOST:PORT of the cluster's head, or `auto`: RAY_ADDRESS, or the cluster of this machine."""
+    cpus: Positive = 1
+    """CPUs per worker; also its threads if machine.threads is 0."""
+    gpus: Annotated[float | Literal["auto"], BeforeValidator(_parse_worker_gpus)] = "auto"
+    """GPUs per worker. `auto`: one if any node has one. Set a number if nodes with GPUs start on demand."""
+    resources: dict[Name, Positive] = Field(default_factory=dict)
+    """Custom resources per worker, such as {spot: 1}: only nodes that were started with them are used."""
+    max_restarts: Count = 50
+    """Replacements of each worker whose node was lost before the sweep fails."""
+
+
+class Machine(Section):
+    """How a run executes on this machine. Changes neither results nor the RunId."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model. `auto`: a GPU if there is one."""
+    gpus: Annotated[int | Literal["auto"], BeforeValidator(_parse_auto_count)] = "auto"
+    """Ranks on this machine, one per GPU (processes on CPUs). `auto`: one for each GPU."""
+    nodes: Annotated[str, BeforeValidator(_parse_nodes)] = "1"
+    """Machines that train one run together: a number, or MIN:MAX. Within the range, machines can join and leave."""
+    rendezvous: Annotated[str | None, BeforeValidator(_check_rendezvous)] = None
+    """Address where several machines meet, HOST:PORT. Choose the host that runs longest."""
+    rendezvous_timeout_s: Positive = 900.0
+    """Timeout for MIN machines to join, in seconds."""
+    peer_timeout_s: Positive = 300.0
+    """A rank that waits this long for other ranks, in seconds, treats them as lost."""
+    node_cooldown_s: NotNegative = 600.0
+    """A machine whose ranks fail twice within this time, in seconds, is excluded for as long. 0: it rejoins at once."""
+    threads: Count = 0
+    """CPU threads of torch; affects rounding. 0: one per physical core, but one in all if hidden_size < 512."""
+    llama_cpp: str | None = None
+    """Directory of llama.cpp (checkout or installation) with its tools. null: those on PATH, if any."""
+    micro_batch_size: PositiveCount = 8
+    """Rows (packs, if packed: 1 saves memory) computed at once. Another size changes rounding and dropout draws."""
+    micro_batch_tokens: OptionalPositiveCount = None
+    """Maximum tokens computed at once, padding included; long rows then form smaller micro-batches. null: no limit."""
+    evaluation_batch_size: Annotated[int | Literal["auto"], BeforeValidator(_parse_auto_count)] = "auto"
+    """Rows scored at once. `auto`: as many as fit. Halved for all models alike if memory runs out."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, a third more time. `auto`: only if needed to fit."""
+    shard_base: bool | Literal["auto"] = "auto"
+    """Shard the frozen base over the ranks (FSDP); layers are gathered at each use. `auto`: only if needed to fit."""
+    on_insufficient_memory: Literal["refuse", "report"] = "refuse"
+    """If the forecast exceeds the memory: refuse the run before anything is loaded, or only report it."""
+    memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(convert_to_tuple)] = (0.9, 0.97)
+    """Fractions of the device's memory. The first time that a phase of a run exceeds one, there is an alert."""
+    checkpoint_every: Annotated[str | int, BeforeValidator(_check_interval)] = "auto"
+    """Checkpoint interval: optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
+    keep_checkpoints: PositiveCount = 2
+    """Newest checkpoints to keep besides the best one. With two or more, a damaged one costs only one interval."""
+    grace_period_s: NotNegative = 30.0
+    """Time to save a checkpoint and end after SIGTERM, SIGINT or a preemption notice, in seconds."""
+    preemption_notice: str | None = None
+    """Preemption notices to poll every 2 s: auto, aws, gcp, azure, or a file or URL that appears. null: none."""
+    stall_timeout_s: NotNegative = 120.0
+    """A worker hangs if a unit of work takes this long, in seconds, and ten times the longest so far. 0: no check."""
+    first_stall_timeout_s: NotNegative = 1800.0
+    """The same for work without history: loading, and the first unit of each kind (compilation), in seconds."""
+    storage_timeout_s: NotNegative = 600.0
+    """How long the end of training waits for a disk that refuses checkpoints, in seconds. Training does not wait."""
+    max_restarts: Count = 3
+    """Restarts in a row without a newly saved step before the supervisor gives up."""
+    restart_delay_s: NotNegative = 1.0
+    """Delay before a restart, in seconds. It doubles while there is no progress."""
+    study_storage: Annotated[str | None, BeforeValidator(_check_database_address)] = None
+    """Database of Optuna studies, such as postgresql://user@host/name. null: a journal in experiments/sweeps."""
+    lease_timeout_s: Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)] = 60.0
+    """After this time without a heartbeat, in seconds, another machine takes over a trial or a replicated run."""
+    replica: Annotated[Name | None, BeforeValidator(_check_replica_url)] = None
+    """Second copy of each run: s3://BUCKET/FOLDER, any fsspec URL, or a shared folder. Not for trials of sweeps."""
+    replica_interval_s: Positive = 30.0
+    """Interval for copying new journal lines to the replica, in seconds. Checkpoints are copied as soon as saved."""
+    replica_bytes_per_s: Annotated[PositiveCount | None, BeforeValidator(parse_size)] = None
+    """Maximum upload rate to the replica, in bytes per second or such as 20MB. null: no limit."""
+    replica_timeout_s: NotNegative = 600.0
+    """Wait for the replica at the start (until it responds) and end (until complete), in seconds; then exit 75."""
+    tracking_timeout_s: NotNegative = 120.0
+    """Maximum wait for MLflow at the end of a run or stage, in seconds. The rest is sent next time."""
+    tracking_uri: Annotated[str | None, BeforeValidator(_check_tracking_uri)] = None
+    """MLflow server for runs and sweeps, such as https://mlflow.example. null: the project's mlruns/."""
+    metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(parse_number)] = None
+    """Port on which Prometheus can scrape metrics during training. null: none."""
+    metrics_host: Name = "127.0.0.1"
+    """Address to bind metrics_port to. 0.0.0.0 exposes the metrics to the whole network, without a password."""
+    metrics_file: Annotated[Name | None, BeforeValidator(_check_metrics_file)] = None
+    """File for node_exporter's textfile collector with the same metrics: an absolute path NAME.prom. null: none."""
+    metrics_scrape_wait_s: NotNegative = 20.0
+    """Maximum wait for a last scrape at the end of a run, in seconds, if scrapes came at such intervals. 0: no wait."""
+    callbacks: Names = ()
+    """Callbacks of installed packages (entry points ratchet.callbacks). They receive the journal of each training."""
+    webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(convert_to_tuple)] = get_args(WebhookEvent)
+    """Events to post as Slack-compatible JSON to RATCHET_WEBHOOK_URL (an environment variable, as it is a secret)."""
+    webhook_timeout_s: Positive = 10.0
+    """Timeout for posting one event, all attempts included, in seconds. Training never waits for it."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum level of records in a run's logs/."""
+    log_max_bytes: Annotated[PositiveCount, BeforeValidator(_parse_log_bytes)] = 10_000_000
+    """Maximum size of a log file, in bytes or such as 10MB; then the next file starts."""
+    log_files: PositiveCount = 3
+    """Files to keep of each log, the current one included."""
+    system_metrics_interval_s: NotNegative = 30.0
+    """Interval for recording CPU, memory, disk, network and GPU use in the journal, in seconds. 0: never."""
+    ray: RaySettings = RaySettings()
+    """Ray cluster for `ratchet sweep --engine ray`."""
+    endpoint: EndpointSettings = EndpointSettings()
+    """Requests to model servers: the judge of evaluate, and `ratchet generate --model http://...`."""
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Minimum and maximum number of machines."""
+        minimum, _, maximum = self.nodes.partition(":")
+        return int(minimum), int(maximum or minimum)
+
+    @property
+    def active_rendezvous(self) -> str | None:
+        """`rendezvous` if there can be several machines, else None."""
+        return self.rendezvous if self.node_range[1] > 1 else None
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> "Machine":
+        if self.node_range[1] > 1 and not self.rendezvous:
+            raise ValueError(
+                f"nodes: found {self.nodes}, which needs a meeting address; set machine.rendezvous (or --rendezvous) "
+                "to HOST:PORT"
+            )
+        return self

@@ -1,9 +1,11 @@
-"""params.yaml: read, checked with the place of every problem, and written with a sentence beside every knob."""
+"""params.yaml: reads and validates it, writes it with a comment above every setting, and edits its text."""
 
 import difflib
+import functools
 import json
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,27 +15,34 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from ratchet.config.data import ColumnSettings, SourceSettings
 from ratchet.config.export import AdditionalAdapterSettings
 from ratchet.config.fields import Section, parse_number
-from ratchet.config.gate import RULES, HookSettings, MustImproveRule
-from ratchet.config.schema import Settings
+from ratchet.config.gate import RULES, MustImproveRule
+from ratchet.config.prepare import ColumnSettings, SourceSettings
+from ratchet.config.promote import HookSettings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
 from ratchet.redaction import redact
 
-Options = Mapping[str, str | None]
+COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
+"""Options that override a setting: messages name the option."""
+FOUND_CHARACTERS = 60
+"""A longer value is shortened in messages."""
+COMMENT_COLUMNS = 118
+_NO_BREAK = "\x00"
+"""Stands for a space at which a comment is not wrapped."""
 
 
-def load(path: Path, machine: Options | None = None) -> Settings:
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Read and validate params.yaml.
 
     Args:
-        path: of the file.
-        machine: settings of section `machine` that the command line gives instead, by name; None: it does not.
+        path: the file.
+        overrides: values to use in place of those in the file, by dotted name: `{"train.rank": 16}`.
 
     Raises:
-        SettingsError: one message that lists every problem with file, line, key path, what was found, what to do.
+        SettingsError: the message lists every problem with file, line, setting, value found, and value expected.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,11 +50,11 @@ def load(path: Path, machine: Options | None = None) -> Settings:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    return parse(text, path.name, machine)
+    return parse(text, path.name, overrides)
 
 
-def parse(text: str, name: str = "params.yaml", machine: Options | None = None) -> Settings:
-    """`load` for text at hand; `name` stands for the file in messages."""
+def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Validate the text of a params.yaml, as `load` does; `name` is the file name in messages."""
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
@@ -55,26 +64,42 @@ def parse(text: str, name: str = "params.yaml", machine: Options | None = None) 
     except YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
-        raise SettingsError(f"{name}: expected sections such as `train:`, found {_format_found(document)}")
+        raise SettingsError(f"{name}: found {_format_found(document)}; expected sections such as `train:`")
     plain = _convert_to_builtin(document)
-    given = {key: value for key, value in (machine or {}).items() if value is not None}
-    if given and isinstance(plain.setdefault("machine", {}), dict):
-        plain["machine"] |= given
+    for key, value in (overrides or {}).items():
+        _override(plain, key.split("."), value)
     try:
         return Settings.model_validate(plain)
     except ValidationError as error:
-        options = {("machine", key) for key in given}
-        problems = [
-            _format_option_problem(dict(item))
-            if item["loc"] in options
-            else _format_problem(document, dict(item), name)
-            for item in error.errors()
-        ]
+        problems: dict[str, None] = {}  # in order; branches of a union that reject one value give equal lines
+        for item in map(dict, error.errors()):
+            overridden = next((key for key in overrides or {} if _is_caused_by(item, key)), None)
+            if overridden is None:
+                problems[_format_problem(document, item, name)] = None
+            else:
+                problems[_format_override_problem(overridden, item)] = None
         raise SettingsError("\n".join(problems)) from None
 
 
+def _override(sections: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set a value by its keys. A section that is not a mapping is left to validation."""
+    for key in keys[:-1]:
+        sections = sections.setdefault(key, {})
+        if not isinstance(sections, dict):
+            return
+    sections[keys[-1]] = value
+
+
+def _is_caused_by(item: dict[str, Any], key: str) -> bool:
+    """Whether pydantic's problem is about the setting of this dotted name: itself, inside its value, or its section."""
+    keys, location = tuple(key.split(".")), tuple(item["loc"])
+    if item["type"] == "extra_forbidden" and len(location) < len(keys):
+        return keys[: len(location)] == location
+    return location[: len(keys)] == keys
+
+
 def _convert_to_builtin(node: Any) -> Any:
-    """ruamel's containers and scalars as builtin ones (pydantic's strict mode takes nothing else)."""
+    """Convert ruamel's containers and scalars to built-in types: pydantic's strict mode accepts no others."""
     if isinstance(node, CommentedMap):
         return {str(key): _convert_to_builtin(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
@@ -85,63 +110,146 @@ def _convert_to_builtin(node: Any) -> Any:
     return node
 
 
-def _format_found(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    text = redact(text)  # a password that should not stand there
-    text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # nor a key in the query of an address
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _format_option_problem(item: dict[str, Any]) -> str:
-    return f"--{item['loc'][-1]}: {_format_complaint(item)}"
+# Messages: `params.yaml:52: train.rank: found 'eight'; expected an integer >= 1`.
 
 
 def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
-    """One line for one of pydantic's findings."""
-    # Tags of unions ('must_improve', 'str', 'tuple[...]') stand in pydantic's location, but not in the file.
+    """Format one of pydantic's errors as one line."""
     keys, node, line = [], document, 1
-    for part in item["loc"]:
+    for part in item["loc"]:  # it also has tags of unions ('must_improve', 'str', 'tuple[...]'), which the file has not
         if isinstance(node, CommentedMap):  # a key may be a number, true or null; the location has it as text
             part = next((key for key in node if str(key) == part), part)  # noqa: PLW2901
         if isinstance(node, CommentedMap) and part in node:
             line, node = node.lc.key(part)[0] + 1, node[part]
         elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
             line, node = node.lc.item(part)[0] + 1, node[part]
-        elif part is not item["loc"][-1] or item["type"] not in ("missing",):
+        elif part is not item["loc"][-1] or item["type"] != "missing":
             continue
         keys.append(str(part))
-    where = f"{name}:{line}: "
     path = ".".join(keys)
+    if not path:  # a problem of several sections: the message names the setting
+        return f"{name}: {_clean_message(item)}"
+    return f"{name}:{line}: {_format_complaint(path, keys, item)}"
+
+
+def _format_override_problem(key: str, item: dict[str, Any]) -> str:
+    name = COMMAND_LINE_OPTIONS.get(key, f"override {key}")
+    return _format_complaint(name, [str(part) for part in item["loc"]], item)
+
+
+def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
+    """Say which setting is wrong, what was found and what was expected."""
     kind = item["type"]
     if kind == "extra_forbidden":
         known = _list_known_keys(keys[:-1])
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}unknown key {path}: {hint}"
-    if kind == "missing":
-        return f"{where}{path} is missing: add it"
-    if kind == "union_tag_invalid":
+        text = f"unknown setting; did you mean {near[0]}?" if near else f"unknown setting; known: {', '.join(known)}"
+    elif kind == "union_tag_not_found":
+        names = [get_args(rule.model_fields["rule"].annotation)[0] for rule in RULES]
+        path, text = f"{path}.rule", f"missing; expected one of: {', '.join(names)}"
+    elif kind == "union_tag_invalid":
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")
-        return f"{where}{path}: unknown rule {_format_found(item['ctx']['tag'])}; known rules: {expected}"
-    if isinstance(item["input"], dict) and kind == "value_error":  # of a section as a whole: it names its own keys
-        message = _format_message(item)
-        if not path:  # of several sections together
-            return f"{name}: {message}"
-        named = re.split(r"[.: ]", message, maxsplit=1)[0] in _list_known_keys(keys)
-        return f"{where}{path}{'.' if named else ': '}{message}"
-    return f"{where}{path}: {_format_complaint(item)}"
+        path, text = f"{path}.rule", f"found {_format_found(item['ctx']['tag'])}; expected one of: {expected}"
+    elif kind == "value_error" and isinstance(item["input"], dict):  # of a section; it may name one of its keys
+        text = _clean_message(item)
+        if re.split(r"[.: ]", text, maxsplit=1)[0] in _list_known_keys(keys):
+            return f"{path}.{text}"
+    else:
+        found = "missing" if kind == "missing" else f"found {_format_found(item['input'])}"
+        expected = _clean_message(item) if kind == "value_error" else f"expected {_describe_expected(item)}"
+        text = f"{found}; {expected}"
+    return f"{path}: {text}"
 
 
-def _format_message(item: dict[str, Any]) -> str:
+def _format_found(value: Any) -> str:
+    text = redact("nothing" if value is None else repr(value))
+    text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # a query may hold a key
+    return text if len(text) <= FOUND_CHARACTERS else text[: FOUND_CHARACTERS - 3] + "..."
+
+
+def _clean_message(item: dict[str, Any]) -> str:
     return redact(str(item["msg"]).removeprefix("Value error, "))
 
 
-def _format_complaint(item: dict[str, Any]) -> str:
-    message = _format_message(item)
-    if item["type"] == "tuple_type":
-        one = item["input"]
-        message = f"a list is wanted{f'; write [{_format_found(one)}]' if isinstance(one, str | int | float) else ''}"
-    return f"found {_format_found(item['input'])}: {message[0].lower() + message[1:]}"
+def _describe_expected(item: dict[str, Any]) -> str:
+    """Describe the accepted values, by the JSON schema of the setting; pydantic's own words if there is none."""
+    text = _describe_schema(schema) if (schema := _find_schema(item["loc"])) else ""
+    if not text:
+        message = _clean_message(item)
+        text = message[0].lower() + message[1:]
+    if text in ("a list", "a non-empty list") and isinstance(item["input"], str | int | float):
+        text += f" such as [{_format_found(item['input'])}]"
+    return text
+
+
+@functools.cache
+def _build_json_schema() -> dict[str, Any]:
+    return Settings.model_json_schema()
+
+
+def _find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
+    """Return the JSON schema of the setting at pydantic's location; None if it has none."""
+    root = _build_json_schema()
+
+    def resolve(schema: dict[str, Any]) -> dict[str, Any]:
+        while "$ref" in schema:
+            schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+        return schema
+
+    def expand(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        schema = resolve(schema)
+        yield schema
+        for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+            yield from expand(branch)
+
+    node: dict[str, Any] = root
+    for part in location:
+        for branch in expand(node):
+            tags = branch.get("discriminator", {}).get("mapping", {})
+            if part in tags:
+                node = resolve({"$ref": tags[part]})
+            elif part in branch.get("properties", {}):
+                node = branch["properties"][part]
+            elif isinstance(part, int) and "items" in branch:
+                node = branch["items"]
+            elif isinstance(part, int) and part < len(branch.get("prefixItems", ())):
+                node = branch["prefixItems"][part]
+            elif isinstance(part, str) and isinstance(branch.get("additionalProperties"), dict):
+                node = branch["additionalProperties"]
+            else:
+                continue
+            break  # parts that match nothing are labels of union branches
+    return resolve(node)
+
+
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_NAMES = {
+    "integer": "an integer", "number": "a number", "boolean": "true or false", "null": "null", "object": "a mapping",
+    "array": "a list", "string": "text",
+}  # fmt: skip
+
+
+def _describe_schema(schema: dict[str, Any]) -> str:
+    """Describe a JSON schema in words; empty if it says nothing."""
+    branches = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    words = [branch["const"] for branch in branches if "const" in branch]
+    words += [word for branch in branches for word in branch.get("enum", ())]
+    texts = [_describe_type(branch) for branch in branches if not {"const", "enum"} & branch.keys()]
+    if len(words) > 1:
+        words = [f"one of: {', '.join(map(str, words))}"]
+    return " or ".join(dict.fromkeys(filter(None, [*texts, *map(str, words)])))
+
+
+def _describe_type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return _describe_schema(schema)
+    text = "a mapping" if "$ref" in schema else _NAMES.get(schema.get("type", ""), "")
+    if "pattern" in schema:
+        text += f" that matches {schema['pattern']}"
+    if schema.get("minLength") or schema.get("minItems"):
+        text = f"a non-empty {text[2:]}" if text.startswith("a ") else f"non-empty {text}"
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([text, " and ".join(bounds)]).strip()
 
 
 def _list_known_keys(path: list[str]) -> list[str]:
@@ -157,15 +265,21 @@ def _list_known_keys(path: list[str]) -> list[str]:
     if "sources" in path:
         return list((ColumnSettings if path[-1] == "columns" else SourceSettings).model_fields)
     if section is None or (path and path[-1].isdigit()):
-        own: dict[str, tuple[type[Section], ...]] = {"hooks": (HookSettings,), "also": (AdditionalAdapterSettings,)}
-        kinds = next((own[key] for key in path if key in own), RULES)
+        lists: dict[str, tuple[type[Section], ...]] = {
+            "hooks": (HookSettings,),
+            "additional_adapters": (AdditionalAdapterSettings,),
+        }
+        kinds = next((lists[key] for key in path if key in lists), RULES)
         return sorted({key for kind in kinds for key in kind.model_fields})
     return list(section.model_fields)
 
 
+# Writing: every setting with its description and default as a comment.
+
+
 def dump(settings: Settings) -> str:
-    """params.yaml for these settings: every knob, each with its sentence as a comment."""
-    lines = ["# Settings of this project: one section a stage. Change one here, or with `dvc exp run -S train.rank=8`."]
+    """Format settings as params.yaml, with a comment above each setting."""
+    lines = ["# Settings of this project. Edit them here, or override one with `dvc exp run -S train.rank=8`."]
     for name in Settings.model_fields:
         section = getattr(settings, name)
         lines += ["", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"{name}:"]
@@ -174,56 +288,65 @@ def dump(settings: Settings) -> str:
 
 
 def _dump_section(section: Section, depth: int) -> list[str]:
-    pad, lines, sentences = "  " * depth, [], section.sentences()
-    for name in type(section).model_fields:
+    pad, lines, descriptions = "  " * depth, [], section.descriptions()
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        comment = f"{pad}# {' '.join(sentences.get(name, '').split())}"
+        text = descriptions.get(name, "")
+        default = field.get_default(call_default_factory=True)
+        if default not in (None, (), {}) and not isinstance(value, Section) and not _contains_section(default):
+            text += f" Default: {_format_scalar(default)}.".replace(": ", f":{_NO_BREAK}")
+        wrapped = textwrap.wrap(text, COMMENT_COLUMNS - len(pad), break_on_hyphens=False)
+        lines += [f"{pad}# {line.replace(_NO_BREAK, ' ')}" for line in wrapped]
         if isinstance(value, Section):
-            lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
-        elif isinstance(value, dict) and value and all(isinstance(one, Section) for one in value.values()):
-            lines += [
-                comment,
-                f"{pad}{name}:",
-                *(f"{pad}  {_format_scalar(key)}: {_format_flow(one)}" for key, one in value.items()),
-            ]
+            lines += [f"{pad}{name}:", *_dump_section(value, depth + 1)]
+        elif isinstance(value, dict) and _contains_section(value):
+            lines += [f"{pad}{name}:"]
+            lines += [f"{pad}  {_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()]
         elif isinstance(value, tuple) and value and all(map(_is_path, value)):
-            lines += [comment, f"{pad}{name}: {_format_scalar(tuple(source.files for source in value))}"]
-        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            lines += [comment, f"{pad}{name}:"]
+            lines += [f"{pad}{name}: {_format_scalar(tuple(source.files for source in value))}"]
+        elif isinstance(value, tuple) and _contains_section(value):
+            lines += [f"{pad}{name}:"]
             lines += [
-                f"{pad}  - {_format_scalar(source.files) if _is_path(source) else _format_flow(source)}"
-                for source in value
+                f"{pad}  - {_format_scalar(item.files) if _is_path(item) else _format_flow(item)}" for item in value
             ]
         else:
-            lines += [comment, f"{pad}{name}: {_format_scalar(value)}"]
+            lines += [f"{pad}{name}: {_format_scalar(value)}"]
     return lines
 
 
+def _contains_section(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return any(isinstance(item, Section) for item in items)
+
+
 def _is_path(item: Any) -> bool:
-    """Whether a source says nothing but which files."""
+    """Whether the item is a source that sets nothing but its files."""
     return isinstance(item, SourceSettings) and item.files is not None and item == SourceSettings(files=item.files)
 
 
 def _format_flow(item: Section) -> str:
-    """A section on one line; of a source, hook or knob, what is not as by default."""
-    whole = not isinstance(item, SourceSettings | ColumnSettings | HookSettings | SweepParameter)
+    """Format a section on one line; of a source, hook or sweep parameter, only what differs from the default."""
+    shows_defaults = not isinstance(item, SourceSettings | ColumnSettings | HookSettings | SweepParameter)
     fields = type(item).model_fields
     shown = {
-        k: v for k, v in item if v is not None and (whole or v != fields[k].get_default(call_default_factory=True))
+        key: value
+        for key, value in item
+        if value is not None and (shows_defaults or value != fields[key].get_default(call_default_factory=True))
     }
     if isinstance(item, MustImproveRule) and len(item.metric) == 1:
         shown["metric"] = item.metric[0]
     return (
         "{"
         + ", ".join(
-            f"{k}: {_format_flow(v) if isinstance(v, Section) else _format_scalar(v)}" for k, v in shown.items()
+            f"{key}: {_format_flow(value) if isinstance(value, Section) else _format_scalar(value)}"
+            for key, value in shown.items()
         )
         + "}"
     )
 
 
 def _quote(text: str) -> str:
-    """JSON's string is YAML's too, but for line breaks and controls that only YAML knows."""
+    """Quote text as JSON, which YAML reads too, and escape control characters that JSON leaves as they are."""
     raw = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in raw)
 
@@ -235,14 +358,14 @@ def _format_collection(value: tuple[Any, ...] | dict[str, Any]) -> str:
 
 
 def _format_scalar(value: Any) -> str:
-    """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
+    """Format a value so that YAML 1.1 and 1.2 readers agree on it: both read params.yaml."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
         text = repr(value)
-        if "e" in text:  # PyYAML takes 1e-05 for text; 1.0e-05 is a number to every reader
+        if "e" in text:  # PyYAML reads 1e-05 as text; every reader reads 1.0e-05 as a number
             mantissa, exponent = text.split("e")
             text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
         return text.removesuffix(".0")
@@ -255,19 +378,19 @@ def _format_scalar(value: Any) -> str:
             and not isinstance(parse_number(value), (int, float))
         )
         plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
-        # Only what begins with a letter can be no number and no date (0x1f, 2024-01-01).
+        # Only text that starts with a letter can be neither a number nor a date (0x1f, 2024-01-01).
         return value if plain and value[0].isalpha() else _quote(value)
     return str(value)
 
 
-# Change values in params.yaml and nothing else of its text: comments, order, quotes and blank lines stay.
+# Editing: changes values in the text of params.yaml; comments, order, quotes and blank lines stay.
 
 Changes = Mapping[str, Any]
-"""New values by dotted key, such as `train.rank`."""
+"""New values by dotted name, such as `train.rank`."""
 
 
 def get_value(settings: Settings, key: str) -> Any:
-    """The value of a dotted key, such as `train.rank`."""
+    """Return the value of a setting by its dotted name, such as `train.rank`."""
     value: Any = settings
     for part in key.split("."):
         value = getattr(value, part)
@@ -275,7 +398,7 @@ def get_value(settings: Settings, key: str) -> Any:
 
 
 def apply_changes(settings: Settings, changes: Changes) -> Settings:
-    """These settings with other values. Raises SettingsError when they do not go together."""
+    """Return these settings with other values. Raises SettingsError if a value is not valid."""
     tree = settings.model_dump()
     for key, value in changes.items():
         *sections, leaf = key.split(".")
@@ -285,31 +408,36 @@ def apply_changes(settings: Settings, changes: Changes) -> Settings:
         node[leaf] = value
     try:
         return Settings.model_validate(tree)
-    except ValueError as error:
-        raise SettingsError(f"{', '.join(changes)}: {error}") from None
+    except ValidationError as error:
+        problems: dict[str, None] = {}  # in order, each once
+        for details in error.errors():
+            item = dict(details)
+            keys = [str(part) for part in details["loc"]]
+            problems[_format_complaint(".".join(keys), keys, item) if keys else _clean_message(item)] = None
+        raise SettingsError("\n".join(problems)) from None
 
 
 def amend_text(text: str, changes: Changes) -> str:
-    """The text of params.yaml with these values.
+    """Change values in the text of a params.yaml.
 
-    A key that is not written there is added at the end of its section, with its sentence. The result is read again: it
-    must mean what the text meant, with these changes and no other.
+    A setting that the text does not have is added at the end of its section, with its comment. The result is parsed
+    again: it must equal the old settings with these changes and no others.
 
     Raises:
-        SettingsError: the text is not valid, or cannot be changed so (an anchor that several keys share, for example).
+        SettingsError: the text is not valid, or cannot be changed in this way (several keys share an anchor, say).
     """
     wanted = apply_changes(parse(text), changes)
     full = dump(wanted)
     for key in changes:
         text = _set_key(text, full, key.split("."))
     try:
-        exact = parse(text) == wanted
+        is_exact = parse(text) == wanted
     except SettingsError:
-        exact = False
-    if not exact:
+        is_exact = False
+    if not is_exact:
         raise SettingsError(
-            f"params.yaml: {', '.join(changes)} cannot be changed without touching other keys (an anchor, or a section "
-            "on one line?); write them by hand"
+            f"params.yaml: {', '.join(changes)}: cannot be changed without touching other settings (an anchor, or a "
+            "section on one line?); edit the file by hand"
         )
     return text
 
@@ -320,24 +448,24 @@ def _compose(text: str) -> Node:
 
 
 def _set_key(text: str, full: str, path: list[str]) -> str:
-    """The text with one key as `full` has it, which names every key."""
+    """Set one key of the text to its value in `full`, which has every key."""
     node, other = _compose(text), _compose(full)
     missing: list[str] = []
     for name in path:
         other = _require_child(other, name)
-        found = None if missing else _find_child(node, name)
-        if found is None:
+        child = None if missing else _find_child(node, name)
+        if child is None:
             missing.append(name)
         else:
-            node = found
+            node = child
     if missing:
         return _insert_lines(text, node, full, other, missing[:-1])
     start, stop = _find_span(text, node)
-    written = full[slice(*_find_span(full, other))]
+    value = full[slice(*_find_span(full, other))]
     head = text[:start]
-    if start == stop or not head.rpartition("\n")[2].strip():  # `rank:` with nothing behind it, or lines of its own
+    if start == stop or not head.rpartition("\n")[2].strip():  # `rank:` without a value, or a value on its own lines
         head = f"{head.rstrip()} "
-    return head + written + text[stop:]
+    return head + value + text[stop:]
 
 
 def _find_child(node: Node, name: str) -> Node | None:
@@ -347,32 +475,33 @@ def _find_child(node: Node, name: str) -> Node | None:
 
 
 def _require_child(node: Node, name: str) -> Node:
-    found = _find_child(node, name)
-    if found is None:
-        raise SettingsError(f"{name}: no such key")
-    return found
+    child = _find_child(node, name)
+    if child is None:
+        raise SettingsError(f"{name}: unknown setting")
+    return child
 
 
 def _insert_lines(text: str, node: Node, full: str, other: Node, sections: list[str]) -> str:
-    """The text with new lines at the end of a section: a key and its sentence, in sections of its own if need be.
+    """Insert a key with its comment at the end of a section, inside new sections if needed.
 
-    Where the section is written on one line, the result will not mean what it should.
+    If the section is written on one line, the result is not valid; `amend_text` detects that.
     """
     start, stop = _find_span(full, other)
     lines = full[: full.find("\n", stop) + 1].splitlines()
     first = full.count("\n", 0, start)
-    first -= 1 if lines[first - 1].lstrip().startswith("#") else 0
-    own = len(lines[first]) - len(lines[first].lstrip())
+    while first and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    indent = len(lines[first]) - len(lines[first].lstrip())
     depth = int(node.value[0][0].start_mark.column) if isinstance(node, MappingNode) and node.value else 0
-    wanted = [f"{'  ' * i}{name}:" for i, name in enumerate(sections)]
-    wanted += ["  " * len(sections) + line[own:] for line in lines[first:]]
-    block = "".join(f"{' ' * depth}{line}\n" for line in wanted)
+    inserted = [f"{'  ' * i}{name}:" for i, name in enumerate(sections)]
+    inserted += ["  " * len(sections) + line[indent:] for line in lines[first:]]
+    block = "".join(f"{' ' * depth}{line}\n" for line in inserted)
     place = _find_end_of_line(text, _find_span(text, node)[1])
     return text[:place] + (block if not place or text[place - 1] == "\n" else f"\n{block}") + text[place:]
 
 
 def _find_span(text: str, node: Node) -> tuple[int, int]:
-    """Where a node's own characters begin and end; marks of block nodes lie behind the blank lines that follow."""
+    """Return start and end of a node's own characters; the end marks of block nodes lie after the blank lines below."""
     start, stop = int(node.start_mark.index), int(node.end_mark.index)
     last = node
     while isinstance(last, MappingNode) and not last.flow_style and last.value:
@@ -382,5 +511,5 @@ def _find_span(text: str, node: Node) -> tuple[int, int]:
 
 
 def _find_end_of_line(text: str, index: int) -> int:
-    found = text.find("\n", index)
-    return len(text) if found < 0 else found + 1
+    end = text.find("\n", index)
+    return len(text) if end < 0 else end + 1

@@ -1,4 +1,4 @@
-"""Section `sweep` of params.yaml: which settings are searched, by what, and when it is enough."""
+"""Section `sweep` of params.yaml: the search space, the sampler and pruner, and the budget."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config.fields import (
+    Confidence,
     Count,
     Name,
     Number,
@@ -29,141 +30,139 @@ DIRECTIONS: dict[str, Direction] = {
     "train_seconds": "minimize",
     "trained_tokens": "minimize",
 }
-"""What a trial can be judged by, and which way is better. The three with `maximize` are measured by letting the trained
-model answer validation rows; all others come from the run itself."""
+"""Metrics that an objective may use. The three with `maximize` need answers to validation rows; the others come from
+the run itself."""
 
 
 def _parse_value(value: Any) -> Any:
-    value = parse_number(value)
-    return tuple(value) if isinstance(value, list) else value
+    return convert_to_tuple(parse_number(value))
 
 
 def _parse_values(value: Any) -> Any:
-    return tuple(_parse_value(one) for one in value) if isinstance(value, list) else value
+    return tuple(map(_parse_value, value)) if isinstance(value, list) else value
 
 
 def _parse_conditions(value: Any) -> Any:
-    return {key: _parse_values(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {key: _parse_values(values) for key, values in value.items()} if isinstance(value, dict) else value
 
 
 def _require_study_name(value: Any) -> Any:
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", value):
-        raise ValueError("a name of a study has up to 64 letters, digits, - and _ (.2 and so on is added by --fork)")
+        raise ValueError("expected up to 64 letters, digits, - and _ (--fork adds .2 and so on)")
     return value
 
 
 Value = bool | int | float | str | tuple[str, ...] | None
-"""Of a knob, as it stands in params.yaml."""
+"""A value of a setting, as written in params.yaml."""
 
 
 class SweepParameter(Section):
-    """Values that one setting may take: a range (low, high), a list (choices), or what follows from another (tie)."""
+    """The values of one setting: a range (low, high), a list (choices), or derived from another setting (tie)."""
 
     low: Number | None = None
-    """Smallest value; a whole number where the setting is one."""
+    """Smallest value."""
     high: Number | None = None
     """Largest value."""
     log: bool = False
     """Search the range on a logarithmic scale."""
-    step: Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)] | None = None
-    """Only every so many between low and high."""
+    step: Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)] | None = None
+    """Distance between the values of the range. null: any value in between."""
     choices: Annotated[
         tuple[Annotated[Value, BeforeValidator(_parse_value)], ...], BeforeValidator(convert_to_tuple)
     ] = ()
-    """The values to choose from."""
+    """List of values."""
     tie: Name | None = None
-    """Follows from another setting: `2 * train.rank`, `train.rank / 2` or `train.rank`."""
+    """Derived from another setting: `2 * train.rank`, `train.rank / 2` or `train.rank`."""
     when: Annotated[dict[Name, tuple[Value, ...] | Value], BeforeValidator(_parse_conditions)] = Field(
         default_factory=dict
     )
-    """Searched only where other settings have these values (one, or a list of them); else as it is in params.yaml."""
+    """Search this setting only if other settings have these values (one or a list); else use that of params.yaml."""
 
     @model_validator(mode="after")
-    def _is_one_kind(self) -> "SweepParameter":
+    def _check_combinations(self) -> "SweepParameter":
         kinds = [self.low is not None or self.high is not None, bool(self.choices), self.tie is not None]
         if sum(kinds) != 1:
-            raise ValueError("give either low and high, or choices, or a tie")
+            raise ValueError("expected either low and high, or choices, or tie")
         if (self.log or self.step is not None) and not kinds[0]:
-            raise ValueError("log and step belong to low and high")
+            raise ValueError("log and step: need low and high; remove them, or set a range")
         if kinds[0]:
-            _check_range(self)
+            self._check_range()
         if len(set(map(repr, self.choices))) < len(self.choices):
-            raise ValueError("choices: the same value twice")
+            raise ValueError("choices: found the same value twice; remove one")
         return self
 
-
-def _check_range(knob: SweepParameter) -> None:
-    low, high = knob.low, knob.high
-    if low is None or high is None:
-        raise ValueError("give both low and high")
-    if low > high:
-        raise ValueError(f"low: {low:g} is above high ({high:g})")
-    if knob.log and low <= 0:
-        raise ValueError(f"low: {low:g} has no logarithm; it must be above 0 where log is true")
-    if knob.log and knob.step is not None:
-        raise ValueError("step: a logarithmic range has none; leave one of both out")
+    def _check_range(self) -> None:
+        low, high = self.low, self.high
+        if low is None or high is None:
+            raise ValueError(f"{'low' if low is None else 'high'}: missing; set both low and high")
+        if low > high:
+            raise ValueError(f"low: found {low:g}; expected at most high ({high:g})")
+        if self.log and low <= 0:
+            raise ValueError(f"low: found {low:g}; expected a number > 0 because log is true")
+        if self.log and self.step is not None:
+            raise ValueError("step: a logarithmic range has no step; remove step or log")
 
 
 class ObjectiveSettings(Section):
-    """One thing that a trial is judged by."""
+    """An objective of the sweep."""
 
     metric: Name = "validation_loss"
     """validation_loss, accuracy, exact_match, token_f1, memory_bytes, adapter_bytes, train_seconds, trained_tokens."""
     direction: Literal["auto", "minimize", "maximize"] = "auto"
-    """`auto`: what is better by nature."""
+    """minimize, maximize, or `auto`: the direction in which the metric improves."""
 
     @property
-    def better(self) -> Direction:
-        """Which way is better."""
+    def resolved_direction(self) -> Direction:
+        """The direction, with `auto` resolved."""
         return DIRECTIONS[self.metric] if self.direction == "auto" else self.direction
 
 
 class SamplerSettings(Section):
-    """Which values are tried next."""
+    """Optuna sampler: which values are tried next."""
 
     kind: Literal["tpe", "random", "gp", "cmaes", "grid"] = "tpe"
-    """Tree-structured Parzen estimator, random, Gaussian process, CMA-ES, or every point of a grid in its order."""
+    """Tree-structured Parzen estimator, random, Gaussian process, CMA-ES, or every point of a grid in order."""
     seed: Count = 0
-    """Of the sampler: with one worker the same seed gives the same trials."""
-    startup: PositiveCount = 8
-    """Trials with random values before tpe and gp begin to learn from them."""
-    points: Annotated[int, BeforeValidator(parse_number), Field(ge=2)] = 4
-    """Of a range without step, in a grid."""
+    """Seed of the sampler. With one worker, the same seed gives the same trials."""
+    n_startup_trials: PositiveCount = 8
+    """Random trials before tpe and gp start to model the results."""
+    grid_points: Annotated[int, Field(ge=2), BeforeValidator(parse_number)] = 4
+    """Points of a grid in each range without a step."""
 
 
 class PrunerSettings(Section):
-    """When a trial is ended early; looks at validation loss."""
+    """Pruner: when a trial ends early, by its validation loss."""
 
     kind: Literal["asha", "hyperband", "median", "none"] = "asha"
-    """Asynchronous successive halving (Li et al. 2020), Hyperband (Li et al. 2018), worse than the median, or never."""
-    first: Share = 0.05
-    """Fraction of the longest training after which a trial may be pruned for the first time."""
-    reduction: Annotated[int, BeforeValidator(parse_number), Field(ge=2)] = 3
-    """One trial in so many goes on at each rung of asha and hyperband; rungs are so many times as far apart."""
-    startup: Count = 4
-    """Finished trials before `median` prunes."""
+    """Asynchronous successive halving (Li et al. 2020), Hyperband (Li et al. 2018), the median rule, or none."""
+    min_resource_fraction: Share = 0.05
+    """Fraction of the longest training before a trial can be pruned for the first time."""
+    reduction_factor: Annotated[int, Field(ge=2), BeforeValidator(parse_number)] = 3
+    """asha and hyperband: one trial in this many continues at each rung, and the next rung is this many times later."""
+    n_startup_trials: Count = 4
+    """Finished trials before `median` starts to prune."""
 
 
 class FinalistSettings(Section):
-    """The best trials once more, with other seeds, before one is called better than the others."""
+    """Final round: the best trials are trained with more seeds and compared."""
 
-    top: Count = 3
-    """So many of the best trials; 0 or 1 names the best trial without a comparison."""
+    top_k: Count = 3
+    """Number of finalists. 0 or 1: the best trial wins without a comparison."""
     seeds: PositiveCount = 3
-    """Trainings of each, that of the sweep counted."""
+    """Seeds for each finalist, that of the sweep included."""
     rows: Count = 0
-    """Validation rows on which they are compared (a fixed sample by content); 0 takes all."""
-    confidence: Annotated[float, BeforeValidator(parse_number), Field(gt=0.5, lt=1)] = 0.95
-    """With which the best must be better than each of the others to be the winner alone; else the cheapest wins."""
-    wilcoxon: Share | None = None
-    """One that is worse than the leader at this p (Wilcoxon's signed-rank test) gets no further seeds; null: all do."""
+    """Validation rows for the comparison (a fixed sample by content). 0: all."""
+    confidence: Confidence = 0.95
+    """Confidence with which the best must beat every other finalist to win; otherwise the cheapest of them wins."""
+    wilcoxon_p_threshold: Share | None = None
+    """Train no more seeds of a finalist that is worse than the leader at this p (Wilcoxon signed-rank). null: all."""
 
 
 class Sweep(Section):
-    """Many trainings, chosen by a study: `ratchet sweep` (a command, no stage)."""
+    """Hyperparameter search with Optuna: `ratchet sweep`."""
 
     name: Annotated[str, BeforeValidator(_require_study_name)] = "sweep"
-    """Of the study."""
+    """Name of the study."""
     space: dict[Name, SweepParameter] = Field(
         default_factory=lambda: {
             "train.rank": SweepParameter(low=4, high=64, log=True),
@@ -171,41 +170,41 @@ class Sweep(Section):
             "train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True),
         }
     )
-    """Settings of section train, by dotted key, and the values that each may take."""
+    """Search space: settings of section train, by dotted name, and their values."""
     objectives: Annotated[tuple[ObjectiveSettings, ...], BeforeValidator(convert_to_tuple), Field(min_length=1)] = (
         ObjectiveSettings(),
     )
-    """What trials are judged by; of several the Pareto front is sought, and nothing is pruned."""
+    """Objectives. With several, the Pareto front is searched and nothing is pruned."""
     trials: PositiveCount = 20
-    """In all, however often the sweep is started again; those that a fork has taken over come on top."""
-    hours: Positive | None = None
-    """No trial is begun once all of them together have trained so long."""
-    tokens: PositiveCount | None = None
-    """No trial is begun once all of them together have learned from so many answer tokens."""
+    """Total number of trials, over all starts of the sweep. Trials that a fork takes over are not counted."""
+    max_hours: Positive | None = None
+    """Start no trial after this much total training time, in hours. null: no limit."""
+    max_tokens: PositiveCount | None = None
+    """Start no trial after this many answer tokens trained on in total. null: no limit."""
     sampler: SamplerSettings = SamplerSettings()
-    """Which values are tried next."""
+    """Optuna sampler: which values are tried next."""
     pruner: PrunerSettings = PrunerSettings()
-    """When a trial is ended early."""
+    """Pruner: when a trial ends early, by its validation loss."""
     finalists: FinalistSettings = FinalistSettings()
-    """The best trials once more, with other seeds."""
-    stop_after: PositiveCount = 3
-    """Trials that fail for the same cause before the sweep stops with the diagnosis."""
-    rows: Count = 0
-    """Validation rows that a trial answers, where an objective asks for answers; 0 takes all."""
+    """Final round: the best trials are trained with more seeds and compared."""
+    max_repeated_failures: PositiveCount = 3
+    """Trials that fail for the same cause before the sweep stops."""
+    generation_rows: Count = 0
+    """Validation rows that a trial answers, if an objective needs answers. 0: all."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Sweep":
-        for aim in self.objectives:
-            if aim.metric not in DIRECTIONS:
+    def _check_combinations(self) -> "Sweep":
+        for objective in self.objectives:
+            if objective.metric not in DIRECTIONS:
                 known = ", ".join(DIRECTIONS)
-                raise ValueError(f"objectives: no evaluation reports {aim.metric!r}; there are: {known}")
-        if len({aim.metric for aim in self.objectives}) < len(self.objectives):
-            raise ValueError("objectives: the same metric twice")
+                raise ValueError(f"objectives: unknown metric {objective.metric!r}; expected one of: {known}")
+        if len({objective.metric for objective in self.objectives}) < len(self.objectives):
+            raise ValueError("objectives: found the same metric twice; remove one")
         if len(self.objectives) > 1 and self.pruner.kind != "none":
             raise ValueError(
-                f"pruner.kind: {self.pruner.kind} orders trials by one figure, and there are {len(self.objectives)} "
-                "objectives; set it to none"
+                f"pruner.kind: found {self.pruner.kind}, which needs a single objective, but there are "
+                f"{len(self.objectives)}; set it to none"
             )
         if self.sampler.kind == "cmaes" and len(self.objectives) > 1:
-            raise ValueError("sampler.kind: cmaes knows one objective only; take tpe, gp or random")
+            raise ValueError("sampler.kind: cmaes needs a single objective; set tpe, gp or random")
         return self

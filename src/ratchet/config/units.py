@@ -1,4 +1,4 @@
-"""Amounts of memory for people, and back: GiB and MiB, powers of 1,024, as GPUs and `free -h` give them."""
+"""Sizes as text: GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000."""
 
 import re
 
@@ -11,13 +11,13 @@ _UNITS = {
 }  # fmt: skip
 
 
-def choose_unit(most: int) -> tuple[int, str]:
-    """The unit in which a table whose largest amount is `most` is written: its bytes and its name."""
-    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+def choose_unit(largest_bytes: int) -> tuple[int, str]:
+    """Return the unit for a table whose largest size is `largest_bytes`: its bytes and its name."""
+    return (GIB, "GiB") if largest_bytes >= GIB else (MIB, "MiB")
 
 
 def format_bytes(count: float) -> str:
-    """`1.23 GiB`, `512.0 MiB`, `3.0 KiB`, `12 bytes`."""
+    """Format a size: `1.23 GiB`, `512.0 MiB`, `3.0 KiB`, `12 bytes`."""
     for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
         if abs(count) >= unit:
             return f"{count / unit:,.{digits}f} {name}"
@@ -25,21 +25,22 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """An amount of memory as it is written: `24GiB`, `24 GB` (powers of 1,000), `24564MiB`.
+    """Parse a size such as `24GiB`, `24 GB` or `24564MiB`.
 
     Args:
-        text: number and unit.
-        where: the option or key, for the message.
+        text: a number and a unit.
+        where: the option or setting that holds the text, for messages.
 
     Raises:
-        SettingsError: it is none, or not even one byte.
+        SettingsError: the text is not a size, or is less than one byte.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        hint = f" ({found[1]}GiB?)" if found else f" ({text.strip()}GiB?)" if text.strip().isdecimal() else ""
-        raise SettingsError(f"{where}: {text!r} is no amount of memory{hint}; write 24GiB, 24GB or 24564MiB")
-    count = int(float(found[1]) * unit)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        number = match[1] if match else text.strip() if text.strip().isdecimal() else None
+        hint = f" (did you mean {number}GiB?)" if number else ""
+        raise SettingsError(f"{where}: found {text!r}; expected a size such as 24GiB, 24GB or 24564MiB{hint}")
+    count = int(float(match[1]) * unit)
     if count < 1:
-        raise SettingsError(f"{where}: {text!r} is nothing; write what the device has, such as 24GiB")
+        raise SettingsError(f"{where}: found {text!r}; expected at least one byte, such as 24GiB")
     return count

@@ -1,1 +1,1 @@
-"""What a terminal shows of runs, sweeps and generations."""
+"""Terminal output of runs, sweeps and generations."""

@@ -1,8 +1,8 @@
-"""A picture that is drawn over itself at the end of a terminal's text; what others print goes above it.
+"""Draws a region at the end of a terminal's text repeatedly in place. Other output goes above the region.
 
-Between two frames the cursor rests where the picture begins, and the terminal breaks no line of it. So where it was
-resized, and has broken its lines anew, no rows are to be counted: not by us, who may hear of its width later (tmux
-tells it after up to 250 ms). rich.live counts, and leaves pieces.
+Between two frames the cursor is at the start of the region, and the terminal wraps no line of it. So no rows need to
+be counted after a resize, when the terminal may have wrapped lines again before the process receives the new width
+(tmux reports it after up to 250 ms). rich.live counts rows, and leaves fragments.
 """
 
 import atexit
@@ -21,47 +21,51 @@ from ratchet.storage.html import escape_invisible
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CUT, BREAK = "\x1b[?7l", "\x1b[?7h"
-"""What the terminal does with a line that is too long."""
+"""Disable and enable wrapping of long lines in the terminal."""
 TO_LINE_END, TO_END = "\x1b[K", "\x1b[J"
 AFRESH = "\x1b[2K\r\n\x1b[J\x1b[A"
-"""Erase all from here on: the line by itself, for tmux keeps the text of a screen that is erased as a whole. Only what
-is erased like this is forgotten to have been one line, broken; else it is one again when the terminal becomes wider."""
+"""Erase everything from the cursor on. The line is erased separately, because tmux keeps the text of a screen that is
+erased as a whole. Only lines erased like this are not joined again when the terminal becomes wider.
+"""
 
 
 class LiveRegion:
-    """The picture. Any thread may draw, or print; errors of the terminal are raised to whoever draws.
+    """A region that is redrawn in place. Any thread may draw or print. Terminal errors are raised to the drawing
+    thread.
 
     Args:
-        stream: the terminal. Standard output and standard error are led above the picture where they are this terminal.
+        stream: The terminal. Standard output and error are redirected above the region if they are this terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._terminal = stream, TerminalConsole(stream)
         self._mutex = threading.RLock()
         self._lines: list[str] = []
-        """Of the picture as it stands there."""
+        """Lines of the region that are currently visible."""
         self._drawn_size: ScreenSize | None = None
         self._led: list[tuple[str, _LiveRegionStream]] = []
         self._open = False
 
     def size(self) -> ScreenSize:
-        """What a picture may take of the terminal as it is now: a line is left for what comes after it, and a column,
-        for what is erased behind the text of a full line is its last letter."""
+        """Return the current size available to the region. One line is reserved for the text after it, and one column
+        because
+        erasing behind a full line would erase its last letter.
+        """
         found = self._terminal.extent()
         return found._replace(width=found.width - 1, height=found.height - 1)
 
     def open(self) -> None:
-        """Take the terminal. Raises OSError, ValueError."""
+        """Start to use the terminal. Raises OSError, ValueError."""
         with self._mutex:
             if not self._open:
                 self._open = True
-                atexit.register(self.close)  # whatever ends the process: nobody wants a shell without a cursor
+                atexit.register(self.close)  # the shell needs its cursor back however the process ends
                 self._stream.write(HIDE)
                 self._stream.flush()
                 self._lead()
 
     def draw(self, picture: Callable[[ScreenSize], RenderableType]) -> None:
-        """Draw it in the place of the last one. Raises OSError, ValueError."""
+        """Draw the region in place of the last frame. Raises OSError, ValueError."""
         with self._mutex:
             if self._open:
                 size = self.size()
@@ -69,9 +73,11 @@ class LiveRegion:
                 self._put(above="" if size == self._drawn_size else AFRESH)
                 self._drawn_size = size
 
-    def say(self, text: str) -> None:
-        """A line above the picture, broken between words, which stays; after the end, an ordinary one. Raises OSError,
-        ValueError."""
+    def print_line(self, text: str) -> None:
+        """Print a permanent line above the region, wrapped between words. After `close`, print it normally. Raises
+        OSError,
+        ValueError.
+        """
         with self._mutex:
             line = encode_safely(_keep_colours_only(text), self._terminal.encoding)
             if self._open:
@@ -82,7 +88,7 @@ class LiveRegion:
                 self._stream.flush()
 
     def close(self) -> None:
-        """Leave the picture as it is, and give the terminal back. One that is gone takes nothing more."""
+        """Leave the last frame on the screen and restore the terminal. Errors of a closed terminal are ignored."""
         with self._mutex:
             if not self._open:
                 return
@@ -98,16 +104,17 @@ class LiveRegion:
 
     def _rendered(self, picture: RenderableType) -> list[str]:
         terminal, size = self._terminal, self.size()
-        with terminal.capture() as taken:
+        with terminal.capture() as capture:
             terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", crop=True, end="")
-        return taken.get().rstrip("\n").split("\n")[: size.height]
+        return capture.get().rstrip("\n").split("\n")[: size.height]
 
     def _put(self, above: str = "", after: str | None = None) -> None:
-        """Draw the picture, in one write.
+        """Draw the region in one write.
 
         Args:
-            above: goes before it, and stays.
-            after: what ends the show; None: it goes on, the cursor returns to where the picture begins.
+            above: Permanent text before the region.
+            after: Text that ends the display. None: the display continues, and the cursor returns to the start of the
+                region.
         """
         picture = "\r\n".join(line + TO_LINE_END for line in self._lines)
         back = f"\x1b[{len(self._lines) - 1}A" if len(self._lines) > 1 else ""
@@ -125,12 +132,12 @@ class LiveRegion:
 
     @property
     def is_open(self) -> bool:
-        """Whether the picture is there."""
+        """Whether the region is open."""
         return self._open
 
 
 class _LiveRegionStream(io.TextIOBase):
-    """Stands in the place of standard output or error: whole lines go above the picture."""
+    """Replaces standard output or error: complete lines go above the region."""
 
     def __init__(self, real: TextIO, canvas: LiveRegion) -> None:
         self.real, self._canvas, self._rest = real, canvas, ""
@@ -153,14 +160,16 @@ class _LiveRegionStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not self._canvas.is_open:  # somebody has kept this stream: a handler of logging
+        if not self._canvas.is_open:  # another object still holds this stream, for example a logging handler
             return self.real.write(text)
         lines = (self._rest + text).split("\n")
         self._rest = lines.pop()
         if lines:
-            with suppress(OSError, ValueError):  # who prints is not to suffer; who draws will meet it too, and tell
-                # Of a line that was written over itself, as progress bars are, the last state stays.
-                self._canvas.say("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+            with suppress(
+                OSError, ValueError
+            ):  # printing must not fail; the drawing thread gets and reports the same error
+                # Of a line that overwrote itself, like a progress bar, the last state remains.
+                self._canvas.print_line("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
         return len(text)
 
     def flush(self) -> None:
@@ -168,19 +177,19 @@ class _LiveRegionStream(io.TextIOBase):
             self.real.flush()
 
     def flush_rest(self) -> None:
-        """What had no end of line yet."""
+        """Write the last text without a line end."""
         rest, self._rest = self._rest, ""
         if rest:
             self.real.write(rest + "\n")
 
 
 def _keep_colours_only(text: str) -> str:
-    """Text that may have colours, and moves no cursor."""
+    """Return text with colours but without cursor movements."""
     parts = COLOUR.split(text)
-    found = [escape_invisible(part) for part in parts]
+    parts_and_colours = [escape_invisible(part) for part in parts]
     for place, colour in enumerate(COLOUR.findall(text)):
-        found[place] += colour
-    return "".join(found)
+        parts_and_colours[place] += colour
+    return "".join(parts_and_colours)
 
 
 def _is_same_terminal(one: TextIO, other: TextIO) -> bool:

@@ -1,12 +1,13 @@
-"""Progress lines in a terminal for what takes longer than two seconds; nothing where nobody watches."""
+"""Progress bars for tasks longer than two seconds. Only terminals show them."""
 
 import sys
 from typing import Any
 
 
 def create_bar(what: str, unit: str, total: int | None = None) -> Any:
-    """A line on standard error that removes itself. `disable` is said, since the environment may silence tqdm."""
-    from tqdm import tqdm  # reads the environment when it is imported: not before the command line has written there
+    """Create a bar on standard error that removes itself. `disable` is explicit because the environment may silence
+    tqdm."""
+    from tqdm import tqdm  # reads the environment at import, so only after the command line has changed it
 
     return tqdm(
         desc=what, unit=f" {unit}", unit_scale=True, total=total, delay=2, mininterval=0.5, leave=False,
@@ -15,7 +16,7 @@ def create_bar(what: str, unit: str, total: int | None = None) -> Any:
 
 
 class ProgressBars:
-    """One line at a time: a new one whenever another thing is done."""
+    """Shows one bar at a time, a new one for each task."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -23,14 +24,14 @@ class ProgressBars:
         self._bar: Any = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show how far `what` is."""
+        """Show the progress of `what`."""
         if what != self._what:
             self.close()
             self._what, self._bar = what, create_bar(f"{self._verb}: {what}", "", total)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Remove the line."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
         self._what, self._bar = "", None

@@ -1,4 +1,4 @@
-"""A sweep in the terminal while it runs: a live table; where none can be drawn, a line for each change of a trial."""
+"""Shows a running sweep in the terminal: a live table, or a line for each change of a trial where none can be drawn."""
 
 import sys
 import time
@@ -22,29 +22,31 @@ from ratchet.tuning.tracking_payload import STATES, count_states
 from ratchet.tuning.trial_summary import (
     LOSS,
     compute_savings,
-    format_knob_value,
     format_objective,
+    format_parameter_value,
     shorten_names,
     superseded_numbers,
     validation_curve,
 )
 
 LATEST = 12
-"""Trials that are over and shown; fewer where the terminal is small."""
+"""Number of finished trials in the table. Small terminals show fewer."""
 GAP = 2
 """Blanks between columns."""
 LONGEST_NAME = 18
-"""Characters of a worker's name; its end tells it from others."""
+"""Maximum number of characters of a worker's name. The end is kept because it is distinctive."""
 SHORTEST_REASON = 16
-"""Characters; where there is room for fewer, reasons are left out."""
+"""Minimum number of characters for reasons. With less space they are omitted."""
 
 STYLES = {"running": "cyan", "complete": "green", "pruned": "bright_black", "infeasible": "yellow", "failed": "red"}
 
 
 class SweepConsole:
-    """Shows a sweep to whoever started it. A terminal that breaks ends the show, and nothing else.
+    """Shows a sweep to the user who started it. An error of the terminal ends the display, not the sweep.
 
-    `stream` is the terminal or what stands in its place, `clock` gives Unix time in seconds.
+    Args:
+        stream: The terminal or its replacement.
+        clock: Returns Unix time in seconds.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
@@ -53,12 +55,12 @@ class SweepConsole:
         )
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Show where it stands; to be called about once a second.
+        """Show the current state. Call it about once a second.
 
         Args:
-            report: the study.
-            progress: of trials that run, by number, where something is known of them.
-            workers: at work here.
+            report: The report of the study.
+            progress: Progress of running trials by number, as far as known.
+            workers: Number of active local workers.
         """
         self._shown(lambda view: view.show(report, progress, workers))
 
@@ -72,39 +74,39 @@ class SweepConsole:
         try:
             if view is not None:
                 show(view)
-        except (OSError, ValueError):  # the terminal is gone, or its file closed: nobody looks any more
+        except (OSError, ValueError):  # the terminal or its file is closed: stop the display
             self._view = None
             if isinstance(view, LiveSweepTable):
                 view.leave()
 
 
 class LiveSweepTable:
-    """The live table."""
+    """A table that is redrawn in place."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._clock, self._begun = clock, clock()
+        self._clock, self._start_s = clock, clock()
         self._console = TerminalConsole(stream)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=stream is sys.stdout,  # what others print goes above the table
+            redirect_stdout=stream is sys.stdout,  # other output goes above the table
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
         )
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Draw it in the place of the last."""
+        """Draw the table in place of the last one."""
         self._live.start()
         self._live.update(self._drawn(report, progress, workers), refresh=True)
 
     def close(self, report: SweepReport) -> None:
-        """Draw it for the last time, and give the terminal back."""
+        """Draw the last table and restore the terminal."""
         self._live.start()
         self._live.update(self._drawn(report, {}, 0))
         self._live.stop()
 
     def leave(self) -> None:
-        """Give standard output and error back, of a terminal that takes nothing more."""
+        """Restore standard output and error after an error of the terminal."""
         with suppress(OSError, ValueError):
             self._live.stop()
 
@@ -112,14 +114,14 @@ class LiveSweepTable:
         width, encoding = self._console.width, self._console.encoding
         lines = [
             Text(encode_safely(line, encoding))
-            for line in format_headlines(report, workers, self._clock() - self._begun)
+            for line in format_headlines(report, workers, self._clock() - self._start_s)
         ]
         for line in lines:
             line.stylize("bold", 0, line.plain.find(":") + 1)
-        taken = sum(len(line.wrap(self._console, width)) for line in lines)
+        used_lines = sum(len(line.wrap(self._console, width)) for line in lines)
         trials = select_trials(
-            report, max(1, self._console.height - taken - 2)
-        )  # a line for the head, one for the cursor
+            report, max(1, self._console.height - used_lines - 2)
+        )  # a line for the heading, one for the cursor
         if not trials:
             return Group(*lines)
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="underline")
@@ -134,14 +136,14 @@ class LiveSweepTable:
 
 
 class SweepLogPrinter:
-    """A line for each change, as logs need it; nothing is told twice."""
+    """Prints a line for each change of a trial, for logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._clock, self._begun = stream, clock, clock()
+        self._stream, self._clock, self._start_s = stream, clock, clock()
         self._known: dict[int, Trial] | None = None
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Tell what has changed since the last call; at the first, where it stands and which trials run."""
+        """Print the changes since the last call. The first call prints the state and the running trials."""
         if self._known is None:
             self._print(format_headlines(report, workers, None))
             self._known = {trial.number: trial for trial in report.trials if trial.is_over}
@@ -151,10 +153,10 @@ class SweepLogPrinter:
                 self._known[trial.number] = trial
 
     def close(self, report: SweepReport) -> None:
-        """Tell the last changes, and where it stands at the end."""
+        """Print the last changes and the final state."""
         if self._known is not None:
             self.show(report, {}, 0)
-        self._print(format_headlines(report, 0, self._clock() - self._begun))
+        self._print(format_headlines(report, 0, self._clock() - self._start_s))
 
     def _print(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -163,11 +165,11 @@ class SweepLogPrinter:
 
 
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:
-    """Where the sweep stands: trials, best values, time, and what pruning saved."""
+    """Return the summary lines: trials, best values, time, and savings from pruning."""
     by_state = count_states(report.trials)
     over = sum(by_state[state] for state in STATES if state != "running")
     kinds = ", ".join(f"{by_state[state]} {state}" for state in STATES if by_state[state])
-    lines = [f"{report.study}: {over} of {report.wanted_trials} trials{f' ({kinds})' if kinds else ''}"]
+    lines = [f"{report.study}: {over} of {report.planned_trials} trials{f' ({kinds})' if kinds else ''}"]
     if len(report.best) == 1:
         trial = report.trials[report.best[0]]
         lines.append(
@@ -176,7 +178,9 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
     elif report.best:
         lines.append(f"Pareto front: trials {', '.join(map(str, report.best))}")
     if report.winner is not None:
-        lines.append(f"winner: {first_line(report.finals.reason) if report.finals else f'trial {report.winner}'}")
+        lines.append(
+            f"winner: {first_line(report.final_round.reason) if report.final_round else f'trial {report.winner}'}"
+        )
     if report.stopped:
         lines.append(f"stopped: {first_line(report.stopped)}")
     facts = [] if elapsed_s is None else [format_duration(elapsed_s)]
@@ -190,47 +194,47 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
 
 
 def describe_changes(report: SweepReport, trial: Trial, known: Trial | None) -> Iterator[str]:
-    """What has become of a trial, given what was known of it; nothing where nothing has."""
-    name, worker = f"trial {trial.number}", trial.takes[-1].worker if trial.takes else "nobody"
+    """Yield the changes of a trial since its `known` state."""
+    name, worker = f"trial {trial.number}", trial.executions[-1].worker if trial.executions else "no worker"
     if trial.is_over:
         if known is None or not known.is_over:
-            which = f" ({format_parameters(report, trial)})" if known is None else ""
-            yield escape_invisible(f"{name}{which} {describe_outcome(report, trial)}")
+            parameters = f" ({format_parameters(report, trial)})" if known is None else ""
+            yield escape_invisible(f"{name}{parameters} {describe_outcome(report, trial)}")
     elif known is None:
-        what = f"begun: {format_parameters(report, trial)}"
+        change = f"started: {format_parameters(report, trial)}"
         if trial.continues is not None:
-            what = f"goes on with trial {trial.continues}"
-        yield escape_invisible(f"{name} {what}, by {worker}")
-    elif len(trial.takes) > len(known.takes):
+            change = f"continues trial {trial.continues}"
+        yield escape_invisible(f"{name} {change}, by {worker}")
+    elif len(trial.executions) > len(known.executions):
         yield escape_invisible(f"{name} taken over by {worker}")
 
 
 def describe_outcome(report: SweepReport, trial: Trial) -> str:
-    """How a trial ended: `pruned: validation loss 1.234 after 960 rows is number 5 of 9`."""
+    """Describe how a trial ended: `pruned: validation loss 1.234 after 960 rows is number 5 of 9`."""
     if trial.state == "complete":
         alone = len(report.objectives) == 1 and report.best == (trial.number,)
-        best = ", the best so far" if alone else ""
+        best = ", best so far" if alone else ""
         return f"complete: {format_objectives(report, trial)}{best}"
     at = f"at step {trial.cost.steps:,}" if trial.cost.steps else "before its first step"
     return f"{trial.state}: {first_line(trial.reason) or at}"
 
 
 def format_objectives(report: SweepReport, trial: Trial) -> str:
-    """What a complete trial came to: `validation loss 1.234, memory 3.1 GiB`."""
+    """Format the objectives of a complete trial: `validation loss 1.234, memory 3.1 GiB`."""
     pairs = zip(report.objectives, trial.objectives, strict=False)
     return ", ".join(
-        f"{measure.metric.replace('_', ' ')} {format_objective(measure, found)}" for measure, found in pairs
+        f"{objective.metric.replace('_', ' ')} {format_objective(objective, found)}" for objective, found in pairs
     )
 
 
 def format_parameters(report: SweepReport, trial: Trial) -> str:
-    """What was searched: `rank 16, learning_rate 3e-4`; ties follow from it and are left out."""
-    free = [axis.knob for axis in report.axes if axis.kind != "tie" and axis.knob in trial.values]
-    return ", ".join(f"{name} {_format_parameter(knob, trial)}" for knob, name in shorten_names(free).items())
+    """Format the searched hyperparameters: `rank 16, learning_rate 3e-4`. Derived ones are omitted."""
+    free = [axis.name for axis in report.axes if axis.kind != "tie" and axis.name in trial.values]
+    return ", ".join(f"{name} {_format_parameter(parameter, trial)}" for parameter, name in shorten_names(free).items())
 
 
 def select_trials(report: SweepReport, room: int) -> list[Trial]:
-    """Trials that get a row: those that run, the best, and the latest that are over, `room` in all."""
+    """Select at most `room` trials for the table: running ones, the best, and the latest finished ones."""
     old = superseded_numbers(report)
     own = [trial for trial in report.trials if trial.number not in old]
     running = [trial for trial in own if not trial.is_over]
@@ -242,51 +246,51 @@ def select_trials(report: SweepReport, room: int) -> list[Trial]:
 
 @dataclass(frozen=True)
 class SweepTableColumn:
-    """One column of the table."""
+    """A column of the table."""
 
     title: str
     cells: tuple[str, ...]
     weight: int
-    """Those with the smallest are shown where there is no room for all."""
+    """Columns with the smallest weight are kept if not all fit."""
     justify: Literal["left", "right"] = "right"
     elastic: bool = False
-    """Takes what the others leave."""
+    """Whether the column takes the remaining width."""
 
 
 def build_columns(
     report: SweepReport, trials: Sequence[Trial], progress: Mapping[int, RunProgress]
 ) -> list[SweepTableColumn]:
-    """All columns there could be, from left to right; each says something about at least one trial."""
-    free = shorten_names(axis.knob for axis in report.axes if axis.kind != "tie")
-    hosts = {trial.takes[-1].worker.split("/")[0] for trial in trials if trial.takes}
+    """Return all columns with a value for at least one trial, from left to right."""
+    free = shorten_names(axis.name for axis in report.axes if axis.kind != "tie")
+    hosts = {trial.executions[-1].worker.split("/")[0] for trial in trials if trial.executions}
 
     def column(title: str, cell: Callable[[Trial], str], weight: int, *, left: bool = False) -> SweepTableColumn:
         texts = tuple(escape_invisible(cell(trial)) for trial in trials)
         return SweepTableColumn(title, texts, weight, "left" if left else "right", elastic=title == "why")
 
     def worker(trial: Trial) -> str:
-        name = trial.takes[-1].worker if trial.takes else ""
+        name = trial.executions[-1].worker if trial.executions else ""
         return (name if len(hosts) > 1 else name.rpartition("/")[2])[-LONGEST_NAME:]
 
     def rate(trial: Trial) -> str:
-        found = progress[trial.number].tokens_per_s if trial.number in progress else None
-        return "" if found is None else f"{found:,.0f}"
+        tokens_per_s = progress[trial.number].tokens_per_s if trial.number in progress else None
+        return "" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
 
     def tries(trial: Trial) -> str:
         return str(progress[trial.number].attempts if trial.number in progress else trial.cost.attempts or "")
 
-    made = [
+    columns = [
         column("trial", lambda trial: f"{trial.number}{'*' if trial.number in report.best else ' '}", 0),
         column("state", lambda trial: trial.state, 1, left=True),
         *(
-            column(name, partial(_format_parameter, knob), weight)
-            for weight, (knob, name) in zip((5, 6, *range(10, 10 + len(free))), free.items(), strict=False)
+            column(name, partial(_format_parameter, parameter), weight)
+            for weight, (parameter, name) in zip((5, 6, *range(10, 10 + len(free))), free.items(), strict=False)
         ),
         column("loss", partial(_format_loss, report, progress), 2),
         *(
-            column(measure.metric, partial(_format_objective, report, at), 3)
-            for at, measure in enumerate(report.objectives)
-            if measure.metric != LOSS
+            column(objective.metric, partial(_format_objective, report, at), 3)
+            for at, objective in enumerate(report.objectives)
+            if objective.metric != LOSS
         ),
         column("step", lambda trial: _format_steps(trial, progress), 4),
         column("tokens/s", rate, 7),
@@ -294,45 +298,48 @@ def build_columns(
         column("tries", tries, 9),
         column("why", lambda trial: "" if trial.state == "complete" else first_line(trial.reason), 99, left=True),
     ]
-    return [column for column in made if any(column.cells)]
+    return [column for column in columns if any(column.cells)]
 
 
 def _format_loss(report: SweepReport, progress: Mapping[int, RunProgress], trial: Trial) -> str:
-    """The objective where it is the loss, else the last validation."""
+    """Format the objective if it is the loss, else the last validation loss."""
     pairs = zip(report.objectives, trial.objectives, strict=False)
-    found = next((objective for measure, objective in pairs if measure.metric == LOSS), None)
-    if found is None and trial.number in progress:
-        found = progress[trial.number].validation_loss
-    if found is None:
-        found = next(reversed(validation_curve(trial, {one.number: one for one in report.trials}).values()), None)
-    return "" if found is None else f"{found:.4f}"
+    loss = next((value for objective, value in pairs if objective.metric == LOSS), None)
+    if loss is None and trial.number in progress:
+        loss = progress[trial.number].validation_loss
+    if loss is None:
+        loss = next(reversed(validation_curve(trial, {one.number: one for one in report.trials}).values()), None)
+    return "" if loss is None else f"{loss:.4f}"
 
 
 def _format_objective(report: SweepReport, at: int, trial: Trial) -> str:
     return format_objective(report.objectives[at], trial.objectives[at]) if at < len(trial.objectives) else ""
 
 
-def _format_parameter(knob: str, trial: Trial) -> str:
-    """Of one setting; empty where it is not searched. Names in a list are joined so that they stay one thing."""
-    found = trial.values.get(knob, "")
-    return format_knob_value("+".join(map(str, found)) if isinstance(found, list | tuple) else found)
+def _format_parameter(parameter: str, trial: Trial) -> str:
+    """Format one hyperparameter. Empty if it is not searched. Names in a list are joined without blanks."""
+    value = trial.values.get(parameter, "")
+    return format_parameter_value("+".join(map(str, value)) if isinstance(value, list | tuple) else value)
 
 
 def _format_steps(trial: Trial, progress: Mapping[int, RunProgress]) -> str:
-    """Steps done, of those that were planned."""
+    """Format completed and planned steps."""
     known = progress.get(trial.number)
     done, planned = (known.step, known.planned_steps) if known else (trial.cost.steps, trial.cost.planned_steps)
     return f"{done}/{planned}" if planned else ""
 
 
-def fit_columns(made: Sequence[SweepTableColumn], width: int, mark: str) -> list[SweepTableColumn]:
-    """The columns that fit into so many characters, from left to right; the elastic one is cut to what is left.
+def fit_columns(columns: Sequence[SweepTableColumn], width: int, mark: str) -> list[SweepTableColumn]:
+    """Return the columns that fit into `width`, from left to right. The elastic one gets the remaining width.
 
-    `mark`, a letter, stands for what was cut off.
+    Args:
+        columns: All columns.
+        width: Available characters.
+        mark: Letter that replaces cut text.
     """
     left, chosen = width + GAP, []
-    for place in sorted(range(len(made)), key=lambda place: made[place].weight):
-        column = made[place]
+    for place in sorted(range(len(columns)), key=lambda place: columns[place].weight):
+        column = columns[place]
         widest = max(map(cell_len, (column.title, *column.cells)))
         if column.elastic and SHORTEST_REASON <= left - GAP < widest:
             cells = tuple(_truncate(cell, left - GAP, mark) for cell in column.cells)
@@ -348,5 +355,5 @@ def _truncate(text: str, width: int, mark: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of what others wrote, safe to be shown."""
+    """Return the first line of external text, safe for the terminal."""
     return escape_invisible(next((line.strip() for line in text.splitlines() if line.strip()), ""))

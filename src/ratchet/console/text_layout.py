@@ -1,4 +1,4 @@
-"""Where something is shown to people: can it be drawn there again and again, how large is it, what can it write?"""
+"""Lays out text for terminals: size and encoding, sparklines and bars, screen lines, word wrapping."""
 
 import errno
 import math
@@ -17,71 +17,71 @@ from rich.text import Text
 from ratchet.storage.html import escape_invisible
 
 NARROWEST, LOWEST = 20, 4
-"""Columns and lines; less is not believed (a terminal whose size nobody has set says 0)."""
+"""Minimum columns and lines. Smaller sizes are ignored: a terminal without a set size reports 0."""
 
 
 class ScreenSize(NamedTuple):
-    """Of a screen."""
+    """Size and encoding of a screen."""
 
     width: int
-    """Columns."""
+    """Number of columns."""
     height: int
-    """Lines."""
+    """Number of lines."""
     encoding: str = "utf-8"
-    """What is written there; where it lacks a letter, plainer ones stand in."""
+    """Encoding of the stream. Letters that it lacks are replaced by simpler ones."""
 
 
 def is_live_terminal(stream: TextIO) -> bool:
-    """Whether a picture can be drawn over and over there: a terminal that moves its cursor, with somebody before it."""
+    """Return whether the stream is an interactive terminal that can move its cursor."""
     dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
     return stream.isatty() and not dumb and not os.environ.get("CI")
 
 
 class TerminalConsole(Console):
-    """Where it is drawn: nothing that others wrote is taken for an instruction, and its end is not the process's."""
+    """A Rich console that ignores markup in external text, and raises an error instead of exiting the process."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(file=stream, markup=False, highlight=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
-        raise BrokenPipeError(errno.EPIPE, "the terminal is gone")
+        """Raise an error, because Rich would exit the process."""
+        raise BrokenPipeError(errno.EPIPE, "the terminal is closed")
 
     def extent(self) -> ScreenSize:
-        """How large it is now."""
+        """Return the current size."""
         found = self.size
         return ScreenSize(max(NARROWEST, found.width), max(LOWEST, found.height), self.encoding)
 
 
 def encode_safely(text: str, encoding: str) -> str:
-    """Text as this stream can write it, a question mark for what it cannot."""
+    """Replace letters that the encoding lacks by question marks."""
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def terminal_columns(stream: IO[str]) -> int:
-    """Of the terminal as it is now; 0: it is none, or nobody has set its size."""
+    """Return the current width of the terminal, or 0 if the stream is not a terminal or its size is not set."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):
         return 0
 
 
-# Pictures made of letters: curves, bars; in ASCII where the terminal's encoding has no better.
+# Sparklines and bars, in ASCII where the encoding requires it.
 
 
 @dataclass(frozen=True)
 class GlyphSet:
-    """The letters that pictures are made of."""
+    """Letters for sparklines and bars."""
 
     levels: str
     """From the lowest to the highest."""
     full: str
     parts: str
-    """Of a bar's last cell, from nearly empty to nearly full."""
+    """Last cell of a bar, from nearly empty to nearly full."""
     rest: str
     mark: str
     cut: str
-    """Stands for what was cut off."""
+    """Replaces cut text."""
 
 
 UNICODE = GlyphSet("▁▂▃▄▅▆▇█", "█", "▏▎▍▌▋▊▉", "·", "┃", "…")
@@ -89,7 +89,7 @@ ASCII = GlyphSet("_.,-~=+*#", "#", "", ".", "|", "~")
 
 
 def choose_glyphs(encoding: str) -> GlyphSet:
-    """The best that this encoding can write."""
+    """Return the best glyphs of this encoding."""
     try:
         "".join((UNICODE.levels, UNICODE.full, UNICODE.parts, UNICODE.rest, UNICODE.mark, UNICODE.cut)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -104,14 +104,14 @@ def draw_sparkline(
     width: int,
     letters: GlyphSet,
 ) -> str:
-    """A curve in one line: a letter for the mean of the points below it, none where there are none.
+    """Draw a curve in one line. Each letter is the mean of its points, or a blank if it has none.
 
     Args:
-        points: step and value, ascending.
-        span: first and last step of the line.
-        scale: values of the lowest and of the highest letter.
-        width: letters.
-        letters: to draw with.
+        points: Steps and values in ascending order of steps.
+        span: First and last step of the line.
+        scale: Values of the lowest and of the highest letter.
+        width: Number of letters.
+        letters: Glyphs to use.
     """
     first, last = span
     cells: list[list[float]] = [[] for _ in range(width)]
@@ -129,13 +129,13 @@ def _sparkline_level(value: float, scale: tuple[float, float], letters: GlyphSet
 
 
 def sparkline_range(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest of what is drawn; the highest twentieth is cut off, so that one spike flattens no curve."""
+    """Return the range of a sparkline. The highest 5 % are clipped, so that one spike does not flatten the curve."""
     ordered = sorted(values)
     return ordered[0], ordered[max(0, math.ceil(0.95 * len(ordered)) - 1)]
 
 
 def draw_bar(share: float, width: int, letters: GlyphSet, mark: float | None = None) -> str:
-    """A part of a whole of 1, and perhaps a mark at another part. More than the whole fills it."""
+    """Draw a bar for a share of 1, with an optional mark at another share. Shares above 1 fill the bar."""
     share = min(1.0, max(0.0, share))
     filled = int(share * width)
     cells = [letters.full] * filled + [letters.rest] * (width - filled)
@@ -147,10 +147,10 @@ def draw_bar(share: float, width: int, letters: GlyphSet, mark: float | None = N
     return "".join(cells)
 
 
-# Lines of a screen: what does not fit is left out clause by clause, the last one first.
+# Lines of a screen. Clauses that do not fit are omitted, the last one first.
 
 WIDE = 60
-"""Columns; on narrower screens names are short."""
+"""Minimum columns for full labels. Narrower screens use short ones."""
 LABEL, SHORT_LABEL = 12, 7
 _SHORT = {
     "validation": "valid", "learn rate": "lr", "gradient": "grad", "checkpoint": "ckpt", "attempts": "tries",
@@ -162,35 +162,35 @@ WARNING, GOOD, QUIET, BAD = "yellow", "green", "dim", "red"
 
 @dataclass(frozen=True)
 class ScreenLine:
-    """One line of a screen."""
+    """A line of a screen."""
 
     text: Text
     weight: int
-    """Where there is no room for all, those with the greatest are left out."""
+    """Lines with the greatest weight are omitted first."""
 
 
 class LineFormatter:
-    """Writes lines for a screen of this size."""
+    """Formats lines for a screen of this size."""
 
     def __init__(self, size: ScreenSize) -> None:
         self.size = size
         self.letters: GlyphSet = choose_glyphs(size.encoding)
         self.label = LABEL if size.width >= WIDE else SHORT_LABEL
         self.room = size.width - self.label
-        """Columns beside the labels."""
+        """Columns next to the labels."""
 
     def row(self, weight: int, label: str, clauses: Sequence[str | Text], separator: str = ", ") -> ScreenLine:
-        """A name, and what is said of it; the first clause is cut where even that is too long."""
+        """Format a label and its clauses. The first clause is cut if it does not fit."""
         name = label if self.label == LABEL else _SHORT.get(label, label)
-        text = Text().append(name.ljust(self.label)[: self.label], QUIET)  # the name alone is quiet
+        text = Text().append(name.ljust(self.label)[: self.label], QUIET)  # only the label is dim
         return ScreenLine(text.append_text(self.fit(clauses, self.room, separator)), weight)
 
     def line(self, weight: int, clauses: Sequence[str | Text], separator: str = ", ") -> ScreenLine:
-        """The same without a name."""
+        """Format a line without a label."""
         return ScreenLine(self.fit(clauses, self.size.width, separator), weight)
 
     def fit(self, clauses: Sequence[str | Text], room: int, separator: str = ", ") -> Text:
-        """As many clauses as there is room for."""
+        """Join as many clauses as fit."""
         text = Text()
         for place, clause in enumerate(clauses):
             one = self.safe(clause)
@@ -201,74 +201,73 @@ class LineFormatter:
         return text
 
     def safe(self, clause: str | Text) -> Text:
-        """Text of others as it can be written here, in one line."""
+        """Make external text printable on one line in the screen's encoding."""
         text = clause if isinstance(clause, Text) else Text(clause)
         plain = encode_safely(escape_invisible(text.plain.replace("\n", " ").replace("\t", " ")), self.size.encoding)
         return text if plain == text.plain else Text(plain, text.style)
 
     def cut(self, text: Text, room: int) -> Text:
-        """Text of at most so many columns."""
+        """Cut text to this number of columns."""
         if text.cell_len <= room:
             return text
-        kept = set_cell_size(text.plain, max(0, room - 1)).rstrip()
-        found = text.copy()
-        found.right_crop(len(found) - len(kept))  # with the ends of its styles
-        return found.append(self.letters.cut)
+        text_start = set_cell_size(text.plain, max(0, room - 1)).rstrip()
+        result = text.copy()
+        result.right_crop(len(result) - len(text_start))  # also shortens its styles
+        return result.append(self.letters.cut)
 
     def padded(self, text: str, columns: int, right: bool = False) -> str:
-        """Text that takes so many columns."""
+        """Pad or cut text to this number of columns."""
         if right:
             return " " * max(0, columns - cell_len(text)) + text
         return set_cell_size(text, columns)
 
 
 def select_lines(lines: Sequence[ScreenLine], height: int) -> list[Text]:
-    """The lines that there is room for, in their order."""
-    kept = sorted(range(len(lines)), key=lambda place: (lines[place].weight, place))[: max(1, height)]
-    return [lines[place].text for place in sorted(kept)]
+    """Return the lines that fit, in order."""
+    selected = sorted(range(len(lines)), key=lambda place: (lines[place].weight, place))[: max(1, height)]
+    return [lines[place].text for place in sorted(selected)]
 
 
-# Text that flows into a terminal: a word that would cross the edge goes to the next line, also of text in pieces.
-#
-# Nothing that was written is taken back, for terminals do not agree on the width of every letter: a word is held until
-# it
-# is whole, or is known to begin the next line. What begins a line is written as it comes.
+# Streaming word wrap: a word that would cross the edge moves to the next line, also if it arrives in pieces. Written
+# text is never erased, because terminals disagree on the width of some letters. A word is buffered until it is complete
+# or known to start the next line. The first word of a line is written immediately.
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PARTS = re.compile(rf"{COLOUR.pattern}|.", re.DOTALL)
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
-"""A line that begins code; one of its fence alone, or a longer one, ends it."""
+"""A line that starts a code block. An equal or longer fence on its own line ends the block."""
 _NOT_FIRST, _NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
-"""Categories of letters that begin no line, and that end none, where there are no blanks between words."""
+"""Categories of letters that cannot start or end a line in scripts without blanks between words."""
 
 
 class StreamingTextWrapper:
-    """One text. Code between fences keeps its lines: the terminal breaks them where it must.
+    """Wraps one text. Lines of code blocks are not wrapped.
 
     Args:
-        width: columns of the terminal, asked for with every piece, for it may be resized; 0: lines stay as they are.
+        width: Returns the columns of the terminal, for each piece because it may be resized. 0: lines stay unchanged.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self.column = 0
-        """Of the cursor, in its row."""
+        """Column of the cursor."""
         self._blanks, self._word = "", ""
-        """Held: what follows the last word, and the word that has begun."""
+        """Buffered blanks after the last word, and the buffered word."""
         self._has_word, self._through = False, False
-        """Of the line; and whether its last word is written as it comes, for it stands where it must."""
+        """Whether the line has a word, and whether its last word is written immediately because its position is
+        final."""
         self._last = ""
-        """Letter that was written."""
+        """Last written letter."""
         self._line, self._fence = "", ""
-        """As it was given until now; and what the code in which it stands began with."""
+        """The input line so far, and the fence of the current code block."""
 
     def feed(self, text: str) -> str:
-        """What can be written now."""
+        """Return the text that can be written now."""
         width = self._width()
         return "".join(self._take(part, width) for part in _PARTS.findall(text))
 
     def close(self) -> str:
-        """What was held after all; blanks at the end are nothing."""
+        """Return the buffered text without trailing blanks."""
         rest, self._blanks = self._settled(self._width()), ""
         return rest
 
@@ -277,34 +276,34 @@ class StreamingTextWrapper:
             return self._end_line(width)
         self._line += part
         if not width or self._fence or _FENCE.fullmatch(self._line):
-            whole, self._blanks = self._settled(width) + self._blanks, ""
-            return whole + self._written(part, width)
+            completed, self._blanks = self._settled(width) + self._blanks, ""
+            return completed + self._written(part, width)
         if part in " \t":
             return self._blank(part, width)
-        whole = self._settled(width) if self._may_break_before(part) else ""
+        completed = self._settled(width) if self._may_break_before(part) else ""
         if self._through or not self._has_word:
             self._has_word = self._through = True
-            return whole + self._written(part, width)
+            return completed + self._written(part, width)
         self._word += part
-        return whole if self._fits(width) else whole + self._moved(width)
+        return completed if self._fits(width) else completed + self._moved(width)
 
     def _blank(self, part: str, width: int) -> str:
-        if not self._has_word:  # it stands as far in as it was meant to
+        if not self._has_word:  # indentation stays unchanged
             return self._written(part, width)
-        whole = self._settled(width)
+        completed = self._settled(width)
         self._blanks += part
-        return whole
+        return completed
 
     def _may_break_before(self, part: str) -> bool:
         before = self._word[-1:] or (self._last if self._through else "")
         return bool(before) and not COLOUR.match(part) and _may_break(before, part)
 
     def _settled(self, width: int) -> str:
-        """The word is whole."""
+        """Return the completed word."""
         self._through = False
         if not self._word:
             return ""
-        if not self._fits(width):  # any more
+        if not self._fits(width):  # the terminal may have been resized
             text = self._moved(width)
             self._through = False
             return text
@@ -319,7 +318,7 @@ class StreamingTextWrapper:
         return len((" " * self.column + self._blanks).expandtabs())
 
     def _moved(self, width: int) -> str:
-        """The word begins the next line. What more comes of it is written at once."""
+        """Move the word to the next line. The rest of the word is written immediately."""
         text, self._blanks, self._word = self._word, "", ""
         self.column, self._last, self._through = 0, "", True
         return "\n" + self._written(text, width)
@@ -329,8 +328,8 @@ class StreamingTextWrapper:
         if self._blanks and self._after_blanks() <= width:
             text += self._blanks
         if not self._fence:
-            found = _FENCE.fullmatch(self._line)
-            self._fence = found[1] if found else ""
+            fence = _FENCE.fullmatch(self._line)
+            self._fence = fence[1] if fence else ""
         elif self._line.strip().startswith(self._fence) and not self._line.strip().strip(self._fence[0]):
             self._fence = ""
         self.column, self._last, self._line, self._blanks = 0, "", "", ""
@@ -342,8 +341,11 @@ class StreamingTextWrapper:
             if part == "\t":
                 self.column = len((" " * self.column + part).expandtabs())
             elif not COLOUR.match(part):
-                cells = cell_len(self._last + part) - cell_len(self._last)  # some letters change the one before
-                # In a row that has become narrower than what stood in it nobody knows the column: the next word moves.
+                cells = cell_len(self._last + part) - cell_len(
+                    self._last
+                )  # some letters change the width of the previous one
+                # If the terminal became narrower than the current row, the column is unknown: the next word moves to a
+                # new line.
                 broken = self.column <= width < self.column + cells
                 self.column = cells if width and broken else self.column + cells
                 self._last = part
@@ -352,8 +354,10 @@ class StreamingTextWrapper:
 
 @lru_cache(maxsize=4096)
 def _may_break(before: str, after: str) -> bool:
-    """Whether a line may be broken between two letters that no blank divides: where one is of a script that writes none
-    between words, and neither belongs to the other (accents, brackets, a full stop)."""
+    """Return whether a line may break between two letters without a blank: one of them is of a script without blanks
+    between
+    words, and neither belongs to the other (accents, brackets, full stop).
+    """
     if not (_is_ideograph(before) or _is_ideograph(after)):
         return False
     joined = cell_len(after) == 0 or before == "\N{ZERO WIDTH JOINER}"
@@ -362,12 +366,12 @@ def _may_break(before: str, after: str) -> bool:
 
 
 def _is_ideograph(letter: str) -> bool:
-    """Wide, and not of Korean, which has blanks."""
+    """Return whether a letter is wide and not Korean, which uses blanks."""
     return cell_len(letter) == 2 and "HANGUL" not in unicodedata.name(letter, "")
 
 
 def wrap_text(text: str, width: int) -> str:
-    """Lines broken between words; what goes on stands as far in as its line. `width` in columns; 0: as they are."""
+    """Wrap lines between words and keep their indentation. `width` is in columns; 0 leaves lines unchanged."""
     return "\n".join(_wrap_line(line, width) for line in text.split("\n"))
 
 

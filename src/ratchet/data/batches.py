@@ -1,8 +1,9 @@
-"""Several rows to a sequence: best-fit decreasing over the whole split (Johnson 1974), anew in every epoch.
+"""Computes packs and batches: which rows each optimizer step trains on, and the arrays of a batch.
 
-Rows are taken from the longest to the shortest, and each goes into the pack whose free room is least of all that still
-hold it; where there is none, a new pack begins. Rows of one length are as good as one another, so how many packs there
-are and how full each is depends on the lengths alone, and which row of a length goes where on a draw an epoch.
+Packing is best-fit decreasing over the whole split, repeated for every epoch. Rows are placed from the longest to the
+shortest, each into the pack with the least free space that still fits it; if none fits, a new pack begins. Rows of
+equal length are interchangeable: the number of packs and the fill of each depend only on the lengths, and a draw per
+epoch decides which row of a length goes into which pack.
 
 D. S. Johnson, Fast algorithms for bin packing, Journal of Computer and System Sciences 8 (1974), 272-314.
 """
@@ -18,13 +19,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ratchet.config.train import Train
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import DataError, SettingsError
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packs as flat arrays: pack k holds `rows[offsets[k] : offsets[k + 1]]`."""
+    """Packs as flat arrays: pack k contains `rows[offsets[k] : offsets[k + 1]]`."""
 
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -33,16 +34,16 @@ class PackedRows:
         return len(self.offsets) - 1
 
     def __getitem__(self, pack: int) -> list[int]:
-        found: list[int] = self.rows[self.offsets[pack] : self.offsets[pack + 1]].tolist()
-        return found
+        rows: list[int] = self.rows[self.offsets[pack] : self.offsets[pack + 1]].tolist()
+        return rows
 
 
 class PackingPlan:
-    """How the rows of a split share packs.
+    """Assigns the rows of a split to packs, in each epoch differently.
 
     Args:
         lengths: tokens of each row.
-        capacity_tokens: tokens that a pack holds.
+        capacity_tokens: capacity of a pack, in tokens.
 
     Raises:
         SettingsError: a row is longer than a pack.
@@ -53,35 +54,35 @@ class PackingPlan:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         _check_lengths(self.lengths, capacity_tokens)
         packs = _best_fit_decreasing(self.lengths, capacity_tokens)
-        self._places = np.argsort(packs, kind="stable")
-        """Places in the order of falling length, a pack's places side by side."""
+        self._positions = np.argsort(packs, kind="stable")
+        """Positions in the order of decreasing length, grouped by pack."""
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def epoch(self, seed: int, epoch: int) -> PackedRows:
-        """The packs of one epoch: a function of the lengths, the seed and the epoch."""
-        # The third number sets this stream apart from the one that the order of an epoch is drawn from.
-        drawn = np.random.default_rng([seed, epoch, 1]).permutation(len(self.lengths))
-        falling = drawn[np.argsort(-self.lengths[drawn], kind="stable")]
-        return PackedRows(falling[self._places], self._offsets)
+        """Return the packs of one epoch; a pure function of the lengths, the seed and the epoch."""
+        # The third number makes this random stream differ from that of the order of the epoch.
+        shuffled = np.random.default_rng([seed, epoch, 1]).permutation(len(self.lengths))
+        by_length = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
+        return PackedRows(by_length[self._positions], self._offsets)
 
     @property
-    def shared(self) -> int | None:
-        """A pack that holds more than one row, the same in every epoch; None when each row has its own."""
-        found = np.flatnonzero(np.diff(self._offsets) > 1)
-        return int(found[0]) if len(found) else None
+    def multi_row_pack(self) -> int | None:
+        """Index of a pack with more than one row, the same in every epoch; None if every pack has one row."""
+        packs = np.flatnonzero(np.diff(self._offsets) > 1)
+        return int(packs[0]) if len(packs) else None
 
 
 def pack_rows(lengths: ArrayLike, capacity_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Row indices of each pack of an epoch; their number depends on lengths and capacity only. Raises like Packing."""
+    """Return the row indices of each pack of an epoch. Raises like `PackingPlan`."""
     packs = PackingPlan(lengths, capacity_tokens).epoch(seed, epoch)
     return [packs[k] for k in range(len(packs))]
 
 
 def fill_rate(lengths: ArrayLike, packs: Sequence[Sequence[int]], capacity_tokens: int) -> float:
-    """Share of the packs' room that rows take, from 0 to 1; 0 without packs."""
+    """Return the fraction of the packs' capacity that rows fill, from 0 to 1; 0 without packs."""
     tokens = int(np.asarray(lengths, dtype=np.int64).sum())
     return tokens / (len(packs) * capacity_tokens) if packs else 0.0
 
@@ -92,163 +93,161 @@ def _check_lengths(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
     longest, shortest = int(lengths.argmax()), int(lengths.argmin())
     if lengths[longest] > capacity_tokens:
         raise SettingsError(
-            f"train.pack_tokens: {capacity_tokens}, but row {longest} has {lengths[longest]} tokens; set pack_tokens "
-            f"to at least {lengths[longest]}, or lower prepare.max_tokens to {capacity_tokens} and prepare again"
+            f"train.pack_tokens: found {capacity_tokens}, but row {longest} has {lengths[longest]} tokens; set it to "
+            f"at least {lengths[longest]}, or lower prepare.max_tokens to {capacity_tokens} and prepare again"
         )
     if lengths[shortest] < 1:
         raise DataError(f"row {shortest} has no tokens and cannot be packed; run `ratchet prepare` again")
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
-    """Pack of each place, places being the rows in the order of falling length.
+    """Return the pack of each position; positions are the rows in the order of decreasing length.
 
-    Rows of one length are placed together: the fullest packs that hold one more take as many as they can, one pack
-    after the other, which is what best fit does row by row. A turn of the loop places one row at least, and touches
-    no pack that takes none; the capacity costs only the search in a bit field of that many bits.
+    Rows of equal length are placed together: the fullest packs that fit one more row take as many as they can, one pack
+    after the other, which gives the same result as best fit row by row. Each iteration places at least one row and
+    touches only packs that take one. The search for a pack is a scan of a bit field with one bit per token of capacity.
     """
-    places = np.empty(len(lengths), dtype=np.int64)
+    pack_of = np.empty(len(lengths), dtype=np.int64)
     placed = opened = 0
-    packs: dict[int, list[int]] = defaultdict(list)  # open packs by free room, in tokens
-    rooms = 0  # bit r is set where packs[r] is not empty
+    packs: dict[int, list[int]] = defaultdict(list)  # open packs by free space, in tokens
+    space_bits = 0  # bit s is set if packs[s] is not empty
     values, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(reversed(values.tolist()), reversed(counts.tolist()), strict=True):
         end = placed + count
         while placed < end:
-            fitting = rooms >> length
-            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity_tokens
-            each = room // length
-            wanted = -(-(end - placed) // each)
+            fitting = space_bits >> length
+            space = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity_tokens
+            rows_per_pack = space // length
+            needed = -(-(end - placed) // rows_per_pack)
             if fitting:
-                taken = packs[room][-wanted:]
-                del packs[room][-wanted:]
+                filled = packs[space][-needed:]
+                del packs[space][-needed:]
             else:
-                taken = list(range(opened, opened + wanted))
-                opened += wanted
-            rows = min(end - placed, each * len(taken))
-            places[placed : placed + rows] = np.repeat(taken, each)[:rows]
+                filled = list(range(opened, opened + needed))
+                opened += needed
+            rows = min(end - placed, rows_per_pack * len(filled))
+            pack_of[placed : placed + rows] = np.repeat(filled, rows_per_pack)[:rows]
             placed += rows
-            of_last = rows - each * (len(taken) - 1)
-            packs[room - each * length] += taken[:-1]
-            packs[room - of_last * length].append(taken[-1])
-            for touched in (room, room - each * length, room - of_last * length):
-                rooms = rooms | 1 << touched if packs[touched] else rooms & ~(1 << touched)
-    return places
+            rows_in_last = rows - rows_per_pack * (len(filled) - 1)
+            packs[space - rows_per_pack * length] += filled[:-1]
+            packs[space - rows_in_last * length].append(filled[-1])
+            for changed in (space, space - rows_per_pack * length, space - rows_in_last * length):
+                space_bits = space_bits | 1 << changed if packs[changed] else space_bits & ~(1 << changed)
+    return pack_of
 
 
-# Which rows the i-th optimizer step learns from: a pure function of (lengths of the rows, settings, i).
+# ----- Batches
 #
-# Sequences (rows, or packs of rows) come as one endless stream of epochs; step i takes the next `train.batch_rows` of
-# it.
-# Every sequence comes exactly once an epoch, a batch may reach over the end of an epoch, and nothing about the order
-# has
-# to be saved in a checkpoint or replayed after a restart.
+# The rows of optimizer step i are a pure function of (row lengths, settings, i). Sequences (rows, or packs of rows) are
+# one endless stream of epochs, and step i takes the next `train.batch_size` of it. Every sequence occurs exactly once
+# per epoch, and a batch may span two epochs. So a checkpoint need not store the order, nor a restart replay it.
 
 WINDOW_BATCHES = 64
-"""Batches that are drawn together and then sorted by length: many, and little is padded; all, and epochs are alike."""
+"""Batches that are drawn together and sorted by length. More batches mean less padding, but more similar epochs."""
 
 
 class BatchPlan:
-    """The order of rows for a whole training.
+    """The batches of a training run.
 
     Args:
         lengths: tokens of each training row.
-        settings: seed, epochs, batch_rows, batching and pack_tokens are read. A fraction of an epoch takes that share
-            of the sequences; the last batch is smaller when it does not come out even.
+        settings: section `train`: seed, epochs, batch_size, batching and pack_tokens are read. A fraction of an epoch
+            takes that fraction of the sequences, and the last batch may be smaller.
 
     Raises:
         SettingsError: a row is longer than `train.pack_tokens`.
-        DataError: there is no row, or one without tokens to pack.
+        DataError: the split has no rows, or a row to pack has no tokens.
     """
 
     def __init__(self, lengths: ArrayLike, settings: Train) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if not len(self.lengths):
             raise DataError("the training split has no rows; run `ratchet prepare` again")
-        self.seed, self.batch_rows, self.batching = settings.seed, settings.batch_rows, settings.batching
+        self.seed, self.batch_size, self.batching = settings.seed, settings.batch_size, settings.batching
         self._packing = PackingPlan(self.lengths, settings.pack_tokens) if settings.batching == "packed" else None
         self.sequences = len(self.lengths) if self._packing is None else len(self._packing)
         self.total_sequences = max(1, round(self.sequences * settings.epochs))
-        self.steps = math.ceil(self.total_sequences / self.batch_rows)
+        self.steps = math.ceil(self.total_sequences / self.batch_size)
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def batch(self, step: int) -> list[list[int]]:
         """Sequences of step `step` (from 0) in stream order, each the indices of its rows: one, unless packed."""
-        start = step * self.batch_rows
-        stop = min(start + self.batch_rows, self.total_sequences)
+        start = step * self.batch_size
+        stop = min(start + self.batch_size, self.total_sequences)
         return [self._sequence(*divmod(position, self.sequences)) for position in range(start, stop)]
 
-    def shared_sequence(self) -> list[int] | None:
-        """Rows of a sequence that holds several; None when there is none, in any epoch."""
-        if self._packing is None or self._packing.shared is None:
+    def find_multi_row_sequence(self) -> list[int] | None:
+        """Return the rows of a sequence that has several; None if no epoch has one."""
+        if self._packing is None or self._packing.multi_row_pack is None:
             return None
-        return self._packing.epoch(self.seed, 0)[self._packing.shared]
+        return self._packing.epoch(self.seed, 0)[self._packing.multi_row_pack]
 
-    def _sequence(self, epoch: int, place: int) -> list[int]:
+    def _sequence(self, epoch: int, position: int) -> list[int]:
         order, packs = self._epoch(epoch)
-        number = int(order[place])
+        number = int(order[position])
         return [number] if packs is None else packs[number]
 
     def _draw(self, epoch: int) -> tuple[NDArray[np.int64], PackedRows | None]:
-        """Numbers of all sequences in the order of one epoch, and the packs that they number."""
-        draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(self.sequences)
+        """Return the order of all sequences in one epoch, and its packs."""
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(self.sequences)
         if self.batching == "by_length":
-            order = self._by_length(order, epoch, draw)
+            order = self._sort_windows(order, epoch, rng)
         return order, None if self._packing is None else self._packing.epoch(self.seed, epoch)
 
-    def _by_length(self, order: NDArray[np.int64], epoch: int, draw: np.random.Generator) -> NDArray[np.int64]:
-        """Sort each window of a permutation by length, and shuffle the batches that it is then cut into.
+    def _sort_windows(self, order: NDArray[np.int64], epoch: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Sort each window of a permutation by length, then shuffle its batches.
 
-        Batches are cut where the steps are. So the rows of a step are of like length, but for one step an epoch: that
-        which ends one epoch and begins the next, whose rows stay drawn at random.
+        Batches are aligned with steps, so the rows of a step have similar lengths, except for the one step per epoch
+        that spans two epochs, whose rows stay random.
         """
-        size = self.batch_rows
-        head = min(-epoch * self.sequences % size, self.sequences)  # rows that fill up the last epoch's last batch
+        size = self.batch_size
+        head = min(-epoch * self.sequences % size, self.sequences)  # rows that complete the previous epoch's last batch
         tail = head + (self.sequences - head) // size * size
         middle = order[head:tail].copy()
         for start in range(0, len(middle), WINDOW_BATCHES * size):
             window = middle[start : start + WINDOW_BATCHES * size]
             window[:] = window[np.argsort(self.lengths[window], kind="stable")]
-        batches = draw.permutation(middle.reshape(-1, size), axis=0)
+        batches = rng.permutation(middle.reshape(-1, size), axis=0)
         return np.concatenate([order[:head], batches.ravel(), order[tail:]])
 
 
 def split_micro_batches(
-    indices: list[int], lengths: Sequence[int], micro_batch_rows: int, max_tokens: int | None = None
+    indices: list[int], lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """A batch in pieces that are computed one at a time, sequences of like length together so that little is padded.
+    """Split a batch into micro-batches of sequences with similar lengths, so that there is little padding.
 
-    Which rows a *step* learns from does not depend on this.
+    The rows of an optimizer step do not depend on this.
 
     Args:
         indices: the sequences.
-        lengths: of each of them, in tokens.
-        micro_batch_rows: most sequences of a piece.
-        max_tokens: most padded tokens of a piece, sequences x longest; one that alone is longer is a piece of its own.
+        lengths: tokens of each sequence.
+        micro_batch_size: limit of sequences in a micro-batch.
+        max_tokens: limit of padded tokens (sequences x longest); a longer sequence gets a micro-batch of its own.
     """
     order = sorted(range(len(indices)), key=lambda k: (-lengths[k], k))
-    pieces, start = [], 0
+    micro_batches, start = [], 0
     while start < len(order):
         longest = max(1, lengths[order[start]])
-        rows = micro_batch_rows if max_tokens is None else max(1, min(micro_batch_rows, max_tokens // longest))
-        pieces.append([indices[k] for k in order[start : start + rows]])
+        rows = micro_batch_size if max_tokens is None else max(1, min(micro_batch_size, max_tokens // longest))
+        micro_batches.append([indices[k] for k in order[start : start + rows]])
         start += rows
-    return pieces
+    return micro_batches
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Sequences side by side, filled on the right: int64 arrays of [sequences, longest]."""
+    """Sequences padded on the right: int64 arrays of [sequences, longest]."""
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    """Count from 0 in each row. 0 where filled: a row of one token, which sees itself and is seen by nobody."""
+    """Positions count from 0 in each row. Padding has position 0: a row of one token that attends to itself."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A split in memory: token ids and labels of all rows end to end, 8 bytes a token; row i begins at offsets[i]."""
+    """A split in memory: concatenated ids and labels of all rows, 8 bytes per token; row i begins at offsets[i]."""
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -256,20 +255,20 @@ class TokenRows:
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "TokenRows":
-        """Rows from lists of numbers. Raises DataError when a row's ids and labels are not as many."""
+        """Create rows from lists. Raises DataError if a row's ids and labels differ in number."""
         flat = [np.fromiter((x for row in column for x in row), np.int32) for column in (input_ids, labels)]
         return cls._checked(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
 
     @classmethod
     def from_arrow(cls, table: Any) -> "TokenRows":
-        """Rows from the list columns `input_ids` and `labels` of an Arrow table, without a copy if it is in one piece.
+        """Create rows from the list columns `input_ids` and `labels` of an Arrow table; one chunk is not copied.
 
         Raises:
-            DataError: a row's ids and labels are not as many.
+            DataError: a row's ids and labels differ in number.
         """
         flat, lengths = [], []
         for name in ("input_ids", "labels"):
-            # Arrow's own `to_numpy` and `flatten` import pandas and pyarrow.compute: .2 s of every start of a worker.
+            # Arrow's own `to_numpy` and `flatten` import pandas and pyarrow.compute: 0.2 s of every start of a worker.
             chunks = table.column(name).chunks
             offsets = [np.from_dlpack(chunk.offsets) for chunk in chunks]
             values = [np.from_dlpack(chunk.values)[at[0] : at[-1]] for chunk, at in zip(chunks, offsets, strict=True)]
@@ -280,7 +279,9 @@ class TokenRows:
     @classmethod
     def _checked(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "TokenRows":
         if not np.array_equal(lengths[0], lengths[1]):
-            raise DataError("the split has rows with more token ids than labels, or fewer; run `ratchet prepare` again")
+            raise DataError(
+                "the split has rows with different numbers of token ids and labels; run `ratchet prepare` again"
+            )
         return cls(input_ids, labels, np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int64))
 
     def __len__(self) -> int:
@@ -291,39 +292,41 @@ class TokenRows:
         """Tokens of each row."""
         return np.diff(self.offsets)
 
-    def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of these rows together."""
+    def count_tokens(self, rows: Sequence[int]) -> int:
+        """Return the total number of tokens of rows."""
         return sum(int(self.offsets[row + 1] - self.offsets[row]) for row in rows)
 
-    def trained(self, rows: Sequence[int]) -> int:
-        """Tokens of these rows that are learned from; a row's first is not, for nothing comes before it."""
+    def count_trained(self, rows: Sequence[int]) -> int:
+        """Return the number of trained tokens of rows, without each row's first token, which has no context."""
         spans = ((self.offsets[row] + 1, self.offsets[row + 1]) for row in rows)
-        return sum(int(np.count_nonzero(self.labels[start:stop] != MASKED)) for start, stop in spans)
+        return sum(int(np.count_nonzero(self.labels[start:stop] != IGNORE_INDEX)) for start, stop in spans)
 
     @property
-    def trained_before(self) -> NDArray[np.int64]:
-        """Tokens that are learned from in the rows before each row, and in all of them; [rows + 1]."""
-        learned = self.labels != MASKED
-        learned[self.offsets[:-1][self.lengths > 0]] = False
-        return np.concatenate([[0], np.cumsum(learned)])[self.offsets].astype(np.int64)
+    def cumulative_trained_tokens(self) -> NDArray[np.int64]:
+        """Cumulative number of trained tokens before each row, and in all rows; [rows + 1]."""
+        is_trained = self.labels != IGNORE_INDEX
+        is_trained[self.offsets[:-1][self.lengths > 0]] = False
+        return np.concatenate([[0], np.cumsum(is_trained)])[self.offsets].astype(np.int64)
 
-    def padded(self, sequences: Sequence[Sequence[int]]) -> PaddedBatch:
-        """Sequences of rows as arrays. A row's first label is masked: its prediction would be the row before's."""
-        shape = len(sequences), max(map(self.tokens, sequences))
-        batch = PaddedBatch(np.zeros(shape, np.int64), np.full(shape, MASKED, np.int64), np.zeros(shape, np.int64))
+    def pad(self, sequences: Sequence[Sequence[int]]) -> PaddedBatch:
+        """Build padded arrays. A row's first label is masked, since the token before it belongs to another row."""
+        shape = len(sequences), max(map(self.count_tokens, sequences))
+        batch = PaddedBatch(
+            np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
+        )
         for k, rows in enumerate(sequences):
-            place = 0
+            begin = 0
             for row in rows:
                 start, stop = self.offsets[row], self.offsets[row + 1]
-                end = place + int(stop - start)
-                batch.input_ids[k, place:end] = self.input_ids[start:stop]
-                batch.labels[k, place + 1 : end] = self.labels[start + 1 : stop]
-                batch.position_ids[k, place:end] = np.arange(end - place)
-                place = end
+                end = begin + int(stop - start)
+                batch.input_ids[k, begin:end] = self.input_ids[start:stop]
+                batch.labels[k, begin + 1 : end] = self.labels[start + 1 : stop]
+                batch.position_ids[k, begin:end] = np.arange(end - begin)
+                begin = end
         return batch
 
 
 def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """Arrays end to end; one alone is not copied."""
+    """Concatenate arrays; a single one is not copied."""
     joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
     return joined.astype(dtype, copy=False)

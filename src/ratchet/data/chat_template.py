@@ -1,4 +1,4 @@
-"""A tokenizer's chat template as a function from messages to text, and the control tokens that no message may hold."""
+"""Renders conversations with a tokenizer's chat template and finds the text spans that are trained on."""
 
 import json
 import re
@@ -8,44 +8,44 @@ from typing import Any, Literal
 
 from ratchet.data.conversation import Conversation, Message
 
-OURS = ("train", "weight")
-"""Fields of a message that are for us (is this turn learned from?) and not for the template."""
+TRAINING_FLAGS = ("train", "weight")
+"""Message fields that select the turns to train on; the template does not get them."""
 
 
 class TemplateRenderError(Exception):
-    """The template raised for these messages; the text is its own reason, on one line."""
+    """The template raised an exception for these messages; the text is the reason, on one line."""
 
 
 class ChatTemplate:
-    """Writes conversations as the tokenizer's template does."""
+    """Renders conversations as text with the tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
-        """The text; with `prompt`, up to where the assistant begins to speak. Raises TemplateRenderError."""
+    def render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        """Render messages as text, or as a prompt for the next assistant turn. Raises TemplateRenderError."""
         try:
             return str(self._apply([_without_training_flags(message) for message in messages], tools, prompt))
-        except Exception as error:  # a template is a program: it raises what it likes
+        except Exception as error:  # a template is a program, which may raise any exception
             reason = " ".join(str(error).split())
             raise TemplateRenderError(
                 f"{type(error).__name__}: {reason}" if reason else type(error).__name__
             ) from error
 
-    def write_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
-        """The text of each, or why there is none. One call where none has tools, which is a fifth faster."""
+    def render_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
+        """Render conversations, each as text or error. A single call for conversations without tools is 20 % faster."""
         if not conversations or any(conversation.tools for conversation in conversations):
-            return [self._write_or_why(conversation) for conversation in conversations]
+            return [self._render_or_error(conversation) for conversation in conversations]
         try:
             return list(
                 self._apply([[_without_training_flags(m) for m in c.messages] for c in conversations], None, False)
             )
-        except Exception:  # one of them is to blame: one by one it shows which, and why
-            return [self._write_or_why(conversation) for conversation in conversations]
+        except Exception:  # rendering one by one finds the conversation that fails
+            return [self._render_or_error(conversation) for conversation in conversations]
 
-    def _write_or_why(self, conversation: Conversation) -> str | TemplateRenderError:
+    def _render_or_error(self, conversation: Conversation) -> str | TemplateRenderError:
         try:
-            return self.write(conversation.messages, conversation.tools)
+            return self.render(conversation.messages, conversation.tools)
         except TemplateRenderError as error:
             return error
 
@@ -56,13 +56,13 @@ class ChatTemplate:
 
 
 def _without_training_flags(message: Message) -> Message:
-    if OURS[0] in message or OURS[1] in message:
-        return {key: value for key, value in message.items() if key not in OURS}
+    if TRAINING_FLAGS[0] in message or TRAINING_FLAGS[1] in message:
+        return {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
     return message
 
 
 class ControlTokens:
-    """The tokens that structure a conversation. As text inside a message they would end or begin turns."""
+    """The tokens that structure a conversation; as text inside a message they would begin or end turns."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -72,23 +72,23 @@ class ControlTokens:
         self.pattern = re.compile(alternation_pattern(self.names))
 
     def find(self, conversation: Conversation) -> str | None:
-        """Which control token a conversation contains as text, and in which role; None where there is none."""
+        """Describe the first control token that a conversation contains as text; None if it has none."""
         for message in conversation.messages:
             text = message.get("content")
             if len(message) > 2 or not isinstance(text, str):
                 text = json.dumps(message, ensure_ascii=False)
-            if found := self.pattern.search(text):
-                return f"{found[0]} in a message of role {message['role']}"
-        if conversation.tools and (found := self.pattern.search(json.dumps(conversation.tools, ensure_ascii=False))):
-            return f"{found[0]} in the tools"
+            if match := self.pattern.search(text):
+                return f"{match[0]} in a message of role {message['role']}"
+        if conversation.tools and (match := self.pattern.search(json.dumps(conversation.tools, ensure_ascii=False))):
+            return f"{match[0]} in the tools"
         return None
 
 
 def alternation_pattern(names: Iterable[str]) -> str:
-    """A regular expression that finds any of the names, the longest first.
+    """Build a regular expression that matches any of the names, longest first.
 
-    It is written as a prefix tree: Gemma's tokenizer has thousands of control tokens that begin alike, and a plain list
-    of alternatives is tried one by one at every `<` of a text.
+    It is a prefix tree: Gemma's tokenizer has thousands of control tokens with the same beginning, and `re` would try
+    a plain list of alternatives one by one at every `<` of a text.
     """
     ordered = sorted(set(names))
     if not ordered:
@@ -97,7 +97,7 @@ def alternation_pattern(names: Iterable[str]) -> str:
 
 
 def _prefix_tree_pattern(names: list[str]) -> str:
-    """The expression for sorted, different names."""
+    """Build the expression for sorted, distinct names."""
     shared = longest_shared_prefix(names[0], names[-1])
     rest = [name[len(shared) :] for name in names]
     ends_here = rest[0] == ""
@@ -111,25 +111,22 @@ def _prefix_tree_pattern(names: list[str]) -> str:
 
 
 def longest_shared_prefix(first: str, last: str) -> str:
-    """What two texts begin with, and so every text that is sorted between them."""
+    """Return the longest common prefix of two texts, which all texts sorted between them share."""
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:
         length += 1
     return first[:length]
 
 
-# What a chat template writes around the messages: its output with every message's text replaced by a mark.
+# ----- Template skeletons
 #
-# Conversations of the same structure (roles, fields that are there, tools) get the same text around their messages, so
-# a
-# template is taken apart once for each structure. Walking along that skeleton, every character of a conversation's
-# text
-# is known to be the template's or to be some message's; a template that treats a text in another way does not match,
-# and
-# is found out.
+# A skeleton is the template's output with a mark in place of every message text. Conversations of the same structure
+# (roles, present fields, tools) have the same skeleton, so the template is analysed once per structure. Aligning a
+# conversation's text with the skeleton assigns every character to the template or to a message; if the template changes
+# a message text, the alignment fails.
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message that hold its reasoning, in the order in which transformers looks for them."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Message fields with the reasoning, in the order in which transformers looks for them."""
 
 _MARK = re.compile(r"slot7c1e(\d+)end")
 _SPACE = re.compile(r"\s*")
@@ -137,7 +134,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class TextSlot:
-    """A place for one text of a conversation."""
+    """The position of one text in a conversation."""
 
     turn: int
     kind: Literal["content", "reasoning"]
@@ -145,16 +142,16 @@ class TextSlot:
 
 @dataclass(frozen=True)
 class ConversationOutline:
-    """A conversation taken apart: its structure, and the texts that fill it."""
+    """A conversation split into its structure and its texts."""
 
     messages: list[Message]
-    """The messages with marks instead of texts."""
+    """The messages with marks in place of texts."""
     slots: list[TextSlot]
     texts: list[str]
 
 
 class _TextMarker:
-    """Puts marks in place of texts, and keeps the texts. Blank texts stay: templates ask whether there is any text."""
+    """Replaces texts by marks and stores the texts. Blank texts stay, since templates test for empty texts."""
 
     def __init__(self) -> None:
         self.slots: list[TextSlot] = []
@@ -168,11 +165,11 @@ class _TextMarker:
         return f"slot7c1e{len(self.slots) - 1}end"
 
     def message(self, turn: int, message: Message) -> Message:
-        marked = {key: value for key, value in message.items() if key not in OURS}
-        thoughts = next((message[key] for key in REASONING if message.get(key) is not None), None)
+        marked = {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
+        thoughts = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
         if isinstance(thoughts, str):
             mark = self.mark(TextSlot(turn, "reasoning"), thoughts)
-            marked |= {key: mark for key in REASONING if message.get(key) is not None}
+            marked |= {key: mark for key in REASONING_KEYS if message.get(key) is not None}
         content = message.get("content")
         if isinstance(content, list):
             marked["content"] = [self._part(turn, part) for part in content]
@@ -186,7 +183,7 @@ class _TextMarker:
         return part
 
     def _content(self, turn: int, content: str, role: str) -> str:
-        """Reasoning inside an answer is a text of its own: templates for reasoning models cut it off there."""
+        """Mark a content; reasoning in an answer gets its own mark, since templates may remove it."""
         head, closing, answer = content.partition("</think>")
         if role != "assistant" or not closing or closing in answer or "<think>" in answer:
             return self.mark(TextSlot(turn, "content"), content)
@@ -198,7 +195,7 @@ class _TextMarker:
 
 
 def build_outline(conversation: Conversation, only: frozenset[int] | None = None) -> ConversationOutline:
-    """Take a conversation apart; with `only`, the texts of other turns stay part of the structure."""
+    """Split a conversation into structure and texts; with `only`, texts of other turns stay in the structure."""
     marker = _TextMarker()
     messages = [
         marker.message(turn, message) if only is None or turn in only else message
@@ -208,7 +205,7 @@ def build_outline(conversation: Conversation, only: frozenset[int] | None = None
 
 
 def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
-    """What decides the skeleton of a conversation, and the texts in the order of `build_outline`; made to be fast."""
+    """Return the key of a conversation's structure and its texts in the order of `build_outline`, but faster."""
     key: list[str] = []
     texts: list[str] = []
     for turn, message in enumerate(conversation.messages):
@@ -226,76 +223,76 @@ def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str
 
 
 @dataclass(frozen=True)
-class LearnedSpan:
-    """What is learned of one turn, between the template's words. Places are (literal, characters into it)."""
+class TrainedSpan:
+    """The trained part of one turn in a skeleton. Positions are (index of the literal, characters into it)."""
 
     start: tuple[int, int]
     end: tuple[int, int]
-    ender: str
-    """The control token that ends the turn, the last thing in the span."""
-    given: str = ""
-    """What the prompt already says before the answer (`<think>`): not learned where the text begins with it too."""
-    thinking: bool = False
-    """The prompt and what precedes the answer in training differ by a thinking block."""
+    end_token: str
+    """The control token that ends the turn; the span ends with it."""
+    prompt_prefix: str = ""
+    """Text before the answer that the prompt already contains (`<think>`); it is not trained on."""
+    has_thinking_gap: bool = False
+    """The text before the answer differs between prompt and training by a thinking block."""
 
 
 @dataclass(frozen=True)
 class SpanAnchor:
-    """How to find a span among the tokens of a conversation, counted from the end of the span before it."""
+    """The position of a span among the tokens of a conversation, relative to the end of the previous span."""
 
     token: int | None
-    """A control token before it; None: there is none."""
-    skipped: int
-    """Tokens like it that come first."""
+    """The nearest control token before the span; None if there is none."""
+    occurrence: int
+    """Number of equal tokens to skip first."""
     distance: int
-    """Tokens from there to the span."""
-    end: int
-    """The token that ends it."""
-    ends_inside: int
-    """Tokens like that inside it."""
+    """Number of tokens from there to the span."""
+    end_token: int
+    """The token that ends the span."""
+    end_tokens_inside: int
+    """Number of equal tokens inside the span."""
 
 
 @dataclass
 class TemplateSkeleton:
-    """The template's words around the texts of one structure."""
+    """The template's output for one structure: literals around the texts."""
 
     text: str
     literals: list[str]
     order: list[int]
-    """The slot between each literal and the next: templates may move, repeat and leave out texts."""
+    """The slot after each literal but the last; templates may reorder, repeat and omit texts."""
     starts: list[int]
-    """Where each literal begins in `text`."""
-    spans: list[LearnedSpan] = field(default_factory=list)
-    """What is learned, in order."""
+    """Position of each literal in `text`."""
+    spans: list[TrainedSpan] = field(default_factory=list)
+    """The trained spans, in order."""
     anchors: list[SpanAnchor] | None = None
-    """How to find the spans among the tokens; None until a first row was measured."""
-    ends_learned: bool = False
-    """The last message is learned from."""
-    right: int = 0
-    wrong: int = 0
-    """Rows in which the anchors held, and in which they did not."""
+    """Positions of the spans among the tokens; None until the first row was tokenized with offsets."""
+    last_turn_trained: bool = False
+    """Whether the last message is trained on."""
+    anchor_hits: int = 0
+    anchor_misses: int = 0
+    """Number of rows in which the anchors were correct, and in which they were not."""
 
     @classmethod
-    def of(cls, text: str) -> "TemplateSkeleton":
-        """Take apart what the template wrote for an outline."""
+    def from_text(cls, text: str) -> "TemplateSkeleton":
+        """Split the rendered text of an outline at its marks."""
         pieces = _MARK.split(text)
         starts = [0, *(match.end() for match in _MARK.finditer(text))]
         return cls(text, pieces[::2], [int(slot) for slot in pieces[1::2]], starts)
 
     @property
-    def guessable(self) -> bool:
-        """Whether counting tokens from the anchors is worth a try."""
-        return self.anchors is not None and self.wrong <= 16 + self.right // 4
+    def anchors_reliable(self) -> bool:
+        """Whether the anchors exist and are correct often enough to use them."""
+        return self.anchors is not None and self.anchor_misses <= 16 + self.anchor_hits // 4
 
-    def guessed(self, right: bool) -> None:
-        """Keep count of how often the anchors hold."""
-        self.right += right
-        self.wrong += not right
+    def record_anchor_result(self, is_correct: bool) -> None:
+        """Count how often the anchors are correct."""
+        self.anchor_hits += is_correct
+        self.anchor_misses += not is_correct
 
     def align(self, text: str, texts: list[str]) -> list[int] | None:
-        """Where each literal begins in the text of a conversation; None where it is not skeleton and texts alone.
+        """Return the position of each literal in a conversation's text; None if the text does not fit the skeleton.
 
-        A text may have lost white space at either end, and nothing else.
+        The template may have removed white space at either end of a message text, but nothing else.
         """
         at = len(self.literals[0])
         if not text.startswith(self.literals[0]):
@@ -313,7 +310,7 @@ class TemplateSkeleton:
 
 
 def _find_trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
-    """Where a filling that may have lost white space ends so that the literal follows; -1 where it is not there."""
+    """Return where a text without some outer white space ends so that the literal follows; -1 if it does not fit."""
     bare = filling.strip()
     lead = filling[: filling.index(bare)]
     trail = filling[len(lead) + len(bare) :]
@@ -328,86 +325,92 @@ def _find_trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
     return next((end + k for k in range(kept, -1, -1) if text.startswith(literal, end + k)), -1)
 
 
-# Where a chat template puts what the assistant has to say: from the end of the prompt to the end-of-turn token.
+# ----- Trained spans
 #
-# The span of a turn is what the model must write after the generation prompt: white space, a thinking block that the
-# template opens for it, reasoning, answer or tool call, and the token that ends the turn. Any template will do, with
-# or
-# without `{% generation %}` marks: the marks are not needed, for the spans are read off the skeleton.
+# The trained span of a turn is the text that the model must generate after the generation prompt: white space, a
+# thinking block that the template opens for it, reasoning, answer or tool calls, and the token that ends the turn.
+# Spans are found with the skeleton, so the template needs no `{% generation %}` marks.
 
 _THINKING = r"(?:[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*|<\|channel\|?>\w+(?:<\|message\|>|\n)|<channel\|>)"
 """<think> (DeepSeek, Qwen), [THINK] (Mistral), <|START_THINKING|> (Cohere), channels (OpenAI's models, Gemma 4)."""
-_GAP = re.compile(rf"\s*{_THINKING}*", re.IGNORECASE)
-_GIVEN = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
-_THINKING_LAST = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
+_THINKING_GAP = re.compile(rf"\s*{_THINKING}*", re.IGNORECASE)
+_THINKING_PREFIX = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
+_THINKING_SUFFIX = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
 
-_OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
-"""What else ends a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 stop where a tool answers."""
+_OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
+"""Other tokens that end a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 before tool results."""
 
 
 class UntrainableTemplateError(Exception):
-    """The template cannot be learned from as it stands; the text says why, beginning with "the chat template"."""
+    """The template cannot be used for training; the text is the reason and begins with "the chat template"."""
 
 
 class SpanFinder:
-    """Finds what is learned in a skeleton."""
+    """Finds the trained spans of a skeleton."""
 
     def __init__(self, chat: ChatTemplate, control: ControlTokens, ends: Iterable[str]) -> None:
-        """`ends`: control tokens that may end a turn."""
+        """
+        Args:
+            chat: the chat template.
+            control: the control tokens.
+            ends: control tokens that may end a turn.
+        """
         self._chat = chat
-        end = alternation_pattern(control.names & {*ends, *_OTHER_ENDS})
-        self._end, self._end_soon = re.compile(f"({end})"), re.compile(rf"\s*({end})")
+        end = alternation_pattern(control.names & {*ends, *_OTHER_END_TOKENS})
+        self._end, self._end_after_space = re.compile(f"({end})"), re.compile(rf"\s*({end})")
 
-    def find(self, outline: ConversationOutline, tools: list[Any] | None, learned: Sequence[int]) -> TemplateSkeleton:
-        """The skeleton of an outline with its spans.
+    def find(self, outline: ConversationOutline, tools: list[Any] | None, trained: Sequence[int]) -> TemplateSkeleton:
+        """Build the skeleton of an outline with its trained spans.
 
         Raises:
-            TemplateRenderError: the template refuses the marks.
-            UntrainableTemplateError: it cannot be told what a learned turn is, or the template does not write it.
+            TemplateRenderError: the template raises for the marks.
+            UntrainableTemplateError: a trained turn cannot be located, or the template does not write it.
         """
-        skeleton = TemplateSkeleton.of(self._chat.write(outline.messages, tools))
+        skeleton = TemplateSkeleton.from_text(self._chat.render(outline.messages, tools))
         if any(slot >= len(outline.slots) for slot in skeleton.order):
-            raise UntrainableTemplateError("the chat template writes a text that looks like one of our own marks")
-        for turn in learned:
-            places = _locate_turn_texts(skeleton, outline, turn)
-            if places or outline.messages[turn].get("tool_calls"):
+            raise UntrainableTemplateError("the chat template writes a text that looks like a mark of Ratchet")
+        for turn in trained:
+            text_positions = _locate_turn_texts(skeleton, outline, turn)
+            if text_positions or outline.messages[turn].get("tool_calls"):
                 skeleton.spans.append(self._span(skeleton, outline, tools, turn))
-                skeleton.ends_learned = turn == len(outline.messages) - 1
+                skeleton.last_turn_trained = turn == len(outline.messages) - 1
         return skeleton
 
     def _span(
         self, skeleton: TemplateSkeleton, outline: ConversationOutline, tools: list[Any] | None, turn: int
-    ) -> LearnedSpan:
-        places = _locate_turn_texts(skeleton, outline, turn)
+    ) -> TrainedSpan:
+        text_positions = _locate_turn_texts(skeleton, outline, turn)
         if turn > 0:
             prompt = self._prompt(outline.messages[:turn], tools)
-            literal = places[0] if places else _literal_after_prompt(skeleton, prompt)
-            _check_prompt(skeleton, prompt, literal, whole=turn == len(outline.messages) - 1)
-            offset, given, thinking = _split_generation_header(
-                skeleton.literals[literal], prompt.literals[-1], bool(places)
+            literal = text_positions[0] if text_positions else _literal_after_prompt(skeleton, prompt)
+            _check_prompt(skeleton, prompt, literal, is_last=turn == len(outline.messages) - 1)
+            offset, prompt_prefix, has_thinking_gap = _split_generation_header(
+                skeleton.literals[literal], prompt.literals[-1], bool(text_positions)
             )
-        elif places:
-            literal, given, thinking = places[0], "", False
+        elif text_positions:
+            literal, prompt_prefix, has_thinking_gap = text_positions[0], "", False
             offset = len(skeleton.literals[literal])
         else:
             raise UntrainableTemplateError(
-                "the chat template gives no prompt to a conversation that begins with a tool call"
+                "the chat template writes no prompt before a conversation that begins with a tool call"
             )
-        last, begin = (places[-1] + 1, 0) if places else (literal, offset)
-        ending = self._end if outline.messages[turn].get("tool_calls") else self._end_soon
+        last, begin = (text_positions[-1] + 1, 0) if text_positions else (literal, offset)
         tail = skeleton.literals[last]
-        found = ending.search(tail, begin) if ending is self._end else ending.match(tail, begin)
-        if not found:
+        if outline.messages[turn].get("tool_calls"):
+            end = self._end.search(tail, begin)
+        else:
+            end = self._end_after_space.match(tail, begin)
+        if not end:
             raise UntrainableTemplateError(_describe_missing_end(tail[begin : begin + 40]))
-        written = skeleton.literals[literal][offset:] + tail[: found.end()] if places else tail[begin : found.end()]
+        written = skeleton.literals[literal][offset:] + tail[: end.end()] if text_positions else tail[begin : end.end()]
         if any(name not in written for name in _called_function_names(outline.messages[turn])):
             raise UntrainableTemplateError(_LOST_CALL)
-        return LearnedSpan((literal, offset), (last, found.end()), found[1], given, thinking)
+        return TrainedSpan((literal, offset), (last, end.end()), end[1], prompt_prefix, has_thinking_gap)
 
     def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> TemplateSkeleton:
-        """Skeleton of the text after which the assistant speaks."""
+        """Return the skeleton of the prompt for the next assistant turn."""
         try:
-            return TemplateSkeleton.of(self._chat.write(messages, tools, prompt=True))
+            return TemplateSkeleton.from_text(self._chat.render(messages, tools, prompt=True))
         except TemplateRenderError as error:
             raise UntrainableTemplateError(
                 f"the chat template cannot write the prompt of an answer ({error})"
@@ -415,55 +418,61 @@ class SpanFinder:
 
 
 def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline, turn: int) -> list[int]:
-    """Where in the skeleton the turn's texts are: each once, side by side. Raises UntrainableTemplateError."""
-    wanted = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
-    places = [place for place, slot in enumerate(skeleton.order) if slot in wanted]
-    written = [skeleton.order[place] for place in places]
-    if missing := [outline.slots[i] for i in wanted if i not in written]:
+    """Return the positions of a turn's texts in the skeleton's `order`, which must be adjacent and without repetition.
+
+    Raises:
+        UntrainableTemplateError: they are not, or one is missing.
+    """
+    expected = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
+    text_positions = [position for position, slot in enumerate(skeleton.order) if slot in expected]
+    written = [skeleton.order[position] for position in text_positions]
+    if missing := [outline.slots[i] for i in expected if i not in written]:
         if missing[0].kind == "content":
             raise UntrainableTemplateError(_LOST_ANSWER)
-        earlier = turn < len(outline.messages) - 1
-        raise UntrainableTemplateError(_LOST_EARLIER_REASONING if earlier else _LOST_REASONING)
-    if places and (sorted(written) != wanted or places[-1] - places[0] != len(places) - 1):
+        is_earlier = turn < len(outline.messages) - 1
+        raise UntrainableTemplateError(_LOST_EARLIER_REASONING if is_earlier else _LOST_REASONING)
+    are_adjacent = not text_positions or text_positions[-1] - text_positions[0] == len(text_positions) - 1
+    if text_positions and (sorted(written) != expected or not are_adjacent):
         raise UntrainableTemplateError(
-            "the chat template writes an answer in several places, so it cannot be told apart"
+            "the chat template writes an answer in several places, so its position is not unique"
         )
-    return places
+    return text_positions
 
 
 def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) -> int:
-    """The literal that follows what the prompt says last."""
+    """Return the literal that follows the last text of the prompt."""
     if not prompt.order:
         return 0
     return max((i + 1 for i, slot in enumerate(skeleton.order) if slot == prompt.order[-1]), default=0)
 
 
-def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, whole: bool) -> None:
-    """Check that the literal follows the prompt's last text; with `whole`, all before it must be equal.
+def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, is_last: bool) -> None:
+    """Check that the literal follows the prompt's last text, and for the last turn that all text before it is equal.
+
+    Earlier turns may differ: Mistral's template, for example, moves the system message to the last user turn.
 
     Raises:
-        UntrainableTemplateError: it does not.
-
-    Earlier turns are not held to that: Mistral's template, for one, moves the system message to the last user turn.
+        UntrainableTemplateError: the prompt is not a prefix.
     """
     follows = skeleton.order[:literal][-1:] == prompt.order[-1:]
-    if not follows or (whole and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
+    if not follows or (is_last and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
         raise UntrainableTemplateError(
-            "the chat template writes the prompt differently once the answer follows, so the model would be trained on "
+            "the chat template writes the prompt differently if an answer follows, so the model would be trained on "
             "prompts that it never gets; use a template that only appends"
         )
 
 
 def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bool]:
-    """How much of the template's words before an answer is the prompt's, and what the prompt says beyond them.
+    """Split the template's text before an answer into prompt and trained part.
 
     Args:
-        header: what the template writes between the text before and the answer; for a tool call, the call too.
-        prompt: what it writes after the same text with add_generation_prompt.
-        text_follows: the header ends where a text of the answer begins.
+        header: the template's text between the previous message text and the answer; it includes a tool call.
+        prompt: the template's text after the same message text with add_generation_prompt.
+        text_follows: whether the header ends where a text of the answer begins.
 
     Returns:
-        Characters of the header, the further words of the prompt, and whether a thinking block sets the two apart.
+        The number of characters of the header that belong to the prompt, text that only the prompt has, and whether
+        the two differ by a thinking block.
 
     Raises:
         UntrainableTemplateError: they differ in more than white space or the beginning of a thinking block.
@@ -471,20 +480,21 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
     if not text_follows:
         if header.startswith(prompt):
             return len(prompt), "", False
-    elif header.startswith(prompt) and _GAP.fullmatch(header, len(prompt)):
+    elif header.startswith(prompt) and _THINKING_GAP.fullmatch(header, len(prompt)):
         return len(prompt), "", bool(header[len(prompt) :].strip())
     elif prompt.startswith(header):
-        given = prompt[len(header) :]
-        if _GIVEN.fullmatch(given) or (given.isspace() and _THINKING_LAST.search(header)):
-            return len(header), given, True
-    opened = len(_THINKING_LAST.sub("", prompt))
+        prompt_prefix = prompt[len(header) :]
+        if _THINKING_PREFIX.fullmatch(prompt_prefix) or (prompt_prefix.isspace() and _THINKING_SUFFIX.search(header)):
+            return len(header), prompt_prefix, True
+    opened = len(_THINKING_SUFFIX.sub("", prompt))
     shared = longest_shared_prefix(header, prompt)
-    if len(shared) >= opened and (_GAP.fullmatch(header, opened) or not text_follows):
-        both = _GAP.match(shared, opened)  # the prompt opens a thinking block, and the text has an empty one, or none
-        return both.end() if both else opened, "", True
+    if len(shared) >= opened and (_THINKING_GAP.fullmatch(header, opened) or not text_follows):
+        # The prompt opens a thinking block; the training text has an empty block or none.
+        gap = _THINKING_GAP.match(shared, opened)
+        return gap.end() if gap else opened, "", True
     raise UntrainableTemplateError(
         f"the chat template ends a prompt with {prompt[-60:]!r} (add_generation_prompt) and in training writes "
-        f"{header[-60:]!r} there, so the model would be asked otherwise than it was trained; make them equal"
+        f"{header[-60:]!r} there, so prompts would differ from the training data; make the two equal"
     )
 
 
@@ -496,30 +506,30 @@ def _called_function_names(message: Message) -> list[str]:
 
 def _describe_missing_end(written: str) -> str:
     return (
-        f"the chat template writes {written!r} after an answer where a control token must end the turn, or the model "
+        f"the chat template writes {written!r} after an answer; expected a control token, without which the model "
         "never learns to stop; write {{ eos_token }} right after the answer"
     )
 
 
 _LOST_REASONING = (
-    "the chat template leaves the reasoning of an answer out, so the model would unlearn to reason; use a template "
-    "that keeps it, or take it out of the rows"
+    "the chat template omits the reasoning of an answer, so the model would be trained to answer without reasoning; "
+    "use a template that keeps it, or remove it from the rows"
 )
 _LOST_EARLIER_REASONING = (
-    "the chat template leaves the reasoning of an earlier answer out, so the model would unlearn to reason; set "
-    "prepare.turns: last, or use a template that keeps it"
+    "the chat template omits the reasoning of an earlier answer, so the model would be trained to answer without "
+    "reasoning; set prepare.turns: last, or use a template that keeps it"
 )
-_LOST_ANSWER = "the chat template leaves an answer out or rewrites it, so it cannot be learned; use another template"
-_LOST_CALL = "the chat template leaves a tool call out; use a template that writes tool calls, or rows without"
+_LOST_ANSWER = "the chat template omits or rewrites an answer, so it cannot be trained on; use another template"
+_LOST_CALL = "the chat template omits a tool call; use a template that writes tool calls, or rows without tool calls"
 
 
-def learned_turns(messages: Sequence[Message], turns: str) -> list[int]:
-    """Indices of the assistant's messages that are learned from (see prepare.turns).
+def select_trained_turns(messages: Sequence[Message], turns: str) -> list[int]:
+    """Return the indices of the assistant messages that are trained on (see prepare.turns).
 
-    A flag that says no (`train: false`, OpenAI's `weight: 0`) holds whatever `turns` is.
+    A message with `train: false` or OpenAI's `weight: 0` is never trained on.
     """
-    spoken = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    assistant_turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if turns == "flagged":
-        return [t for t in spoken if messages[t].get("train") is True or messages[t].get("weight") == 1]
-    chosen = spoken[-1:] if turns == "last" else spoken
-    return [t for t in chosen if messages[t].get("train") is not False and messages[t].get("weight") != 0]
+        return [t for t in assistant_turns if messages[t].get("train") is True or messages[t].get("weight") == 1]
+    selected = assistant_turns[-1:] if turns == "last" else assistant_turns
+    return [t for t in selected if messages[t].get("train") is not False and messages[t].get("weight") != 0]

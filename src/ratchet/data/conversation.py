@@ -1,80 +1,80 @@
-"""What flows through the data room: conversations with the place they come from, and their tokens."""
+"""Data types of the data pipeline: conversations, source rows, and encoded conversations."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MASKED = -100
-"""Label of a position that is not learned from (the value torch's cross entropy ignores)."""
+IGNORE_INDEX = -100
+"""Label of a position that is not trained on (the default `ignore_index` of torch's cross entropy)."""
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
-"""`role` and `content`, and whatever else the chat template reads (tool_calls, name, reasoning_content, train)."""
+"""`role` and `content`, and other keys that the chat template reads (tool_calls, name, reasoning_content, train)."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, the last one of them the assistant's, and the tools they may use."""
+    """Messages in order, usually ending with the assistant's, and the tools that the assistant may call."""
 
     messages: list[Message]
     tools: list[Any] | None = None
     unanswered: int = 0
-    """Messages behind the last answer that the source had and that were left out: they train nothing."""
+    """Number of messages after the last answer that were removed because nothing is trained on them."""
 
     @property
-    def question(self) -> "Conversation":
-        """All but the last answer: what a model is shown when it has to give that answer itself."""
+    def context(self) -> "Conversation":
+        """The conversation without its last message: the input for a model that generates the last answer."""
         return Conversation(self.messages[:-1], self.tools)
 
     @property
     def prompt(self) -> str:
-        """What the user says first: it decides the split."""
+        """Text of the first user message; it determines the split."""
         return next((extract_text(m) for m in self.messages if m["role"] == "user"), "")
 
     @property
     def response(self) -> str:
-        """What the assistant says last."""
+        """Text of the last message."""
         return extract_text(self.messages[-1])
 
     @property
     def text(self) -> str:
-        """Every message's text but the system's, a line each: what is compared to find near-duplicates and leaks.
+        """Texts of all messages but system messages, one per line; near-duplicates and leaks are found by this text.
 
-        A long system message that all rows share would make all of them alike.
+        A long system message that all rows share would make all rows similar.
         """
         return "\n".join(extract_text(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
 
     @property
     def system(self) -> str:
-        """What the system or developer messages say."""
+        """Texts of the system and developer messages, one per line."""
         return "\n".join(extract_text(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
 
     def to_json(self) -> str:
-        """JSON, for the Arrow file. Keys stay in their order: a template may write a tool call as it is given."""
+        """Return JSON for the Arrow file. Keys keep their order, since a template may render a tool call as JSON."""
         tools = {"tools": self.tools} if self.tools else {}
         return _JSON.encode({"messages": self.messages, **tools})
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
-        """What `to_json` wrote."""
+        """Read the output of `to_json`."""
         document = json.loads(text)
         return cls(document["messages"], document.get("tools"))
 
 
 def list_content_kinds(conversation: Conversation) -> set[str]:
-    """What there is beside questions and answers."""
+    """Return which of system messages, tool results and tools a conversation contains."""
     roles = {message["role"] for message in conversation.messages}
-    found = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
-    found |= {"tool results"} if "tool" in roles else set()
-    return found | ({"tools"} if conversation.tools else set())
+    kinds = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
+    kinds |= {"tool results"} if "tool" in roles else set()
+    return kinds | ({"tools"} if conversation.tools else set())
 
 
 def extract_text(message: Message) -> str:
-    """A message's content as text: content may be null beside tool calls, or a list of text parts."""
+    """Return a message's content as text; the content may be null (with tool calls) or a list of text parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
@@ -83,19 +83,19 @@ def extract_text(message: Message) -> str:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One example as a source gives it; texts may be empty."""
+    """One example read from a source; its texts may be empty."""
 
     where: str
-    """file:line (JSON arrays and Parquet: file[index])."""
+    """Position: `file:line`, or `file[index]` for JSON arrays and Parquet."""
     conversation: Conversation
     source: int = 0
     """Index into prepare.sources."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The record as read, for the fields that divide rows."""
+    """The fields of the record, for grouping, stratification and balancing."""
 
 
 def missing_part_reason(row: SourceRow) -> str | None:
-    """The reason for which a row without prompt or answer is dropped, or None."""
+    """Return the reason to drop a row that has no prompt or no answer; None if it has both."""
     conversation = row.conversation
     if not conversation.prompt.strip():
         return "empty_prompt"
@@ -107,7 +107,7 @@ def missing_part_reason(row: SourceRow) -> str | None:
 
 @dataclass(frozen=True)
 class MalformedRecord:
-    """A record that is no example; it is counted as malformed."""
+    """A record that is not a valid example; it is counted as malformed."""
 
     where: str
     detail: str
@@ -115,17 +115,17 @@ class MalformedRecord:
 
 
 def join_leaf_texts(fields: Any) -> str:
-    """All texts of a record in order, a line each, however deep they stand."""
+    """Join all texts of a record, at any depth, in order, one per line."""
     texts: list[str] = []
-    left: list[Any] = [fields]
-    while left:  # no recursion: JSON may be nested deeper than functions may call
-        match left.pop():
+    pending: list[Any] = [fields]
+    while pending:  # not recursive: JSON may be nested deeper than Python's recursion limit
+        match pending.pop():
             case dict() as inner if inner and all(isinstance(value, int) for value in inner.values()):
-                left += reversed(inner)  # answers with their marks, as in TruthfulQA
+                pending += reversed(inner)  # answers with their marks 0 and 1, as in TruthfulQA
             case dict() as inner:
-                left += reversed(inner.values())
+                pending += reversed(inner.values())
             case list() as inner:
-                left += reversed(inner)
+                pending += reversed(inner)
             case str() as text:
                 texts.append(text)
     return "\n".join(texts)
@@ -133,26 +133,28 @@ def join_leaf_texts(fields: Any) -> str:
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """Token ids of a whole conversation, and labels of the same length: the id where it is learned, else MASKED."""
+    """Token ids of a conversation, and labels of the same length: the token id if trained on, else IGNORE_INDEX."""
 
     input_ids: list[int]
     labels: list[int]
 
     @property
-    def answers(self) -> int:
-        """Number of runs of learned positions."""
-        learned = [label != MASKED for label in self.labels]
-        return sum(now and not before for before, now in zip([False, *learned], learned, strict=False))
+    def answer_count(self) -> int:
+        """Number of contiguous runs of trained positions."""
+        is_trained = [label != IGNORE_INDEX for label in self.labels]
+        return sum(
+            current and not previous for previous, current in zip([False, *is_trained], is_trained, strict=False)
+        )
 
     @property
-    def trained(self) -> int:
-        """Number of positions that are learned from."""
-        return len(self.labels) - self.labels.count(MASKED)
+    def trained_tokens(self) -> int:
+        """Number of positions that are trained on."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
 @dataclass(frozen=True)
 class RefusedConversation:
-    """A conversation that cannot be encoded, and why."""
+    """A conversation that cannot be encoded, with the reason."""
 
     reason: str
     """`refused` (the template raised) or `control_token`."""

@@ -1,4 +1,4 @@
-"""What is known of prepared rows, as the dataset card."""
+"""Builds the dataset card of the prepared rows."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.data import Prepare
+from ratchet.config.extensions import describe_extension
+from ratchet.config.prepare import Prepare
 from ratchet.data import balance, batches
 from ratchet.data.ingest import RowIngestion
 from ratchet.data.selection import RowSelection
@@ -16,78 +17,81 @@ from ratchet.storage import digests
 from ratchet.storage.records.data import DatasetCard, LengthDistribution, SourceCard, SplitStratum, TruncationReport
 
 BINS = 24
-"""Of the histograms of lengths, about."""
+"""Approximate number of bins of a length histogram."""
 
 PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
-"""Capacities for which the card says how full packs would be."""
+"""Pack capacities, in tokens, for which the card reports the fill rate."""
 
-NAMED = 5
+MAX_NAMES_SHOWN = 5
 """Strata or labels named in a note."""
-LABEL_SHOWN = 60
-"""Characters of a label in a note: a teacher's may be an essay."""
+MAX_LABEL_CHARACTERS = 60
+"""Length limit of a label in a note: a teacher may have answered with a long text."""
 
 
-def build_card(intake: RowIngestion, chosen: RowSelection, settings: Prepare, found: SourceReader) -> DatasetCard:
-    """The card, but for what only the stage knows: the digests of data, base model and template."""
-    taken = intake.taken
-    lengths, trained = np.array(taken.lengths), np.array(taken.trained)
+def build_card(ingestion: RowIngestion, chosen: RowSelection, settings: Prepare, reader: SourceReader) -> DatasetCard:
+    """Build the card without the digests of data, base model and template, which the stage adds."""
+    accepted = ingestion.accepted
+    lengths, trained = np.array(accepted.lengths), np.array(accepted.trained_tokens)
     members = {name: np.flatnonzero(chosen.kept & (chosen.split == code)) for code, name in enumerate(SPLITS)}
-    sources = _sources(intake, settings, found, members["train"])
+    sources = _source_cards(ingestion, settings, reader, members["train"])
     width = _bin_width(int(lengths.max(initial=1)))
-    times = chosen.copies[members["train"]]
-    written = {**members, "train": np.repeat(members["train"], times)}  # lengths are those of an epoch
-    strata = _strata(intake, settings, members)
-    taught = np.array(taken.taught, dtype=np.bool_)[members["train"]]
+    repetitions = chosen.copies[members["train"]]
+    written = {**members, "train": np.repeat(members["train"], repetitions)}  # the rows of one epoch
+    strata = _count_strata(ingestion, settings, members)
+    from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)[members["train"]]
     return DatasetCard(
         digest="",
-        sources={name: content for one in sources.values() for name, content in one.files.items()},
+        sources={name: content for card in sources.values() for name, content in card.files.items()},
         base_digest="",
         task=settings.task,
-        rows_in=intake.ledger.rows_in,
-        rows_out=intake.ledger.rows_out,
-        dropped=intake.ledger.dropped,
+        rows_in=ingestion.ledger.rows_in,
+        rows_out=ingestion.ledger.rows_out,
+        dropped=ingestion.ledger.dropped,
         splits={name: len(rows) for name, rows in members.items()},
         lengths={name: _summarize_lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
-        labels=_labels(intake, members["train"]) if settings.task == "labels" else {},
+        labels=_count_labels(ingestion, members["train"]) if settings.task == "labels" else {},
         source_cards=sources,
-        repeated=int((times - 1).sum()),
+        repeated=int((repetitions - 1).sum()),
         balanced=chosen.balanced,
-        taught_rows=int(np.count_nonzero(taught)),
-        end_of_turn=intake.encoder.end_of_turn,
+        teacher_rows=int(np.count_nonzero(from_teacher)),
+        end_of_turn=ingestion.encoder.end_of_turn,
         wanted={**split_fractions(settings)},
         strata=strata,
         near_duplicates=chosen.near_duplicates,
         leaks=chosen.leaks,
-        truncated=_count_truncated(intake, members),
-        packing=_packing(lengths[written["train"]]),
-        missing_fields=intake.fields.missing,
-        notes=tuple(_notes(intake, settings, strata, chosen)),
+        truncated=_count_truncated(ingestion, members),
+        packing=_compute_fill_rates(lengths[written["train"]]),
+        missing_fields=ingestion.passthrough.missing,
+        notes=tuple(_notes(ingestion, settings, strata, chosen)),
     )
 
 
-def _sources(
-    intake: RowIngestion, settings: Prepare, found: SourceReader, training: NDArray[np.int64]
+def _source_cards(
+    ingestion: RowIngestion, settings: Prepare, reader: SourceReader, training: NDArray[np.int64]
 ) -> dict[str, SourceCard]:
     cards = {}
-    rows = np.bincount(np.array(intake.taken.sources, dtype=np.int64)[training], minlength=len(settings.sources))
+    training_rows = np.bincount(
+        np.array(ingestion.accepted.source_indices, dtype=np.int64)[training], minlength=len(settings.sources)
+    )
     for index, source in enumerate(settings.sources):
-        contents = {name: digests.hash_file(path) for name, path in found.files[index].items()}
+        contents = {name: digests.hash_file(path) for name, path in reader.files[index].items()}
+        teacher = reader.teacher_cards[index]
         cards[source.label] = SourceCard(
             files=contents or {source.label: source.revision or ""},
-            shape=found.shapes[index],
+            record_schema=reader.schema_descriptions[index],
             weight=source.weight,
             split=source.split,
-            rows=intake.rows_by_source[index],
-            taught=None if (one := found.taught[index]) is None else describe_teacher_data(one, int(rows[index])),
+            rows=ingestion.rows_by_source[index],
+            teacher_provenance=None if teacher is None else describe_teacher_data(teacher, int(training_rows[index])),
         )
     return cards
 
 
-def _bin_width(greatest: int) -> int:
-    """A round width, so that edges read well: 1, 2 or 5 times a power of ten."""
-    least = max(1, greatest / BINS)
-    ten = 10 ** math.floor(math.log10(least))
-    return int(next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= least))
+def _bin_width(longest: int) -> int:
+    """Return a round bin width: 1, 2 or 5 times a power of ten."""
+    smallest = max(1, longest / BINS)
+    power = 10 ** math.floor(math.log10(smallest))
+    return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= smallest))
 
 
 def _summarize_lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int) -> LengthDistribution:
@@ -103,36 +107,38 @@ def _summarize_lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], w
     )
 
 
-def _labels(intake: RowIngestion, rows: NDArray[np.int64]) -> dict[str, int]:
-    names = list(intake.label_names)
-    codes, counts = np.unique(np.array(intake.taken.labels)[rows], return_counts=True)
+def _count_labels(ingestion: RowIngestion, rows: NDArray[np.int64]) -> dict[str, int]:
+    names = list(ingestion.label_names)
+    codes, counts = np.unique(np.array(ingestion.accepted.label_codes)[rows], return_counts=True)
     return dict(sorted((names[code], int(count)) for code, count in zip(codes, counts, strict=True)))
 
 
-def _strata(
-    intake: RowIngestion, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]
+def _count_strata(
+    ingestion: RowIngestion, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]
 ) -> dict[str, SplitStratum]:
-    """Kept rows by stratum and split; without strata, by label; else nothing."""
+    """Count kept rows by stratum and split, or by label if there are no strata; {} for a text task."""
     if settings.split.stratify:
-        names = intake.divider.strata
-        codes = intake.divider.stratum_codes()[np.array(intake.taken.divided, dtype=np.int64)]
+        names = ingestion.split_assigner.strata
+        codes = ingestion.split_assigner.stratum_codes()[np.array(ingestion.accepted.split_indices, dtype=np.int64)]
     elif settings.task == "labels":
-        names, codes = list(intake.label_names), np.array(intake.taken.labels, dtype=np.int64)
+        names, codes = list(ingestion.label_names), np.array(ingestion.accepted.label_codes, dtype=np.int64)
     else:
         return {}
     counts = {split: np.bincount(codes[rows], minlength=len(names)) for split, rows in members.items()}
-    found = {
+    strata = {
         name: SplitStratum(
             rows=sum(int(count[code]) for count in counts.values()),
             splits={split: int(count[code]) for split, count in counts.items()},
         )
         for code, name in enumerate(names)
     }
-    return {name: stratum for name, stratum in sorted(found.items()) if stratum.rows}
+    return {name: stratum for name, stratum in sorted(strata.items()) if stratum.rows}
 
 
-def _count_truncated(intake: RowIngestion, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, TruncationReport]:
-    cut = np.array(intake.taken.cut)
+def _count_truncated(
+    ingestion: RowIngestion, members: dict[SplitName, NDArray[np.int64]]
+) -> dict[str, TruncationReport]:
+    cut = np.array(ingestion.accepted.truncated_tokens)
     return {
         name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
         for name, rows in members.items()
@@ -140,42 +146,43 @@ def _count_truncated(intake: RowIngestion, members: dict[SplitName, NDArray[np.i
     }
 
 
-def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
-    fitting = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)]
-    listed = lengths.tolist()
+def _compute_fill_rates(lengths: NDArray[np.int32]) -> dict[str, float]:
+    """Return the fill rate of packs for the two smallest capacities that fit the longest row."""
+    capacities = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)][:2]
+    tokens = lengths.tolist()
     return {
-        str(capacity): round(batches.fill_rate(listed, batches.pack_rows(listed, capacity, 0, 0), capacity), 4)
-        for capacity in fitting[:2]
+        str(capacity): round(batches.fill_rate(tokens, batches.pack_rows(tokens, capacity, 0, 0), capacity), 4)
+        for capacity in capacities
     }
 
 
 def _notes(
-    intake: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], chosen: RowSelection
+    ingestion: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], chosen: RowSelection
 ) -> Iterator[str]:
-    for kind, left_out in sorted(intake.left_out.items()):
-        if left_out:
-            way_out = "set prepare.system: merge" if kind == "system messages" else "use another one, or drop them"
-            yield f"the chat template leaves {kind} out: the model will not see them; {way_out}"
+    for kind, is_omitted in sorted(ingestion.omitted_by_template.items()):
+        if is_omitted:
+            advice = "set prepare.system: merge" if kind == "system messages" else "use another template, or drop them"
+            yield f"the chat template omits {kind}, so the model does not see them; {advice}"
     if chosen.near_duplicates and (count := chosen.near_duplicates.contradicting):
-        yield f"{count:,} near-duplicates were dropped whose label is another than that of the row kept for them"
-    if intake.unanswered:
-        yield f"{intake.unanswered:,} messages that come after the last answer of their conversation were left out"
+        yield f"{count:,} dropped near-duplicates have another label than the row that was kept instead"
+    if ingestion.unanswered_messages:
+        yield f"{ingestion.unanswered_messages:,} messages after the last answer of their conversation were removed"
     if settings.split.stratify:
         small = [name for name, stratum in strata.items() if stratum.rows < SMALLEST_STRATUM]
         if small:
-            shown = ", ".join(small[:NAMED]) + (" ..." if len(small) > NAMED else "")
             yield (
-                f"{len(small)} strata of fewer than {SMALLEST_STRATUM} rows cannot be in every split "
-                f"and are in one: {shown}"
+                f"{len(small)} strata have fewer than {SMALLEST_STRATUM} rows, too few for every split, and are in one "
+                f"split only: {_join_names(small)}"
             )
-    yield from _describe_teacher_labels(intake, settings, chosen)
+    yield from _describe_teacher_labels(ingestion, settings, chosen)
     if chosen.balanced:
         yield from balance.describe_balance(chosen.balanced)
     missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
     if missing:
-        shown = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
-        yield f"{len(missing)} labels or strata have no training row: {shown}"
-    yield from intake.fields.notes()
+        yield f"{len(missing)} labels or strata have no training row: {_join_names(missing)}"
+    yield from ingestion.passthrough.notes()
+    if settings.filters:
+        yield "filters: " + ", ".join(describe_extension("ratchet.filters", name) for name in settings.filters)
     for name, leak in chosen.leaks.items():
         if leak.unchecked:
             yield (
@@ -184,20 +191,23 @@ def _notes(
             )
 
 
-def _describe_teacher_labels(intake: RowIngestion, settings: Prepare, chosen: RowSelection) -> Iterator[str]:
-    """Labels that only a teacher gives: whatever words it found become a class, and no held-out row is of it."""
-    taken = intake.taken
-    taught = np.array(taken.taught, dtype=np.bool_)
-    if settings.task != "labels" or not taught.any():
+def _join_names(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
+
+
+def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, chosen: RowSelection) -> Iterator[str]:
+    """Note labels that only teacher answers have: they become classes that no held-out row can have."""
+    accepted = ingestion.accepted
+    from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)
+    if settings.task != "labels" or not from_teacher.any():
         return
-    names, labels = list(intake.label_names), np.array(taken.labels, dtype=np.int64)
-    known = np.bincount(labels[~taught], minlength=len(names))
-    counts = np.bincount(labels[taught & chosen.kept], minlength=len(names))
-    alone = sorted((name, int(counts[code])) for code, name in enumerate(names) if counts[code] and not known[code])
-    if alone:
-        shown = ", ".join(f"{name[:LABEL_SHOWN]!r} ({count:,} rows)" for name, count in alone[:NAMED])
+    names, labels = list(ingestion.label_names), np.array(accepted.label_codes, dtype=np.int64)
+    own_counts = np.bincount(labels[~from_teacher], minlength=len(names))
+    counts = np.bincount(labels[from_teacher & chosen.kept], minlength=len(names))
+    new = [(name, int(counts[code])) for code, name in enumerate(names) if counts[code] and not own_counts[code]]
+    if new:
+        shown = _join_names([f"{name[:MAX_LABEL_CHARACTERS]!r} ({count:,} rows)" for name, count in sorted(new)])
         yield (
-            f"{len(alone):,} of {len(np.flatnonzero(known + counts)):,} labels are a teacher's alone, no row of yours "
-            f"has them: {shown}{' ...' if len(alone) > NAMED else ''}; if they are none, leave such answers out with "
-            "select.format"
+            f"{len(new):,} of {len(np.flatnonzero(own_counts + counts)):,} labels occur only in teacher answers, not "
+            f"in your own rows: {shown}; if they are not labels, remove such answers with select.answer_format"
         )

@@ -1,9 +1,9 @@
-"""Rows that say the same: words, exact keys, MinHash band keys, and clusters of near-duplicates verified word by word.
+"""Finds exact and near-duplicates: words, exact keys, MinHash band keys, and clusters verified by shingles.
 
-Near means: the sets of word shingles of two texts have a Jaccard similarity of at least `duplicates.near` (Broder 1997,
-On the resemblance and containment of documents). MinHash with banding finds candidates in linear time (Leskovec,
-Rajaraman and Ullman, Mining of Massive Datasets, chapter 3); each candidate is then compared with the shingles
-themselves, so nothing is dropped by chance.
+Two texts are near-duplicates if the Jaccard similarity of their sets of word shingles is at least
+`deduplication.jaccard_threshold` (Broder 1997, On the resemblance and containment of documents). MinHash with banding
+finds candidates in linear time (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3). Each candidate
+pair is then verified with the exact Jaccard similarity, so no row is dropped by a hash collision.
 """
 
 import re
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from ratchet.config.data import DeduplicationSettings
+from ratchet.config.prepare import DeduplicationSettings
 
 _ASCII_WORDS = bytes(byte if chr(byte).isalnum() else ord(" ") for byte in range(128)).lower().ljust(256)
 _INVISIBLE = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")  # soft hyphen, (non-)joiners, byte order mark: inside words
@@ -31,20 +31,20 @@ _UNSPACED = (
     "\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece\u0edc-\u0edf\u1780-\u17b3\u1000-\u103f\u1050-\u108f"
 )
 
-_SEED = 20  # of the permutations; another seed finds other borderline pairs
-_BATCH_WORDS = 60_000  # hashed at a time: the arrays stay in the processor's cache
-_CACHED_WORDS = 100_000  # word hashes remembered, some 15 MB
-_CACHED_LETTERS = 40  # of the longest word remembered
-_CACHED_SHINGLES = 200_000  # remembered while candidates are compared, some 25 MB
-_MISSED_WEIGHT = 0.95  # of pairs above the threshold that no band finds, against comparisons made for nothing
-_CROWD = 64  # kept rows that one bucket remembers
-_REPORT_ROWS = 1000
+_SEED = 20  # seed of the permutations; another seed finds other borderline pairs
+_BATCH_WORDS = 60_000  # words hashed at a time: the arrays stay in the processor's cache
+_CACHED_WORDS = 100_000  # size of the cache of word hashes, some 15 MB
+_CACHED_WORD_LETTERS = 40  # longer words are not cached
+_CACHED_SHINGLES = 200_000  # size of the shingle cache, some 25 MB
+_MISSED_WEIGHT = 0.95  # weight of pairs above the threshold that no band finds, against unnecessary comparisons
+_BUCKET_ROWS = 64  # most kept rows in one bucket
+_PROGRESS_ROWS = 1000
 
 
 def split_words(text: str) -> list[str]:
-    """Words in order: NFKC, case folded, runs of letters, digits and their accents; the rest only separates.
+    """Split a text into normalized words (NFKC, case folded): runs of letters, digits and combining marks.
 
-    Where a script has no spaces between words, each character with its accents is a word of its own.
+    In scripts without spaces between words, each character with its marks is one word.
     """
     if text.isascii():
         return text.encode("ascii").translate(_ASCII_WORDS).decode("ascii").split()
@@ -54,7 +54,10 @@ def split_words(text: str) -> list[str]:
 
 @cache
 def _word_pattern() -> re.Pattern[str]:
-    """One word; `re` knows no class for combining marks, without which words of Indic scripts would fall apart."""
+    """Compile the pattern of a word.
+
+    `re` has no class for combining marks, which the pattern must include to keep words of Indic scripts whole.
+    """
     marks = [code for code in range(0x300, 0xE01F0) if unicodedata.category(chr(code))[0] == "M"]
     ranges = []
     for _, run in groupby(enumerate(marks), key=lambda pair: pair[1] - pair[0]):
@@ -65,31 +68,31 @@ def _word_pattern() -> re.Pattern[str]:
 
 
 def exact_key(conversation_text: str) -> bytes:
-    """16 bytes, equal for texts that differ only in case and in how much white space stands where some stands."""
+    """Return 16 bytes that are equal for texts that differ only in case and in the amount of white space."""
     folded = " ".join(conversation_text.casefold().split())
     return blake2b(folded.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _wordless_key(text: str) -> str:
-    """What a text without words, such as emoji, is compared by; no shingle of words can equal it."""
+    """Return the comparison key of a text without words, such as emoji; it equals no shingle of words."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def shingle_text(text: str, shingle_words: int) -> frozenset[str]:
-    """The runs of that many words in a text; a shorter text is one shingle, whole."""
-    found = split_words(text)
-    if len(found) <= shingle_words:
-        return frozenset((" ".join(found) or _wordless_key(text),))
-    return frozenset(map(" ".join, zip(*(found[start:] for start in range(shingle_words)), strict=False)))
+    """Return the runs of `shingle_words` consecutive words; a shorter text is a single shingle."""
+    words = split_words(text)
+    if len(words) <= shingle_words:
+        return frozenset((" ".join(words) or _wordless_key(text),))
+    return frozenset(map(" ".join, zip(*(words[start:] for start in range(shingle_words)), strict=False)))
 
 
-def jaccard_similarity(one: frozenset[str], other: frozenset[str]) -> float:
-    """Shingles that both have, of those that either has; neither may be empty."""
-    shared = len(one & other)
-    return shared / (len(one) + len(other) - shared)
+def jaccard_similarity(first: frozenset[str], second: frozenset[str]) -> float:
+    """Return the size of the intersection divided by the size of the union; the sets must not be empty."""
+    shared = len(first & second)
+    return shared / (len(first) + len(second) - shared)
 
 
-# ---------------------------------------------------------------------------------------------------------- signatures
+# ----- MinHash signatures
 
 
 def _mix_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -100,72 +103,74 @@ def _mix_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _odd_multipliers(count: int) -> NDArray[np.uint64]:
-    """Odd numbers that look random, the same everywhere: they tell the places in a sum apart."""
+    """Return fixed pseudo-random odd numbers; as multipliers they make a sum depend on the order of its terms."""
     return _mix_bits(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 
 
 class _WordHashes(dict[str, int]):
-    """64-bit hashes of words, the same in every process (Python's own are not)."""
+    """Cache of 64-bit hashes of words; unlike Python's own hashes they are equal in every process."""
 
     def __missing__(self, word: str) -> int:
         value = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
         if len(self) >= _CACHED_WORDS:
             self.clear()
-        if len(word) <= _CACHED_LETTERS:
+        if len(word) <= _CACHED_WORD_LETTERS:
             self[word] = value
         return value
 
 
 def choose_banding(near: float, permutations: int) -> tuple[int, int]:
-    """Bands, and permutations per band, of those that fit the one with the least weighted error at a threshold.
+    """Choose the number of bands and of permutations per band with the least weighted error at a threshold.
 
     A pair of similarity s shares at least one of b bands of r rows with probability 1 - (1 - s^r)^b (Mining of Massive
-    Datasets, 3.4). The error is the area under that curve below the threshold, and over it above. Missed pairs weigh
-    most, as pairs found for nothing only cost a comparison: 128 permutations for 0.8 give 16 bands of 8, which
-    find 95 % of the pairs at 0.8, and 99.99 % at 0.9.
+    Datasets, 3.4). The error is the area under that curve below the threshold plus the area above it over the
+    threshold. Missed pairs have the larger weight, since a false candidate only costs a comparison. For a threshold of
+    0.8, 128 permutations give 16 bands of 8, which find 95 % of the pairs at 0.8 and 99.99 % at 0.9.
     """
     similarity = (np.arange(1000) + 0.5) / 1000
     below = similarity < near
 
     def error(choice: tuple[int, int]) -> float:
         bands, rows = choice
-        found = 1 - (1 - similarity**rows) ** bands
-        missed = float((1 - found)[~below].sum())
-        return _MISSED_WEIGHT * missed + (1 - _MISSED_WEIGHT) * float(found[below].sum())
+        probability = 1 - (1 - similarity**rows) ** bands
+        missed = float((1 - probability)[~below].sum())
+        return _MISSED_WEIGHT * missed + (1 - _MISSED_WEIGHT) * float(probability[below].sum())
 
     return min(((b, r) for b in range(1, permutations + 1) for r in range(1, permutations // b + 1)), key=error)
 
 
 class MinHashSignatures:
-    """MinHash band keys of texts: texts that share one are worth comparing. Needs 8 bytes a band and row."""
+    """Computes MinHash band keys: texts that share a key are candidate duplicates. Needs 8 bytes per band and row."""
 
     bands: int
 
     def __init__(self, settings: DeduplicationSettings) -> None:
-        if settings.near is None:
-            raise ValueError("duplicates.near is null: near-duplicates are not looked for, so there is nothing to sign")
-        self.bands, self._rows_per_band = choose_banding(settings.near, settings.permutations)
+        if settings.jaccard_threshold is None:
+            raise ValueError(
+                "deduplication.jaccard_threshold is null, which disables the search; MinHash needs a threshold"
+            )
+        self.bands, self._rows_per_band = choose_banding(settings.jaccard_threshold, settings.permutations)
         self._shingle_words = settings.shingle_words
         self._word_hashes = _WordHashes()
-        self._filler = self._word_hashes[""]
+        self._padding = self._word_hashes[""]
         self._multipliers = _odd_multipliers(max(self._shingle_words, self._rows_per_band))
 
-    def of(self, texts: Sequence[str]) -> NDArray[np.uint64]:
-        """Keys [rows, bands]; they depend on each text alone, and are the same in every process and machine."""
-        parts = [self._band_keys(*self._shingle_hashes(*part)) for part in self._hashed_words(texts)]
+    def band_keys(self, texts: Sequence[str]) -> NDArray[np.uint64]:
+        """Return keys [rows, bands]. Each depends only on its text, and is the same on every machine."""
+        parts = [self._hash_bands(*self._shingle_hashes(*part)) for part in self._hashed_words(texts)]
         return np.concatenate(parts) if parts else np.empty((0, self.bands), dtype=np.uint64)
 
     def _hashed_words(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[int]]]:
-        """Hashes of the words of many rows in one list, and how many each row has; short rows are filled up."""
+        """Yield word hashes of many rows as one list, with the number of words per row; short rows are padded."""
         hashes: list[int] = []
         lengths: list[int] = []
         hash_of = self._word_hashes.__getitem__
         for text in texts:
-            found = split_words(text) or [_wordless_key(text)]
-            hashes.extend(map(hash_of, found))
-            if len(found) < self._shingle_words:
-                hashes.extend([self._filler] * (self._shingle_words - len(found)))
-            lengths.append(max(len(found), self._shingle_words))
+            words = split_words(text) or [_wordless_key(text)]
+            hashes.extend(map(hash_of, words))
+            if len(words) < self._shingle_words:
+                hashes.extend([self._padding] * (self._shingle_words - len(words)))
+            lengths.append(max(len(words), self._shingle_words))
             if len(hashes) >= _BATCH_WORDS:
                 yield hashes, lengths
                 hashes, lengths = [], []
@@ -173,22 +178,22 @@ class MinHashSignatures:
             yield hashes, lengths
 
     def _shingle_hashes(self, hashes: list[int], lengths: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Hashes of the shingles, and where each row's begin and the last one's end."""
+        """Return the hashes of all shingles, and the offsets of the rows in them, [rows + 1]."""
         width = self._shingle_words
-        of_words = np.array(hashes, dtype=np.uint64)
-        starts = len(of_words) - width + 1
+        word_hashes = np.array(hashes, dtype=np.uint64)
+        starts = len(word_hashes) - width + 1
         sums = np.zeros(starts, dtype=np.uint64)
-        for place in range(width):
-            sums += of_words[place : place + starts] * self._multipliers[place]
+        for k in range(width):
+            sums += word_hashes[k : k + starts] * self._multipliers[k]
         inside = np.ones(starts, dtype=np.bool_)
         ends = np.cumsum(lengths)
-        for back in range(1, width):  # shingles that begin here would run into the next row
-            inside[ends[:-1] - back] = False
+        for k in range(1, width):  # a shingle that begins at ends - k would extend into the next row
+            inside[ends[:-1] - k] = False
         offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
         offsets[1:] = np.cumsum(np.array(lengths) - width + 1)
         return _mix_bits(sums[inside]), offsets
 
-    def _band_keys(self, hashes: NDArray[np.uint64], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _hash_bands(self, hashes: NDArray[np.uint64], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
         count = self.bands * self._rows_per_band
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, count, _SEED)
         minima = np.array(matrix.to_rows(), dtype=np.uint64).reshape(-1, self.bands, self._rows_per_band)
@@ -196,29 +201,33 @@ class MinHashSignatures:
         return _mix_bits(sums)
 
 
-# ------------------------------------------------------------------------------------------------------------ clusters
+# ----- Clusters of near-duplicates
 
 
 @dataclass(frozen=True, slots=True)
 class RowCluster:
-    """Rows, by index, of which one is kept; each of the others is similar to it."""
+    """A row that is kept, and the rows similar to it that are dropped; all by index."""
 
     kept: int
     dropped: tuple[int, ...]
 
 
 def _find_shared_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows whose key another row has too, and the number of each one's bucket."""
+    """Return the rows whose key another row has too, and the bucket number of each."""
     order = np.argsort(keys)
     ordered = keys[order]
-    follows = np.zeros(len(keys) + 1, dtype=np.bool_)  # whether a key is that before it
-    follows[1:-1] = ordered[1:] == ordered[:-1]
-    shared = follows[1:] | follows[:-1]
-    return order[shared], np.cumsum(~follows[:-1][shared]) - 1
+    equals_previous = np.zeros(len(keys) + 1, dtype=np.bool_)
+    equals_previous[1:-1] = ordered[1:] == ordered[:-1]
+    shared = equals_previous[1:] | equals_previous[:-1]
+    return order[shared], np.cumsum(~equals_previous[:-1][shared]) - 1
 
 
 class _BandBuckets:
-    """Which rows share a band key, and the kept rows of each bucket; a place is a position among such rows, by rank."""
+    """Buckets of rows that share a band key, with the kept rows of each bucket.
+
+    Only rows that share a key with another row are in `rows`, in the order of their rank. A `position` is an index
+    into `rows`.
+    """
 
     def __init__(self, band_keys: NDArray[np.uint64], by_rank: NDArray[np.int64]) -> None:
         bucket_of = np.full(band_keys.shape, -1, dtype=np.int32)
@@ -227,14 +236,14 @@ class _BandBuckets:
         for band in range(band_keys.shape[1]):
             rows, number = _find_shared_keys(band_keys[:, band])
             bucket_of[rows, band] = number + total
-            # The last row of a bucket has nobody to be remembered for.
-            capacities.append(np.minimum(np.bincount(number) - 1, _CROWD).astype(np.uint8))
+            # The last row of a bucket need not be stored: no later row is compared with it.
+            capacities.append(np.minimum(np.bincount(number) - 1, _BUCKET_ROWS).astype(np.uint8))
             total += len(capacities[-1])
-        shares: NDArray[np.bool_] = np.any(bucket_of >= 0, axis=1)
-        self.handled = np.flatnonzero(shares[by_rank])
-        """Rows of better rank than that at a place."""
-        self.rows = by_rank[self.handled]
-        self._of = bucket_of[self.rows]
+        shares_key: NDArray[np.bool_] = np.any(bucket_of >= 0, axis=1)
+        self.rows_before = np.flatnonzero(shares_key[by_rank])
+        """Number of all rows that have a better rank, for each position; used to report progress."""
+        self.rows = by_rank[self.rows_before]
+        self._buckets = bucket_of[self.rows]
         del bucket_of
         slots = sum(int(part.sum()) for part in capacities)
         self._offsets = np.zeros(total + 1, dtype=np.min_scalar_type(slots))
@@ -242,19 +251,19 @@ class _BandBuckets:
         self._kept = np.empty(slots, dtype=np.int32)
         self._counts = np.zeros(total, dtype=np.uint8)
 
-    def keep(self, place: int) -> None:
-        """Remember a kept row in its buckets, while they have room."""
-        for bucket in self._of[place].tolist():
+    def keep(self, position: int) -> None:
+        """Add a kept row to its buckets that are not full."""
+        for bucket in self._buckets[position].tolist():
             if bucket >= 0:
                 slot = int(self._offsets[bucket]) + int(self._counts[bucket])
                 if slot < self._offsets[bucket + 1]:
-                    self._kept[slot] = place
+                    self._kept[slot] = position
                     self._counts[bucket] += 1
 
-    def candidates(self, place: int) -> list[int]:
-        """Places of kept rows in the buckets of a row: those that share most of them first, then by rank."""
+    def candidates(self, position: int) -> list[int]:
+        """Return the positions of kept rows in a row's buckets: most shared buckets first, then by rank."""
         shared: Counter[int] = Counter()
-        for bucket in self._of[place].tolist():
+        for bucket in self._buckets[position].tolist():
             if bucket >= 0 and (count := int(self._counts[bucket])):
                 start = int(self._offsets[bucket])
                 shared.update(self._kept[start : start + count].tolist())
@@ -262,23 +271,23 @@ class _BandBuckets:
 
 
 class _ShingleCache:
-    """Shingles of rows, those last asked for remembered."""
+    """Computes the shingles of rows, with a least-recently-used cache."""
 
     def __init__(self, text_of: Callable[[int], str], shingle_words: int) -> None:
         self._text_of = text_of
         self._shingle_words = shingle_words
-        self._remembered: OrderedDict[int, frozenset[str]] = OrderedDict()
+        self._cache: OrderedDict[int, frozenset[str]] = OrderedDict()
         self._total = 0
 
     def __call__(self, row: int) -> frozenset[str]:
-        if row in self._remembered:
-            self._remembered.move_to_end(row)
-            return self._remembered[row]
-        found = self._remembered[row] = shingle_text(self._text_of(row), self._shingle_words)
-        self._total += len(found)
-        while self._total > _CACHED_SHINGLES and len(self._remembered) > 1:
-            self._total -= len(self._remembered.popitem(last=False)[1])
-        return found
+        if row in self._cache:
+            self._cache.move_to_end(row)
+            return self._cache[row]
+        shingles = self._cache[row] = shingle_text(self._text_of(row), self._shingle_words)
+        self._total += len(shingles)
+        while self._total > _CACHED_SHINGLES and len(self._cache) > 1:
+            self._total -= len(self._cache.popitem(last=False)[1])
+        return shingles
 
 
 def cluster_duplicates(
@@ -288,48 +297,54 @@ def cluster_duplicates(
     settings: DeduplicationSettings,
     progress: Callable[[int], None],
 ) -> list[RowCluster]:
-    """Rows to drop, with the row that each is a near-duplicate of; best rank first.
+    """Find near-duplicates; return for each kept row the rows to drop, best rank first.
 
-    In the order of `rank` (unique; lower is kept rather) a row is dropped if it is similar to a kept row that it shares
-    a bucket with, else kept. So nothing is dropped through a chain of others, two kept rows that were candidates are
-    never similar, and the order of the rows does not matter. `text_of` gives a row's text and is asked for candidates
-    only; `progress` is told now and then how many rows are done with.
+    Rows are processed in the order of `rank`. A row is dropped if it is similar to a kept row in one of its buckets,
+    else it is kept. So every dropped row is similar to a kept row (not only through a chain of others), and the result
+    does not depend on the order of the rows.
 
-    A bucket remembers its first 64 kept rows and no more: so many that are not similar to each other share a key only
-    through boilerplate that all rows have, and comparing all pairs of them would take time quadratic in the rows. Rows
-    beyond those still find each other in buckets that are not crowded, the surer the more similar they are. Memory
-    beside the keys: 4 bytes a row and band, and up to 5 more a row and band where every row shares a bucket.
+    A bucket stores at most its first 64 kept rows. So many dissimilar rows share a key only if all rows have the same
+    boilerplate, and comparing all pairs would take quadratic time. Later rows still meet in other buckets, the more
+    reliably the more similar they are. Memory in addition to the keys: 4 bytes per row and band, and up to 5 more per
+    row and band if every row shares a bucket.
+
+    Args:
+        band_keys: MinHash band keys, [rows, bands].
+        rank: unique rank of each row; of two similar rows the one with the lower rank is kept.
+        text_of: returns a row's text; called for candidates only.
+        settings: deduplication settings.
+        progress: called now and then with the number of processed rows.
     """
-    if settings.near is None or not len(band_keys):
+    if settings.jaccard_threshold is None or not len(band_keys):
         progress(len(band_keys))
         return []
     buckets = _BandBuckets(band_keys, np.argsort(rank))
     shingles_of = _ShingleCache(text_of, settings.shingle_words)
     rows = buckets.rows
     kept_of = np.full(len(rows), -1, dtype=np.int32)
-    for place in range(len(rows)):
-        row = int(rows[place])
+    for position in range(len(rows)):
+        row = int(rows[position])
         similar = (
             other
-            for other in buckets.candidates(place)
-            if _is_similar(shingles_of(row), shingles_of(int(rows[other])), settings.near)
+            for other in buckets.candidates(position)
+            if _is_similar(shingles_of(row), shingles_of(int(rows[other])), settings.jaccard_threshold)
         )
         if (kept := next(similar, None)) is None:
-            buckets.keep(place)
+            buckets.keep(position)
         else:
-            kept_of[place] = kept
-        if place % _REPORT_ROWS == 0:
-            progress(int(buckets.handled[place]))
+            kept_of[position] = kept
+        if position % _PROGRESS_ROWS == 0:
+            progress(int(buckets.rows_before[position]))
     progress(len(band_keys))
     dropped = np.flatnonzero(kept_of >= 0)
     dropped = dropped[np.argsort(kept_of[dropped], kind="stable")]
     return [
-        RowCluster(int(rows[kept]), tuple(int(rows[place]) for place in places))
-        for kept, places in groupby(dropped, key=lambda place: int(kept_of[place]))
+        RowCluster(int(rows[kept]), tuple(int(rows[position]) for position in positions))
+        for kept, positions in groupby(dropped, key=lambda position: int(kept_of[position]))
     ]
 
 
-def _is_similar(one: frozenset[str], other: frozenset[str], near: float) -> bool:
-    """Whether two sets reach the threshold; sets of too different sizes cannot."""
-    fewer, more = sorted((len(one), len(other)))
-    return fewer / more >= near and jaccard_similarity(one, other) >= near
+def _is_similar(first: frozenset[str], second: frozenset[str], threshold: float) -> bool:
+    """Return whether two sets reach the threshold; sets of very different sizes cannot."""
+    smaller, larger = sorted((len(first), len(second)))
+    return smaller / larger >= threshold and jaccard_similarity(first, second) >= threshold

@@ -1,6 +1,6 @@
-"""The project's lm-evaluation-harness tasks as files: which there are, and what they are made of as they lie there now.
+"""Finds and fingerprints the project's own lm-evaluation-harness tasks, so that the gate can detect changed tasks.
 
-Read without the harness, whose import takes many seconds: the gate asks whether a task has changed since it was run.
+The task files are read without the harness, whose import takes many seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,36 +10,37 @@ from typing import Any
 from ratchet.storage import digests
 
 DATA = ("dataset_path", "dataset_kwargs", "dataset_name")
-"""Keys of a task below which files are named."""
+"""Keys of a task that name data files."""
 
 
 def find_task_files(tasks_dir: Path) -> list[Path]:
-    """The YAML files of the project's tasks, folders in folders included, as the harness finds them."""
+    """Return the YAML files below a folder, recursively, as the harness finds them."""
     return sorted(tasks_dir.rglob("*.yaml")) if tasks_dir.is_dir() else []
 
 
 def fingerprint_tasks(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str, str]:
-    """What each task is made of: its YAML, what that includes, its data files, and the Python that it calls.
+    """Compute a digest of each task: its YAML and included files, its data files, and the Python files it may call.
 
     Args:
-        names: tasks, or groups of tasks; one that no file defines is left out.
-        root: paths of data files in the tasks are relative to this directory.
+        names: tasks or groups; names that no file defines are left out.
+        root: directory to which data paths in the tasks are relative.
+        tasks_dir: folder with the task files.
     """
-    written: dict[str, Path] = {}
+    defined_in: dict[str, Path] = {}
     for path in find_task_files(tasks_dir):
         content = _read_yaml(path)
         for key in ("group", "task"):
             if isinstance(content.get(key), str):
-                written.setdefault(str(content[key]), path)
-    found = {}
+                defined_in.setdefault(str(content[key]), path)
+    fingerprints = {}
     for name in names:
-        if name in written:
+        if name in defined_in:
             parts = {
                 _display_name(path, root): digests.hash_file(path)
-                for path in _find_task_dependencies(name, written, root, tasks_dir)
+                for path in _find_task_dependencies(name, defined_in, root, tasks_dir)
             }
-            found[name] = digests.hash_files(parts)
-    return found
+            fingerprints[name] = digests.hash_files(parts)
+    return fingerprints
 
 
 def _display_name(path: Path, root: Path) -> str:
@@ -47,11 +48,11 @@ def _display_name(path: Path, root: Path) -> str:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    """A YAML file, its `!function` tags as texts. One that is no mapping is empty here; the harness skips it, too."""
+    """Read a YAML file with `!function` tags as texts; {} if it is not a mapping, which the harness skips too."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
-    reader = YAML(typ="rt", pure=True)  # it alone keeps tags that it does not know
+    reader = YAML(typ="rt", pure=True)  # the only type that keeps unknown tags
     reader.allow_duplicate_keys = True
     try:
         content = reader.load(path.read_text(encoding="utf-8"))
@@ -60,28 +61,28 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _find_task_dependencies(name: str, written: Mapping[str, Path], root: Path, tasks_dir: Path) -> set[Path]:
-    """Every file that the task depends on."""
-    found: set[Path] = set()
-    todo = [written[name]]
-    while todo:
-        path = todo.pop()
-        if path in found or not path.is_file():
+def _find_task_dependencies(name: str, defined_in: Mapping[str, Path], root: Path, tasks_dir: Path) -> set[Path]:
+    """Return all files that a task depends on."""
+    dependencies: set[Path] = set()
+    pending = [defined_in[name]]
+    while pending:
+        path = pending.pop()
+        if path in dependencies or not path.is_file():
             continue
-        found.add(path)
+        dependencies.add(path)
         content = _read_yaml(path)
         include = content.get("include", [])
-        todo += [path.parent / str(one) for one in ([include] if isinstance(include, str) else include)]
+        pending += [path.parent / str(file) for file in ([include] if isinstance(include, str) else include)]
         members = content.get("task")
         for member in members if isinstance(members, Sequence) and not isinstance(members, str) else []:
             inner = member if isinstance(member, str) else str(member.get("task", member.get("group", "")))
-            todo += [written[inner]] if inner in written else []
+            pending += [defined_in[inner]] if inner in defined_in else []
         for key in DATA:
             for text in _iterate_texts(content.get(key)):
-                found |= _find_data_files(text, root)
+                dependencies |= _find_data_files(text, root)
         if "!function" in path.read_text(encoding="utf-8"):
-            found |= set(tasks_dir.rglob("*.py"))  # what a function imports is not followed: all of it counts
-    return found
+            dependencies |= set(tasks_dir.rglob("*.py"))  # imports are not followed, so every Python file counts
+    return dependencies
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
@@ -96,13 +97,13 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 
 
 def _find_data_files(text: str, root: Path) -> set[Path]:
-    """Files that a text names: one file, all of a folder, or all that a pattern matches; nothing for other texts."""
+    """Return the files that a text names: a file, all files of a folder, or those that match a glob."""
     if not text or "://" in text:
         return set()
-    place = root / text
-    if place.is_dir():
-        return {path for path in place.rglob("*") if path.is_file()}
-    if place.is_file():
-        return {place}
-    start = Path(place.anchor) if Path(text).is_absolute() else root
-    return {path for path in start.glob(str(Path(text)).removeprefix(place.anchor)) if path.is_file()}
+    target = root / text
+    if target.is_dir():
+        return {path for path in target.rglob("*") if path.is_file()}
+    if target.is_file():
+        return {target}
+    start = Path(target.anchor) if Path(text).is_absolute() else root
+    return {path for path in start.glob(str(Path(text)).removeprefix(target.anchor)) if path.is_file()}

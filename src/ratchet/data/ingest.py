@@ -1,7 +1,7 @@
-"""Rows of the sources, checked one by one, encoded and spooled.
+"""Checks and encodes the rows of all sources and spools them to disk.
 
-The tokens go to disk at once. What must be known of all rows to choose among them (hashes, lengths, splits) stays in
-arrays of a few hundred bytes a row, so that a million rows need well under a gigabyte.
+Tokens go to disk at once. The values that the later selection needs of all rows (hashes, lengths, splits) stay in
+memory as arrays of a few hundred bytes per row, so a million rows need well under a gigabyte.
 """
 
 import tempfile
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.data import Prepare
+from ratchet.config.extensions import load_extension
+from ratchet.config.prepare import Prepare
 from ratchet.data import deduplication, tokenization
 from ratchet.data.balance import CategoryBalancer
 from ratchet.data.conversation import (
@@ -34,18 +35,18 @@ from ratchet.data.row_ledger import RowLedger
 from ratchet.data.splits import SplitAssigner
 from ratchet.data.token_files import PreparedRow, PreparedRowSpool
 from ratchet.data.tokenization import ConversationEncoder
-from ratchet.errors import DataError
+from ratchet.errors import DataError, SettingsError
 from ratchet.storage import digests
 
 CHUNK_ROWS = 2048
-"""Rows encoded at once: enough to keep all cores busy, few enough to be held twice."""
+"""Rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
 
 
 class TextSpool:
-    """Texts by row, in a file of their own: the few that are compared in full are read back from there."""
+    """Texts by row, in a temporary file: only the few that are compared in full are read back."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (as long as this object)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
         self._ends = array("Q", [0])
 
     def add(self, texts: Iterable[str]) -> None:
@@ -56,7 +57,7 @@ class TextSpool:
             self._ends.append(self._ends[-1] + len(data))
 
     def close(self) -> None:
-        """Give the file up."""
+        """Delete the temporary file."""
         self._file.close()
 
     def __getitem__(self, row: int) -> str:
@@ -68,27 +69,30 @@ class TextSpool:
 
 @dataclass
 class IngestedRows:
-    """What is kept of the rows that are fit to be learned from, by their index in the spool."""
+    """Values of the accepted rows that stay in memory, by index in the row spool."""
 
     ids: "array[int]" = field(default_factory=lambda: array("Q"))
     """First 64 bits of the sample id."""
-    keys: list[bytes] = field(default_factory=list)
-    """Exact keys, a chunk's worth in each entry."""
-    bands: list[NDArray[np.uint64]] = field(default_factory=list)
-    divided: "array[int]" = field(default_factory=lambda: array("q"))
-    """Index into what the divider assigns."""
+    exact_keys: list[bytes] = field(default_factory=list)
+    """Keys for exact deduplication; each entry holds the keys of one chunk."""
+    band_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    """MinHash band keys; each entry holds one chunk, [rows, bands]."""
+    split_indices: "array[int]" = field(default_factory=lambda: array("q"))
+    """Index into the result of the split assigner."""
     lengths: "array[int]" = field(default_factory=lambda: array("i"))
-    trained: "array[int]" = field(default_factory=lambda: array("i"))
-    cut: "array[int]" = field(default_factory=lambda: array("i"))
-    """Tokens cut off."""
-    sources: "array[int]" = field(default_factory=lambda: array("h"))
-    labels: "array[int]" = field(default_factory=lambda: array("i"))
+    """Tokens."""
+    trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """Tokens removed by truncation."""
+    source_indices: "array[int]" = field(default_factory=lambda: array("h"))
+    label_codes: "array[int]" = field(default_factory=lambda: array("i"))
     """Index into `label_names`; all 0 for a text task."""
-    fields: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Hash of group and fields: of rows that say the same, it tells which one is kept."""
+    field_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Hash of group and passthrough fields; decides which of several identical rows is kept."""
     where: list[str] = field(default_factory=list)
-    taught: "array[int]" = field(default_factory=lambda: array("b"))
-    """1: an answer of a teacher."""
+    """Position in the source."""
+    from_teacher: "array[int]" = field(default_factory=lambda: array("b"))
+    """1 if the row is an answer of a teacher."""
     leaks: dict[int, list[LeakageMatch]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -96,58 +100,61 @@ class IngestedRows:
 
 
 class RowIngestion:
-    """Takes rows; afterwards `taken`, `divider` and `ledger` tell about them.
+    """Ingests rows; the results are in `accepted`, `split_assigner` and `ledger`.
 
     Args:
-        settings: of stage prepare.
-        tokenizer: of the base model, with the chat template in use.
-        benchmarks: evaluation sets to look for, if any.
-        folder: room for temporary files.
-        taught: of each source, whether it is answers of a teacher; none is when this is empty.
+        settings: section `prepare`.
+        tokenizer: tokenizer of the base model, with the chat template in use.
+        benchmarks: evaluation sets to search for leaks, if any.
+        folder: folder for temporary files.
+        teacher_sources: for each source, whether it contains teacher answers; empty if none does.
     """
 
     def __init__(
         self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
-        taught: Sequence[bool] = (),
+        teacher_sources: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         self.settings = settings
         self.encoder = ConversationEncoder(tokenizer, settings.turns)
         self.benchmarks = benchmarks
         self.signatures = (
-            deduplication.MinHashSignatures(settings.duplicates) if settings.duplicates.near is not None else None
+            deduplication.MinHashSignatures(settings.deduplication)
+            if settings.deduplication.jaccard_threshold is not None
+            else None
         )
-        self.texts = TextSpool(folder)
-        self.spool = PreparedRowSpool(folder / "spool")
-        self.divider = SplitAssigner(settings, taught)
-        self.categories = CategoryBalancer(settings.balance, settings.task == "labels")
-        self.fields = PassthroughFields(settings.keep, settings.split.group)
+        self.text_spool = TextSpool(folder)
+        self.row_spool = PreparedRowSpool(folder / "spool")
+        self.split_assigner = SplitAssigner(settings, teacher_sources)
+        self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
+        self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
+        self.filters = [(name, load_extension("ratchet.filters", name, "prepare.filters")) for name in settings.filters]
         self.ledger = RowLedger()
-        self.taken = IngestedRows()
+        self.accepted = IngestedRows()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
-        self.left_out: dict[str, bool] = {}
-        """Whether the template leaves system messages, tools or tool results out, where a row has any."""
-        self.unanswered = 0
-        """Messages behind the last answer of their conversation, which were left out."""
+        self.omitted_by_template: dict[str, bool] = {}
+        """Whether the template omits system messages, tools or tool results, for each of these that a row has."""
+        self.unanswered_messages = 0
+        """Messages after the last answer of their conversation, which were removed."""
 
     def close(self) -> None:
-        """Give up all files; what was taken in stays known."""
-        self.texts.close()
-        self.spool.close()
+        """Delete the temporary files; the values in memory stay."""
+        self.text_spool.close()
+        self.row_spool.close()
 
-    def read(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
-        """Take all rows.
+    def ingest(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
+        """Check, encode and spool all rows.
 
         Raises:
-            DataError: a source or the template cannot be used, or prepare.too_long is `raise` and a row is.
+            DataError: a source or the template cannot be used, or a row is too long and prepare.too_long is `raise`.
         """
-        with ThreadPoolExecutor(max_workers=1) as beside:  # encoding is mostly Rust, which leaves Python to us
+        with ThreadPoolExecutor(max_workers=1) as executor:  # encoding is mostly Rust, which releases the GIL
             while chunk := list(islice(rows, CHUNK_ROWS)):
-                usable = [self._usable(item) for item in chunk]
-                self._take([pair for pair in usable if pair is not None], beside)
+                usable = [self._check_row(item) for item in chunk]
+                self._ingest_chunk([pair for pair in usable if pair is not None], executor)
 
-    def _usable(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
-        """A row with its index in the divider, or None when it is booked as dropped."""
+    def _check_row(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
+        """Return a row with its index in the split assigner, or None after recording it as dropped."""
         self.ledger.rows_in += 1
         self.rows_by_source[item.source] += 1
         if isinstance(item, MalformedRecord):
@@ -156,52 +163,74 @@ class RowIngestion:
         if missing := missing_part_reason(item):
             self.ledger.drop(missing, item.where)
             return None
-        if fault := self.divider.fault(item) or self.fields.fault(item) or self.categories.fault(item):
-            self.ledger.drop("malformed", item.where, fault)
+        checks = (self.split_assigner, self.passthrough, self.balancer)
+        if problem := next(filter(None, (check.find_problem(item) for check in checks)), None):
+            self.ledger.drop("malformed", item.where, problem)
             return None
-        self.unanswered += item.conversation.unanswered
-        return item, self.divider.add(item)
+        if reason := self._find_filter_reason(item):
+            self.ledger.drop("filtered", item.where, reason)
+            return None
+        self.unanswered_messages += item.conversation.unanswered
+        return item, self.split_assigner.add(item)
 
-    def _take(self, pairs: Sequence[tuple[SourceRow, int]], beside: ThreadPoolExecutor) -> None:
+    def _find_filter_reason(self, row: SourceRow) -> str | None:
+        """Return why a filter of prepare.filters drops the row; None if all keep it."""
+        for name, find_reason in self.filters:
+            try:
+                reason = find_reason(row.conversation.messages)
+            except Exception as error:
+                raise SettingsError(
+                    f"prepare.filters: {name} failed at {row.where}: {type(error).__name__}: {error}"
+                ) from error
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
+    def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
         rows = [row for row, _ in pairs]
         if self.settings.system == "merge":
             conversations = [tokenization.merge_system_messages(row.conversation) for row in rows]
         else:
             conversations = [row.conversation for row in rows]
-        self._look_for_what_is_left_out(conversations)
-        encoding = beside.submit(self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)])
+        self._note_omissions(conversations)
+        encoding = executor.submit(
+            self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)]
+        )
         texts = [conversation.text for conversation in conversations]
-        bands = self.signatures.of(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
+        bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
         matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
         samples: list[PreparedRow] = []
-        fit = []
-        first = len(self.taken)
+        accepted = []
+        first = len(self.accepted)
         for k, encoded in enumerate(encoding.result()):
-            found = self._fit(rows[k].where, encoded)
-            if found is None:
+            final = self._accept_encoded(rows[k].where, encoded)
+            if final is None:
                 continue
-            fit.append(k)
-            group, fields = self.fields.group_of(rows[k]), self.fields.of(rows[k])
-            samples.append(PreparedRow.of(conversations[k], found, group, fields))
+            accepted.append(k)
+            group, fields = self.passthrough.group_of(rows[k]), self.passthrough.take(rows[k])
+            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
             if matches[k]:
-                self.taken.leaks[first + len(samples) - 1] = matches[k]
-        if not fit:
+                self.accepted.leaks[first + len(samples) - 1] = matches[k]
+        if not accepted:
             return
-        self.spool.add(samples, first)
-        self._remember([pairs[k] for k in fit], samples, [encoding.result()[k] for k in fit])
-        self.taken.keys.append(b"".join(deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in fit))
-        self.taken.bands.append(bands[fit])
-        self.texts.add(texts[k] for k in fit)
+        self.row_spool.add(samples, first)
+        self._record_accepted([pairs[k] for k in accepted], samples, [encoding.result()[k] for k in accepted])
+        keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in accepted)
+        self.accepted.exact_keys.append(b"".join(keys))
+        self.accepted.band_keys.append(bands[accepted])
+        self.text_spool.add(texts[k] for k in accepted)
 
-    def _look_for_what_is_left_out(self, conversations: Sequence[Conversation]) -> None:
-        """Look once at each kind of thing that a template may leave out."""
+    def _note_omissions(self, conversations: Sequence[Conversation]) -> None:
+        """Check once for each kind of content whether the template omits it."""
         for conversation in conversations:
-            if (kinds := list_content_kinds(conversation)) - self.left_out.keys():
-                self.left_out |= self.encoder.leaves_out(conversation)
-                self.left_out |= dict.fromkeys(kinds - self.left_out.keys(), False)
+            if (kinds := list_content_kinds(conversation)) - self.omitted_by_template.keys():
+                self.omitted_by_template |= self.encoder.find_omissions(conversation)
+                self.omitted_by_template |= dict.fromkeys(kinds - self.omitted_by_template.keys(), False)
 
-    def _fit(self, where: str, encoded: EncodedConversation | RefusedConversation) -> EncodedConversation | None:
-        """What is to be learned from a row, cut where the settings say so; None when it is booked as dropped."""
+    def _accept_encoded(
+        self, where: str, encoded: EncodedConversation | RefusedConversation
+    ) -> EncodedConversation | None:
+        """Return an encoded row, truncated if the settings require it; None after recording it as dropped."""
         settings, ledger = self.settings, self.ledger
         if isinstance(encoded, RefusedConversation):
             ledger.drop(encoded.reason, where, encoded.detail)
@@ -221,34 +250,35 @@ class RowIngestion:
                 ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
                 return None
             encoded = shorter
-        if not encoded.trained:
+        if not encoded.trained_tokens:
             ledger.drop("fully_masked", where)
             return None
-        if encoded.trained - len(encoded.labels) // 2 < settings.min_answer_tokens:  # else there is no need to count
-            found = encoded.trained - encoded.answers  # each ends with a token for that
-            if found < settings.min_answer_tokens:
-                ledger.drop("too_short", where, f"{found} answer tokens")
+        # At most every second token begins an answer, so this cheap bound spares most rows the exact count.
+        if encoded.trained_tokens - len(encoded.labels) // 2 < settings.min_answer_tokens:
+            answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
+            if answer_tokens < settings.min_answer_tokens:
+                ledger.drop("too_short", where, f"{answer_tokens} answer tokens")
                 return None
         return encoded
 
-    def _remember(
+    def _record_accepted(
         self,
         pairs: Sequence[tuple[SourceRow, int]],
         samples: Sequence[PreparedRow],
-        whole: Sequence[EncodedConversation | RefusedConversation],
+        untruncated: Sequence[EncodedConversation | RefusedConversation],
     ) -> None:
-        taken = self.taken
-        for (row, divided), sample, before in zip(pairs, samples, whole, strict=True):
-            taken.ids.append(int(sample.id, 16))
-            taken.divided.append(divided)
-            taken.lengths.append(len(sample.encoded.input_ids))
-            taken.trained.append(sample.encoded.trained)
-            original = len(before.input_ids) if isinstance(before, EncodedConversation) else 0
-            taken.cut.append(max(0, original - len(sample.encoded.input_ids)))
-            taken.sources.append(row.source)
+        accepted = self.accepted
+        for (row, split_index), sample, original in zip(pairs, samples, untruncated, strict=True):
+            accepted.ids.append(int(sample.id, 16))
+            accepted.split_indices.append(split_index)
+            accepted.lengths.append(len(sample.encoded.input_ids))
+            accepted.trained_tokens.append(sample.encoded.trained_tokens)
+            length = len(original.input_ids) if isinstance(original, EncodedConversation) else 0
+            accepted.truncated_tokens.append(max(0, length - len(sample.encoded.input_ids)))
+            accepted.source_indices.append(row.source)
             label = row.conversation.response if self.settings.task == "labels" else ""
-            taken.labels.append(self.label_names.setdefault(label, len(self.label_names)))
-            taken.fields.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
-            taken.where.append(row.where)
-            taken.taught.append(self.divider.is_taught(row.source))
-            self.categories.add(row)
+            accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
+            accepted.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
+            accepted.where.append(row.where)
+            accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
+            self.balancer.add(row)

@@ -1,21 +1,20 @@
-"""Records into questions, for `ratchet generate`: what a model is to answer, whether or not the record has an answer.
+"""Converts records to prompts for `ratchet generate`; records may have an answer or not.
 
-The same columns are looked for as in data that is learned from (shapes.py), but no answer is needed. One that is there,
-the assistant's words at the end of a conversation or the text of a response column, is not shown to the model: it is
-the reference that answers can be compared with.
+The columns are detected as in schema_detection.py, but no answer is required. If a record has one (the assistant's
+last message, or the text of a response column), the model does not see it: it becomes the reference for comparisons.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.data import ColumnSettings
+from ratchet.config.prepare import ColumnSettings
 from ratchet.data.conversation import Conversation, MalformedRecord, Message, extract_text
 from ratchet.data.readers import Fields
 from ratchet.data.schema_detection import (
-    CONVERSATIONS,
-    PAIRS,
-    TURNS,
+    COLUMN_PAIRS,
+    CONVERSATION_COLUMNS,
+    TURN_KEYS,
     SampledRecords,
     UnusableRecordError,
     column_text,
@@ -28,41 +27,41 @@ from ratchet.data.schema_detection import (
 )
 from ratchet.errors import DataError
 
-SYSTEMS = ("system", "system_prompt")
-PROMPTS = tuple(dict.fromkeys(prompt for prompt, _ in PAIRS))
-"""Usual names of the column with the prompt, the likeliest first."""
-RESPONSES = tuple(dict.fromkeys(response for _, response in PAIRS))
-"""The same of the column with the answer."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+PROMPT_COLUMNS = tuple(dict.fromkeys(prompt for prompt, _ in COLUMN_PAIRS))
+"""Common names of the prompt column, most likely first."""
+RESPONSE_COLUMNS = tuple(dict.fromkeys(response for _, response in COLUMN_PAIRS))
+"""Common names of the response column, most likely first."""
 
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """What one record asks."""
+    """The prompt of one record."""
 
     conversation: Conversation
-    """Without an answer at its end."""
+    """The conversation without an answer at its end."""
     reference: str | None
-    """The record's own answer; None: it has none that is text."""
+    """The record's answer; None if it has no answer that is text."""
 
 
 @dataclass(frozen=True)
 class PromptRecordReader:
-    """How the records of a file are read."""
+    """Converts the records of one file to prompts."""
 
-    described: str
-    """What they were taken for, in words."""
+    description: str
+    """The detected schema, in words."""
     _messages: Callable[[Fields], list[Message]]
     _tools: str
     _reference: str = ""
-    """Column with the answer to a prompt."""
+    """Column with the answer; "" if the file has none."""
 
-    def question(self, where: str, fields: Fields) -> PromptRecord | MalformedRecord:
-        """The messages that the assistant is to answer, and the answer that the record has."""
+    def read(self, where: str, fields: Fields) -> PromptRecord | MalformedRecord:
+        """Return the prompt and the reference of a record."""
         try:
             messages = self._messages(fields)
             tools = parse_tools(fields.get(self._tools), self._tools) if self._tools else None
-        except UnusableRecordError as unfit:
-            return MalformedRecord(where, str(unfit))
+        except UnusableRecordError as error:
+            return MalformedRecord(where, str(error))
         except RecursionError:
             return MalformedRecord(where, "values are nested too deep")
         reference = _reference_text(fields.get(self._reference)) if self._reference else None
@@ -77,51 +76,56 @@ class PromptRecordReader:
 def detect_prompts(
     records: Sequence[Fields], column: str | None, columns: ColumnSettings, label: str
 ) -> PromptRecordReader:
-    """What the records of a file ask, from the first of them.
+    """Detect which columns of a file hold prompts and references.
 
     Args:
-        records: the first ones.
-        column: that holds the prompt, if the settings name it.
-        columns: prepare.columns; where a file has these, they are meant.
-        label: what the file is called.
+        records: the first records of the file.
+        column: generate.prompt_column, if set.
+        columns: prepare.columns, which apply to each column that the file has.
+        label: the name of the file in messages.
 
     Raises:
-        DataError: nothing fits; the message names the columns found and what to set.
+        DataError: no column holds prompts, or the named one does not exist.
     """
     names = {name for fields in records for name in fields}
     if column is not None and column not in names:
-        found = SampledRecords(records, ColumnSettings(), label, "generate").found
-        raise DataError(f"{label}: no column {column!r} (generate.column); found: {found}")
-    seen = SampledRecords(records, ColumnSettings(), label, "generate")
-    system = seen.optional("", *(() if columns.system is None else (columns.system.casefold(),)), *SYSTEMS)
-    tools = seen.optional("", "tools", "functions")
-    for candidate in (column, columns.messages, seen.usual(*CONVERSATIONS)):
-        if candidate in names and candidate is not None and (keys := seen.keys_of(candidate)):
-            described = f"conversations in `{candidate}`{seen.also(system=system, tools=tools)}"
-            return PromptRecordReader(described, _conversation_reader(candidate, keys, system), tools)
-    prompt = next((c for c in (column, columns.prompt, seen.usual(*PROMPTS)) if c and c in names), "")
+        found = SampledRecords(records, ColumnSettings(), label, "generate").column_summary
+        raise DataError(f"{label}: no column {column!r} (generate.prompt_column); found: {found}")
+    sampled = SampledRecords(records, ColumnSettings(), label, "generate")
+    system = sampled.find_optional(
+        "", *(() if columns.system is None else (columns.system.casefold(),)), *SYSTEM_COLUMNS
+    )
+    tools = sampled.find_optional("", "tools", "functions")
+    for candidate in (column, columns.messages, sampled.find_by_usual_name(*CONVERSATION_COLUMNS)):
+        if candidate in names and candidate is not None and (keys := sampled.detect_turn_keys(candidate)):
+            description = f"conversations in `{candidate}`{sampled.describe_optional(system=system, tools=tools)}"
+            return PromptRecordReader(description, _conversation_reader(candidate, keys, system), tools)
+    prompt = next(
+        (c for c in (column, columns.prompt, sampled.find_by_usual_name(*PROMPT_COLUMNS)) if c and c in names), ""
+    )
     if not prompt:
         raise DataError(
-            f"{label}: no column of a usual name holds prompts; found: {seen.found}; set generate.column to the one "
-            "that does"
+            f"{label}: no column with a common name holds prompts; found: {sampled.column_summary}; set "
+            "generate.prompt_column to the column with the prompts"
         )
-    given = seen.optional("", "input", "context") if prompt.strip().casefold() == "instruction" else ""
-    answer = _find_response_column(seen, prompt, columns)
-    described = f"column {prompt}{seen.also(context=given, system=system, tools=tools, reference=answer)}"
-    return PromptRecordReader(described, _prompt_reader(prompt, given, system), tools, answer)
+    input_column = sampled.find_optional("", "input", "context") if prompt.strip().casefold() == "instruction" else ""
+    answer = _find_response_column(sampled, prompt, columns)
+    optional_columns = sampled.describe_optional(context=input_column, system=system, tools=tools, reference=answer)
+    description = f"column {prompt}{optional_columns}"
+    return PromptRecordReader(description, _prompt_reader(prompt, input_column, system), tools, answer)
 
 
-def _find_response_column(seen: SampledRecords, prompt: str, columns: ColumnSettings) -> str:
-    """The column with the answers to the prompts: that of the settings, else of a usual name beside the prompt's; ""
-    if there is none."""
-    usual = tuple(answer for name, answer in PAIRS if name == prompt.strip().casefold())
+def _find_response_column(sampled: SampledRecords, prompt: str, columns: ColumnSettings) -> str:
+    """Find the column with the answers: by the settings, else by a common name that matches the prompt column's."""
+    usual_names = tuple(answer for name, answer in COLUMN_PAIRS if name == prompt.strip().casefold())
     named = () if columns.response is None else (columns.response.strip().casefold(),)
-    found = seen.optional("", *named, *(usual or RESPONSES))
-    return found if found in seen.names and found != prompt and _reference_text(seen.sample(found)) is not None else ""
+    column = sampled.find_optional("", *named, *(usual_names or RESPONSE_COLUMNS))
+    has_references = _reference_text(sampled.first_value(column)) is not None
+    return column if column in sampled.column_names and column != prompt and has_references else ""
 
 
 def _reference_text(value: Any) -> str | None:
-    """A reference, if it is one: a text or a number."""
+    """Return a reference as text; None if it is empty or neither text nor a number."""
     try:
         return parse_text(value, "the reference") or None
     except UnusableRecordError:
@@ -130,19 +134,19 @@ def _reference_text(value: Any) -> str | None:
 
 def _conversation_reader(column: str, keys: tuple[str, str], system: str) -> Callable[[Fields], list[Message]]:
     def messages(fields: Fields) -> list[Message]:
-        found = parse_messages(column_value(fields, column), column, keys)
-        return found if found and found[0]["role"] == "system" else _prepend_system(fields, system, found)
+        turns = parse_messages(column_value(fields, column), column, keys)
+        return turns if turns and turns[0]["role"] == "system" else _prepend_system(fields, system, turns)
 
     return messages
 
 
-def _prompt_reader(prompt: str, given: str, system: str) -> Callable[[Fields], list[Message]]:
+def _prompt_reader(prompt: str, input_column: str, system: str) -> Callable[[Fields], list[Message]]:
     def messages(fields: Fields) -> list[Message]:
-        keys = next(iter(TURNS.values()))
+        keys = next(iter(TURN_KEYS.values()))
         value: Any = column_value(fields, prompt)
-        if isinstance(value, list):  # a column of texts in which some records hold a conversation
+        if isinstance(value, list):  # in a column of texts, some records may hold a conversation
             return parse_messages(value, prompt, keys)
-        text = join_instruction(column_text(fields, prompt), optional_column_text(fields, given))
+        text = join_instruction(column_text(fields, prompt), optional_column_text(fields, input_column))
         return _prepend_system(fields, system, [{"role": "user", "content": text}])
 
     return messages

@@ -1,6 +1,8 @@
-"""The bytes of a data file: decompressed, and of the kind that its name says.
+"""Reads records from JSON, JSONL, CSV, TSV and Parquet files, plain or compressed, each with its position in the file.
 
-Compressed data that ends early or does not match its checksum is a DataError: a part is never taken for the whole.
+Reading streams: memory is bounded by the largest record, which may have `MAX_RECORD_BYTES`. A record that cannot be
+read is yielded as a `MalformedRecord`, and reading continues with the next one. A `DataError` is raised where the next
+record cannot be found: the content does not match the file's ending, or compressed data is truncated or corrupt.
 """
 
 import bz2
@@ -24,16 +26,16 @@ from ratchet.data.conversation import MalformedRecord
 from ratchet.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
-"""Endings of compressed files, and what they hold."""
+"""File endings of compressed files, with the name of the compression."""
 
 BLOCK_BYTES = 2**20
-"""Bytes read at a time."""
+"""Bytes per read."""
 
 _HEAD_BYTES = 512
-_DAMAGED = (zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+_DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
-# First bytes of what is often found under another name. `BZh` and `PAR1` alone could begin a text.
-_KINDS = [
+# First bytes of formats that often have a wrong file ending. `BZh` and `PAR1` alone could be the beginning of a text.
+_SIGNATURES = [
     (re.compile(pattern, re.DOTALL | re.IGNORECASE), kind)
     for pattern, kind in (
         (rb"\x1f\x8b", "gzip"),
@@ -56,66 +58,74 @@ _BOMS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BO
 
 
 def split_endings(name: str) -> tuple[str, str]:
-    """Ending of the format and of the compression, in small letters; "" where there is none."""
+    """Return the lower-case endings of the format and of the compression; "" if the name has none."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
-    packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
-    return suffixes[-1] if suffixes else "", packed
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    return suffixes[-1] if suffixes else "", compression
 
 
 @contextmanager
 def open_decompressed(path: Path, name: str) -> Iterator[io.BufferedReader]:
-    """The file's decompressed bytes, behind a byte order mark; what goes wrong while they are read is a DataError.
+    """Open a file as a stream of decompressed bytes, positioned after a byte order mark.
 
-    `name` is what the file is called in messages; its ending says what the file should be.
+    Args:
+        path: the file.
+        name: the file's name in messages; its ending determines the expected format and compression.
+
+    Raises:
+        DataError: the file cannot be read or decompressed, or has another format, or is not UTF-8; also for errors
+            inside the `with` block.
     """
-    packed = split_endings(name)[1]
+    compression = split_endings(name)[1]
     try:
         with ExitStack() as streams:
             yield _check_content(_open_unpacked(path, name, streams), name)
     except UnicodeDecodeError:
         line, byte = _locate_invalid_utf8(path, name)
-        text = "decompressed text" if packed else "file"
+        text = "decompressed text" if compression else "file"
         raise DataError(f"{name}:{line}: not UTF-8 (byte {byte} of the {text}); convert it, e.g. with iconv") from None
     except EOFError:
-        raise DataError(f"{name}: {COMPRESSIONS[packed]} data that ends early; copy or download it again") from None
-    except (OSError, *_DAMAGED) as error:
-        if packed and not getattr(error, "errno", None):
+        raise DataError(
+            f"{name}: the {COMPRESSIONS[compression]} data is truncated; copy or download it again"
+        ) from None
+    except (OSError, *_DECOMPRESSION_ERRORS) as error:
+        if compression and not getattr(error, "errno", None):
             raise DataError(
-                f"{name}: damaged {COMPRESSIONS[packed]} data ({error}); copy or download it again"
+                f"{name}: the {COMPRESSIONS[compression]} data is corrupt ({error}); copy or download it again"
             ) from None
         raise DataError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _open_unpacked(path: Path, name: str, streams: ExitStack) -> io.BufferedReader:
-    """The file's bytes, decompressed; `streams` closes them."""
+    """Open the decompressed bytes of a file; `streams` closes them."""
     stream: io.BufferedReader = streams.enter_context(io.BufferedReader(io.FileIO(path), BLOCK_BYTES))
-    if not (packed := split_endings(name)[1]):
+    if not (compression := split_endings(name)[1]):
         return stream
-    if _detect_kind(stream) != COMPRESSIONS[packed]:
-        raise DataError(f"{name}: is no {COMPRESSIONS[packed]} file{_describe_actual_kind(stream, name)}")
-    return streams.enter_context(io.BufferedReader(_OPENERS[packed](stream), BLOCK_BYTES))
+    if _detect_kind(stream) != COMPRESSIONS[compression]:
+        raise DataError(f"{name}: not a valid {COMPRESSIONS[compression]} file{_describe_actual_kind(stream, name)}")
+    return streams.enter_context(io.BufferedReader(_OPENERS[compression](stream), BLOCK_BYTES))
 
 
 def _check_content(stream: io.BufferedReader, name: str) -> io.BufferedReader:
-    """The stream behind a byte order mark, unless it begins as its name does not say."""
+    """Skip a byte order mark. Raises DataError if the first bytes do not match the name's ending."""
     kind = split_endings(name)[0]
     if _detect_kind(stream) != ("Parquet" if kind == ".parquet" else ""):
         expected = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet"}.get(kind, "JSON")
-        raise DataError(f"{name}: is no {expected} file{_describe_actual_kind(stream, name)}")
+        raise DataError(f"{name}: not a valid {expected} file{_describe_actual_kind(stream, name)}")
     head = _peek_head(stream)
     for mark, encoding in _BOMS.items():
         if head.startswith(mark):
             raise DataError(f"{name}:1: {encoding}, not UTF-8 (byte order mark at byte 0); convert it with iconv")
-    if b"\0" in head[:2]:  # every table and JSON text begins with two characters of ASCII, at least nearly so
-        found = "UTF-16 or UTF-32, not UTF-8; convert it with iconv" if head.strip(b"\0") else "no text; copy it again"
-        raise DataError(f"{name}:1: begins with NUL bytes: {found}")
+    if b"\0" in head[:2]:  # almost every table and JSON text begins with two ASCII characters
+        cause = "UTF-16 or UTF-32, not UTF-8; convert it with iconv" if head.strip(b"\0") else "not text; copy it again"
+        raise DataError(f"{name}:1: begins with NUL bytes: {cause}")
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
     return stream
 
 
 def _open_zstandard(stream: IO[bytes]) -> Any:
-    # pyarrow's reader tells a file that was cut short; that of the package `zstandard` (0.25) just ends.
+    # pyarrow's reader detects a truncated file; the reader of the package `zstandard` (0.25) does not.
     import pyarrow as pa
 
     return pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
@@ -134,34 +144,37 @@ def _peek_head(stream: io.BufferedReader) -> bytes:
 
 
 def _detect_kind(stream: io.BufferedReader) -> str:
-    """What the first bytes say that the file is; "" for text and anything unknown."""
+    """Return the format that the first bytes show; "" for text and for unknown formats."""
     head = _peek_head(stream)
-    return next((kind for pattern, kind in _KINDS if pattern.match(head)), "")
+    return next((kind for pattern, kind in _SIGNATURES if pattern.match(head)), "")
 
 
 def _describe_actual_kind(stream: io.BufferedReader, name: str) -> str:
-    """The end of a sentence: what a file is that its name does not say, and what to do about it."""
+    """Return the end of an error message: the format that the file has, and what to do."""
     kind, head = _detect_kind(stream), _peek_head(stream)
     if not head:
-        return ": it is empty; copy or download it again"
+        return ": the file is empty; copy or download it again"
     stem = name.rsplit("/", 1)[-1]
     stem = stem.rsplit(".", 1)[0] if split_endings(name)[1] else stem
-    suffixes = {packed: suffix for suffix, packed in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
+    suffixes = {compression: suffix for suffix, compression in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
     if kind == "Git LFS pointer":
-        what = " but a Git LFS pointer; fetch the file itself with git lfs pull"
+        description = " but a Git LFS pointer; fetch the file itself with git lfs pull"
     elif kind in suffixes and suffixes[kind] == split_endings(name)[1]:
-        what = f" but {kind} once more; unpack it"
+        description = f" but compressed twice with {kind}; decompress it once"
     elif kind in suffixes:
-        what = f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
+        description = f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
     elif kind:
-        what = f" but {kind}; unpack or convert it, or download it again"
+        description = f" but {kind}; unpack or convert it, or download it again"
     else:
-        what = f": it begins with {head[:16]!r}; name it after what it holds, or download it again"
-    return what
+        description = f": it begins with {head[:16]!r}; give it the ending of its format, or download it again"
+    return description
 
 
 def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
-    """Line and byte offset of what is not UTF-8 (what the decoder said counts from the block it had read)."""
+    """Return line and byte offset of the first bytes that are not UTF-8.
+
+    The offset in the decoder's own error is relative to the block that it decoded.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, line = 0, 1
     with ExitStack() as streams:
@@ -178,59 +191,51 @@ def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
             offset, line = offset + len(block), line + block.count(b"\n")
 
 
-# Records out of files: JSON, JSONL, CSV, TSV and Parquet, plain or compressed, each with the place where it stands.
-#
-# Everything streams: memory is bounded by the largest record, which may have `MAX_RECORD_BYTES`. A record that cannot
-# be
-# read is a `Fault`, and reading goes on behind it. A file that is not what its name says, or that is damaged where
-# nobody
-# can tell where the next record begins, is a DataError.
-
 Fields = dict[str, Any]
 Record = tuple[str, Fields] | MalformedRecord
-"""Place and fields of one record, or what is wrong with it."""
+"""Position (`file:line` or `file[index]`) and fields of one record, or the error that it has."""
 
 MAX_RECORD_BYTES = 16 * 2**20
-"""Longest record; what is longer is a file with a quote or a bracket too many rather than an example."""
+"""Size limit of a record; a longer one is more likely an unclosed quote or bracket than an example."""
 
-_LARGEST = f"{MAX_RECORD_BYTES // 2**20} MiB"
+_MAX_RECORD_TEXT = f"{MAX_RECORD_BYTES // 2**20} MiB"
 _BATCH_ROWS = 1024
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def check_ending(name: str) -> None:
-    """Refuse a file whose name does not end as one that can be read.
-
-    Raises:
-        DataError: it does not; the message names the endings that are known.
-    """
-    if split_endings(name)[0] not in _FORMATS:
-        shown = "".join(split_endings(name)) or "a file without ending"
-        known = f"{', '.join(_FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
-        raise DataError(f"{name}: cannot read {shown}; known: {known}")
+    """Raise DataError if a file's ending is not one of the supported formats."""
+    if split_endings(name)[0] not in _RECORD_READERS:
+        ending = "".join(split_endings(name)) or "a file without ending"
+        supported = f"{', '.join(_RECORD_READERS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: cannot read {ending}; supported: {supported}")
 
 
 def read_records(path: Path, name: str) -> Iterator[Record]:
-    """Every record of one file; `name` is what it is called in places and messages, and says what it holds.
+    """Yield every record of one file.
+
+    Args:
+        path: the file.
+        name: the file's name in positions and messages; its ending determines the format.
 
     Raises:
-        DataError: the file cannot be read as a whole; the message says where and what to do.
+        DataError: the file as a whole cannot be read.
     """
     check_ending(name)
     with open_decompressed(path, name) as stream:
-        yield from _FORMATS[split_endings(name)[0]](stream, name)
+        yield from _RECORD_READERS[split_endings(name)[0]](stream, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- JSON
+# ----- JSON
 
 
 def type_name(value: Any) -> str:
-    """What a value is called where people read it."""
+    """Return the name of a value's JSON type, for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null", int: "a number"}
     return names.get(type(value)) or ("a number" if isinstance(value, float) else type(value).__name__)
 
 
-def _record_or_fault(where: str, value: Any) -> Record:
+def _require_object(where: str, value: Any) -> Record:
     return (
         (where, value)
         if isinstance(value, dict)
@@ -239,17 +244,17 @@ def _record_or_fault(where: str, value: Any) -> Record:
 
 
 def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     decode = json.JSONDecoder(parse_constant=_reject_constant).raw_decode
-    number, begun = 0, False
+    number, seen_first_value = 0, False
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         if len(line) > MAX_RECORD_BYTES:
             yield MalformedRecord(
-                f"{name}:{number}", f"a line of {_skip_line(stream, line):,} bytes; at most {_LARGEST} are read"
+                f"{name}:{number}", f"the line has {_skip_line(stream, line):,} bytes; the limit is {_MAX_RECORD_TEXT}"
             )
         elif text := line.strip(b" \t\r\n").decode():
             where = f"{name}:{number}"
@@ -257,19 +262,21 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 value, end = decode(text)
                 if end != len(text):
                     raise json.JSONDecodeError("Extra data", text, end)
-                record = _record_or_fault(where, value)
+                record = _require_object(where, value)
             except json.JSONDecodeError as error:
                 record = MalformedRecord(where, f"not JSON ({error.msg} at character {error.pos + 1})")
             except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, thousands of brackets
                 record = MalformedRecord(where, f"not JSON ({error})")
-            if not begun and text[0] == "[":
-                raise DataError(f"{where}: looks like a JSON array, not an object a line; if it is one, name it .json")
-            begun = True
+            if not seen_first_value and text[0] == "[":
+                raise DataError(
+                    f"{where}: looks like a JSON array; expected one object per line; name a file with an array .json"
+                )
+            seen_first_value = True
             yield record
 
 
 def _skip_line(stream: io.BufferedReader, line: bytes) -> int:
-    """Skip to the end of a line that is read up to here; its length in bytes."""
+    """Skip the rest of a line whose beginning is `line`; return the length of the whole line in bytes."""
     size = len(line)
     while line and not line.endswith(b"\n"):
         line = stream.readline(BLOCK_BYTES)
@@ -278,43 +285,46 @@ def _skip_line(stream: io.BufferedReader, line: bytes) -> int:
 
 
 class _JsonWindow:
-    """The part of a JSON text that is looked at, moving along a stream."""
+    """A window of decoded text that moves along a stream of JSON."""
 
     def __init__(self, stream: io.BufferedReader) -> None:
         self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8")()
         self._lines_before = 0
-        self.text, self.at, self.ended = "", 0, False
+        self.text, self.position, self.at_end = "", 0, False
 
     def line(self, position: int) -> int:
-        """Number of the line that a position of `text` is in."""
+        """Return the line number of a position in `text`."""
         return self._lines_before + self.text.count("\n", 0, position) + 1
 
     def advance(self) -> None:
-        """Leave what is read behind; add at least as much as is kept, so that a long value is not tried often."""
-        block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.at))
-        self.ended = not block
-        self._lines_before = self.line(self.at) - 1
-        self.text, self.at = self.text[self.at :] + self._decoder.decode(block, final=self.ended), 0
+        """Drop the text before `position` and read more.
 
-    def next(self) -> str:
-        """The next character that is no white space, "" at the end; it is not taken."""
+        Reads at least as much as remains, so that a long value is decoded only a few times.
+        """
+        block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.position))
+        self.at_end = not block
+        self._lines_before = self.line(self.position) - 1
+        self.text, self.position = self.text[self.position :] + self._decoder.decode(block, final=self.at_end), 0
+
+    def peek_character(self) -> str:
+        """Skip white space and return the next character without consuming it; "" at the end."""
         while True:
-            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing, too
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
+            self.position = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]  # the pattern matches an empty string too
+            if self.position < len(self.text) or self.at_end:
+                return self.text[self.position : self.position + 1]
             self.advance()
 
-    def take(self, decode: Callable[[str, int], tuple[Any, int]]) -> tuple[Any, int]:
-        """The value that begins here, and its length in characters."""
+    def read_value(self, decode: Callable[[str, int], tuple[Any, int]]) -> tuple[Any, int]:
+        """Decode the value at `position`; return it with its length in characters."""
         while True:
             try:
-                value, end = decode(self.text, self.at)
+                value, end = decode(self.text, self.position)
             except json.JSONDecodeError:
-                if self.ended or len(self.text) - self.at > MAX_RECORD_BYTES:
+                if self.at_end or len(self.text) - self.position > MAX_RECORD_BYTES:
                     raise
             else:
-                if end < len(self.text) or self.ended:  # else it may be the beginning of a longer number
-                    length, self.at = end - self.at, end
+                if end < len(self.text) or self.at_end:  # otherwise it may be the beginning of a longer number
+                    length, self.position = end - self.position, end
                     return value, length
             self.advance()
 
@@ -324,75 +334,76 @@ def _read_json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     try:
         yield from _iterate_elements(window, name)
     except json.JSONDecodeError as error:
-        left = len(window.text) - window.at
-        reason = f"{error.msg}, or an object over {_LARGEST}" if left > MAX_RECORD_BYTES else error.msg
-        raise DataError(f"{name}:{window.line(error.pos)}: not JSON ({reason}); mend the file") from None
+        remaining = len(window.text) - window.position
+        reason = f"{error.msg}, or an object over {_MAX_RECORD_TEXT}" if remaining > MAX_RECORD_BYTES else error.msg
+        raise DataError(f"{name}:{window.line(error.pos)}: not JSON ({reason}); fix the file") from None
     except RecursionError as error:
-        raise DataError(f"{name}:{window.line(window.at)}: not JSON ({error}); mend the file") from None
+        raise DataError(f"{name}:{window.line(window.position)}: not JSON ({error}); fix the file") from None
 
 
 def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:
-    flaws: list[str] = []
+    problems: list[str] = []
 
     def integer(digits: str) -> int:
         try:
             return int(digits)
-        except ValueError:  # Python converts 4300 digits at most
-            flaws.append(f"a number of {len(digits):,} digits")
+        except ValueError:  # Python converts at most 4300 digits
+            problems.append(f"a number of {len(digits):,} digits")
             return 0
 
-    # What is no JSON but can be read to its end is remembered, so that the next record is found.
-    decoder = json.JSONDecoder(parse_int=integer, parse_constant=lambda text: flaws.append(f"not JSON ({text})"))
+    # Invalid JSON that can be read to its end is noted in `problems`, so that the next record can be found.
+    decoder = json.JSONDecoder(parse_int=integer, parse_constant=lambda text: problems.append(f"not JSON ({text})"))
 
-    def decode(text: str, at: int) -> tuple[Any, int]:
-        flaws.clear()
-        return decoder.raw_decode(text, at)
+    def decode(text: str, position: int) -> tuple[Any, int]:
+        problems.clear()
+        return decoder.raw_decode(text, position)
 
-    if window.next() != "[":
-        if window.next():
-            value, _ = window.take(decode)
-            if window.next():
-                hint = "one object a line is JSONL: name the file .jsonl"
-                raise DataError(f"{name}:{window.line(window.at)}: not JSON (Extra data); {hint}")
+    if window.peek_character() != "[":
+        if window.peek_character():
+            value, _ = window.read_value(decode)
+            if window.peek_character():
+                hint = "a file with one object per line is JSONL: name it .jsonl"
+                raise DataError(f"{name}:{window.line(window.position)}: not JSON (Extra data); {hint}")
             raise DataError(f"{name}: expected a list of objects, found {type_name(value)}")
         return
-    window.at, index = window.at + 1, 0
-    more = window.next() != "]"
-    while more:
-        window.next()
-        value, length = window.take(decode)
+    window.position, index = window.position + 1, 0
+    has_more = window.peek_character() != "]"
+    while has_more:
+        window.peek_character()
+        value, length = window.read_value(decode)
         where = f"{name}[{index}]"
-        if flaws or length > MAX_RECORD_BYTES:
+        if problems or length > MAX_RECORD_BYTES:
             yield MalformedRecord(
-                where, flaws[0] if flaws else f"an object of {length:,} characters; at most {_LARGEST} are read"
+                where,
+                problems[0] if problems else f"the object has {length:,} characters; the limit is {_MAX_RECORD_TEXT}",
             )
         else:
-            yield _record_or_fault(where, value)
+            yield _require_object(where, value)
         index += 1
-        separator = window.next()
+        separator = window.peek_character()
         if separator not in (",", "]"):
             problem = "Expecting ',' delimiter" if separator else "the list is not closed"
-            raise json.JSONDecodeError(problem, window.text, window.at)
-        if more := separator == ",":
-            window.at += 1
-    window.at += 1
-    if window.next():
-        raise json.JSONDecodeError("Extra data", window.text, window.at)
+            raise json.JSONDecodeError(problem, window.text, window.position)
+        if has_more := separator == ",":
+            window.position += 1
+    window.position += 1
+    if window.peek_character():
+        raise json.JSONDecodeError("Extra data", window.text, window.position)
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
+# ----- CSV, TSV and Parquet
 
 
 class _TableLines:
-    """Lines of a table for the csv module, counted from where the record at hand began."""
+    """Lines of a table for the csv module, with the size and the first line of the current record."""
 
     def __init__(self, text: io.TextIOWrapper, name: str) -> None:
         self._text, self._name = text, name
-        self._size, self.first = 0, 1
+        self._size, self.record_line = 0, 1
 
-    def begin(self, line: int) -> None:
-        """A new record begins behind this line."""
-        self._size, self.first = 0, line + 1
+    def start_record(self, line: int) -> None:
+        """Start a new record after this line."""
+        self._size, self.record_line = 0, line + 1
 
     def __iter__(self) -> "_TableLines":
         return self
@@ -402,7 +413,8 @@ class _TableLines:
         self._size += len(line)
         if self._size > MAX_RECORD_BYTES:
             raise DataError(
-                f"{self._name}:{self.first}: the record that begins here is over {_LARGEST}; is a quote never closed?"
+                f"{self._name}:{self.record_line}: the record that begins here is over {_MAX_RECORD_TEXT}; "
+                "check for an unclosed quote"
             )
         if not line:
             raise StopIteration
@@ -410,22 +422,24 @@ class _TableLines:
 
 
 def _read_table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
-    csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB a cell
+    csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB per cell
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
         lines = _TableLines(text, name)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
-            if twice := [column for column in header if header.count(column) > 1]:
-                raise DataError(f"{name}:1: column {twice[0]!r} appears twice; rename one")
-            lines.begin(reader.line_num)
+            if duplicates := [column for column in header if header.count(column) > 1]:
+                raise DataError(f"{name}:1: column {duplicates[0]!r} appears twice; rename one")
+            lines.start_record(reader.line_num)
             for cells in reader:
                 if cells:
-                    yield _table_record(f"{name}:{lines.first}", header, cells, delimiter)
-                lines.begin(reader.line_num)
+                    yield _table_record(f"{name}:{lines.record_line}", header, cells, delimiter)
+                lines.start_record(reader.line_num)
         except csv.Error as error:
-            what = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
-            raise DataError(f"{name}:{lines.first}: not valid CSV ({what}); mend the record that begins here") from None
+            reason = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
+            raise DataError(
+                f"{name}:{lines.record_line}: not valid CSV ({reason}); fix the record that begins here"
+            ) from None
 
 
 def _table_record(where: str, header: list[str], cells: list[str], delimiter: str) -> Record:
@@ -441,14 +455,14 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with ExitStack() as opened:
-        source = _make_seekable(stream, opened)
+    with ExitStack() as streams:
+        source = _make_seekable(stream, streams)
         try:
-            # Without pre_buffer=False a whole row group is held: 180 MiB more for one of 190 MB (pyarrow 25).
+            # Without pre_buffer=False pyarrow buffers a whole row group: 180 MiB more for one of 190 MB (pyarrow 25).
             table = pq.ParquetFile(source, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
             names = table.schema_arrow.names
-            if twice := [column for column in names if names.count(column) > 1]:
-                raise DataError(f"{name}: column {twice[0]!r} appears twice; rename one")
+            if duplicates := [column for column in names if names.count(column) > 1]:
+                raise DataError(f"{name}: column {duplicates[0]!r} appears twice; rename one")
             nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
             groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
             row_bytes = sum(group.total_byte_size for group in groups) // (table.metadata.num_rows or 1) + 1
@@ -461,49 +475,49 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                     index += 1
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name}: no sound Parquet ({reason}); write or copy it again") from None
+            raise DataError(f"{name}: the Parquet data is corrupt ({reason}); write or copy it again") from None
 
 
-def _make_seekable(stream: io.BufferedReader, opened: ExitStack) -> IO[bytes]:
-    """Parquet is read from its end: what is decompressed goes to a temporary file."""
+def _make_seekable(stream: io.BufferedReader, streams: ExitStack) -> IO[bytes]:
+    """Return a seekable stream, which Parquet needs: decompressed data is copied to a temporary file."""
     if isinstance(stream.raw, io.FileIO):
         return stream
-    scratch = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`open_decompressed` closes it)
+    scratch = streams.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`open_decompressed` closes it)
     shutil.copyfileobj(stream, scratch, BLOCK_BYTES)
     return scratch
 
 
 def _python_rows(batch: Any, where: str) -> list[Fields]:
-    """Rows of an Arrow batch that begins at `where`."""
+    """Convert an Arrow batch that begins at `where` to Python rows."""
     try:
         rows: list[Fields] = batch.to_pylist()
     except UnicodeDecodeError:
         raise DataError(
-            f"{where} or one of {len(batch) - 1} rows behind it: text that is not UTF-8; convert it"
+            f"{where} or one of the next {len(batch) - 1} rows: text that is not UTF-8; convert it"
         ) from None
-    except (ValueError, OverflowError) as error:  # dates that Python has no type for
-        raise DataError(f"{where} or one of {len(batch) - 1} rows behind it: {error}; make that column text") from None
+    except (ValueError, OverflowError) as error:  # dates that no Python type can hold
+        raise DataError(f"{where} or one of the next {len(batch) - 1} rows: {error}; make that column text") from None
     return rows
 
 
 def strip_struct_nulls(value: Any) -> Any:
-    """A nested value without the nulls with which Arrow fills the keys that a struct lacks, below the outermost one."""
+    """Remove the nulls that Arrow adds for missing struct keys, below the outermost level of a nested value."""
     if isinstance(value, list):
-        return [strip_struct_nulls(one) for one in value]
+        return [strip_struct_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _strip_nulls(one) if isinstance(one, (dict, list)) else one for key, one in value.items()}
+        return {key: _strip_nulls(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
     return value
 
 
 def _strip_nulls(value: Any) -> Any:
     if isinstance(value, list):
-        return [_strip_nulls(one) for one in value]
+        return [_strip_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _strip_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _strip_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 
-_FORMATS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
+_RECORD_READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,

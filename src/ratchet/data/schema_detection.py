@@ -1,4 +1,10 @@
-"""Turns as sources have them (OpenAI's messages, ShareGPT's turns) into messages as chat templates want them."""
+"""Detects the schema of a source's records and converts them to conversations for chat templates.
+
+The schema is detected once per source, from its first records. It covers OpenAI messages, ShareGPT turns, Alpaca,
+instruction with instances, multiple choice, and pairs of columns. A conversation always ends with an assistant message:
+one without any gets an empty answer, so that it is counted as such and not lost; one without a user message has an
+empty prompt. Messages after the last answer are removed, since nothing is trained on them.
+"""
 
 import json
 import math
@@ -11,13 +17,13 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from ratchet.config.data import ColumnSettings, Shape
+from ratchet.config.prepare import ColumnSettings, RecordSchema
 from ratchet.data.conversation import Conversation, MalformedRecord, Message, SourceRow
 from ratchet.data.readers import Fields, type_name
 from ratchet.errors import DataError
 
 _ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),  # OpenAI's newer name; templates know the older one
+    **dict.fromkeys(("system", "developer"), "system"),  # "developer" is OpenAI's newer name; templates use the older
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "ai"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
@@ -26,49 +32,57 @@ _ROLES = {
 
 
 class UnusableRecordError(Exception):
-    """A record that is no example, and why; it becomes a Fault."""
+    """A record is not a valid example, for the given reason; it becomes a `MalformedRecord`."""
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ----- Values
 
 
 def find_text_flaw(text: str) -> str | None:
-    """Why this is no text that can be learned from or written to a file; None if it is one."""
+    """Return the reason why a text cannot be trained on or written to a file; None if it can."""
     if "\0" in text:
         return "holds a NUL character"
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError:
-            return "holds half a surrogate pair, which is no text"
+            return "holds half a surrogate pair, which is not valid text"
     return None
 
 
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
-def parse_text(value: Any, place: str) -> str:
-    """A value as text; null is no text, a number its digits. `place` says in messages whose value it is.
+def parse_text(value: Any, path: str) -> str:
+    """Convert a value to text; null becomes "", a number its digits.
 
-    Blank lines around it and white space at its end go; the first line keeps its indentation, which code needs.
+    Blank lines around the text and white space at its end are removed. The first line keeps its indentation, which
+    matters for code.
+
+    Args:
+        value: the value.
+        path: its location in the record, for messages.
+
+    Raises:
+        UnusableRecordError: the value is neither text nor a finite number, or the text is not valid.
     """
     if type(value) is str:
         text = _BLANK_LINES.sub("", value.rstrip())
     elif value is None:
         return ""
     elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        raise UnusableRecordError(f"{place} holds {type_name(value)}, expected text")
+        raise UnusableRecordError(f"{path} holds {type_name(value)}, expected text")
     elif not math.isfinite(value):
-        raise UnusableRecordError(f"{place} holds {value}, which is no number")  # an answer `nan` would be learned
+        raise UnusableRecordError(f"{path} holds {value}, which is not a number")  # else `nan` is trained as an answer
     else:
         text = str(value)
     if problem := find_text_flaw(text):
-        raise UnusableRecordError(f"{place} {problem}")
+        raise UnusableRecordError(f"{path} {problem}")
     return text
 
 
-def decode_json(value: Any, place: str) -> Any:
-    """What JSON in a text says (tables keep lists so); other values as they are, and an empty text as null."""
+def decode_json(value: Any, path: str) -> Any:
+    """Decode a text as JSON, since tables store lists as text; an empty text is null, other values are unchanged."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -79,128 +93,128 @@ def decode_json(value: Any, place: str) -> Any:
         hint = (
             "; it looks like Python's notation: write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'") else ""
         )
-        raise UnusableRecordError(f"{place} holds text that is not JSON ({error}){hint}") from None
+        raise UnusableRecordError(f"{path} holds text that is not JSON ({error}){hint}") from None
 
 
 def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
-def to_plain_json(value: Any, place: str) -> Any:
-    """A nested value as JSON can say it, its texts checked."""
+def to_plain_json(value: Any, path: str) -> Any:
+    """Convert a nested value to JSON types and check its texts."""
     if isinstance(value, str):
         if problem := find_text_flaw(value):
-            raise UnusableRecordError(f"{place} {problem}")
+            raise UnusableRecordError(f"{path} {problem}")
         return value
     if isinstance(value, dict):
-        return {to_plain_json(key, place): to_plain_json(one, f"{place}.{key!a}") for key, one in value.items()}
+        return {to_plain_json(key, path): to_plain_json(item, f"{path}.{key!a}") for key, item in value.items()}
     if isinstance(value, list):
-        return [to_plain_json(one, place) for one in value]
+        return [to_plain_json(item, path) for item in value]
     if isinstance(value, (date, time)):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
-        raise UnusableRecordError(f"{place} holds {value}, which is no number")
+        raise UnusableRecordError(f"{path} holds {value}, which is not a number")
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise UnusableRecordError(f"{place} holds {type_name(value)}, which JSON has no word for")
+    raise UnusableRecordError(f"{path} holds {type_name(value)}, which JSON cannot represent")
 
 
-# ---------------------------------------------------------------------------------------------------------------- turns
+# ----- Turns
 
 
-def parse_messages(value: Any, place: str, keys: tuple[str, str]) -> list[Message]:
-    """A list of turns, or JSON of one; `keys` are the names of who says what."""
-    turns = decode_json(value, place)
+def parse_messages(value: Any, path: str, keys: tuple[str, str]) -> list[Message]:
+    """Parse a list of turns, or JSON of one; `keys` are the keys of role and content."""
+    turns = decode_json(value, path)
     if turns is None:
         return []
     if not isinstance(turns, list):
-        raise UnusableRecordError(f"{place} holds {type_name(turns)}, expected a list of messages")
-    return [_parse_message(turn, f"{place}[{number}]", keys) for number, turn in enumerate(turns)]
+        raise UnusableRecordError(f"{path} holds {type_name(turns)}, expected a list of messages")
+    return [_parse_message(turn, f"{path}[{number}]", keys) for number, turn in enumerate(turns)]
 
 
-def _parse_message(turn: Any, place: str, keys: tuple[str, str]) -> Message:
-    who, what = keys
+def _parse_message(turn: Any, path: str, keys: tuple[str, str]) -> Message:
+    role_key, content_key = keys
     if not isinstance(turn, Mapping):
-        raise UnusableRecordError(f"{place} is {type_name(turn)}, expected an object with {who} and {what}")
-    if who not in turn:
-        raise UnusableRecordError(f"{place} has no {who!r}; found: {', '.join(map(ascii, turn))}")
-    name = turn[who]
+        raise UnusableRecordError(f"{path} is {type_name(turn)}, expected an object with {role_key} and {content_key}")
+    if role_key not in turn:
+        raise UnusableRecordError(f"{path} has no {role_key!r}; found: {', '.join(map(ascii, turn))}")
+    name = turn[role_key]
     role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise UnusableRecordError(f"{place} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
+        raise UnusableRecordError(f"{path} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
     if role == "call":
-        calls = decode_json(turn.get(what), f"{place}.{what}")
+        calls = decode_json(turn.get(content_key), f"{path}.{content_key}")
         return {
             "role": "assistant",
             "content": "",
-            "tool_calls": _parse_tool_calls(calls, f"{place}.{what}"),
-            **_extra_fields(turn, place),
+            "tool_calls": _parse_tool_calls(calls, f"{path}.{content_key}"),
+            **_extra_fields(turn, path),
         }
-    message: Message = {"role": role, "content": _parse_content(turn.get(what), f"{place}.{what}")}
-    if len(turn) > len(keys) or what not in turn:
-        message |= _extra_fields(turn, place)
-    if what not in turn and "tool_calls" not in message:
-        raise UnusableRecordError(f"{place} has no {what!r}; found: {', '.join(map(ascii, turn))}")
+    message: Message = {"role": role, "content": _parse_content(turn.get(content_key), f"{path}.{content_key}")}
+    if len(turn) > len(keys) or content_key not in turn:
+        message |= _extra_fields(turn, path)
+    if content_key not in turn and "tool_calls" not in message:
+        raise UnusableRecordError(f"{path} has no {content_key!r}; found: {', '.join(map(ascii, turn))}")
     return message
 
 
-def _parse_content(value: Any, place: str) -> str:
-    """A message's text; OpenAI's lists of text parts are joined."""
+def _parse_content(value: Any, path: str) -> str:
+    """Return a message's text; OpenAI's lists of text parts are joined."""
     if not isinstance(value, list):
-        return parse_text(value, place)
+        return parse_text(value, path)
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise UnusableRecordError(f"{place}[{number}] is no text part; only text can be learned from")
-    return parse_text("".join(map(str, texts)), place)
+            raise UnusableRecordError(f"{path}[{number}] is not a text part; only text is supported")
+    return parse_text("".join(map(str, texts)), path)
 
 
-def _extra_fields(turn: Mapping[str, Any], place: str) -> Message:
-    """What a template may read beside role and content: calls, names, reasoning, flags; nulls say nothing."""
+def _extra_fields(turn: Mapping[str, Any], path: str) -> Message:
+    """Return the other fields that a template may read (tool calls, names, reasoning, flags), without nulls."""
     known = ("role", "content", "from", "value")
     rest = {key: value for key, value in turn.items() if value is not None and key not in known}
-    calls = decode_json(rest.pop("tool_calls", None), f"{place}.tool_calls")
-    if "function_call" in rest:  # OpenAI's older form of a single call
-        calls = decode_json(rest.pop("function_call"), f"{place}.function_call")
-    message: Message = {key: to_plain_json(value, f"{place}.{key}") for key, value in rest.items()}
+    calls = decode_json(rest.pop("tool_calls", None), f"{path}.tool_calls")
+    if "function_call" in rest:  # OpenAI's older format of a single call
+        calls = decode_json(rest.pop("function_call"), f"{path}.function_call")
+    message: Message = {key: to_plain_json(value, f"{path}.{key}") for key, value in rest.items()}
     if calls:
-        message["tool_calls"] = _parse_tool_calls(calls, f"{place}.tool_calls")
+        message["tool_calls"] = _parse_tool_calls(calls, f"{path}.tool_calls")
     return message
 
 
-def _parse_tool_calls(value: Any, place: str) -> list[Any]:
-    """Tool calls in OpenAI's form, their arguments as an object: templates would quote a text once more."""
+def _parse_tool_calls(value: Any, path: str) -> list[Any]:
+    """Convert tool calls to OpenAI's format, with arguments as an object: a template would quote a text again."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
-        called = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
+        target = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(target, Mapping) or not isinstance(target.get("name"), str):
             raise UnusableRecordError(
-                f"{place} holds {type_name(call)}, expected calls with a function's name and arguments"
+                f"{path} holds {type_name(call)}, expected calls with a function's name and arguments"
             )
-        arguments = decode_json(called.get("arguments", called.get("parameters")), f"{place}.arguments")
+        arguments = decode_json(target.get("arguments", target.get("parameters")), f"{path}.arguments")
         if not isinstance(arguments, (Mapping, type(None))):
-            raise UnusableRecordError(f"{place}.arguments is {type_name(arguments)}, expected an object")
-        outer = {key: one for key, one in call.items() if key not in ("function", "name", "arguments", "parameters")}
-        function = {"name": called["name"], "arguments": arguments or {}}
-        calls.append(to_plain_json({"type": "function", **outer, "function": function}, place))
+            raise UnusableRecordError(f"{path}.arguments is {type_name(arguments)}, expected an object")
+        outer = {key: item for key, item in call.items() if key not in ("function", "name", "arguments", "parameters")}
+        function = {"name": target["name"], "arguments": arguments or {}}
+        calls.append(to_plain_json({"type": "function", **outer, "function": function}, path))
     return calls
 
 
-def parse_tools(value: Any, place: str) -> list[Any] | None:
-    """The tools of a conversation, from a list of schemas, JSON of one, or a list of such JSON."""
-    tools = decode_json(value, place)
+def parse_tools(value: Any, path: str) -> list[Any] | None:
+    """Parse the tools of a conversation: a list of JSON schemas, such a list as JSON text, or a list of JSON texts."""
+    tools = decode_json(value, path)
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise UnusableRecordError(f"{place} holds {type_name(tools)}, expected a list of tools")
-    schemas = [decode_json(tool, place) for tool in tools]
+        raise UnusableRecordError(f"{path} holds {type_name(tools)}, expected a list of tools")
+    schemas = [decode_json(tool, path) for tool in tools]
     if not all(isinstance(schema, Mapping) for schema in schemas):
-        raise UnusableRecordError(f"{place} holds a tool that is no object with its schema")
-    return [to_plain_json(schema, place) for schema in schemas]
+        raise UnusableRecordError(f"{path} holds a tool that is not an object with a schema")
+    return [to_plain_json(schema, path) for schema in schemas]
 
 
 def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
-    """The messages up to the last answer, and how many behind it were left out; an empty answer where there is none."""
+    """Return the messages up to the last answer, and the number of removed ones; add an empty answer if none exists."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return [*messages, {"role": "assistant", "content": ""}], 0
@@ -208,17 +222,12 @@ def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]
     return messages[:end], len(messages) - end
 
 
-# Records into conversations: what shape the records of a source have is settled once, from its first ones.
-#
-# Conversations end with an assistant message. One without any gets an empty one, so that it is counted as an empty
-# answer
-# rather than lost; one without a user message has an empty prompt. Messages behind the last answer train nothing and
-# go.
+# ----- Schemas
 
 SAMPLE_RECORDS = 100
-"""Records of a source that its shape is looked for in."""
+"""Number of first records from which the schema of a source is detected."""
 
-PAIRS = (
+COLUMN_PAIRS = (
     ("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("instruction", "response"),
     ("input", "output"), ("prompt", "completion"), ("query", "response"), ("query", "answer"),
     ("question", "response"), ("prompt", "answer"), ("prompt", "output"), ("instruction", "completion"),
@@ -226,132 +235,149 @@ PAIRS = (
     ("source", "target"), ("user", "assistant"), ("text", "label"), ("text", "category"), ("text", "intent"),
     ("sentence", "label"), ("utterance", "intent"), ("request", "intent"), ("request", "response"),
 )  # fmt: skip
-"""Usual names of the columns with prompt and response, the likeliest first."""
+"""Common names of the columns with prompt and response, most likely first."""
 
-CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
-_SYSTEMS = ("system", "system_prompt")
-_QUESTIONS = ("question", "prompt", "query", "instruction")
-TURNS: dict[Shape, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-_SHOWN_COLUMNS = 20
+CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+_QUESTION_COLUMNS = ("question", "prompt", "query", "instruction")
+TURN_KEYS: dict[RecordSchema, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+_MAX_COLUMNS_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class RecordReader:
-    """How the records of one source are read."""
+    """Converts the records of one source to rows."""
 
-    described: str
-    """What they were taken for, in words."""
+    description: str
+    """The detected schema, in words."""
     _conversation: Callable[[Fields], Conversation]
     _parts: Callable[[Fields], list[tuple[str, Fields]]] | None = None
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
-        """What a record holds: one row, or several where the shape has several examples in a record."""
+        """Yield the rows of a record: several if the schema has several examples per record, else one."""
         try:
             parts = self._parts(fields) if self._parts else [("", fields)]
-        except UnusableRecordError as unfit:
-            yield MalformedRecord(where, str(unfit), source)
+        except UnusableRecordError as error:
+            yield MalformedRecord(where, str(error), source)
             return
-        for place, part in parts:
+        for path, part in parts:
             try:
-                yield SourceRow(where + place, self._conversation(part), source, fields)
-            except UnusableRecordError as unfit:
-                yield MalformedRecord(where + place, str(unfit), source)
+                yield SourceRow(where + path, self._conversation(part), source, fields)
+            except UnusableRecordError as error:
+                yield MalformedRecord(where + path, str(error), source)
             except RecursionError:
-                yield MalformedRecord(where + place, "values are nested too deep", source)
+                yield MalformedRecord(where + path, "values are nested too deep", source)
 
 
 def detect_schema(
-    records: Sequence[Fields], shape: Shape, columns: ColumnSettings, label: str, setting: str = "prepare"
+    records: Sequence[Fields], schema: RecordSchema, columns: ColumnSettings, label: str, setting: str = "prepare"
 ) -> RecordReader:
-    """What the records of a source are, from the first of them.
+    """Detect the schema of a source.
 
-    `label` is what the source is called, `setting` the key path of its settings `shape` and `columns`.
+    Args:
+        records: the first records of the source.
+        schema: the schema from the settings, or auto.
+        columns: the columns that the settings name.
+        label: the name of the source in messages.
+        setting: key path of the section with `record_schema` and `columns`.
 
     Raises:
-        DataError: nothing fits; the message names the columns found and what to set.
+        DataError: no schema fits the columns.
     """
-    seen = SampledRecords(records, columns, label, setting)
-    if shape == "auto" and columns.messages:
-        shape = seen.shape_of(seen.named("messages"))
-    elif shape == "auto" and columns.prompt:
-        shape = "columns"
-    for name, find in _FINDERS.items():
-        if shape in ("auto", name) and (reading := find(seen)):
-            usual = ("tools", "functions") if name in TURNS else ()
-            tools = seen.optional("tools", *usual)
-            return _with_tools(reading, tools, seen) if tools else reading
-    what = "its columns are of no usual shape" if shape == "auto" else f"{setting}.shape is {shape}, and no columns fit"
+    sampled = SampledRecords(records, columns, label, setting)
+    if schema == "auto" and columns.messages:
+        schema = sampled.detect_turn_schema(sampled.find("messages"))
+    elif schema == "auto" and columns.prompt:
+        schema = "columns"
+    for name, detect in _DETECTORS.items():
+        if schema in ("auto", name) and (reader := detect(sampled)):
+            usual_names = ("tools", "functions") if name in TURN_KEYS else ()
+            tools = sampled.find_optional("tools", *usual_names)
+            return _with_tools(reader, tools, sampled) if tools else reader
+    problem = (
+        "no known schema fits its columns"
+        if schema == "auto"
+        else f"{setting}.record_schema is {schema}, which does not fit its columns"
+    )
     raise DataError(
-        f"{label}: {what}; found: {seen.found}; set {setting}.columns.prompt and {setting}.columns.response, or "
-        f"{setting}.columns.messages, or {'another ' if shape != 'auto' else ''}{setting}.shape"
+        f"{label}: {problem}; found: {sampled.column_summary}; set {setting}.columns.prompt and "
+        f"{setting}.columns.response, or "
+        f"{setting}.columns.messages, or {'another ' if schema != 'auto' else ''}{setting}.record_schema"
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- finding
+# ----- Columns
 
 
 class SampledRecords:
-    """The first records of a source, and the names that its settings give to columns."""
+    """The first records of a source, and a search for columns by role, by the settings or by common names."""
 
     def __init__(self, records: Sequence[Fields], columns: ColumnSettings, label: str, setting: str) -> None:
         self.records, self.columns, self._label, self._setting = records, columns, label, setting
         counts = Counter(name for fields in records for name in fields)
-        self.names = list(counts)
-        # Names are compared without case and outer spaces. A column of few records is an accident or optional.
-        self._all = {name.strip().casefold(): name for name in counts}
-        self._most = {key: name for key, name in self._all.items() if 2 * counts[name] >= len(records)}
+        self.column_names = list(counts)
+        # Names are compared without case and outer spaces. A column that few records have is optional or a mistake.
+        self._columns = {name.strip().casefold(): name for name in counts}
+        self._shared_columns = {key: name for key, name in self._columns.items() if 2 * counts[name] >= len(records)}
 
     @property
-    def found(self) -> str:
-        """The columns, with what they hold."""
-        shown = [f"{_escape_name(name)} ({type_name(self.sample(name))})" for name in self.names[:_SHOWN_COLUMNS]]
-        return ", ".join(shown) + (" ..." if len(self.names) > _SHOWN_COLUMNS else "") or "none"
+    def column_summary(self) -> str:
+        """The columns with the type of their values, for messages."""
+        shown = [
+            f"{_escape_name(name)} ({type_name(self.first_value(name))})"
+            for name in self.column_names[:_MAX_COLUMNS_SHOWN]
+        ]
+        return ", ".join(shown) + (" ..." if len(self.column_names) > _MAX_COLUMNS_SHOWN else "") or "none"
 
-    def sample(self, column: str) -> Any:
-        """The first value of a column that is not empty."""
+    def first_value(self, column: str) -> Any:
+        """Return the first value of a column that is not empty."""
         return next((fields[column] for fields in self.records if fields.get(column)), None)
 
-    def usual(self, *names: str) -> str:
-        """The first column with one of these names that at least half of the records have; "" if there is none."""
-        return next((self._most[name] for name in names if name in self._most), "")
+    def find_by_usual_name(self, *names: str) -> str:
+        """Return the first column with one of these names that at least half of the records have; "" if none exists."""
+        return next((self._shared_columns[name] for name in names if name in self._shared_columns), "")
 
-    def named(self, role: str, *names: str) -> str:
-        """The column that the settings name for this role, else the first with a usual name; "" if there is none."""
+    def find(self, role: str, *names: str) -> str:
+        """Return the column that the settings name for this role, else the first with a common name, else ""."""
         name: str | None = getattr(self.columns, role, None)
         if name is None:
-            return self.usual(*names)
-        if name not in self.names:
-            found = ", ".join(map(_escape_name, self.names[:_SHOWN_COLUMNS])) or "none"
+            return self.find_by_usual_name(*names)
+        if name not in self.column_names:
+            found = ", ".join(map(_escape_name, self.column_names[:_MAX_COLUMNS_SHOWN])) or "none"
             raise DataError(f"{self._label}: no column {name!r} ({self._setting}.columns.{role}); found: {found}")
         return name
 
-    def optional(self, role: str, *names: str) -> str:
-        """The column for what records may have or not; the first of `names` where no record so far has one."""
-        return self.named(role) or next((self._all[name] for name in names if name in self._all), *names[:1] or [""])
+    def find_optional(self, role: str, *names: str) -> str:
+        """Return an optional column; the first of `names` if no sampled record has one."""
+        return self.find(role) or next(
+            (self._columns[name] for name in names if name in self._columns), *names[:1] or [""]
+        )
 
-    def also(self, **columns: str) -> str:
-        """Mention of optional columns, as far as records have them."""
-        return "".join(f", {role} in `{column}`" for role, column in columns.items() if column and column in self.names)
+    def describe_optional(self, **columns: str) -> str:
+        """Return text that names the given optional columns that exist."""
+        return "".join(
+            f", {role} in `{column}`" for role, column in columns.items() if column and column in self.column_names
+        )
 
-    def keys_of(self, column: str) -> tuple[str, str] | None:
-        """Names of who says what in the turns that a column holds; None if it holds no turns."""
+    def detect_turn_keys(self, column: str) -> tuple[str, str] | None:
+        """Return the keys of role and content in the turns of a column; None if it has no turns."""
         for fields in self.records:
             try:
                 turns = decode_json(fields.get(column), column)
             except UnusableRecordError:
                 continue
             if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
-                return next((keys for keys in TURNS.values() if keys[0] in turns[0]), None)
+                return next((keys for keys in TURN_KEYS.values() if keys[0] in turns[0]), None)
         return None
 
-    def shape_of(self, column: str) -> Shape:
-        """Shape of the conversations that a column holds."""
-        for shape, keys in TURNS.items():
-            if self.keys_of(column) == keys:
-                return shape
+    def detect_turn_schema(self, column: str) -> RecordSchema:
+        """Return the schema of the conversations in a column."""
+        for schema, keys in TURN_KEYS.items():
+            if self.detect_turn_keys(column) == keys:
+                return schema
         raise DataError(
-            f"{self._label}: column {column!r} ({self._setting}.columns.messages) holds no list of messages with "
-            f"role and content, or from and value; found: {self.found}"
+            f"{self._label}: column {column!r} ({self._setting}.columns.messages) does not hold a list of messages "
+            f"with role and content, or from and value; found: {self.column_summary}"
         )
 
 
@@ -360,34 +386,36 @@ def _escape_name(name: Any) -> str:
 
 
 def column_value(fields: Fields, column: str) -> Any:
-    """What a record has in a column. Raises UnusableRecordError where it has none."""
+    """Return the value of a column. Raises UnusableRecordError if the record does not have it."""
     try:
         return fields[column]
     except KeyError:
-        found = ", ".join(map(_escape_name, list(fields)[:_SHOWN_COLUMNS])) or "none"
+        found = ", ".join(map(_escape_name, list(fields)[:_MAX_COLUMNS_SHOWN])) or "none"
         raise UnusableRecordError(f"no column {column!r}; found: {found}") from None
 
 
 def column_text(fields: Fields, column: str) -> str:
-    """The text of a column. Raises UnusableRecordError where a record has none."""
+    """Return the text of a column. Raises UnusableRecordError if the record does not have it, or it is not text."""
     return parse_text(column_value(fields, column), f"column {column!r}")
 
 
 def optional_column_text(fields: Fields, column: str) -> str:
-    """The text of a column that records may have or not, and of no column: empty."""
+    """Return the text of an optional column; "" if the record or the source does not have it."""
     return parse_text(fields.get(column), f"column {column!r}") if column else ""
 
 
-def _find_system_column(seen: SampledRecords) -> str:
-    """The column with a system message; only a named one where the settings name the other columns."""
-    return seen.optional("system", *(() if seen.columns.prompt else _SYSTEMS))
+def _find_system_column(sampled: SampledRecords) -> str:
+    """Find the column with the system message; by common names only if the settings do not name the prompt column."""
+    return sampled.find_optional("system", *(() if sampled.columns.prompt else _SYSTEM_COLUMNS))
 
 
-def _with_tools(reading: RecordReader, column: str, seen: SampledRecords) -> RecordReader:
+def _with_tools(reader: RecordReader, column: str, sampled: SampledRecords) -> RecordReader:
     def conversation(fields: Fields) -> Conversation:
-        return replace(reading._conversation(fields), tools=parse_tools(fields.get(column), column))
+        return replace(reader._conversation(fields), tools=parse_tools(fields.get(column), column))
 
-    return replace(reading, described=reading.described + seen.also(tools=column), _conversation=conversation)
+    return replace(
+        reader, description=reader.description + sampled.describe_optional(tools=column), _conversation=conversation
+    )
 
 
 def _single_turn_conversation(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
@@ -397,15 +425,18 @@ def _single_turn_conversation(fields: Fields, prompt: str, response: str, system
     return Conversation(messages)
 
 
-# -------------------------------------------------------------------------------------------------------------- shapes
+# ----- Detectors, one for each schema
 
 
-def _detect_conversations(seen: SampledRecords, shape: Shape) -> RecordReader | None:
-    keys = TURNS[shape]
-    column = seen.named("messages", *(name for name in CONVERSATIONS if seen.keys_of(seen.usual(name)) == keys))
-    if not column or seen.keys_of(column) != keys:
+def _detect_conversations(sampled: SampledRecords, schema: RecordSchema) -> RecordReader | None:
+    keys = TURN_KEYS[schema]
+    column = sampled.find(
+        "messages",
+        *(name for name in CONVERSATION_COLUMNS if sampled.detect_turn_keys(sampled.find_by_usual_name(name)) == keys),
+    )
+    if not column or sampled.detect_turn_keys(column) != keys:
         return None
-    system = _find_system_column(seen)
+    system = _find_system_column(sampled)
 
     def conversation(fields: Fields) -> Conversation:
         messages = parse_messages(column_value(fields, column), column, keys)
@@ -415,62 +446,67 @@ def _detect_conversations(seen: SampledRecords, shape: Shape) -> RecordReader | 
         kept, unanswered = trim_after_last_answer(messages)
         return Conversation(kept, unanswered=unanswered)
 
-    name = "OpenAI messages" if shape == "messages" else "ShareGPT turns"
-    return RecordReader(f"{name} in `{column}`{seen.also(system=system)}", conversation)
+    name = "OpenAI messages" if schema == "messages" else "ShareGPT turns"
+    return RecordReader(f"{name} in `{column}`{sampled.describe_optional(system=system)}", conversation)
 
 
-def _detect_instances(seen: SampledRecords) -> RecordReader | None:
-    instruction, instances = seen.named("prompt", "instruction"), seen.usual("instances")
-    sample = seen.sample(instances)
+def _detect_instances(sampled: SampledRecords) -> RecordReader | None:
+    instruction, instances = sampled.find("prompt", "instruction"), sampled.find_by_usual_name("instances")
+    sample = sampled.first_value(instances)
     if not instruction or not (isinstance(sample, list) or (isinstance(sample, str) and sample.lstrip()[:1] == "[")):
         return None
 
     def parts(fields: Fields) -> list[tuple[str, Fields]]:
-        several = decode_json(column_value(fields, instances), instances)
-        if not isinstance(several, list) or not several:
+        items = decode_json(column_value(fields, instances), instances)
+        if not isinstance(items, list) or not items:
             raise UnusableRecordError(
-                f"column {instances!r} holds {type_name(several)}, expected a list of input and output"
+                f"column {instances!r} holds {type_name(items)}, expected a list of objects with input and output"
             )
-        return [(f"[{number}]", {**fields, instances: one}) for number, one in enumerate(several)]
+        return [(f"[{number}]", {**fields, instances: item}) for number, item in enumerate(items)]
 
     def conversation(fields: Fields) -> Conversation:
-        one = fields[instances]
-        if not isinstance(one, dict):
-            raise UnusableRecordError(f"instance is {type_name(one)}, expected an object with input and output")
-        question = join_instruction(column_text(fields, instruction), parse_text(one.get("input"), "input"))
-        return _single_turn_conversation(fields, question, column_text(one, "output"), system)
+        item = fields[instances]
+        if not isinstance(item, dict):
+            raise UnusableRecordError(f"instance is {type_name(item)}, expected an object with input and output")
+        question = join_instruction(column_text(fields, instruction), parse_text(item.get("input"), "input"))
+        return _single_turn_conversation(fields, question, column_text(item, "output"), system)
 
-    system = _find_system_column(seen)
+    system = _find_system_column(sampled)
+    optional_columns = sampled.describe_optional(system=system)
     return RecordReader(
-        f"{instruction}, and input and output of each of `{instances}`{seen.also(system=system)}", conversation, parts
+        f"{instruction}, with input and output of each entry of `{instances}`{optional_columns}",
+        conversation,
+        parts,
     )
 
 
-def _detect_choices(seen: SampledRecords) -> RecordReader | None:
-    question = seen.named("prompt", *_QUESTIONS)
+def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
+    question = sampled.find("prompt", *_QUESTION_COLUMNS)
     marked = (
         name
-        for name in seen.names
-        if name == seen.usual(name.strip().casefold()) and _marked_answers(seen.sample(name))
+        for name in sampled.column_names
+        if name == sampled.find_by_usual_name(name.strip().casefold()) and _marked_answers(sampled.first_value(name))
     )
-    choices = seen.named("response", "mc1_targets") or next(marked, "")
-    if not question or not _marked_answers(seen.sample(choices)):
+    choices = sampled.find("response", "mc1_targets") or next(marked, "")
+    if not question or not _marked_answers(sampled.first_value(choices)):
         return None
 
     def conversation(fields: Fields) -> Conversation:
-        right = [answer for answer, mark in _marked_answers(column_value(fields, choices)) if mark == 1]
-        if len(right) != 1:
-            raise UnusableRecordError(f"column {choices!r} marks {len(right)} answers as right, expected one")
+        correct = [answer for answer, mark in _marked_answers(column_value(fields, choices)) if mark == 1]
+        if len(correct) != 1:
+            raise UnusableRecordError(f"column {choices!r} marks {len(correct)} answers as correct, expected one")
         return _single_turn_conversation(
-            fields, column_text(fields, question), parse_text(right[0], f"column {choices!r}"), system
+            fields, column_text(fields, question), parse_text(correct[0], f"column {choices!r}"), system
         )
 
-    system = _find_system_column(seen)
-    return RecordReader(f"{question}, and the answer marked 1 in `{choices}`{seen.also(system=system)}", conversation)
+    system = _find_system_column(sampled)
+    return RecordReader(
+        f"{question}, with the answer marked 1 in `{choices}`{sampled.describe_optional(system=system)}", conversation
+    )
 
 
 def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
-    """Answers with their marks 0 or 1, of {answer: mark} or {"choices": [answer], "labels": [mark]}; else none."""
+    """Return answers with marks 0 or 1 from {answer: mark} or {"choices": [...], "labels": [...]}, else []."""
     try:
         value = decode_json(value, "")
     except UnusableRecordError:
@@ -484,43 +520,45 @@ def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
     return pairs if all(mark in (0, 1) and not isinstance(mark, bool) for _, mark in pairs) else []
 
 
-def _detect_alpaca(seen: SampledRecords) -> RecordReader | None:
-    instruction, output = seen.named("prompt", "instruction"), seen.named("response", "output", "response")
+def _detect_alpaca(sampled: SampledRecords) -> RecordReader | None:
+    instruction, output = sampled.find("prompt", "instruction"), sampled.find("response", "output", "response")
     if not instruction or not output:
         return None
-    given, system = seen.optional("", "input", "context"), _find_system_column(seen)
+    input_column, system = sampled.find_optional("", "input", "context"), _find_system_column(sampled)
 
     def conversation(fields: Fields) -> Conversation:
-        question = join_instruction(column_text(fields, instruction), optional_column_text(fields, given))
+        question = join_instruction(column_text(fields, instruction), optional_column_text(fields, input_column))
         return _single_turn_conversation(fields, question, column_text(fields, output), system)
 
-    described = ", ".join(name for name in (instruction, given, output) if name in seen.names)
-    return RecordReader(f"Alpaca records of {described}{seen.also(system=system)}", conversation)
+    description = ", ".join(name for name in (instruction, input_column, output) if name in sampled.column_names)
+    return RecordReader(f"Alpaca columns {description}{sampled.describe_optional(system=system)}", conversation)
 
 
-def join_instruction(instruction: str, given: str) -> str:
-    """An instruction, and below it what it is about."""
-    return "\n\n".join(filter(None, (instruction, given)))
+def join_instruction(instruction: str, input_text: str) -> str:
+    """Join an instruction and its input by a blank line."""
+    return "\n\n".join(filter(None, (instruction, input_text)))
 
 
-def _detect_pair(seen: SampledRecords) -> RecordReader | None:
-    usual = ((seen.usual(prompt), seen.usual(response)) for prompt, response in PAIRS)
-    named = (seen.named("prompt"), seen.named("response"))
-    prompt, response = named if all(named) else next((pair for pair in usual if all(pair)), ("", ""))
+def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
+    usual_names = (
+        (sampled.find_by_usual_name(prompt), sampled.find_by_usual_name(response)) for prompt, response in COLUMN_PAIRS
+    )
+    named = (sampled.find("prompt"), sampled.find("response"))
+    prompt, response = named if all(named) else next((pair for pair in usual_names if all(pair)), ("", ""))
     if not prompt:
         return None
-    system = _find_system_column(seen)
+    system = _find_system_column(sampled)
 
     def conversation(fields: Fields) -> Conversation:
         return _single_turn_conversation(fields, column_text(fields, prompt), column_text(fields, response), system)
 
-    return RecordReader(f"columns {prompt}, {response}{seen.also(system=system)}", conversation)
+    return RecordReader(f"columns {prompt}, {response}{sampled.describe_optional(system=system)}", conversation)
 
 
-# In the order in which they are looked for: the more there must be, the earlier.
-_FINDERS: dict[Shape, Callable[[SampledRecords], RecordReader | None]] = {
-    "messages": partial(_detect_conversations, shape="messages"),
-    "sharegpt": partial(_detect_conversations, shape="sharegpt"),
+# In the order of detection: schemas with more requirements come first.
+_DETECTORS: dict[RecordSchema, Callable[[SampledRecords], RecordReader | None]] = {
+    "messages": partial(_detect_conversations, schema="messages"),
+    "sharegpt": partial(_detect_conversations, schema="sharegpt"),
     "instances": _detect_instances,
     "choices": _detect_choices,
     "alpaca": _detect_alpaca,

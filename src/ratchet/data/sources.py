@@ -1,10 +1,9 @@
-"""Rows of a dataset of the Hugging Face hub, at a pinned commit.
+"""Reads the rows of prepare.sources (files, datasets of the Hugging Face hub, teacher answers) and evaluation sets.
 
-The first time it is downloaded into the cache of `datasets`; from then on its rows are read there, memory-mapped, and
-no network is needed (without one, HF_HUB_OFFLINE=1 spares half a minute of attempts). Two habits of the library (5.2.0,
-`load.py`) would give other rows than those pinned, without an error, and are stopped here: a folder of the dataset's
-name in the working directory is read in its place, and where the hub cannot be reached, the newest rows in the cache
-are taken, of whatever commit.
+A hub dataset is downloaded once, at a pinned commit, into the cache of `datasets`. Later runs read the memory-mapped
+cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). `datasets`
+(5.2.0, `load.py`) silently returns other rows than the pinned ones in two cases, which are errors here: the working
+directory has a folder with the dataset's name, or the hub cannot be reached and the cache holds another commit.
 """
 
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import datasets
 
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings
 from ratchet.data import readers, schema_detection
 from ratchet.data.conversation import MalformedRecord, SourceRow, join_leaf_texts
 from ratchet.data.readers import Fields, Record, strip_struct_nulls
@@ -27,236 +26,240 @@ from ratchet.storage.output_card import CARD_ENDING, card_path
 from ratchet.storage.records.data import PROVENANCE, SelectionCard, TeacherProvenance
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHOWN_CHARACTERS = 300
+_REASON_CHARACTERS = 300
 
 
 def read_hub_records(source: SourceSettings) -> Iterator[Record]:
-    """Every record of `source.dataset`, in order; values of a class label are given by name.
+    """Yield every record of `source.dataset`, in order, with class labels as names.
 
     Raises:
-        DataError: it cannot be had at this commit; the message says why.
+        DataError: the dataset cannot be loaded at this commit.
     """
     split = _load_split(source)
-    classes = {name: kind for name, kind in split.features.items() if isinstance(kind, datasets.ClassLabel)}
-    place = f"{source.dataset}[{source.dataset_split}]"
+    classes = {
+        name: class_label
+        for name, class_label in split.features.items()
+        if isinstance(class_label, datasets.ClassLabel)
+    }
+    split_name = f"{source.dataset}[{source.dataset_split}]"
     for index, row in enumerate(split):
         fields = {name: strip_struct_nulls(value) for name, value in row.items()}
-        for name, kind in classes.items():
-            fields[name] = _class_name(kind, fields[name])
-        yield f"{place}#{index}", fields
+        for name, class_label in classes.items():
+            fields[name] = _class_name(class_label, fields[name])
+        yield f"{split_name}#{index}", fields
 
 
 def _load_split(source: SourceSettings) -> Any:
-    """The split, from the cache or downloaded into it."""
+    """Load the split from the cache, or download it first."""
     if not _COMMIT.fullmatch(source.revision or ""):
         raise DataError(
-            f"{source.label}: revision {source.revision} is no commit; give the 40 digits of one (the hub's page "
-            "`Files`, `History`), so that the same rows come again"
+            f"{source.label}: revision: found {source.revision}; expected the 40 hexadecimal digits of a commit (see "
+            "the History on the hub's Files page), so that every run reads the same rows"
         )
     if Path(str(source.dataset)).exists():
         raise DataError(
-            f"{source.label}: there is a folder {source.dataset} here, and it would be read in place of the hub's "
-            "dataset; move it, or give its files below data/raw as a source"
+            f"{source.label}: a local folder {source.dataset} exists and would be read instead of the hub dataset; "
+            "move it, or put its files below data/raw and name them as a source"
         )
-    silent = datasets.are_progress_bars_disabled()
+    progress_bars_disabled = datasets.are_progress_bars_disabled()
     datasets.enable_progress_bars()  # a download may take minutes
     try:
         builder = datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
         if builder.hash == source.revision:
             builder.download_and_prepare()
             return builder.as_dataset(split=source.dataset_split)
-    except (
-        Exception
-    ) as error:  # of httpx, huggingface_hub, datasets, pyarrow or the file system: all mean the same here
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARACTERS]
+    except Exception as error:  # from httpx, huggingface_hub, datasets, pyarrow or the file system
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON_CHARACTERS]
         raise DataError(
-            f"{source.label}: cannot be had from the hub ({reason}); check its name, revision, subset and split in "
+            f"{source.label}: cannot be loaded from the hub ({reason}); check its name, revision, subset and split in "
             "prepare.sources, and the network"
         ) from error
     finally:
-        if silent:
+        if progress_bars_disabled:
             datasets.disable_progress_bars()
     raise DataError(
-        f"{source.label}: the hub does not give this commit, and the cache holds {builder.hash}; check the revision in "
-        "prepare.sources, and the network"
+        f"{source.label}: the hub did not return this commit, and the cache holds commit {builder.hash}; check the "
+        "revision in prepare.sources, and the network"
     )
 
 
-def _class_name(kind: datasets.ClassLabel, value: int | None) -> str | None:
-    """Name of a class; unlabelled rows are null or, by the library's custom, -1."""
-    return None if value is None or value < 0 else str(kind.int2str(value))
+def _class_name(class_label: datasets.ClassLabel, value: int | None) -> str | None:
+    """Return the name of a class; unlabelled rows have null or, by a convention of `datasets`, -1."""
+    return None if value is None or value < 0 else str(class_label.int2str(value))
 
 
-# Sources that are answers of a teacher: known by the card that `ratchet select` puts beside them.
+# ----- Sources that contain answers of a teacher. `ratchet select` writes a card next to them, which identifies them.
 
 
 def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> SelectionCard | None:
-    """The card of a source's file, if it is answers of a teacher.
+    """Return the selection card of a source that contains teacher answers, or None.
 
     Args:
-        source: of prepare.sources.
-        files: its files, by name.
+        source: an entry of prepare.sources.
+        files: the source's files, by name.
 
     Raises:
-        DataError: it is mixed with other files, or is to be judged by.
-        DamagedFileError: the rows are not those that the card speaks of, or it is no such card.
+        DataError: the source mixes teacher answers with other files, or assigns them to validation or test.
+        DamagedFileError: the file does not match its card, or the card is not a card of `ratchet select`.
     """
     names = [name for name, path in files.items() if card_path(path).is_file()]
     if not names:
         return None
     if len(files) > 1:
         raise DataError(
-            f"params.yaml: prepare.sources: {source.label}: {names[0]} is answers of a teacher, by its card, and of a "
-            f"source so is the only file: leave it out of the pattern, and name it by itself, {{files: {names[0]}}}"
+            f"params.yaml: prepare.sources: {source.label}: {names[0]} contains answers of a teacher (it has a card) "
+            f"and must be a source of its own; exclude it from the pattern and add a source {{files: {names[0]}}}"
         )
     if source.split in ("validation", "test"):
         raise DataError(
-            f"params.yaml: prepare.sources: {source.label}: split: {source.split}, but its rows are answers of a "
-            "teacher: what a model says is no truth to judge by; take split: train, or none"
+            f"params.yaml: prepare.sources: {source.label}: split: found {source.split}, but the rows are answers of a "
+            "teacher, which cannot serve as ground truth; set split: train, or remove it"
         )
     name, path = names[0], files[names[0]]
     card = output_card.read_card(path, SelectionCard)
     if card is None:
         raise DamagedFileError(
-            f"{name}: {card_path(path).name} beside it is no card of `ratchet select`; choose answers of `ratchet "
-            "generate` with that first, and of other files move such a card away"
+            f"{name}: {card_path(path).name} is not a card of `ratchet select`; run `ratchet select` on outputs of "
+            "`ratchet generate` first; if the file has another origin, move the card away"
         )
     if digests.hash_file(path) != card.output:
         raise DamagedFileError(
-            f"{name}: was changed since `ratchet select` wrote it; remove it and run that again, or choose otherwise "
-            "with section select (a program of yours can score answers: select.reward)"
+            f"{name}: the file changed since `ratchet select` wrote it; remove it and run `ratchet select` again; to "
+            "get other rows, change section select (select.reward runs your own program to score answers)"
         )
     return card
 
 
 def require_teacher_card(source: SourceSettings, records: Sequence[Fields]) -> None:
-    """Raise DataError for records that say they are answers of a teacher, where no card vouches for them."""
-    if any(isinstance(one.get(PROVENANCE), dict) and "generation" in one[PROVENANCE] for one in records):
+    """Raise DataError if records are marked as teacher answers but their file has no selection card."""
+    if any(isinstance(record.get(PROVENANCE), dict) and "generation" in record[PROVENANCE] for record in records):
         name = card_path(Path(source.files or source.label)).name
         raise DataError(
-            f"{source.label}: its rows were written by `ratchet select` ({PROVENANCE}), but their card is not beside "
-            f"them; put {name} there, and the file under the name that it had"
+            f"{source.label}: the rows were written by `ratchet select` ({PROVENANCE}), but their card is missing; "
+            f"put {name} next to the file, and give the file its original name"
         )
 
 
 def describe_teacher_data(card: SelectionCard, training_rows: int) -> TeacherProvenance:
-    """What the dataset card says of it."""
+    """Summarize a selection card for the dataset card."""
     teachers = zip(card.model_names, card.spec.teachers, strict=True)
     return TeacherProvenance(
-        teachers=tuple(f"{name} ({one.kind} {one.model_digest[: digests.SHORT]})" for name, one in teachers),
-        generations=tuple(one.generation for one in card.spec.teachers),
+        teachers=tuple(
+            f"{name} ({teacher.kind} {teacher.model_digest[: digests.SHORT]})" for name, teacher in teachers
+        ),
+        generations=tuple(teacher.generation for teacher in card.spec.teachers),
         answers=card.answers,
         rows=card.rows,
-        filters=tuple((one.name, one.dropped) for one in card.filters if one.dropped),
+        filters=tuple((report.name, report.dropped) for report in card.filters if report.dropped),
         training_rows=training_rows,
     )
 
 
-# The rows of prepare.sources, in order, each with the place where it stands; and the texts of evaluation sets.
+# ----- Rows of prepare.sources, and texts of evaluation sets
 
-_RAW = ("data/raw", "data/taught")
-"""The second is the out of an optional DVC stage `select` (docs/sequence_distillation.md)."""
-_EVALUATION = ("data/raw", "data/tasks")
-_GLOB = "*?["
-_SHOWN_FILES = 20
+_SOURCE_FOLDERS = ("data/raw", "data/distilled")
+"""The second is the output of the optional DVC stage `select`."""
+_EVALUATION_FOLDERS = ("data/raw", "data/tasks")
+_GLOB_CHARACTERS = "*?["
+_MAX_FILES_SHOWN = 20
 
 
 class SourceReader:
-    """The rows of prepare.sources, in order."""
+    """Reads the rows of prepare.sources, in order."""
 
     files: list[dict[str, Path]]
-    """Per source: name relative to the project -> path (globs resolved, sorted); {} for a dataset of the hub."""
-    taught: list[SelectionCard | None]
-    """Per source: the card of its rows, if they are answers of a teacher."""
-    shapes: list[str]
-    """Per source: what its records were taken for; "" until its first record was read."""
+    """For each source: sorted mapping from name relative to the project to path; {} for a hub dataset."""
+    teacher_cards: list[SelectionCard | None]
+    """For each source: the selection card if its rows are teacher answers, else None."""
+    schema_descriptions: list[str]
+    """For each source: the detected schema in words; "" until its first record is read."""
 
     def __init__(self, root: Path, settings: Prepare) -> None:
-        """Find the files; nothing is read yet.
+        """Find the files without reading them.
 
         Raises:
-            DataError: a file is missing, of no known format, named twice, or lies where DVC would not see it change.
-            DamagedFileError: a file by `ratchet select` is not as that wrote it.
+            DataError: a file is missing, has an unsupported format, belongs to two sources, or is outside the folders
+                that DVC tracks.
+            DamagedFileError: a file of `ratchet select` changed since it was written.
         """
         self._settings = settings
         self.files = [
-            _find_files(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.sources
+            _find_files(root, source.files, _SOURCE_FOLDERS, "prepare.sources") if source.files else {}
+            for source in settings.sources
         ]
-        self.shapes = [""] * len(settings.sources)
+        self.schema_descriptions = [""] * len(settings.sources)
         seen: dict[str, int] = {}
         for number, names in enumerate(self.files):
             for name in names:
                 if name in seen:
                     raise DataError(
-                        f"params.yaml: prepare.sources: {name} belongs to {settings.sources[seen[name]].label} and to "
-                        f"{settings.sources[number].label}; name it once, with a weight if it should count more"
+                        f"params.yaml: prepare.sources: {name} belongs to both {settings.sources[seen[name]].label} "
+                        f"and {settings.sources[number].label}; name it once, with a weight if it should count more"
                     )
                 seen[name] = number
-        self.taught = [find_teacher_card(*one) for one in zip(settings.sources, self.files, strict=True)]
+        self.teacher_cards = [find_teacher_card(*pair) for pair in zip(settings.sources, self.files, strict=True)]
 
     def rows(self) -> Iterator[SourceRow | MalformedRecord]:
-        """All rows of all sources; may be called again. Labels are without white space around them.
+        """Yield all rows of all sources; may be called more than once. Labels are stripped of white space.
 
         Raises:
-            DataError: a file is unusable as a whole, a source has no rows, or its records have no shape that we know.
+            DataError: a file cannot be read, a source has no rows, or the schema of its records is not recognized.
         """
         for number, source in enumerate(self._settings.sources):
             rows = self._source_rows(number, source)
-            yield from map(_add_label_answer, rows) if self._settings.task == "labels" else rows
+            yield from map(_strip_label, rows) if self._settings.task == "labels" else rows
 
     def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
-        records = self._records(number, source)
-        reading: RecordReader | None = None
-        begun = False
-        while reading is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
-            begun = True
-            if fields := [
-                record[1] for record in head if not isinstance(record, MalformedRecord)
-            ]:  # faults settle nothing
-                reading = self._settled(number, source, fields)
-            yield from self._rows(head, reading, number)
-        if reading is None:
-            self.shapes[number] = "nothing: no record could be read"
-        if not begun:
-            raise DataError(f"{source.label}: no rows; give it some or take it out of prepare.sources")
-        yield from self._rows(records, reading, number)
+        records = self._read_source(number, source)
+        reader: RecordReader | None = None
+        has_records = False
+        while reader is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
+            has_records = True
+            if fields := [record[1] for record in head if not isinstance(record, MalformedRecord)]:
+                reader = self._detect_reader(number, source, fields)
+            yield from self._convert_records(head, reader, number)
+        if reader is None:
+            self.schema_descriptions[number] = "nothing: no record could be read"
+        if not has_records:
+            raise DataError(f"{source.label}: no rows; add rows, or remove the source from prepare.sources")
+        yield from self._convert_records(records, reader, number)
 
-    def _records(self, number: int, source: SourceSettings) -> Iterator[Record]:
+    def _read_source(self, number: int, source: SourceSettings) -> Iterator[Record]:
         if source.dataset:
             yield from read_hub_records(source)
         for name, path in self.files[number].items():
             yield from readers.read_records(path, name)
 
-    def _settled(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
-        shape = source.shape if source.shape != "auto" else self._settings.shape
+    def _detect_reader(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
+        shape = source.record_schema if source.record_schema != "auto" else self._settings.record_schema
         columns = source.columns or self._settings.columns
         setting = f"prepare.sources[{number}]" if source.columns else "prepare"
-        if self.taught[number] is None:
+        if self.teacher_cards[number] is None:
             require_teacher_card(source, fields)
-        elif source.shape == "auto" and source.columns is None:
+        elif source.record_schema == "auto" and source.columns is None:
             shape, columns = "messages", ColumnSettings(messages="messages")
-        reading = schema_detection.detect_schema(fields, shape, columns, source.label, setting)
-        self.shapes[number] = reading.described
-        return reading
+        reader = schema_detection.detect_schema(fields, shape, columns, source.label, setting)
+        self.schema_descriptions[number] = reader.description
+        return reader
 
-    def _rows(
-        self, records: Iterable[Record], reading: RecordReader | None, number: int
+    def _convert_records(
+        self, records: Iterable[Record], reader: RecordReader | None, number: int
     ) -> Iterator[SourceRow | MalformedRecord]:
         split = self._settings.split
-        divided_by = split.group or split.stratify or split.time
+        split_field = split.group or split.stratify or split.time
         for record in records:
             if isinstance(record, MalformedRecord):
                 yield replace(record, source=number)
-            elif reading:
+            elif reader:
                 where, fields = record
-                value = fields.get(divided_by) if divided_by else None
+                value = fields.get(split_field) if split_field else None
                 if isinstance(value, str) and (problem := find_text_flaw(value)):
-                    yield MalformedRecord(where, f"field {divided_by!r} {problem}", number)
+                    yield MalformedRecord(where, f"field {split_field!r} {problem}", number)
                 else:
-                    yield from reading.rows(where, fields, number)
+                    yield from reader.rows(where, fields, number)
 
 
-def _add_label_answer(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
+def _strip_label(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
     if isinstance(row, MalformedRecord) or row.conversation.response == row.conversation.response.strip():
         return row
     *before, answer = row.conversation.messages
@@ -265,45 +268,51 @@ def _add_label_answer(row: SourceRow | MalformedRecord) -> SourceRow | Malformed
 
 
 def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Evaluation sets (files or globs below data/raw or data/tasks): the texts of each record, a line each, by file.
+    """Read the texts of evaluation sets, for the leakage check.
+
+    Args:
+        root: the project.
+        names: files or globs below data/raw or data/tasks.
+
+    Returns:
+        For each file, all texts of each record joined by line breaks.
 
     Raises:
-        DataError: a file or a record cannot be read; half an evaluation set would let the other half leak.
+        DataError: a file or a record cannot be read. No record is skipped, since it could then leak undetected.
     """
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for pattern in names:
-        for name, path in _find_files(root, pattern, _EVALUATION, "prepare.leakage.files").items():
-            found[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
-            if not found[name]:
-                raise DataError(f"{name}: no records; give it some or take it out of prepare.leakage.files")
-    return found
+        for name, path in _find_files(root, pattern, _EVALUATION_FOLDERS, "prepare.leakage.files").items():
+            texts[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
+            if not texts[name]:
+                raise DataError(f"{name}: no records; add records, or remove the file from prepare.leakage.files")
+    return texts
 
 
 def _join_record_texts(record: Record) -> str:
-    """All texts of a record in order, however deep they stand."""
     if isinstance(record, MalformedRecord):
-        raise DataError(f"{record.where}: {record.detail}; mend or remove the record")
+        raise DataError(f"{record.where}: {record.detail}; fix or remove the record")
     where, fields = record
     text = join_leaf_texts(fields)
     if problem := find_text_flaw(text):
-        raise DataError(f"{where}: a text {problem}; mend or remove the record")
+        raise DataError(f"{where}: a text {problem}; fix or remove the record")
     return text
 
 
 def require_watched_path(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
-    """A path below one of the folders that DVC watches for a stage. Raises DataError for any other."""
+    """Resolve a path below one of the folders that DVC tracks for a stage. Raises DataError for any other path."""
     path = (root / name).absolute()
-    # Compared without following links: data/raw may hold a link to a large file elsewhere.
-    if ".." in Path(name).parts or not any(path.is_relative_to((root / one).absolute()) for one in folders):
+    # Links are not resolved: data/raw may hold a link to a large file elsewhere.
+    if ".." in Path(name).parts or not any(path.is_relative_to((root / folder).absolute()) for folder in folders):
         raise DataError(
-            f"params.yaml: {setting}: {name} is not below {' or '.join(folders)}; DVC would not see it change: "
-            "move it there, or put a link to it there"
+            f"params.yaml: {setting}: {name} is not below {' or '.join(folders)}, so DVC would not detect changes; "
+            "move it there, or add a link to it there"
         )
     return path
 
 
 def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
-    """The files that a name or glob means, by their names relative to the project, sorted."""
+    """Find the files that match a name or glob; return their paths by name relative to the project, sorted."""
     path = require_watched_path(root, pattern, folders, setting)
     relative = path.relative_to(root.absolute()).as_posix()
     try:
@@ -311,14 +320,14 @@ def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) 
         if not names:
             raise DataError(_describe_missing(root, path, pattern))
     except (OSError, ValueError) as error:
-        raise DataError(f"params.yaml: {setting}: {pattern}: cannot be looked for ({error})") from None
+        raise DataError(f"params.yaml: {setting}: {pattern}: cannot search for files ({error})") from None
     for name in names:
         readers.check_ending(name)
     return {name: root / name for name in names}
 
 
 def _glob_files(root: Path, pattern: str) -> list[str]:
-    if not any(sign in pattern for sign in _GLOB):
+    if not any(character in pattern for character in _GLOB_CHARACTERS):
         return []
     files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
     files = (path for path in files if not _is_card(path))
@@ -326,18 +335,18 @@ def _glob_files(root: Path, pattern: str) -> list[str]:
 
 
 def _is_card(path: Path) -> bool:
-    """Whether it is the card of a file beside it."""
-    of = path.with_name(path.name.removesuffix(CARD_ENDING))
-    return of != path and of.is_file()
+    """Return whether a file is the card of another file in the same folder."""
+    described_file = path.with_name(path.name.removesuffix(CARD_ENDING))
+    return described_file != path and described_file.is_file()
 
 
 def _describe_missing(root: Path, path: Path, pattern: str) -> str:
     if path.is_dir():
-        return f"{pattern}: is a folder; name its files, for example {pattern}/*.jsonl"
+        return f"{pattern}: found a folder, expected files; write for example {pattern}/*.jsonl"
     if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
-        return f"{pattern}: its content is not here; fetch it with dvc pull"
+        return f"{pattern}: the content is not in the workspace; fetch it with dvc pull"
     raw = root / "data" / "raw"
-    inside = (one for one in raw.rglob("*") if one.is_file() and not one.name.startswith("."))
-    here = sorted(one.relative_to(root).as_posix() for one in inside) if raw.is_dir() else []
-    shown = ", ".join(here[:_SHOWN_FILES]) + (" ..." if len(here) > _SHOWN_FILES else "")
-    return f"{pattern}: no such file; data/raw holds {shown or 'nothing'}"
+    files = (file for file in raw.rglob("*") if file.is_file() and not file.name.startswith("."))
+    names = sorted(file.relative_to(root).as_posix() for file in files) if raw.is_dir() else []
+    shown = ", ".join(names[:_MAX_FILES_SHOWN]) + (" ..." if len(names) > _MAX_FILES_SHOWN else "")
+    return f"{pattern}: no such file; data/raw holds {shown or 'no files'}"

@@ -1,9 +1,9 @@
-"""Which split a row belongs to.
+"""Assigns each row to a split: train, validation or test.
 
-By default this is a function of the row's own prompt (or its group) and the seed alone: adding or removing rows never
-moves another row. Stratified and by time it is a rank among the other rows, so that the fractions hold exactly or the
-newest rows come last; rows at a border may then move when rows are added. Rows with the same prompt stay together, so
-that a test row cannot also be a training row; with groups it is the groups that stay together.
+By default the split depends only on the row's prompt (or group) and the seed: adding or removing rows never moves
+another row. With prepare.split.stratify or prepare.split.time it depends on the rank among the other rows, so that the
+fractions hold exactly or the newest rows are the test rows; rows near a boundary may then move when rows are added.
+Rows with the same prompt (or group) stay in one split, so that a test row cannot also be a training row.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.data import Prepare, SplitSettings
+from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.data.conversation import SourceRow
 from ratchet.errors import DataError
 from ratchet.storage import digests
@@ -23,93 +23,102 @@ from ratchet.storage import digests
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 TRAIN, VALIDATION, TEST = range(3)
-_FREE = -1
+_UNASSIGNED = -1
 
-_BLANK_LINES = 32
-"""After so many of them the original prompt is looked for behind a system message."""
+_MAX_BLANK_LINES = 32
+"""Number of blank lines after which the user's prompt may begin, if a system message was merged into it."""
 
 LENGTH = "length"
-"""Value of prepare.split.stratify that means the length of the conversation's text, in powers of two of characters."""
+"""Value of prepare.split.stratify that selects the length of the text, in powers of two of characters."""
 
 SMALLEST_STRATUM = 3
-"""Prompts of a stratum below which it cannot be in all three splits; it is all learned from, and noted."""
+"""A stratum with fewer prompts cannot be in all three splits; all its rows are training rows, which the card notes."""
 
 
 def normalize_text(text: str) -> str:
-    """Text without the differences that make no other request: case and white space."""
+    """Fold case and collapse white space, so that equivalent prompts compare equal."""
     return " ".join(text.casefold().split())
 
 
 def hash_position(key: str, seed: int) -> float:
-    """Where a key falls in [0, 1): its seeded SHA-256 read as a number."""
+    """Map a key to [0, 1) by its seeded SHA-256."""
     return int(digests.hash_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
 
 
 def split_fractions(settings: Prepare) -> dict[SplitName, float]:
-    """Share of each split among the rows that no source assigns; a split with a source of its own takes none."""
-    own = {source.split for source in settings.sources}
+    """Return the fraction of each split among rows whose source has no `split`.
+
+    The fraction is 0 for validation or test if a source is assigned to that split.
+    """
+    assigned = {source.split for source in settings.sources}
     split = settings.split
-    test = 0.0 if "test" in own else split.test
-    validation = 0.0 if "validation" in own else split.validation
+    test = 0.0 if "test" in assigned else split.test
+    validation = 0.0 if "validation" in assigned else split.validation
     return {"train": 1 - test - validation, "validation": validation, "test": test}
 
 
 class SplitAssigner:
-    """Splits of many rows: first each is shown (`add`), then `assign` answers for all. A few dozen bytes a row."""
+    """Assigns splits to many rows: call `add` for each row, then `assign`. Needs a few dozen bytes per row."""
 
-    def __init__(self, settings: Prepare, taught: Sequence[bool] = ()) -> None:
+    def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = ()) -> None:
         """
         Args:
-            settings: of stage prepare.
-            taught: of each source, whether it is answers of a teacher; none is when this is empty.
+            settings: section `prepare`.
+            teacher_sources: for each source, whether it contains teacher answers; empty if none does.
         """
         self.settings = settings.split
         self.fractions = split_fractions(settings)
-        self._taught = _TeacherRows(taught)
+        self._teacher_rows = _TeacherRows(teacher_sources)
         self.strata: list[str] = []
         """Names of the strata, by code; in order of first appearance."""
-        self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.sources]
-        if self.settings.stratify or self.settings.time:  # a rank among the rows: theirs alone
-            self._own = [TRAIN if self._taught.is_taught(n) else own for n, own in enumerate(self._own)]
+        self._source_splits = [
+            SPLITS.index(source.split) if source.split else _UNASSIGNED for source in settings.sources
+        ]
+        if self.settings.stratify or self.settings.time:  # teacher rows must not change the rank of other rows
+            self._source_splits = [
+                TRAIN if self._teacher_rows.is_from_teacher(source) else split
+                for source, split in enumerate(self._source_splits)
+            ]
         self._positions, self._times = array("d"), array("d")
-        self._forced, self._codes = array("b"), array("l")
+        self._fixed_splits, self._codes = array("b"), array("l")
         self._code_of: dict[str, int] = {}
-        self._kinds: set[str] = set()
+        self._time_kinds: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._positions)
 
-    def fault(self, row: SourceRow) -> str | None:
-        """What keeps a row from being divided (a missing or unusable field), or None."""
-        for knob in ("group", "stratify", "time"):
-            name = getattr(self.settings, knob)
-            if name is None or (knob == "stratify" and name == LENGTH):
+    def find_problem(self, row: SourceRow) -> str | None:
+        """Return the reason why a row cannot be assigned (a missing or unusable field), or None."""
+        for setting in ("group", "stratify", "time"):
+            name = getattr(self.settings, setting)
+            if name is None or (setting == "stratify" and name == LENGTH):
                 continue
-            if knob != "group" and self._taught.is_taught(row.source):
+            if setting != "group" and self._teacher_rows.is_from_teacher(row.source):
                 continue
             if row.fields.get(name) is None:
-                return f"no field {name!r} (prepare.split.{knob})"
+                return f"no field {name!r} (prepare.split.{setting})"
             if isinstance(row.fields[name], (list, Mapping)):
-                return f"field {name!r} (prepare.split.{knob}) holds a {type(row.fields[name]).__name__}"
-            if knob == "time" and _parse_time(row.fields[name]) is None:
-                return f"field {name!r} (prepare.split.time) is no date and no number: {str(row.fields[name])[:40]!r}"
+                return f"field {name!r} (prepare.split.{setting}) holds a {type(row.fields[name]).__name__}"
+            if setting == "time" and _parse_time(row.fields[name]) is None:
+                value = str(row.fields[name])[:40]
+                return f"field {name!r} (prepare.split.time) is neither a date nor a number: {value!r}"
         return None
 
     def add(self, row: SourceRow) -> int:
-        """Take a row that has no fault; returns its index into what `assign` returns."""
+        """Add a valid row (see `find_problem`); return its index into the result of `assign`."""
         split, key = self.settings, normalize_text(row.conversation.prompt)
         if split.group is not None:
             key = f"group\0{row.fields[split.group]}"
         self._positions.append(hash_position(key, split.seed))
-        self._forced.append(self._own[row.source])
-        self._taught.add(row)
+        self._fixed_splits.append(self._source_splits[row.source])
+        self._teacher_rows.add(row)
         stratum = ""
         if split.stratify == LENGTH:
             bits = len(row.conversation.text).bit_length()
             stratum = f"{2 ** max(0, bits - 1)}-{2**bits - 1} characters"
         elif split.stratify is not None:
             value = row.fields.get(split.stratify)
-            stratum = "taught" if value is None else str(value)
+            stratum = "teacher" if value is None else str(value)
         code = self._code_of.setdefault(stratum, len(self._code_of))
         if code == len(self.strata):
             self.strata.append(stratum)
@@ -117,125 +126,128 @@ class SplitAssigner:
         if split.time:
             value = row.fields.get(split.time)
             self._times.append(_parse_time(value) or 0.0)
-            if not self._taught.is_taught(row.source):
-                self._kinds.add("numbers" if _finite_number(value) is not None else "dates")
+            if not self._teacher_rows.is_from_teacher(row.source):
+                self._time_kinds.add("numbers" if _finite_number(value) is not None else "dates")
         return len(self._positions) - 1
 
-    def is_taught(self, source: int) -> bool:
-        """Whether the rows of a source are answers of a teacher."""
-        return self._taught.is_taught(source)
+    def is_from_teacher(self, source: int) -> bool:
+        """Return whether a source contains teacher answers."""
+        return self._teacher_rows.is_from_teacher(source)
 
     def stratum_codes(self) -> NDArray[np.int64]:
-        """Index into `strata` of each row."""
+        """Return the index into `strata` of each row."""
         return np.array(self._codes, dtype=np.int64)
 
     def positions(self) -> NDArray[np.float64]:
-        """Where each row's prompt (or group) falls in [0, 1): rows that belong together have the same."""
+        """Return the position in [0, 1) of each row; rows with the same prompt (or group) have the same position."""
         return np.array(self._positions)
 
     def assign(self) -> NDArray[np.int8]:
-        """Split of each row, as index into SPLITS.
+        """Return the split of each row, as index into SPLITS.
 
-        Rows by a teacher change that of no other row. Where other rows of the same prompt are no training rows, theirs
-        is that split, too.
+        Teacher rows never change the split of other rows. A teacher row gets the split of the other rows with the same
+        prompt, if these are not training rows.
 
         Raises:
-            DataError: the time of some rows is a date, of others a number.
+            DataError: the time field holds dates in some rows and numbers in others.
         """
-        if len(self._kinds) > 1:
+        if len(self._time_kinds) > 1:
             raise DataError(
                 f"prepare.split.time: field {self.settings.time!r} holds dates in some rows and numbers in others "
-                "(20240131 is a number); write them all in one way"
+                "(20240131 is a number); use one format for all rows"
             )
-        positions, forced = np.array(self._positions), np.array(self._forced, dtype=np.int8)
-        free = forced == _FREE
-        found = forced.copy()
+        positions, splits = np.array(self._positions), np.array(self._fixed_splits, dtype=np.int8)
+        unassigned = splits == _UNASSIGNED
+        positions = positions[unassigned]
         if self.settings.stratify:
-            found[free] = self._stratified(positions[free], self.stratum_codes()[free])
+            splits[unassigned] = self._assign_stratified(positions, self.stratum_codes()[unassigned])
         elif self.settings.time:
-            found[free] = self._by_time(positions[free], np.array(self._times)[free])
+            splits[unassigned] = self._assign_by_time(positions, np.array(self._times)[unassigned])
         else:
-            found[free] = _split_positions(positions[free], self.fractions["test"], self.fractions["validation"])
-        self._taught.follow(found)
-        return found
+            splits[unassigned] = _split_positions(positions, self.fractions["test"], self.fractions["validation"])
+        self._teacher_rows.copy_prompt_splits(splits)
+        return splits
 
-    def _stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
-        """The lowest positions of each stratum are test, the next validation: as by hash, but exact in number."""
+    def _assign_stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
+        """In each stratum, assign the lowest positions to test and the next to validation, in exact numbers."""
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
-        names = np.argsort(np.argsort(np.array(self.strata)))  # of a prompt in two strata, the first by name counts
+        name_order = np.argsort(
+            np.argsort(np.array(self.strata))
+        )  # a prompt in two strata counts for the first by name
         stratum = np.full(len(prompts), len(self.strata))
-        np.minimum.at(stratum, row_to_prompt, names[codes])
+        np.minimum.at(stratum, row_to_prompt, name_order[codes])
         split = np.full(len(prompts), TRAIN, dtype=np.int8)
-        by_stratum = np.argsort(stratum, kind="stable")  # prompts are in the order of their positions
+        by_stratum = np.argsort(stratum, kind="stable")  # prompts stay in the order of their positions
         borders = np.flatnonzero(np.diff(stratum[by_stratum])) + 1
         for members in np.split(by_stratum, borders):
-            self._cut(split, members)
+            self._assign_exact_numbers(split, members)
         return split[row_to_prompt]
 
-    def _by_time(self, positions: NDArray[Any], times: NDArray[Any]) -> NDArray[np.int8]:
-        """The newest prompts are test, those before validation; of a repeated prompt the latest counts."""
+    def _assign_by_time(self, positions: NDArray[Any], times: NDArray[Any]) -> NDArray[np.int8]:
+        """Assign the newest prompts to test and the next to validation; a prompt's latest row decides its time."""
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
         latest = np.full(len(prompts), -math.inf)
         np.maximum.at(latest, row_to_prompt, times)
         split = np.full(len(prompts), TRAIN, dtype=np.int8)
-        self._cut(split, np.lexsort((prompts, -latest)))
+        self._assign_exact_numbers(split, np.lexsort((prompts, -latest)))
         return split[row_to_prompt]
 
-    def _cut(self, split: NDArray[np.int8], members: NDArray[Any]) -> None:
-        """Give the first members to test, the next to validation: rounded, but one at least where three or more are."""
-        wanted = [self.fractions["test"], self.fractions["validation"]]
+    def _assign_exact_numbers(self, split: NDArray[np.int8], members: NDArray[Any]) -> None:
+        """Assign the first members to test and the next to validation.
+
+        The numbers are rounded, but each split with a fraction gets at least one of three or more members.
+        """
+        fractions = [self.fractions["test"], self.fractions["validation"]]
         if len(members) < SMALLEST_STRATUM:
             return
-        test, validation = (max(1, round(len(members) * share)) if share else 0 for share in wanted)
-        test = min(test, len(members) - validation - 1)  # one is left to learn from
+        test, validation = (max(1, round(len(members) * fraction)) if fraction else 0 for fraction in fractions)
+        test = min(test, len(members) - validation - 1)  # at least one training row remains
         split[members[:test]] = TEST
         split[members[test : test + validation]] = VALIDATION
 
 
 class _TeacherRows:
-    """Which rows are answers of a teacher, and what the other rows of their prompts are for."""
+    """Finds teacher rows whose prompt also belongs to other rows, and copies the split of these."""
 
     def __init__(self, sources: Sequence[bool]) -> None:
         self._sources = sources if any(sources) else ()
-        self._rows = 0
-        self._places = array("q"), array("q")
-        self._keys = array("Q"), array("Q")
-        """Of other rows' prompts, and of what prompts of taught rows may be among them."""
+        self._row_count = 0
+        # Index 0: rows of other sources. Index 1: teacher rows, once for each prompt that they may have had.
+        self._rows = array("q"), array("q")
+        self._prompt_keys = array("Q"), array("Q")
 
-    def is_taught(self, source: int) -> bool:
-        """Whether the rows of a source are answers of a teacher."""
+    def is_from_teacher(self, source: int) -> bool:
         return bool(self._sources) and self._sources[source]
 
     def add(self, row: SourceRow) -> None:
-        """Take the next row."""
         if not self._sources:
             return
-        taught, prompt = self.is_taught(row.source), row.conversation.prompt
-        prompts = [prompt]
-        while taught and len(prompts) <= _BLANK_LINES and "\n\n" in prompts[-1]:
+        from_teacher = self.is_from_teacher(row.source)
+        prompts = [row.conversation.prompt]
+        while from_teacher and len(prompts) <= _MAX_BLANK_LINES and "\n\n" in prompts[-1]:
             prompts.append(prompts[-1].partition("\n\n")[2])  # a system message may have been merged into the prompt
-        for one in prompts:
-            self._places[taught].append(self._rows)
-            self._keys[taught].append(int(digests.hash_bytes(normalize_text(one).encode())[:16], 16))
-        self._rows += 1
+        for prompt in prompts:
+            self._rows[from_teacher].append(self._row_count)
+            self._prompt_keys[from_teacher].append(int(digests.hash_bytes(normalize_text(prompt).encode())[:16], 16))
+        self._row_count += 1
 
-    def follow(self, found: NDArray[np.int8]) -> None:
-        """Give taught rows the split of the other rows of their prompt: of several the one that is judged by most."""
+    def copy_prompt_splits(self, splits: NDArray[np.int8]) -> None:
+        """Set the splits of teacher rows in place: the held-out split of their prompt, test before validation."""
         if not self._sources:
             return
-        places, taught = (np.array(one, dtype=np.int64) for one in self._places)
-        keys, own = (np.array(one, dtype=np.uint64) for one in self._keys)
-        held = found[places] != TRAIN
-        known, first = np.unique(keys[held], return_inverse=True)
-        codes = np.zeros(len(known) + 1, dtype=np.int8)  # the last one: of prompts that no other row has
-        np.maximum.at(codes, first, found[places[held]])
-        at = np.searchsorted(known, own)
-        same = np.append(known, np.uint64(0))[at] == own
-        np.maximum.at(found, taught, np.where(same & (at < len(known)), codes[at], TRAIN).astype(np.int8))
+        rows, teacher_rows = (np.array(indices, dtype=np.int64) for indices in self._rows)
+        keys, teacher_keys = (np.array(hashes, dtype=np.uint64) for hashes in self._prompt_keys)
+        is_held_out = splits[rows] != TRAIN
+        held_out_keys, key_index = np.unique(keys[is_held_out], return_inverse=True)
+        key_splits = np.zeros(len(held_out_keys) + 1, dtype=np.int8)  # the last entry is for keys that are not found
+        np.maximum.at(key_splits, key_index, splits[rows[is_held_out]])
+        at = np.searchsorted(held_out_keys, teacher_keys)
+        is_found = (np.append(held_out_keys, np.uint64(0))[at] == teacher_keys) & (at < len(held_out_keys))
+        np.maximum.at(splits, teacher_rows, np.where(is_found, key_splits[at], TRAIN).astype(np.int8))
 
 
 def _parse_time(value: Any) -> float | None:
-    """Seconds since 1970, or the number itself; None for what is neither a date (ISO 8601) nor a number."""
+    """Return seconds since 1970 for a date (ISO 8601), or the number itself; None for any other value."""
     number = _finite_number(value)
     if number is not None or isinstance(value, bool):
         return number
@@ -255,12 +267,12 @@ def _finite_number(value: Any) -> float | None:
 
 
 def assign_split(prompt: str, split: SplitSettings) -> SplitName:
-    """The split of a row with this prompt where nothing but its content counts."""
-    where = np.array([hash_position(normalize_text(prompt), split.seed)])
-    return SPLITS[int(_split_positions(where, split.test, split.validation)[0])]
+    """Return the split of a prompt if neither groups, strata, times nor sources decide it."""
+    position = np.array([hash_position(normalize_text(prompt), split.seed)])
+    return SPLITS[int(_split_positions(position, split.test, split.validation)[0])]
 
 
 def _split_positions(positions: NDArray[np.float64], test: float, validation: float) -> NDArray[np.int8]:
-    """The splits of positions in [0, 1): the lowest are test, the next validation."""
-    drawn = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
-    return drawn.astype(np.int8)
+    """Return the splits of positions in [0, 1): the lowest are test, the next validation."""
+    splits = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
+    return splits.astype(np.int8)

@@ -1,8 +1,8 @@
-"""Prepared rows on disk, as Arrow: a spool while a stage sorts them out, then a file a split, memory-mapped when read.
+"""Stores prepared rows as Arrow files: a spool during preparation, then one memory-mapped file per split.
 
-Rows go through the spool because their order and their split are known only when all have been seen, and they may be
-more than memory holds. It is cut into buckets by the first digits of the row's id, so that sorting a bucket at a time
-sorts the whole.
+Rows go through the spool because their order and their split are known only after all rows have been read, and they may
+not fit in memory. The spool is divided into buckets by the first digits of the row id, so that sorting one bucket at a
+time sorts all rows.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ID_DIGITS = 16
 BUCKETS = 64
-"""Of a spool: a million rows of 250 tokens are 3 GB there, and 50 MB a bucket."""
+"""Number of buckets of a spool. A million rows of 250 tokens need 3 GB, 50 MB per bucket."""
 
 _TOKENS = pa.list_(pa.int32())
 _FIELDS = ("group", "fields")
@@ -43,23 +43,23 @@ _SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """One prepared row."""
+    """A row ready for training."""
 
     id: str
-    """Identity of the conversation by content; scores of two models are paired by it."""
+    """Digest of the conversation; scores of two models are paired by it."""
     text: str
     """The conversation as JSON."""
     encoded: EncodedConversation
     group: str | None = None
-    """Rows with the same one are no independent samples."""
+    """Group (prepare.split.group); rows of one group are not independent samples."""
     fields: str = "{}"
-    """What else is known of the row: a JSON object of strings."""
+    """Passthrough fields of the row: a JSON object of strings."""
 
     @classmethod
-    def of(
+    def from_conversation(
         cls, conversation: Conversation, encoded: EncodedConversation, group: str | None = None, fields: str = "{}"
     ) -> Self:
-        """A row, named by what it says."""
+        """Create a row whose id is the digest of the conversation."""
         text = conversation.to_json()
         return cls(digests.hash_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
 
@@ -84,7 +84,7 @@ def _column_arrays(samples: Sequence[PreparedRow]) -> list[pa.Array]:
 
 
 class PreparedRowSpool:
-    """Samples on their way; written once, then read sorted by id."""
+    """Temporary storage of prepared rows: written once, then read sorted by id."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -92,7 +92,7 @@ class PreparedRowSpool:
         self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
 
     def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
-        """Take samples; the first has index `first_row`, the others follow."""
+        """Append rows with consecutive indices from `first_row`."""
         rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
         batch = pa.record_batch([rows, *_column_arrays(samples)], schema=_SPOOLED)
         bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
@@ -100,12 +100,12 @@ class PreparedRowSpool:
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
 
     def close(self) -> None:
-        """No more samples come."""
+        """Finish writing."""
         for writer in self._writers:
             writer.close()
 
     def tables(self) -> Iterator[pa.Table]:
-        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
+        """Yield all rows sorted by id, some thousands at a time; column `row` has the row indices."""
         self.close()
         for path in self._paths:
             with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
@@ -115,16 +115,16 @@ class PreparedRowSpool:
 
 
 class SplitFingerprints(NamedTuple):
-    """Of all splits, in order."""
+    """Digests of all splits."""
 
     content: str
-    """Of ids, token ids and masks: of what is learned."""
+    """Digest of ids, token ids and labels, which determine the training."""
     fields: str
-    """Of groups and fields: of what results are given by."""
+    """Digest of groups and fields, which only affect how results are grouped."""
 
 
 class SplitWriters:
-    """The files of all splits, and the fingerprints of what they hold."""
+    """Writes the files of all splits and computes their fingerprints."""
 
     def __init__(self, folder: Path) -> None:
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
@@ -144,7 +144,7 @@ class SplitWriters:
             state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
 
     def close(self) -> SplitFingerprints:
-        """Finish the files; says what they hold."""
+        """Finish the files and return their fingerprints."""
         for writer in self._writers.values():
             writer.close()
         states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
@@ -152,23 +152,23 @@ class SplitWriters:
 
 
 def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
-    """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
+    """Open a split as a dataset with the columns of SCHEMA; `conversation` and `fields` are JSON.
 
     Raises:
-        DataError: it was prepared before there were all these columns.
+        DataError: an earlier version of Ratchet prepared the split, without one of the columns.
     """
-    found: datasets.Dataset = _import_datasets().Dataset.from_file(str(_split_path(data, split)))
-    _require_columns(data, found.column_names)
-    return found
+    dataset: datasets.Dataset = _import_datasets().Dataset.from_file(str(_split_path(data, split)))
+    _require_columns(data, dataset.column_names)
+    return dataset
 
 
 def load_rows(data: Path, split: SplitName) -> TokenRows:
-    """A split in memory, as training reads it. Raises as `open_split`."""
+    """Load the tokens of a split for training. Raises DataError like `open_split`."""
     return TokenRows.from_arrow(_map_table(data, split))
 
 
 def read_lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Tokens of each row of a split, without holding the rows in memory. Raises as `open_split`."""
+    """Return the tokens of each row without loading the rows into memory. Raises DataError like `open_split`."""
     column = _map_table(data, split).column("input_ids")
     # Arrow's own `to_numpy` imports pandas.
     offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
@@ -180,19 +180,18 @@ def _split_path(data: Path, split: SplitName) -> Path:
 
 
 def _map_table(data: Path, split: SplitName) -> pa.Table:
-    """A split, mapped."""
     with pa.memory_map(str(_split_path(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
         _require_columns(data, stream.schema.names)
         return stream.read_all()
 
 
-def _require_columns(data: Path, there: Sequence[str]) -> None:
-    if missing := [name for name in SCHEMA.names if name not in there]:
+def _require_columns(data: Path, names: Sequence[str]) -> None:
+    if missing := [name for name in SCHEMA.names if name not in names]:
         raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
 
 
 def _import_datasets() -> Any:
-    """`datasets`, imported when it is needed: it takes a third of a second, and training does without."""
+    """Import `datasets` lazily: the import takes a third of a second, and training does not need it."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -201,12 +200,12 @@ def _import_datasets() -> Any:
 
 @contextmanager
 def use_fresh_cache() -> Iterator[None]:
-    """Let `datasets` convert files anew: its cache goes by name and time, and may keep rows that have changed."""
+    """Give `datasets` an empty cache: its own cache is keyed by file name and time, and may return outdated rows."""
     settings = _import_datasets().config
-    before = settings.HF_DATASETS_CACHE
+    previous = settings.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:
         settings.HF_DATASETS_CACHE = Path(folder)
         try:
             yield
         finally:
-            settings.HF_DATASETS_CACHE = before
+            settings.HF_DATASETS_CACHE = previous

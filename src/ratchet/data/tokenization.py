@@ -1,4 +1,9 @@
-"""From spans of text to tokens: which tokens carry what is learned, and the proof that they carry nothing else."""
+"""Encodes conversations as token ids with a mask of the trained tokens, and verifies the mask of every row.
+
+The text that the chat template writes is aligned with the template's skeleton (`chat_template`), which gives the
+trained spans in characters. The whole text is tokenized once, and the spans are converted to tokens. No prompt token is
+trained on, and no answer token is left out.
+"""
 
 import json
 from collections import Counter
@@ -16,11 +21,11 @@ from ratchet.data.chat_template import (
     TemplateSkeleton,
     UntrainableTemplateError,
     build_outline,
-    learned_turns,
+    select_trained_turns,
     structure_key,
 )
 from ratchet.data.conversation import (
-    MASKED,
+    IGNORE_INDEX,
     SYSTEM_ROLES,
     Conversation,
     EncodedConversation,
@@ -30,50 +35,52 @@ from ratchet.data.conversation import (
 )
 from ratchet.errors import DataError
 
-_PROMPTS_CHECKED = 64
-_PROMPT_END = 60
-"""Rows whose prompt is tokenised by itself and compared, for each way in which prompts end, in characters."""
+_MAX_PROMPTS_CHECKED = 64
+"""Number of rows whose prompt is also tokenized separately and compared, for each ending of a prompt."""
+_PROMPT_END_CHARACTERS = 60
+"""Length of such an ending."""
 
 
 @dataclass
 class ConversationDraft:
-    """A conversation as text, and what of it is learned."""
+    """A rendered conversation with its trained spans."""
 
     where: str
     conversation: Conversation
     text: str
     skeleton: TemplateSkeleton | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """What is learned, in characters of the text; each ends with its end-of-turn token."""
+    char_spans: list[tuple[int, int]] = field(default_factory=list)
+    """Trained spans in characters of the text; each ends with its end-of-turn token."""
     ids: list[int] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
-    """What is learned, in tokens."""
+    token_spans: list[tuple[int, int]] = field(default_factory=list)
+    """Trained spans in tokens: index of the first and of the last token."""
     needs_offsets: bool = True
+    """Whether the tokenizer must return the offsets of tokens."""
     encoding: Any = None
-    """The tokens with their offsets, until they were used."""
-    straddles: bool = False
-    """A learned token carries white space of the prompt too."""
+    """The tokens with their offsets, while they are needed."""
+    shares_token_with_prompt: bool = False
+    """Whether a trained token also contains white space of the prompt."""
 
-    def fill(self, skeleton: TemplateSkeleton, starts: list[int]) -> "ConversationDraft":
-        """Set the spans from where the skeleton's literals are in the text."""
-        self.skeleton, self.needs_offsets = skeleton, not skeleton.guessable
+    def set_spans(self, skeleton: TemplateSkeleton, starts: list[int]) -> "ConversationDraft":
+        """Set the spans, given the positions of the skeleton's literals in the text."""
+        self.skeleton, self.needs_offsets = skeleton, not skeleton.anchors_reliable
         for span in skeleton.spans:
             start, end = starts[span.start[0]] + span.start[1], starts[span.end[0]] + span.end[1]
-            if span.given and self.text.startswith(span.given, start):
-                start += len(span.given)
-            self.spans.append((start, end))
+            if span.prompt_prefix and self.text.startswith(span.prompt_prefix, start):
+                start += len(span.prompt_prefix)
+            self.char_spans.append((start, end))
         return self
 
-    def encoded(self) -> EncodedConversation:
-        """The ids, masked but where they are learned."""
-        labels = [MASKED] * len(self.ids)
-        for first, last in self.places:
+    def to_encoded(self) -> EncodedConversation:
+        """Return the token ids with labels."""
+        labels = [IGNORE_INDEX] * len(self.ids)
+        for first, last in self.token_spans:
             labels[first : last + 1] = self.ids[first : last + 1]
         return EncodedConversation(self.ids, labels)
 
 
 class DraftTokenizer:
-    """A tokenizer as drafts need it."""
+    """Tokenizes drafts and verifies their masks."""
 
     def __init__(self, tokenizer: Any, chat: ChatTemplate, control_ids: frozenset[int]) -> None:
         self._tokens = tokenizer.backend_tokenizer
@@ -82,74 +89,74 @@ class DraftTokenizer:
         self._checked: Counter[str] = Counter()
 
     def reset(self) -> None:
-        """Turn off truncation and padding: they stay set in a tokenizer from whoever used it last."""
+        """Turn off truncation and padding, which an earlier user of the tokenizer may have enabled."""
         self._tokens.no_truncation()
         self._tokens.no_padding()
 
-    def prompt_ids(self, question: Conversation) -> list[int]:
-        """Ids of the text after which the assistant speaks. Raises TemplateRenderError."""
-        text = self._chat.write(question.messages, question.tools, prompt=True)
+    def prompt_ids(self, context: Conversation) -> list[int]:
+        """Return the token ids of a prompt for the next assistant turn. Raises TemplateRenderError."""
+        text = self._chat.render(context.messages, context.tools, prompt=True)
         return list(self._tokens.encode(text, add_special_tokens=False).ids)
 
-    def tokenise(self, drafts: Sequence[ConversationDraft]) -> None:
-        """Set the ids of drafts. Offsets of every token, which cost half as much again, only where they are needed."""
+    def tokenize(self, drafts: Sequence[ConversationDraft]) -> None:
+        """Set the ids of drafts. Offsets of tokens are computed only where needed, since they take 50 % longer."""
         for offsets in (False, True):
-            chosen = [draft for draft in drafts if draft.needs_offsets == offsets]
-            run = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
-            encodings = run([draft.text for draft in chosen], add_special_tokens=False) if chosen else []
-            for draft, encoding in zip(chosen, encodings, strict=True):
+            selected = [draft for draft in drafts if draft.needs_offsets == offsets]
+            encode = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
+            encodings = encode([draft.text for draft in selected], add_special_tokens=False) if selected else []
+            for draft, encoding in zip(selected, encodings, strict=True):
                 draft.ids, draft.encoding = encoding.ids, encoding if offsets else None
 
-    def prove(self, drafts: Sequence[ConversationDraft]) -> list[EncodedConversation | RefusedConversation]:
-        """Token ids and masks of tokenised drafts.
+    def verify(self, drafts: Sequence[ConversationDraft]) -> list[EncodedConversation | RefusedConversation]:
+        """Locate the trained tokens of tokenized drafts and verify them.
 
         Raises:
-            DataError: prompt and answer share a token, the prompt is tokenised otherwise without its answer, or the
-                text begins with two BOS tokens.
+            DataError: prompt and answer share a token, the prompt has other tokens without its answer, or the text
+                begins with two BOS tokens.
         """
-        wrong = self._guess([draft for draft in drafts if draft.encoding is None])
-        for draft in wrong:
+        failed = self._locate_by_anchors([draft for draft in drafts if draft.encoding is None])
+        for draft in failed:
             draft.needs_offsets = True
-        self.tokenise(wrong)
-        refused = self._measure([draft for draft in drafts if draft.encoding is not None])
+        self.tokenize(failed)
+        refused = self._locate_by_offsets([draft for draft in drafts if draft.encoding is not None])
         results: list[EncodedConversation | RefusedConversation] = []
         for draft in drafts:
             if refusal := refused.get(id(draft)):
                 results.append(refusal)
             else:
-                self._check(draft)
-                results.append(draft.encoded())
+                self._check_prompt_tokens(draft)
+                results.append(draft.to_encoded())
         return results
 
-    def _guess(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
-        """Place spans by counting tokens from control tokens, as in earlier rows; returns where that was wrong.
+    def _locate_by_anchors(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
+        """Locate spans by counting tokens from control tokens, as in earlier rows; return the drafts that fail.
 
-        A guess gets no benefit of the doubt: the tokens must decode to the very characters of the span.
+        A draft fails unless its tokens decode exactly to the characters of the span.
         """
         for draft in drafts:
-            draft.places = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
-        wrong = []
+            draft.token_spans = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
+        failed = []
         for draft, texts in zip(drafts, self._decode(drafts), strict=True):
-            right = texts == [draft.text[start:end] for start, end in draft.spans]
+            is_correct = texts == [draft.text[start:end] for start, end in draft.char_spans]
             if draft.skeleton:
-                draft.skeleton.guessed(right)
-            if not right:
-                wrong.append(draft)
-        return wrong
+                draft.skeleton.record_anchor_result(is_correct)
+            if not is_correct:
+                failed.append(draft)
+        return failed
 
-    def _measure(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
-        """Place spans by the offsets of tokens. Returns where tokens and text differ, by the draft's identity."""
+    def _locate_by_offsets(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
+        """Locate spans by the offsets of tokens; return refusals, by `id(draft)`, where tokens and text differ."""
         for draft in drafts:
             if draft.skeleton:
-                spans = zip(draft.spans, draft.skeleton.spans, strict=True)
-                draft.places = [
-                    _locate_span_tokens(draft, start, end - len(span.ender)) for (start, end), span in spans
+                spans = zip(draft.char_spans, draft.skeleton.spans, strict=True)
+                draft.token_spans = [
+                    _locate_span_tokens(draft, start, end - len(span.end_token)) for (start, end), span in spans
                 ]
             draft.encoding = None
         refused = {}
         for draft, texts in zip(drafts, self._decode(drafts), strict=True):
-            for (start, end), decoded in zip(draft.spans, texts, strict=True):
-                if not self._same(decoded, draft.text[start:end]):
+            for (start, end), decoded in zip(draft.char_spans, texts, strict=True):
+                if not self._is_same_text(decoded, draft.text[start:end]):
                     refused[id(draft)] = RefusedConversation(
                         "refused", _describe_difference(draft.text[start:end], decoded)
                     )
@@ -158,94 +165,99 @@ class DraftTokenizer:
         return refused
 
     def _anchors(self, draft: ConversationDraft) -> list[SpanAnchor]:
-        """How to find the spans of a draft from its control tokens."""
-        anchors, ids, from_here = [], draft.ids, 0
-        for first, last in draft.places:
+        """Describe the spans of a draft relative to its control tokens."""
+        anchors, ids, origin = [], draft.ids, 0
+        for first, last in draft.token_spans:
             inside = ids[first:last].count(ids[last])
-            before = next((i for i in range(first - 1, from_here - 1, -1) if ids[i] in self._control_ids), None)
-            if before is None:
-                anchors.append(SpanAnchor(None, 0, first - from_here, ids[last], inside))
+            control = next((i for i in range(first - 1, origin - 1, -1) if ids[i] in self._control_ids), None)
+            if control is None:
+                anchors.append(SpanAnchor(None, 0, first - origin, ids[last], inside))
             else:
-                skipped = ids[from_here:before].count(ids[before])
-                anchors.append(SpanAnchor(ids[before], skipped, first - before, ids[last], inside))
-            from_here = last + 1
+                occurrence = ids[origin:control].count(ids[control])
+                anchors.append(SpanAnchor(ids[control], occurrence, first - control, ids[last], inside))
+            origin = last + 1
         return anchors
 
     def _decode(self, drafts: list[ConversationDraft]) -> list[list[str]]:
-        pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.places]
+        pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.token_spans]
         decoded = iter(self._tokens.decode_batch(pieces, skip_special_tokens=False) if pieces else [])
-        return [[next(decoded) for _ in draft.places] for draft in drafts]
+        return [[next(decoded) for _ in draft.token_spans] for draft in drafts]
 
-    def _same(self, decoded: str, expected: str) -> bool:
-        """Equal but for white space at the ends, or for what the tokenizer's own normaliser does (NFC, say)."""
+    def _is_same_text(self, decoded: str, expected: str) -> bool:
+        """Compare texts up to outer white space and the tokenizer's normalizer (for example NFC)."""
         decoded, expected = decoded.strip(), expected.strip()
         if decoded == expected:
             return True
         if self._tokens.normalizer is None:
             return False
-        normal = self._tokens.normalizer.normalize_str(expected)
+        normalized = self._tokens.normalizer.normalize_str(expected)
         if "▁" not in expected:
-            normal = normal.replace("▁", " ")  # SentencePiece writes spaces so
-        return bool(normal.strip() == decoded)
+            normalized = normalized.replace("▁", " ")  # SentencePiece writes a space as ▁
+        return bool(normalized.strip() == decoded)
 
-    def _check(self, draft: ConversationDraft) -> None:
-        """Raise DataError where inference would give the model other tokens before the last answer than training."""
+    def _check_prompt_tokens(self, draft: ConversationDraft) -> None:
+        """Raise DataError if the prompt of the last answer has other tokens in inference than in training."""
         ids, skeleton = draft.ids, draft.skeleton
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
-            raise DataError(f"{draft.where}: the chat template writes the BOS token twice; take one out")
-        if skeleton is None or not skeleton.spans or not skeleton.ends_learned or skeleton.spans[-1].thinking:
+            raise DataError(f"{draft.where}: the chat template writes the BOS token twice; remove one")
+        if (
+            skeleton is None
+            or not skeleton.spans
+            or not skeleton.last_turn_trained
+            or skeleton.spans[-1].has_thinking_gap
+        ):
             return
         literal, offset = skeleton.spans[-1].start
-        ending = skeleton.literals[literal][:offset][-_PROMPT_END:]
-        if self._checked[ending] >= _PROMPTS_CHECKED and not draft.straddles:
+        ending = skeleton.literals[literal][:offset][-_PROMPT_END_CHARACTERS:]
+        if self._checked[ending] >= _MAX_PROMPTS_CHECKED and not draft.shares_token_with_prompt:
             return
         self._checked[ending] += 1
-        first = draft.places[-1][0]
-        prompt = self.prompt_ids(draft.conversation.question)
+        first = draft.token_spans[-1][0]
+        prompt = self.prompt_ids(draft.conversation.context)
         if prompt == ids[:first]:
             return
         equal = _find_first_difference(prompt, ids[:first])
-        apart = self._tokens.decode_batch([prompt[equal:], ids[equal:first]], skip_special_tokens=False)
-        if any(text.strip() for text in apart):
+        alone, with_answer = self._tokens.decode_batch([prompt[equal:], ids[equal:first]], skip_special_tokens=False)
+        if alone.strip() or with_answer.strip():
             raise DataError(
-                f"{draft.where}: the tokenizer splits the prompt otherwise once the answer follows ({apart[0][:40]!r}, "
-                f"{apart[1][:40]!r}), so the model would be trained on prompts that it never gets; let the chat "
-                "template end prompts with a control token or a line break"
+                f"{draft.where}: the tokenizer splits the prompt differently if an answer follows ({alone[:40]!r}, "
+                f"{with_answer[:40]!r}), so the model would be trained on prompts that it never gets; change the chat "
+                "template so that prompts end with a control token or a line break"
             )
 
 
 def _follow_anchors(anchors: list[SpanAnchor], ids: list[int]) -> list[tuple[int, int]]:
-    """First and last token of each span; empty where a control token is not there."""
-    places = []
+    """Return the first and last token of each span; [] if a control token is missing."""
+    token_spans = []
     at = 0
     try:
         for anchor in anchors:
             if anchor.token is not None:
-                at = _find_nth(ids, anchor.token, anchor.skipped, at)
+                at = _find_nth(ids, anchor.token, anchor.occurrence, at)
             first = at + anchor.distance
-            last = _find_nth(ids, anchor.end, anchor.ends_inside, first)
-            places.append((first, last))
+            last = _find_nth(ids, anchor.end_token, anchor.end_tokens_inside, first)
+            token_spans.append((first, last))
             at = last + 1
     except ValueError:
         return []
-    return places
+    return token_spans
 
 
-def _find_nth(ids: list[int], token: int, skipped: int, at: int) -> int:
-    """Position of a token from `at` on, after others like it. Raises ValueError."""
-    place = ids.index(token, at)
-    for _ in range(skipped):
-        place = ids.index(token, place + 1)
-    return place
+def _find_nth(ids: list[int], token: int, occurrence: int, at: int) -> int:
+    """Return the position of an occurrence (from 0) of a token, searching from `at`. Raises ValueError."""
+    position = ids.index(token, at)
+    for _ in range(occurrence):
+        position = ids.index(token, position + 1)
+    return position
 
 
-def _locate_span_tokens(draft: ConversationDraft, start: int, ender: int) -> tuple[int, int]:
-    """First and last token of a span that begins at `start` and whose last token begins at `ender`."""
+def _locate_span_tokens(draft: ConversationDraft, start: int, last_start: int) -> tuple[int, int]:
+    """Return first and last token of a span that begins at `start` and whose last token begins at `last_start`."""
     encoding = draft.encoding
     at = start
-    while (first := encoding.char_to_token(at)) is None and at < ender:
-        at += 1  # white space that tokens do not count as theirs
-    last = encoding.char_to_token(ender)
+    while (first := encoding.char_to_token(at)) is None and at < last_start:
+        at += 1  # white space that belongs to no token's offsets
+    last = encoding.char_to_token(last_start)
     if first is None or last is None:
         raise DataError(f"{draft.where}: the tokenizer has no token for the end of a turn; use another tokenizer")
     while first > 0 and (before := encoding.token_to_chars(first - 1)) is not None and before[0] >= start:
@@ -254,187 +266,198 @@ def _locate_span_tokens(draft: ConversationDraft, start: int, ender: int) -> tup
     if shared.strip():
         raise DataError(
             f"{draft.where}: one token holds the end of the prompt and the beginning of the answer ({shared[-20:]!r} "
-            f"and {draft.text[start : start + 20]!r}); let the chat template write a space or a line break between them"
+            f"and {draft.text[start : start + 20]!r}); change the chat template so that a space or a line break is "
+            "between them"
         )
-    draft.straddles |= bool(shared)
+    draft.shares_token_with_prompt |= bool(shared)
     return first, last
 
 
-def _find_first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _find_first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _describe_difference(expected: str, decoded: str) -> str:
-    """Where a text and what its tokens stand for begin to differ."""
+    """Describe the first difference between a text and the decoded text of its tokens."""
     expected, decoded = expected.strip(), decoded.strip()
     at = _find_first_difference(expected, decoded)
     shown = slice(max(0, at - 10), at + 30)
     return f"the tokenizer loses characters: {expected[shown]!r} becomes {decoded[shown]!r}"
 
 
-# Conversations to token ids by the tokenizer's own chat template, with a mask of what is learned, proved row by row.
-#
-# The text that the template writes is taken apart (`skeleton`), what the assistant has to say is found in it
-# (`spans`),
-# and the whole is tokenised once (`alignment`). No token of the prompt is learned from, and none of the answer is
-# lost.
+# ----- Encoding
 
 Turns = Literal["all", "last", "flagged"]
 
 _BATCH_ROWS = 512
-_MOST_SKELETONS = 4096
-"""Skeletons kept: conversations with tools may have one each."""
-_TRIAL = Conversation([{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}])
+_MAX_SKELETONS = 4096
+"""Size limit of the skeleton cache: each conversation with tools may have a skeleton of its own."""
+_SAMPLE_CONVERSATION = Conversation(
+    [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}]
+)
 
 
 class ConversationEncoder:
-    """Conversations to token ids and masks, by one tokenizer and its chat template; proves every mask.
+    """Encodes conversations with one tokenizer and its chat template, and verifies every mask.
 
-    Learned is what the model must write after the generation prompt: the assistant's words, reasoning and tool calls
-    too, and the token that ends the turn. Where the template opens a thinking block for an answer (Qwen3's is empty
-    when there is no reasoning), the block is learned too, for the model is expected to write it; what the prompt
-    already says of it (DeepSeek-R1's ends with `<think>`) is not.
+    The trained tokens are those that the model must generate after the generation prompt: the assistant's text,
+    reasoning and tool calls, and the token that ends the turn. If the template opens a thinking block for an answer
+    (Qwen3's is empty if there is no reasoning), the block is trained on too, since the model is expected to generate
+    it; a part that the prompt already contains (DeepSeek-R1's prompt ends with `<think>`) is not.
     """
 
     end_of_turn: str
     """The control token that ends an answer."""
 
     def __init__(self, tokenizer: Any, turns: Turns = "all") -> None:
-        """Try the template on a conversation of one question and its answer.
+        """Check the template with a sample conversation.
 
         Raises:
-            DataError: it cannot be trained on.
+            DataError: the template cannot be used for training.
         """
         self._turns = turns
         self._chat, self._control = ChatTemplate(tokenizer), ControlTokens(tokenizer)
         self._tokens = DraftTokenizer(tokenizer, self._chat, self._control.ids)
         self._skeletons: dict[tuple[str, ...], TemplateSkeleton | None] = {}
-        begins = {tokenizer.bos_token} - {tokenizer.eos_token}
-        self._finder = SpanFinder(self._chat, self._control, self._control.names - begins)
-        self.end_of_turn = self._trial()
+        begin_tokens = {tokenizer.bos_token} - {tokenizer.eos_token}
+        self._finder = SpanFinder(self._chat, self._control, self._control.names - begin_tokens)
+        self.end_of_turn = self._encode_sample()
         self._finder = SpanFinder(self._chat, self._control, {self.end_of_turn, tokenizer.eos_token})
         self._skeletons.clear()
 
-    def _trial(self) -> str:
+    def _encode_sample(self) -> str:
         try:
-            skeleton = self._finder.find(build_outline(_TRIAL), None, [1])
+            skeleton = self._finder.find(build_outline(_SAMPLE_CONVERSATION), None, [1])
         except UntrainableTemplateError as error:
-            raise DataError(f"{error} (seen in a trial conversation of user and assistant)") from None
+            raise DataError(f"{error} (found with a sample conversation of user and assistant)") from None
         except TemplateRenderError as error:
-            raise DataError(_describe_render_failure(_TRIAL, error)) from None
-        [tried] = self.encode([("trial conversation", _TRIAL)])
-        if isinstance(tried, RefusedConversation):
-            raise DataError(f"the tokenizer cannot write a trial conversation back: {tried.detail}; use another one")
-        return skeleton.spans[0].ender
+            raise DataError(_describe_render_failure(_SAMPLE_CONVERSATION, error)) from None
+        [encoded] = self.encode([("sample conversation", _SAMPLE_CONVERSATION)])
+        if isinstance(encoded, RefusedConversation):
+            raise DataError(
+                f"the tokenizer does not decode a sample conversation to its text: {encoded.detail}; use another one"
+            )
+        return skeleton.spans[0].end_token
 
     def encode(self, rows: Sequence[tuple[str, Conversation]]) -> list[EncodedConversation | RefusedConversation]:
-        """Token ids and masks of rows, each given with the place that it comes from.
+        """Encode rows, each given as (position in its source, conversation).
 
         Raises:
-            DataError: the template cannot be trained on, with the first row found to show it.
+            DataError: the template cannot be used for training; the message names the first row that shows it.
         """
         self._tokens.reset()
         batches = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
         results: list[EncodedConversation | RefusedConversation] = []
-        waiting: tuple[list[ConversationDraft | RefusedConversation], Future[None]] | None = None
-        with ThreadPoolExecutor(max_workers=1) as pool:  # tokenising leaves Python free to write the next batch
+        pending: tuple[list[ConversationDraft | RefusedConversation], Future[None]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as pool:  # tokenizing releases the GIL while the next batch is rendered
             for batch in batches:
-                drafts = self._drafts(batch)
-                ahead = pool.submit(
-                    self._tokens.tokenise, [draft for draft in drafts if isinstance(draft, ConversationDraft)]
+                drafts = self._create_drafts(batch)
+                tokenization = pool.submit(
+                    self._tokens.tokenize, [draft for draft in drafts if isinstance(draft, ConversationDraft)]
                 )
-                if waiting:
-                    results += self._prove(*waiting)
-                waiting = drafts, ahead
-            if waiting:
-                results += self._prove(*waiting)
+                if pending:
+                    results += self._verify(*pending)
+                pending = drafts, tokenization
+            if pending:
+                results += self._verify(*pending)
         return results
 
-    def leaves_out(self, conversation: Conversation) -> dict[str, bool]:
-        """Of what this conversation has beside questions and answers, whether the template leaves it out."""
-        [text] = self._chat.write_all([conversation])
+    def find_omissions(self, conversation: Conversation) -> dict[str, bool]:
+        """Return, for each kind of content that the conversation has, whether the template omits it.
+
+        Kinds are system messages, tool results and tools.
+        """
+        [text] = self._chat.render_all([conversation])
         parts = {
             "system messages": [extract_text(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
             "tool results": [extract_text(m) for m in conversation.messages if m["role"] == "tool"],
             "tools": [_tool_name(tool) for tool in conversation.tools or []],
         }
         return {
-            name: isinstance(text, str) and any(not _is_text_written(one.strip(), text) for one in said)
-            for name, said in parts.items()
-            if any(one.strip() for one in said)
+            kind: isinstance(text, str) and any(not _is_text_written(part.strip(), text) for part in texts)
+            for kind, texts in parts.items()
+            if any(part.strip() for part in texts)
         }
 
-    def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[ConversationDraft | RefusedConversation]:
-        texts = self._chat.write_all([conversation for _, conversation in rows])
-        return [self._draft(where, conversation, text) for (where, conversation), text in zip(rows, texts, strict=True)]
+    def _create_drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[ConversationDraft | RefusedConversation]:
+        texts = self._chat.render_all([conversation for _, conversation in rows])
+        return [
+            self._create_draft(where, conversation, text)
+            for (where, conversation), text in zip(rows, texts, strict=True)
+        ]
 
-    def _prove(
-        self, drafts: list[ConversationDraft | RefusedConversation], ahead: Future[None]
+    def _verify(
+        self, drafts: list[ConversationDraft | RefusedConversation], tokenization: Future[None]
     ) -> list[EncodedConversation | RefusedConversation]:
-        ahead.result()
-        encoded = iter(self._tokens.prove([draft for draft in drafts if isinstance(draft, ConversationDraft)]))
+        tokenization.result()
+        encoded = iter(self._tokens.verify([draft for draft in drafts if isinstance(draft, ConversationDraft)]))
         return [draft if isinstance(draft, RefusedConversation) else next(encoded) for draft in drafts]
 
-    def _draft(
+    def _create_draft(
         self, where: str, conversation: Conversation, text: str | TemplateRenderError
     ) -> ConversationDraft | RefusedConversation:
-        if found := self._control.find(conversation):
-            return RefusedConversation("control_token", found)
+        if problem := self._control.find(conversation):
+            return RefusedConversation("control_token", problem)
         if isinstance(text, TemplateRenderError) or not _is_unicode(text):
-            surrogate = "a text holds half of a surrogate pair, which is no character"
+            surrogate = "a text holds half a surrogate pair, which is not a character"
             return RefusedConversation(
                 "refused", surrogate if isinstance(text, str) else f"the chat template raises {text}"
             )
-        if unheard := next((said for said in _user_texts(conversation) if said not in text), None):
+        if missing := next((part for part in _user_texts(conversation) if part not in text), None):
             return RefusedConversation(
-                "refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}"
+                "refused", f"the chat template omits or changes a user message: {missing[:60]!r}"
             )
-        learned = learned_turns(conversation.messages, self._turns)
+        trained = select_trained_turns(conversation.messages, self._turns)
         draft = ConversationDraft(where, conversation, text)
-        if not learned:
+        if not trained:
             return draft
         key, texts = structure_key(conversation)
         if self._turns == "flagged":
-            key = (*key, str(learned))
-        skeleton = self._known(key, conversation, learned)
+            key = (*key, str(trained))
+        skeleton = self._cached_skeleton(key, conversation, trained)
         if skeleton and (starts := skeleton.align(text, texts)):
-            return draft.fill(skeleton, starts)
-        return self._alone(draft, learned)
+            return draft.set_spans(skeleton, starts)
+        return self._align_individually(draft, trained)
 
-    def _known(self, key: tuple[str, ...], conversation: Conversation, learned: list[int]) -> TemplateSkeleton | None:
-        """The skeleton of a structure; None where there is none that holds for every conversation of it."""
+    def _cached_skeleton(
+        self, key: tuple[str, ...], conversation: Conversation, trained: list[int]
+    ) -> TemplateSkeleton | None:
+        """Return the skeleton of a structure; None if the template or the marks do not allow one."""
         if key not in self._skeletons:
-            if len(self._skeletons) >= _MOST_SKELETONS:
+            if len(self._skeletons) >= _MAX_SKELETONS:
                 self._skeletons.clear()
             try:
-                self._skeletons[key] = self._finder.find(build_outline(conversation), conversation.tools, learned)
+                self._skeletons[key] = self._finder.find(build_outline(conversation), conversation.tools, trained)
             except (TemplateRenderError, UntrainableTemplateError):
                 self._skeletons[key] = None
         return self._skeletons[key]
 
-    def _alone(self, draft: ConversationDraft, learned: list[int]) -> ConversationDraft | RefusedConversation:
-        """The same for one conversation by itself: the texts of turns that are not learned are part of its skeleton.
+    def _align_individually(
+        self, draft: ConversationDraft, trained: list[int]
+    ) -> ConversationDraft | RefusedConversation:
+        """Align a conversation with a skeleton of its own, which contains the texts of turns that are not trained on.
 
-        Templates look into texts: Qwen3's, whether a user's message is the result of a tool.
+        Some templates test the content of texts: Qwen3's tests whether a user message is a tool result.
         """
         conversation = draft.conversation
-        own = build_outline(conversation, frozenset(learned))
+        outline = build_outline(conversation, frozenset(trained))
         answer = repr(conversation.response[:60])
         try:
-            skeleton = self._finder.find(own, conversation.tools, learned)
+            skeleton = self._finder.find(outline, conversation.tools, trained)
         except UntrainableTemplateError as error:
             raise DataError(f"{draft.where}: {error} (last answer: {answer})") from None
         except TemplateRenderError as error:
             raise DataError(
-                f"{draft.where}: the chat template raises for some answers only ({error}), so it cannot be told where "
-                "an answer lies; use another template"
+                f"{draft.where}: the chat template raises for some answers only ({error}), so answers cannot be "
+                "located; use another template"
             ) from None
-        if starts := skeleton.align(draft.text, own.texts):
-            return draft.fill(skeleton, starts)
-        if any("</think>" in extract_text(conversation.messages[turn]) for turn in learned):
+        if starts := skeleton.align(draft.text, outline.texts):
+            return draft.set_spans(skeleton, starts)
+        if any("</think>" in extract_text(conversation.messages[turn]) for turn in trained):
             return RefusedConversation(
-                "refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it"
+                "refused",
+                "an answer contains </think> without reasoning before it, and the chat template cuts it there",
             )
         raise DataError(
             f"{draft.where}: the chat template changes an answer (last answer: {answer}); a template that rewrites "
@@ -452,11 +475,11 @@ def _is_unicode(text: str) -> bool:
 
 def _describe_render_failure(conversation: Conversation, error: TemplateRenderError) -> str:
     roles = ", ".join(message["role"] for message in conversation.messages)
-    return f"the chat template cannot write a conversation of {roles} ({error}); mend chat_template.jinja, or the rows"
+    return f"the chat template cannot write a conversation of {roles} ({error}); fix chat_template.jinja, or the rows"
 
 
 def _user_texts(conversation: Conversation) -> Iterator[str]:
-    """What the user says, as templates write it; of content in parts each part is written by itself."""
+    """Yield the texts of user messages as templates write them; content in parts is left out."""
     for message in conversation.messages:
         if message["role"] == "user" and isinstance(message.get("content"), str):
             yield message["content"].strip()
@@ -467,37 +490,37 @@ def _tool_name(tool: Any) -> str:
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
-def _is_text_written(said: str, text: str) -> bool:
-    """Whether a template wrote a text, plainly or as a JSON string."""
-    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+def _is_text_written(part: str, text: str) -> bool:
+    """Return whether a rendered text contains a part, plainly or as a JSON string."""
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
 
 
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all"
 ) -> EncodedConversation:
-    """One conversation. Raises DataError like `ConversationEncoder`, and where a conversation is refused."""
+    """Encode one conversation. Raises DataError like `ConversationEncoder`, and if the conversation is refused."""
     try:
         encoder = ConversationEncoder(tokenizer, turns)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     [encoded] = encoder.encode([(where, conversation)])
     if isinstance(encoded, RefusedConversation):
-        raise DataError(f"{where}: {encoded.detail}; mend the row, or leave it out")
+        raise DataError(f"{where}: {encoded.detail}; fix or remove the row")
     return encoded
 
 
-def encode_prompt(tokenizer: Any, question: Conversation) -> list[int]:
-    """Token ids up to the place where the assistant begins to speak. Raises DataError where the template refuses."""
+def encode_prompt(tokenizer: Any, context: Conversation) -> list[int]:
+    """Return the token ids of a prompt for the next assistant turn. Raises DataError if the template raises."""
     tokens = DraftTokenizer(tokenizer, ChatTemplate(tokenizer), frozenset())
     tokens.reset()
     try:
-        return tokens.prompt_ids(question)
+        return tokens.prompt_ids(context)
     except TemplateRenderError as error:
-        raise DataError(_describe_render_failure(question, error)) from None
+        raise DataError(_describe_render_failure(context, error)) from None
 
 
 def merge_system_messages(conversation: Conversation) -> Conversation:
-    """Put leading system messages into the first user turn, a blank line between; for templates that refuse them."""
+    """Move leading system messages into the first user turn, for templates that do not accept system messages."""
     messages = conversation.messages
     leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -516,17 +539,19 @@ def _prepend_texts(message: Message, texts: list[str]) -> Message:
 
 
 def truncate_conversation(encoded: EncodedConversation, max_tokens: int) -> EncodedConversation | None:
-    """Cut a conversation to at most `max_tokens`.
+    """Truncate a conversation to at most `max_tokens`.
 
-    The last answer that begins early enough for one of its tokens to stay ends it: whole where it fits, else cut, with
-    its own end-of-turn token last. None where there is no such answer.
+    The result ends with the last answer of which at least one token fits, complete or cut, and with its end-of-turn
+    token. None if no answer fits.
     """
     ids, labels = encoded.input_ids, encoded.labels
     if len(ids) <= max_tokens:
         return encoded
-    begins = [i for i, label in enumerate(labels) if label != MASKED and (i == 0 or labels[i - 1] == MASKED)]
+    begins = [
+        i for i, label in enumerate(labels) if label != IGNORE_INDEX and (i == 0 or labels[i - 1] == IGNORE_INDEX)
+    ]
     for begin in reversed(begins):
-        end = next((i for i in range(begin, len(labels)) if labels[i] == MASKED), len(labels))
+        end = next((i for i in range(begin, len(labels)) if labels[i] == IGNORE_INDEX), len(labels))
         if end <= max_tokens:
             return EncodedConversation(ids[:end], labels[:end])
         if begin + 2 <= max_tokens:

@@ -1,4 +1,4 @@
-"""Intervals of figures whose samples are all the same, which is no certainty."""
+"""Analysis of a generation's answers: accuracy, labels, confusion, calibration, agreement; and its terminal report."""
 
 import json
 import math
@@ -13,51 +13,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.evaluation import Evaluate
+from ratchet.config.evaluate import Evaluate
 from ratchet.errors import DamagedFileError, InputError
 from ratchet.evaluation import answer_metrics, metrics
-from ratchet.evaluation.metric_modules.figures import SHARE, mean_metric, mean_score_metric, proportion_metric
+from ratchet.evaluation.metrics import (
+    SHARE,
+    ConfusionMatrix,
+    mean_metric,
+    mean_score_metric,
+    proportion_metric,
+)
 from ratchet.inference import output
-from ratchet.inference.output import LABELS
-from ratchet.inference.prompts import Value
-from ratchet.inference.spec import FINISHES, GenerationCard
+from ratchet.inference.output import LABEL_LOG_PROBABILITIES
+from ratchet.inference.prompts import FieldValue
+from ratchet.inference.spec import FINISH_REASONS, GenerationCard
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.evaluation import MetricValue
-
-NO_WIDTH = 1e-9
-"""Of the range of a figure: what rounding leaves of an interval without width."""
-
-
-def widen_interval(metric: MetricValue, most: float = 1.0) -> MetricValue:
-    """The same with Wilson's interval, if a normal one has no width because no sample differs from another.
-
-    Numbers between 0 and `most` vary the most, for their mean, where each is one of these two: a share. So the interval
-    of a share is never too short for them.
-
-    Args:
-        metric: mean of samples, each between 0 and `most`.
-        most: in the metric's unit.
-    """
-    if metric.high - metric.low > NO_WIDTH * most:
-        return metric
-    share = proportion_metric([metric.value / most] * metric.n)
-    low, high = min(metric.value, share.low * most), max(metric.value, share.high * most)
-    return metric.model_copy(update={"low": low, "high": high})
-
-
-# The answers of a generation, read from its output for whoever judges them; its card vouches for every byte.
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
     """One answer."""
 
-    said: str
-    """Without reasoning, and without white space at its ends: as `evaluate` compares answers."""
+    text: str
+    """Without reasoning, and stripped, as stage evaluate compares answers."""
     finish: str
+    """Reason why the answer ended."""
     tokens: int | None
-    nats: float | None
-    """Mean log-probability of its tokens."""
+    mean_log_probability: float | None
+    """Mean log-probability of its tokens in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,59 +50,73 @@ class AnsweredPrompt:
 
     id: str
     reference: str | None
-    """Without white space at its ends; None: it has none."""
-    fields: Mapping[str, Value]
+    """Stripped; None if the prompt has no reference."""
+    fields: Mapping[str, FieldValue]
     answers: Sequence[GeneratedAnswer]
-    """In the order of their numbers, at least one."""
-    labels: "array[float] | None"
-    """Log-probability in nats of each of the generation's labels as the whole answer, NaN where it is not known."""
+    """At least one, in the order of their numbers."""
+    label_log_probabilities: "array[float] | None"
+    """Log-probability in nats of each label of the generation as the complete answer; NaN if unknown."""
 
     @property
-    def right(self) -> float:
-        """Share of its answers that are the reference."""
-        return math.fsum(one.said == self.reference for one in self.answers) / len(self.answers)
+    def accuracy(self) -> float:
+        """Share of its answers that equal the reference."""
+        return math.fsum(one.text == self.reference for one in self.answers) / len(self.answers)
 
 
 @dataclass(frozen=True)
 class GenerationAnswers:
-    """All of a generation."""
+    """All answers of a generation."""
 
     path: Path
     card: GenerationCard
     prompts: Sequence[AnsweredPrompt]
     is_labels: bool
-    """Whether answers come from a small set, so that they are judged label by label."""
+    """Whether the answers come from a small set and are analyzed label by label."""
 
     @property
-    def judged(self) -> Sequence[AnsweredPrompt]:
+    def with_reference(self) -> Sequence[AnsweredPrompt]:
         """Prompts with a reference."""
         return [one for one in self.prompts if one.reference is not None]
 
     @cached_property
-    def vocabulary(self) -> tuple[str, ...]:
-        """Answers that are possible: generate.labels, and references beside them. Empty where answers are free."""
+    def possible_answers(self) -> tuple[str, ...]:
+        """generate.labels and all other references; empty for free text."""
         if not self.is_labels:
             return ()
-        named = self.card.spec.generate.labels
-        return (*named, *sorted({one.reference for one in self.prompts if one.reference is not None} - set(named)))
+        labels = self.card.spec.generate.labels
+        return (*labels, *sorted({one.reference for one in self.prompts if one.reference is not None} - set(labels)))
 
     @cached_property
-    def strange(self) -> Sequence[AnsweredPrompt]:
-        """Prompts whose reference is none of generate.labels, if these are given."""
-        named = set(self.card.spec.generate.labels)
-        return [one for one in self.judged if one.reference not in named] if named else []
+    def unknown_references(self) -> Sequence[AnsweredPrompt]:
+        """Prompts whose reference is not in generate.labels, if there are generate.labels."""
+        labels = set(self.card.spec.generate.labels)
+        return [one for one in self.with_reference if one.reference not in labels] if labels else []
 
 
 def is_output(name: str) -> bool:
-    """Whether a name is that of a generation's output."""
-    return Path(name).suffix in output.ENDINGS
+    """Return whether a file name is that of a generation's output."""
+    return Path(name).suffix in output.OUTPUT_ENDINGS
+
+
+def read_generation(path: Path, task: str) -> GenerationAnswers:
+    """Read all answers of a generation.
+
+    Args:
+        path: Output of `ratchet generate --output`, with its card in the same folder.
+        task: prepare.task: `labels` if the answers come from a small set (or generate.labels is set).
+
+    Raises:
+        SettingsError, DamagedFileError: See `output.read_card` and `read_answers`.
+    """
+    card = output.read_card(path)
+    return GenerationAnswers(path, card, list(read_answers(path, card)), has_label_answers(card, task))
 
 
 def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
-    """Prompt by prompt what an output says.
+    """Read an output prompt by prompt.
 
     Raises:
-        DamagedFileError: it is not as it was written.
+        DamagedFileError: The output was changed after it was written.
     """
     answers: list[GeneratedAnswer] = []
     count = 0
@@ -129,40 +127,18 @@ def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
                 yield _parse_prompt(record, answers, card.spec.generate.labels)
                 answers, count = [], count + 1
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedFileError(f"{path}: record {number} is none of `ratchet generate` ({error!r})") from None
+            raise DamagedFileError(f"{path}: record {number} is not from `ratchet generate` ({error!r})") from None
     if answers or not count:
-        raise DamagedFileError(f"{path}: holds {count:,} whole prompts, and its card says {card.prompts:,}")
-
-
-def read_generation(path: Path, task: str) -> GenerationAnswers:
-    """All answers of an output.
-
-    Args:
-        path: what `ratchet generate --output` wrote; its card lies beside it.
-        task: prepare.task: `labels` if answers come from a small set; generate.labels say so, too.
-
-    Raises:
-        SettingsError, DamagedFileError: see `output.read_card` and `asked`.
-    """
-    card = output.read_card(path)
-    return GenerationAnswers(path, card, list(read_answers(path, card)), has_label_answers(card, task))
+        raise DamagedFileError(f"{path}: found {count:,} complete prompts, but the card has {card.prompts:,}")
 
 
 def has_label_answers(card: GenerationCard, task: str) -> bool:
-    """Whether answers come from a small set: generate.labels name it, or prepare.task says so."""
+    """Return whether the answers come from a small set, by generate.labels or prepare.task."""
     return bool(card.spec.generate.labels) or task == "labels"
 
 
-def compute_accuracy(right: Sequence[float]) -> MetricValue:
-    """Of `AnsweredPrompt.right`: share of answers that are the reference.
-
-    The mean of several answers to a prompt is one sample.
-    """
-    return widen_interval(mean_score_metric(right, "higher", SHARE))
-
-
 def _parse_answer(record: Mapping[str, Any]) -> GeneratedAnswer:
-    if record["finish"] not in FINISHES:
+    if record["finish"] not in FINISH_REASONS:
         raise ValueError(f"finish {record['finish']!r}")
     nats = record["mean_log_probability"]
     known = nats if nats is not None and math.isfinite(nats) and record["tokens"] else None
@@ -172,28 +148,292 @@ def _parse_answer(record: Mapping[str, Any]) -> GeneratedAnswer:
 def _parse_prompt(
     record: Mapping[str, Any], answers: Sequence[GeneratedAnswer], labels: Sequence[str]
 ) -> AnsweredPrompt:
-    reference, said = record.get("reference"), record.get(LABELS)
-    known = None
-    if labels and said is not None:
-        known = array("d", (math.nan if said[label] is None else float(said[label]) for label in labels))
+    reference, by_label = record.get("reference"), record.get(LABEL_LOG_PROBABILITIES)
+    nats = None
+    if labels and by_label is not None:
+        nats = array("d", (math.nan if by_label[label] is None else float(by_label[label]) for label in labels))
     text = None if reference is None else str(reference).strip()
-    return AnsweredPrompt(str(record["id"]), text, record.get("fields") or {}, tuple(answers), known)
+    return AnsweredPrompt(str(record["id"]), text, record.get("fields") or {}, tuple(answers), nats)
 
 
-def format_field(value: Value) -> str:
-    """A kept field's value for people: texts as they are, the rest as in JSON."""
+# Metrics of the answers: by label, by field, by reason of the end.
+
+MAX_UNPARSEABLE = 10
+"""Unparseable answers that are listed."""
+MAX_FIELD_VALUES = 30
+"""Values of a field for which error rates are computed."""
+EXACT = "exact_match"
+
+MIN_WIDTH = 1e-9
+"""Width of an interval, relative to the range of the metric, below which it is a rounding error."""
+
+
+@dataclass(frozen=True)
+class DistributionSummary:
+    """Distribution of a number over answers."""
+
+    n: int
+    minimum: float
+    p5: float
+    median: float
+    p95: float
+    maximum: float
+
+
+@dataclass(frozen=True)
+class UnparseableAnswers:
+    """Answers that are not one of the possible answers."""
+
+    count: int
+    total: int
+    first: Sequence[tuple[str, str, str]]
+    """Id of the prompt, answer, and reason of its end."""
+
+
+@dataclass(frozen=True)
+class LikelihoodAnalysis:
+    """Analysis of the log-probabilities of labels, whatever was answered."""
+
+    n: int
+    skipped: int
+    """Prompts with a reference that is not a label, or with an unknown log-probability."""
+    curves: Mapping[str, Mapping[str, Any]]
+    """Precision and recall of each label (metrics.precision_recall_curves)."""
+    average_precision: MetricValue
+    """Mean over labels."""
+    calibration: "LabelCalibration"
+
+
+@dataclass(frozen=True)
+class LabelAnalysis:
+    """Analysis of answers from a small set."""
+
+    metrics: Mapping[str, MetricValue]
+    """`accuracy`, `macro_f1`, `micro_f1`, `balanced_accuracy`."""
+    classes: Mapping[str, dict[str, float]]
+    """Precision, recall, F1, support and average precision of each label that is a reference."""
+    confusion: ConfusionMatrix
+    confused_pairs: Counter[tuple[str, str]]
+    """Reference and first answer, if they differ."""
+    likelihoods: LikelihoodAnalysis | None
+    """None without log-probabilities of labels."""
+
+
+@dataclass(frozen=True)
+class SampleAgreement:
+    """Agreement between several answers to the same prompt."""
+
+    samples: int
+    agreement: MetricValue
+    """Mean over prompts of the share of pairs of equal answers."""
+    unanimous: MetricValue
+    """Share of prompts whose answers are all equal."""
+    majority: MetricValue | None
+    """Share of prompts whose most frequent answer (the first of equally frequent ones) equals the reference; None
+    without references."""
+
+
+@dataclass(frozen=True)
+class AnswerAnalysis:
+    """Analysis of a generation's answers."""
+
+    answers: GenerationAnswers
+    finishes: Mapping[str, tuple[int, MetricValue | None]]
+    """By reason of the end: number of answers, and accuracy of those with a reference."""
+    tokens: DistributionSummary | None
+    log_probabilities: DistributionSummary | None
+    """Distribution of the answers' mean log-probabilities."""
+    text_metrics: Mapping[str, MetricValue]
+    """Exact match and token F1 of free text; empty for labels and without references."""
+    labels: LabelAnalysis | None
+    categories: Mapping[str, Mapping[str, MetricValue]]
+    """Error rate by field of generate.extra_fields and value."""
+    fields_with_many_values: Mapping[str, int]
+    """Fields with too many values for error rates, and the number of values."""
+    unparseable: UnparseableAnswers | None
+    """None for free text."""
+    agreement: SampleAgreement | None
+    """None with one answer per prompt."""
+
+
+def analyze_answers(answers: GenerationAnswers, seed: int) -> AnswerAnalysis:
+    """Analyze the answers of a generation.
+
+    Args:
+        answers: Answers of the generation.
+        seed: Seed of bootstrap intervals.
+    """
+    prompts = answers.with_reference
+    categories, many = _score_categories(answers, prompts)
+    all_answers = [answer for prompt in answers.prompts for answer in prompt.answers]
+    return AnswerAnalysis(
+        answers=answers,
+        finishes=_count_finishes(answers),
+        tokens=summarize_distribution([one.tokens for one in all_answers if one.tokens is not None]),
+        log_probabilities=summarize_distribution(
+            [one.mean_log_probability for one in all_answers if one.mean_log_probability is not None]
+        ),
+        text_metrics=_score_free_text(prompts) if prompts and not answers.is_labels else {},
+        labels=_analyze_labels(answers, prompts, seed) if prompts and answers.is_labels else None,
+        categories=categories,
+        fields_with_many_values=many,
+        unparseable=find_unparseable(answers) if answers.possible_answers else None,
+        agreement=_measure_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
+    )
+
+
+def compute_accuracy(accuracies: Sequence[float]) -> MetricValue:
+    """Compute the mean of `AnsweredPrompt.accuracy`; several answers to a prompt are one sample."""
+    return widen_interval(mean_score_metric(accuracies, "higher", SHARE))
+
+
+def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
+    """Use Wilson's interval if the normal interval has no width because all samples are equal, which is not certainty.
+
+    For their mean, numbers between 0 and `maximum` vary most if each of them is 0 or `maximum`: a proportion. So the
+    interval of a proportion is never too narrow for them.
+
+    Args:
+        metric: Mean of samples between 0 and `maximum`.
+        maximum: Largest possible score.
+    """
+    if metric.high - metric.low > MIN_WIDTH * maximum:
+        return metric
+    share = proportion_metric([metric.value / maximum] * metric.n)
+    low, high = min(metric.value, share.low * maximum), max(metric.value, share.high * maximum)
+    return metric.model_copy(update={"low": low, "high": high})
+
+
+def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
+    """Find the answers that are not possible, and list the first of them."""
+    possible = set(answers.possible_answers)
+    unparseable = [
+        (prompt.id, answer.text, answer.finish)
+        for prompt in answers.prompts
+        for answer in prompt.answers
+        if answer.text not in possible
+    ]
+    return UnparseableAnswers(len(unparseable), answers.card.answers, unparseable[:MAX_UNPARSEABLE])
+
+
+def summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
+    """Summarize numbers by nearest-rank percentiles; None without numbers."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    percentiles = (ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.5, 0.95, 1))
+    minimum, p5, median, p95, maximum = percentiles
+    return DistributionSummary(len(ordered), minimum, p5, median, p95, maximum)
+
+
+def _count_finishes(answers: GenerationAnswers) -> dict[str, tuple[int, MetricValue | None]]:
+    counts, hits = Counter[str](), dict[str, list[float]]()
+    for prompt in answers.prompts:
+        for answer in prompt.answers:
+            counts[answer.finish] += 1
+            if prompt.reference is not None:
+                hits.setdefault(answer.finish, []).append(float(answer.text == prompt.reference))
+    return {
+        name: (count, proportion_metric(hits[name]) if name in hits else None)
+        for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    }
+
+
+def _score_free_text(prompts: Sequence[AnsweredPrompt]) -> dict[str, MetricValue]:
+    expected = [str(prompt.reference) for prompt in prompts]
+    texts = [[answer.text for answer in prompt.answers] for prompt in prompts]
+    scored = answer_metrics.score_answers(expected, texts, Evaluate(metrics=("token_f1",)), EXACT)
+    return {one.name: widen_interval(one.metric) for one in scored}
+
+
+def _analyze_labels(answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt], seed: int) -> LabelAnalysis:
+    expected = [str(prompt.reference) for prompt in prompts]
+    first = [prompt.answers[0].text for prompt in prompts]
+    classes, confusion = metrics.score_classes(expected, first)
+    chance = metrics.majority_share(expected)
+    accuracy = compute_accuracy([prompt.accuracy for prompt in prompts]).model_copy(update={"chance": chance})
+    likelihoods = _analyze_likelihoods(answers, prompts, seed)
+    for label, curve in likelihoods.curves.items() if likelihoods else ():
+        if label in classes and math.isfinite(curve["average_precision"]):
+            classes[label]["average_precision"] = curve["average_precision"]
+    confused_pairs = Counter(pair for pair in zip(expected, first, strict=True) if pair[0] != pair[1])
+    label_metrics = {"accuracy": accuracy, **metrics.compute_label_metrics(expected, first, seed)}
+    return LabelAnalysis(label_metrics, classes, confusion, confused_pairs, likelihoods)
+
+
+def _analyze_likelihoods(
+    answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt], seed: int
+) -> LikelihoodAnalysis | None:
+    labels = answers.card.spec.generate.labels
+    known = {
+        index: prompt.label_log_probabilities
+        for index, prompt in enumerate(prompts)
+        if prompt.label_log_probabilities is not None
+        and prompt.reference in labels
+        and all(map(math.isfinite, prompt.label_log_probabilities))
+    }
+    if not known:
+        return None
+    nats = list(known.values())
+    expected = [str(prompts[index].reference) for index in known]
+    return LikelihoodAnalysis(
+        n=len(nats),
+        skipped=len(prompts) - len(nats),
+        curves=metrics.precision_recall_curves(labels, expected, nats),
+        average_precision=metrics.mean_average_precision(labels, expected, nats, seed),
+        calibration=compute_calibration(labels, expected, nats),
+    )
+
+
+def _score_categories(
+    answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt]
+) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:
+    """Return error rates by field and value, and the number of values of fields with too many."""
+    categories, many = {}, {}
+    for name in answers.card.spec.generate.extra_fields:
+        errors: dict[str, list[float]] = {}
+        for prompt in prompts:
+            if name in prompt.fields:
+                errors.setdefault(format_field(prompt.fields[name]), []).append(1.0 - prompt.accuracy)
+        if len(errors) > MAX_FIELD_VALUES:
+            many[name] = len(errors)
+        elif errors:
+            categories[name] = {value: _error_rate(errors[value]) for value in sorted(errors)}
+    return categories, many
+
+
+def format_field(value: FieldValue) -> str:
+    """Format the value of a field: texts as they are, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# Whether the probabilities that a model gives to labels are what becomes of them.
+def _error_rate(errors: Sequence[float]) -> MetricValue:
+    metric = widen_interval(mean_score_metric(errors, "higher", SHARE))
+    return metric.model_copy(update={"better": "lower"})
+
+
+def _measure_agreement(answers: GenerationAnswers) -> SampleAgreement:
+    agreements, unanimous, hits = [], [], []
+    samples = answers.card.spec.generate.samples
+    for prompt in answers.prompts:
+        votes = Counter(answer.text for answer in prompt.answers)  # Equally frequent answers keep their order.
+        agreements.append(sum(count * (count - 1) for count in votes.values()) / (samples * (samples - 1)))
+        unanimous.append(float(len(votes) == 1))
+        if prompt.reference is not None:
+            hits.append(float(votes.most_common(1)[0][0] == prompt.reference))
+    agreement = widen_interval(mean_metric(agreements, "unknown", SHARE))
+    return SampleAgreement(samples, agreement, proportion_metric(unanimous), proportion_metric(hits) if hits else None)
+
+
+# Calibration: whether the probability of a label is the frequency with which it is right.
 #
-# A label's probability is its share of the probability of all labels together (softmax over their log-probabilities):
-# what else the model could have said is left out. Expected calibration error: M. P. Naeini, G. F. Cooper and M.
-# Hauskrecht, AAAI 2015, on the likeliest label as in C. Guo et al., "On Calibration of Modern Neural Networks", ICML
-# 2017, equation 3. Brier score: G. W. Brier, Monthly Weather Review 78, 1950: over all labels, so from 0 to 2.
+# A label's probability is its share of the probability of all labels (softmax over their log-probabilities); all other
+# answers are ignored. Expected calibration error: M. P. Naeini, G. F. Cooper and M. Hauskrecht, AAAI 2015, of the
+# likeliest label as in C. Guo et al., "On Calibration of Modern Neural Networks", ICML 2017, equation 3. Brier score:
+# G. W. Brier, Monthly Weather Review 78, 1950: over all labels, so from 0 to 2.
 
 BINS = 10
-"""Of equal width, each with its upper edge: (0, 0.1], ..., (0.9, 1]."""
+"""Number of bins of equal width, each including its upper edge: (0, 0.1], ..., (0.9, 1]."""
 
 
 @dataclass(frozen=True)
@@ -204,27 +444,27 @@ class CalibrationBin:
     high: float
     confidence: float
     """Mean probability of the likeliest label."""
-    right: MetricValue
+    accuracy: MetricValue
     """Share of prompts whose likeliest label is the reference."""
 
 
 @dataclass(frozen=True)
 class LabelCalibration:
-    """Of one generation."""
+    """Calibration of one generation."""
 
     bins: Sequence[CalibrationBin]
-    """Those that are not empty, in their order."""
+    """Bins that are not empty, in ascending order."""
     error: float
-    """Expected calibration error: mean distance of probability and share, weighted with the prompts of the bins."""
+    """Expected calibration error: mean difference of probability and share, weighted by the prompts of the bins."""
     brier: MetricValue
     confidence: float
     """Mean probability of the likeliest label."""
-    right: MetricValue
+    accuracy: MetricValue
     """Share of prompts whose likeliest label is the reference."""
 
 
 def label_probabilities(nats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Softmax over labels; [prompts, labels]."""
+    """Compute the softmax over labels, of shape [prompts, labels]."""
     scores = np.asarray(nats, dtype=np.float64)
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
@@ -233,342 +473,97 @@ def label_probabilities(nats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 def compute_calibration(
     labels: Sequence[str], expected: Sequence[str], nats: Sequence[Sequence[float]]
 ) -> LabelCalibration:
-    """From finite log-probabilities of labels.
+    """Compute the calibration of finite log-probabilities.
 
     Args:
-        labels: in the order of the log-probabilities.
-        expected: reference of each prompt, one of the labels; at least one.
-        nats: log-probability of each label, for each prompt.
+        labels: Labels in the order of the log-probabilities.
+        expected: Reference of each prompt, one of the labels; at least one prompt.
+        nats: Log-probability of each label, for each prompt.
     """
-    shares = label_probabilities(nats)
-    place = {label: k for k, label in enumerate(labels)}
-    true = np.array([place[label] for label in expected])
-    likeliest = shares.argmax(axis=1)  # of equals the first
-    confidence = shares.max(axis=1)
-    right = likeliest == true
+    probabilities = label_probabilities(nats)
+    index = {label: k for k, label in enumerate(labels)}
+    true = np.array([index[label] for label in expected])
+    hits = probabilities.argmax(axis=1) == true  # Of equally likely labels, the first.
+    confidence = probabilities.max(axis=1)
     edges = np.linspace(0.0, 1.0, BINS + 1)
-    number = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
+    bin_of_prompt = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
     bins = [
         CalibrationBin(
-            float(edges[k]), float(edges[k + 1]), float(confidence[number == k].mean()),
-            proportion_metric(right[number == k].astype(float).tolist()),
+            low=float(edges[k]),
+            high=float(edges[k + 1]),
+            confidence=float(confidence[bin_of_prompt == k].mean()),
+            accuracy=proportion_metric(hits[bin_of_prompt == k].astype(float).tolist()),
         )
         for k in range(BINS)
-        if (number == k).any()
-    ]  # fmt: skip
-    error = sum(one.right.n * abs(one.right.value - one.confidence) for one in bins) / len(true)
-    wanted = np.zeros_like(shares)
-    wanted[np.arange(len(true)), true] = 1.0
-    brier = widen_interval(
-        mean_metric(((shares - wanted) ** 2).sum(axis=1).tolist(), "lower", "0 to 2, mean of prompts"), most=2.0
-    )
+        if (bin_of_prompt == k).any()
+    ]
+    error = sum(one.accuracy.n * abs(one.accuracy.value - one.confidence) for one in bins) / len(true)
+    target = np.zeros_like(probabilities)
+    target[np.arange(len(true)), true] = 1.0
+    squares = ((probabilities - target) ** 2).sum(axis=1).tolist()
+    brier = widen_interval(mean_metric(squares, "lower", "0 to 2, mean of prompts"), maximum=2.0)
     return LabelCalibration(
-        bins, error, brier, float(confidence.mean()), proportion_metric(right.astype(float).tolist())
+        bins, error, brier, float(confidence.mean()), proportion_metric(hits.astype(float).tolist())
     )
 
 
-# What answers are worth beside their references: by label, by category, by how they ended.
-
-UNPARSEABLE_SHOWN = 10
-CATEGORIES = 30
-"""Values of a field, at most, for which error rates are given one by one."""
-EXACT = "exact_match"
-
-
-@dataclass(frozen=True)
-class DistributionSummary:
-    """How a number is distributed over answers."""
-
-    n: int
-    least: float
-    p5: float
-    median: float
-    p95: float
-    greatest: float
-
-
-@dataclass(frozen=True)
-class UnparseableAnswers:
-    """Answers that are none of the answers that are possible."""
-
-    count: int
-    of: int
-    first: Sequence[tuple[str, str, str]]
-    """Id of the prompt, the answer, how it ended."""
-
-
-@dataclass(frozen=True)
-class LikelihoodAnalysis:
-    """What the log-probabilities of labels say, whatever was answered."""
-
-    n: int
-    left_out: int
-    """Prompts with a reference that are not among them: the reference is no label, or a label's is not known."""
-    curves: Mapping[str, Mapping[str, Any]]
-    """Precision and recall of each label, as evaluation/metrics.curves gives them."""
-    average_precision: MetricValue
-    """Mean over labels."""
-    calibration: LabelCalibration
-
-
-@dataclass(frozen=True)
-class LabelAnalysis:
-    """Answers that come from a small set."""
-
-    figures: Mapping[str, MetricValue]
-    """`compute_accuracy`, `macro_f1`, `micro_f1`, `balanced_accuracy`."""
-    classes: Mapping[str, dict[str, float]]
-    """Precision, recall, F1, support and average precision of each label that is a reference."""
-    confusion: metrics.ConfusionMatrix
-    pairs: Counter[tuple[str, str]]
-    """Reference and answer, where they are not the same: first answers to each prompt."""
-    likely: LikelihoodAnalysis | None
-    """None: only text is there."""
-
-
-@dataclass(frozen=True)
-class SampleAgreement:
-    """Among several answers to the same prompt."""
-
-    samples: int
-    agreement: MetricValue
-    """Mean over prompts: share of pairs of answers that are the same."""
-    unanimous: MetricValue
-    """Share of prompts whose answers are all the same."""
-    majority: MetricValue | None
-    """Share of prompts whose most frequent answer is the reference, of equals the first; None: no references."""
-
-
-@dataclass(frozen=True)
-class AnswerAnalysis:
-    """All that is said of a generation's answers."""
-
-    answers: GenerationAnswers
-    finishes: Mapping[str, tuple[int, MetricValue | None]]
-    """How answers ended: how many, and which share of those with a reference are right."""
-    tokens: DistributionSummary | None
-    nats: DistributionSummary | None
-    """Of the answers' mean log-probabilities."""
-    right: Mapping[str, MetricValue]
-    """Free answers: exact match and token F1; empty for labels, and without references."""
-    labels: LabelAnalysis | None
-    categories: Mapping[str, Mapping[str, MetricValue]]
-    """Error rate by field of generate.keep and its value."""
-    many: Mapping[str, int]
-    """Fields with too many values for that, and how many they have."""
-    unparseable: UnparseableAnswers | None
-    """None: answers are free."""
-    agreement: SampleAgreement | None
-    """None: one answer to each prompt."""
-
-
-def analyze_answers(answers: GenerationAnswers, seed: int) -> AnswerAnalysis:
-    """Judge the answers of a generation.
-
-    Args:
-        answers: of it.
-        seed: of bootstrap intervals.
-    """
-    judged = answers.judged
-    free = bool(judged) and not answers.is_labels
-    categories, many = _score_categories(answers, judged)
-    given = [one for asked in answers.prompts for one in asked.answers]
-    return AnswerAnalysis(
-        answers=answers,
-        finishes=_count_finishes(answers),
-        tokens=summarize_distribution([one.tokens for one in given if one.tokens is not None]),
-        nats=summarize_distribution([one.nats for one in given if one.nats is not None]),
-        right=_score_free_text(judged) if free else {},
-        labels=_analyze_labels(answers, judged, seed) if judged and answers.is_labels else None,
-        categories=categories,
-        many=many,
-        unparseable=find_unparseable(answers) if answers.vocabulary else None,
-        agreement=_measure_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
-    )
-
-
-def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
-    """Answers that are none of the vocabulary, and the first of them."""
-    known = set(answers.vocabulary)
-    found = [
-        (asked.id, one.said, one.finish)
-        for asked in answers.prompts
-        for one in asked.answers
-        if one.said not in known
-    ]  # fmt: skip
-    return UnparseableAnswers(len(found), answers.card.answers, found[:UNPARSEABLE_SHOWN])
-
-
-def summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
-    """Of numbers, by nearest rank; None of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    least, p5, median, p95, greatest = (ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.5, 0.95, 1))
-    return DistributionSummary(len(ordered), least, p5, median, p95, greatest)
-
-
-def _count_finishes(answers: GenerationAnswers) -> dict[str, tuple[int, MetricValue | None]]:
-    counts, right = Counter[str](), dict[str, list[float]]()
-    for asked in answers.prompts:
-        for one in asked.answers:
-            counts[one.finish] += 1
-            if asked.reference is not None:
-                right.setdefault(one.finish, []).append(float(one.said == asked.reference))
-    return {
-        name: (count, proportion_metric(right[name]) if name in right else None)
-        for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    }
-
-
-def _score_free_text(judged: Sequence[AnsweredPrompt]) -> dict[str, MetricValue]:
-    expected = [str(one.reference) for one in judged]
-    given = [[answer.said for answer in one.answers] for one in judged]
-    found = answer_metrics.score_answers(expected, given, Evaluate(measures=("token_f1",)), EXACT)
-    return {one.name: widen_interval(one.metric) for one in found}
-
-
-def _analyze_labels(answers: GenerationAnswers, judged: Sequence[AnsweredPrompt], seed: int) -> LabelAnalysis:
-    expected = [str(one.reference) for one in judged]
-    first = [one.answers[0].said for one in judged]
-    classes, confusion = metrics.score_classes(expected, first)
-    chance = metrics.majority_share(expected)
-    figures = {"accuracy": compute_accuracy([one.right for one in judged]).model_copy(update={"chance": chance})}
-    likely = _analyze_likelihoods(answers, judged, seed)
-    for label, curve in likely.curves.items() if likely else ():
-        if label in classes and math.isfinite(curve["average_precision"]):
-            classes[label]["average_precision"] = curve["average_precision"]
-    pairs = Counter(pair for pair in zip(expected, first, strict=True) if pair[0] != pair[1])
-    figures |= metrics.compute_label_metrics(expected, first, seed)
-    return LabelAnalysis(figures, classes, confusion, pairs, likely)
-
-
-def _analyze_likelihoods(
-    answers: GenerationAnswers, judged: Sequence[AnsweredPrompt], seed: int
-) -> LikelihoodAnalysis | None:
-    labels = answers.card.spec.generate.labels
-    known = {
-        place: one.labels
-        for place, one in enumerate(judged)
-        if one.labels is not None and one.reference in labels and all(map(math.isfinite, one.labels))
-    }
-    if not known:
-        return None
-    nats = list(known.values())
-    expected = [str(judged[place].reference) for place in known]
-    return LikelihoodAnalysis(
-        len(nats), len(judged) - len(nats), metrics.precision_recall_curves(labels, expected, nats),
-        metrics.mean_average_precision(labels, expected, nats, seed), compute_calibration(labels, expected, nats),
-    )  # fmt: skip
-
-
-def _score_categories(
-    answers: GenerationAnswers, judged: Sequence[AnsweredPrompt]
-) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:  # fmt: skip
-    found, many = {}, {}
-    for name in answers.card.spec.generate.keep:
-        wrong: dict[str, list[float]] = {}
-        for one in judged:
-            if name in one.fields:
-                wrong.setdefault(format_field(one.fields[name]), []).append(1.0 - one.right)
-        if len(wrong) > CATEGORIES:
-            many[name] = len(wrong)
-        elif wrong:
-            found[name] = {value: _error_rate(wrong[value]) for value in sorted(wrong)}
-    return found, many
-
-
-def _error_rate(wrong: Sequence[float]) -> MetricValue:
-    metric = widen_interval(mean_score_metric(wrong, "higher", SHARE))
-    return metric.model_copy(update={"better": "lower"})
-
-
-def _measure_agreement(answers: GenerationAnswers) -> SampleAgreement:
-    same, unanimous, hits = [], [], []
-    samples = answers.card.spec.generate.samples
-    for asked in answers.prompts:
-        votes = Counter(one.said for one in asked.answers)  # of equals, the first that was given comes first
-        same.append(sum(count * (count - 1) for count in votes.values()) / (samples * (samples - 1)))
-        unanimous.append(float(len(votes) == 1))
-        if asked.reference is not None:
-            hits.append(float(votes.most_common(1)[0][0] == asked.reference))
-    agreement = widen_interval(mean_metric(same, "unknown", SHARE))
-    return SampleAgreement(samples, agreement, proportion_metric(unanimous), proportion_metric(hits) if hits else None)
-
-
-# What a generation was worth, in a few lines behind its end; the panel says more. Reads answer by answer.
+# Short summary after a generation, computed prompt by prompt without keeping the answers in memory.
 
 
 def summarize_generation(path: Path, task: str) -> list[str]:
-    """Nothing where no prompt has a reference.
+    """Return a summary of the accuracy for the terminal; empty if no prompt has a reference.
 
     Args:
-        path: the generation's output, with its card beside it.
+        path: Output of the generation, with its card in the same folder.
         task: prepare.task.
     """
-    right: list[float] = []
+    accuracies: list[float] = []
     references: set[str] = set()
     try:
         card = output.read_card(path)
         labels = set(card.spec.generate.labels)
-        for asked in read_answers(path, card):
-            if asked.reference is not None:
-                right.append(asked.right)
-                references |= {asked.reference} if labels else set()
-        strange = _count_unparseable(path, card, labels | references) if labels and right else 0
-    except InputError as error:  # somebody changed it since it was written
-        return [f"  not judged: {error}"]
-    if not right:
+        for prompt in read_answers(path, card):
+            if prompt.reference is not None:
+                accuracies.append(prompt.accuracy)
+                references |= {prompt.reference} if labels else set()
+        unparseable = _count_unparseable(path, card, labels | references) if labels and accuracies else 0
+    except InputError as error:  # The output was changed after it was written.
+        return [f"  no accuracy: {error}"]
+    if not accuracies:
         return []
-    figure = compute_accuracy(right)
-    what = "accuracy" if has_label_answers(card, task) else "exactly the reference"
-    of = f"of {figure.n:,} prompts with a reference"
-    told = [f"  {what}: {figure.value:.3f} (95 %: {figure.low:.3f} to {figure.high:.3f}) {of}"]
+    metric = compute_accuracy(accuracies)
+    name = "accuracy" if has_label_answers(card, task) else "exact match"
+    lines = [
+        f"  {name}: {metric.value:.3f} (95 %: {metric.low:.3f} to {metric.high:.3f}) "
+        f"of {metric.n:,} prompts with a reference"
+    ]
     if labels:
-        others = f", nor of the {len(references - labels):,} references beside them" if references - labels else ""
-        told.append(f"  {strange:,} of {card.answers:,} answers are none of the {len(labels):,} labels{others}")
-    return [*told, f"  more: ratchet report {path}"]
+        others = f" or the {len(references - labels):,} other references" if references - labels else ""
+        lines.append(f"  {unparseable:,} of {card.answers:,} answers are not one of the {len(labels):,} labels{others}")
+    return [*lines, f"  more: ratchet report {path}"]
 
 
 def _count_unparseable(path: Path, card: GenerationCard, possible: Set[str]) -> int:
-    """Answers that are none of the possible ones. They are read again: which references there are is known now."""
-    return sum(one.said not in possible for asked in read_answers(path, card) for one in asked.answers)
+    """Count the answers that are not possible, in a second pass: the references are only known after the first."""
+    return sum(answer.text not in possible for prompt in read_answers(path, card) for answer in prompt.answers)
 
 
-# A panel for the terminal.
+# Report for the terminal.
 
-NAME_WIDTH, LONGEST = 30, 24
-"""Characters of a figure's name with its indentation, and of a label."""
-LABELS_LISTED, LABELS_CROSSED, PAIRS_LISTED, VALUES_LISTED = 20, 10, 10, 12
-"""Labels with their own figures (the worst), labels of which every pair is shown, pairs, values of a field."""
+NAME_WIDTH, MAX_LABEL_CHARACTERS = 30, 24
+"""Width of a metric's name with its indentation, and of a label."""
+MAX_LABELS_LISTED, MAX_MATRIX_LABELS, MAX_PAIRS_LISTED, MAX_VALUES_LISTED = 20, 10, 10, 12
+"""Worst labels with their own metrics, labels of a confusion matrix, confused pairs, and values of a field."""
 PLACES = 3
-"""Of figures, after the point: here and on the page."""
+"""Decimal places of metrics, here and on the HTML page."""
 OTHER = "(other)"
-NO_REFERENCE = "answers that are nobody's reference, possible or not"
+NO_REFERENCE = "answers that are not the reference of any prompt, possible or not"
 Lines = Iterator[str]
 
 
-def format_metric(metric: MetricValue) -> str:
-    """Value, 95 % interval and number of samples."""
-    value, low, high = (f"{one:.{PLACES}f}" for one in (metric.value, metric.low, metric.high))
-    chance = "" if metric.chance is None else f"; always the most frequent label: {metric.chance:.{PLACES}f}"
-    return f"{value} ({low} to {high}), n {metric.n:,}{chance}"
-
-
-def sanitize_line(text: str) -> str:
-    """A text in one line that cannot move the cursor."""
-    return " ".join(escape_invisible(text).split())
-
-
-def truncate_text(text: str, longest: int = LONGEST) -> str:
-    """The same, no longer than so many characters."""
-    line = sanitize_line(text)
-    return line if len(line) <= longest else f"{line[: longest - 1]}…"
-
-
-def format_analysis(panel: AnswerAnalysis) -> str:
-    """Everything, in lines."""
-    card = panel.answers.card
+def format_analysis(analysis: AnswerAnalysis) -> str:
+    """Format an analysis for the terminal."""
+    card = analysis.answers.card
     head = (
         f"generation {card.id}: {card.answers:,} answers to {card.prompts:,} prompts "
         f"by {sanitize_line(card.model_name)}"
@@ -576,147 +571,178 @@ def format_analysis(panel: AnswerAnalysis) -> str:
     return "\n".join(
         [
             head,
-            *_ending_lines(panel),
-            *_accuracy_lines(panel),
-            *_label_lines(panel),
-            *_category_lines(panel),
-            *_agreement_lines(panel),
+            *_finish_lines(analysis),
+            *_text_metric_lines(analysis),
+            *_label_lines(analysis),
+            *_category_lines(analysis),
+            *_agreement_lines(analysis),
         ]
     )
 
 
-def describe_omissions(panel: AnswerAnalysis) -> list[str]:
-    """What a reader must know beside the figures: what was left out of them, and why."""
-    answers, found = panel.answers, []
-    missing = len(answers.prompts) - len(answers.judged)
-    if not answers.judged:
-        found.append(
-            "No prompt has a reference (its record's own answer), so it cannot be said which answers are right."
-        )
+def format_metric(metric: MetricValue) -> str:
+    """Format value, 95 % interval and number of samples."""
+    value, low, high = (f"{one:.{PLACES}f}" for one in (metric.value, metric.low, metric.high))
+    chance = "" if metric.chance is None else f"; always the most frequent label: {metric.chance:.{PLACES}f}"
+    return f"{value} ({low} to {high}), n {metric.n:,}{chance}"
+
+
+def sanitize_line(text: str) -> str:
+    """Join a text into one line without control characters."""
+    return " ".join(escape_invisible(text).split())
+
+
+def truncate_text(text: str, maximum: int = MAX_LABEL_CHARACTERS) -> str:
+    """Sanitize a text and truncate it to `maximum` characters."""
+    line = sanitize_line(text)
+    return line if len(line) <= maximum else f"{line[: maximum - 1]}…"
+
+
+def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
+    """Return notes about what the metrics leave out, and why."""
+    answers, notes = analysis.answers, []
+    missing = len(answers.prompts) - len(answers.with_reference)
+    if not answers.with_reference:
+        notes.append("No prompt has a reference (the answer of its record), so there is no accuracy.")
     elif missing:
-        found.append(f"Prompts without a reference: {missing:,} of {len(answers.prompts):,}; they are in no share that "
-                     "is right or wrong.")  # fmt: skip
-    if answers.strange:
-        shown = ", ".join(
-            repr(truncate_text(str(text))) for text in sorted({str(one.reference) for one in answers.strange})[:5]
+        notes.append(
+            f"Prompts without a reference: {missing:,} of {len(answers.prompts):,}; accuracy and error rates leave "
+            "them out."
         )
-        found.append(
+    if answers.unknown_references:
+        references = sorted({str(one.reference) for one in answers.unknown_references})[:5]
+        notes.append(
             f"References that are none of the {len(answers.card.spec.generate.labels):,} generate.labels: "
-            f"{len(answers.strange):,} ({shown}). They are judged as labels of their own: an answer that says the same "
-            "is right, one of generate.labels is wrong."
+            f"{len(answers.unknown_references):,} ({', '.join(repr(truncate_text(text)) for text in references)}). "
+            "They count as further labels: an equal answer is right, an answer from generate.labels is wrong."
         )
-    if panel.labels is not None:
-        if len(panel.labels.classes) == 1:
-            found.append("All references are the same label: nothing is told apart, and chance is 1.")
-        found += _likelihood_lines(panel, panel.labels)
-    for name, count in panel.many.items():
-        found.append(f"Field {sanitize_line(name)} has {count:,} values: too many for error rates one by one.")
-    if invalid := count_card_finishes(panel, "invalid"):
-        found.append(f"Answers that ended because the model gave numbers that are none (NaN): {invalid:,}.")
-    return found
+    if analysis.labels is not None:
+        if len(analysis.labels.classes) == 1:
+            notes.append("All references are the same label, so the chance level is 1.")
+        notes += _likelihood_notes(analysis, analysis.labels)
+    for name, count in analysis.fields_with_many_values.items():
+        notes.append(f"Field {sanitize_line(name)} has {count:,} values, too many for error rates by value.")
+    if invalid := count_card_finishes(analysis, "invalid"):
+        notes.append(f"Answers that ended because the model returned NaN: {invalid:,}.")
+    return notes
 
 
-def count_card_finishes(panel: AnswerAnalysis, finish: str) -> int:
-    """Answers that ended so."""
-    return panel.finishes.get(finish, (0, None))[0]
+def count_card_finishes(analysis: AnswerAnalysis, finish: str) -> int:
+    """Count the answers that ended for this reason."""
+    return analysis.finishes.get(finish, (0, None))[0]
 
 
-def _likelihood_lines(panel: AnswerAnalysis, labels: LabelAnalysis) -> list[str]:
-    if labels.likely is not None:
-        left_out = labels.likely.left_out
-        said = f"Prompts in no precision-recall curve and no calibration: {left_out:,}; their reference is no label, or"
-        return [f"{said} a label's likelihood is not known."] if left_out else []
-    if panel.answers.card.spec.generate.labels:
-        why = "no log-probabilities of labels are known of prompts whose reference is a label"
-        return [f"Only text was available: {why}. There are no precision-recall curves and no calibration."]
-    what = "precision-recall curves and calibration need generate.labels"
-    return [f"Only text was available: {what}, so that each label's log-probability is recorded."]
+def _likelihood_notes(analysis: AnswerAnalysis, labels: LabelAnalysis) -> list[str]:
+    if labels.likelihoods is not None:
+        if not labels.likelihoods.skipped:
+            return []
+        return [
+            f"Prompts in no precision-recall curve and no calibration: {labels.likelihoods.skipped:,}; their reference "
+            "is not a label, or the likelihood of a label is unknown."
+        ]
+    if analysis.answers.card.spec.generate.labels:
+        return [
+            "Only text was available: no prompt with a label as reference has log-probabilities of labels. There are "
+            "no precision-recall curves and no calibration."
+        ]
+    return [
+        "Only text was available: precision-recall curves and calibration need generate.labels, so that the "
+        "log-probability of each label is recorded."
+    ]
 
 
 def _format_line(name: str, value: str) -> str:
     return f"  {name:{NAME_WIDTH - 2}} {value}"
 
 
-def _ending_lines(panel: AnswerAnalysis) -> Lines:
-    yield _format_line("finish", ", ".join(f"{count:,} {name}" for name, (count, _) in panel.finishes.items()))
-    if (tokens := panel.tokens) is not None:
-        yield _format_line("tokens of an answer", f"median {tokens.median:,.0f}, 95 % have at most {tokens.p95:,.0f}, "
-                    f"longest {tokens.greatest:,.0f}")  # fmt: skip
-    if (nats := panel.nats) is not None:
-        yield _format_line("mean log-probability", f"median {nats.median:.3f}, 5 % below {nats.p5:.3f}")
-    for note in describe_omissions(panel):
+def _finish_lines(analysis: AnswerAnalysis) -> Lines:
+    yield _format_line("finish", ", ".join(f"{count:,} {name}" for name, (count, _) in analysis.finishes.items()))
+    if (tokens := analysis.tokens) is not None:
+        yield _format_line(
+            "tokens of an answer",
+            f"median {tokens.median:,.0f}, 95th percentile {tokens.p95:,.0f}, maximum {tokens.maximum:,.0f}",
+        )
+    if (nats := analysis.log_probabilities) is not None:
+        yield _format_line("mean log-probability", f"median {nats.median:.3f}, 5th percentile {nats.p5:.3f}")
+    for note in describe_omissions(analysis):
         yield f"  note: {note}"
 
 
-def _accuracy_lines(panel: AnswerAnalysis) -> Lines:
-    for name, metric in panel.right.items():
+def _text_metric_lines(analysis: AnswerAnalysis) -> Lines:
+    for name, metric in analysis.text_metrics.items():
         yield _format_line(name.replace("_", " "), format_metric(metric))
 
 
-def _label_lines(panel: AnswerAnalysis) -> Lines:
-    if (found := panel.unparseable) is not None:
-        shown = "; ".join(
-            f"{sanitize_line(where)}: {truncate_text(said) or '(nothing)'!r}" for where, said, _ in found.first[:5]
+def _label_lines(analysis: AnswerAnalysis) -> Lines:
+    if (unparseable := analysis.unparseable) is not None:
+        examples = "; ".join(
+            f"{sanitize_line(prompt_id)}: {truncate_text(text) or '(nothing)'!r}"
+            for prompt_id, text, _ in unparseable.first[:5]
         )
-        yield _format_line("unparseable answers", f"{found.count:,} of {found.of:,}" + (f" ({shown})" if shown else ""))
-    if (labels := panel.labels) is None:
+        value = f"{unparseable.count:,} of {unparseable.total:,}" + (f" ({examples})" if examples else "")
+        yield _format_line("unparseable answers", value)
+    if (labels := analysis.labels) is None:
         return
-    for name, metric in labels.figures.items():
+    for name, metric in labels.metrics.items():
         yield _format_line(name.replace("_", " "), format_metric(metric))
-    if (likely := labels.likely) is not None:
-        yield _format_line("likeliest label is right", format_metric(likely.calibration.right))
-        yield _format_line("mean average precision", format_metric(likely.average_precision))
-        yield _format_line("expected calibration error", f"{likely.calibration.error:.3f}; sure by "
-                    f"{likely.calibration.confidence:.3f}, right {likely.calibration.right.value:.3f}")  # fmt: skip
-        yield _format_line("Brier score (0 to 2)", format_metric(likely.calibration.brier))
+    if (likelihoods := labels.likelihoods) is not None:
+        calibration = likelihoods.calibration
+        yield _format_line("likeliest label is right", format_metric(calibration.accuracy))
+        yield _format_line("mean average precision", format_metric(likelihoods.average_precision))
+        yield _format_line(
+            "expected calibration error",
+            f"{calibration.error:.3f}; mean probability {calibration.confidence:.3f}, right "
+            f"{calibration.accuracy.value:.3f}",
+        )
+        yield _format_line("Brier score (0 to 2)", format_metric(calibration.brier))
     yield from _class_lines(labels)
     yield from _confusion_lines(labels)
 
 
 def _class_lines(labels: LabelAnalysis) -> Lines:
-    found = labels.classes
-    order = sorted(found, key=lambda name: (found[name]["f1"], name))
-    rest = f" (the worst {LABELS_LISTED} of {len(order):,})" if len(order) > LABELS_LISTED else ""
+    classes = labels.classes
+    order = sorted(classes, key=lambda name: (classes[name]["f1"], name))
+    rest = f" (the worst {MAX_LABELS_LISTED} of {len(order):,})" if len(order) > MAX_LABELS_LISTED else ""
     heads = ("F1", "precision", "recall", "av. prec.", "rows")
-    yield from ("", f"by label{rest}", f"  {'':{LONGEST}} " + " ".join(f"{head:>9}" for head in heads))
-    for name in order[:LABELS_LISTED]:
-        one = found[name]
-        values = [f"{one[key]:9.3f}" if key in one else f"{'':>9}" for key in
-                  ("f1", "precision", "recall", "average_precision")]  # fmt: skip
-        yield f"  {truncate_text(name):{LONGEST}} {' '.join(values)} {one['support']:9,.0f}"
+    yield from ("", f"by label{rest}", f"  {'':{MAX_LABEL_CHARACTERS}} " + " ".join(f"{head:>9}" for head in heads))
+    for name in order[:MAX_LABELS_LISTED]:
+        scores = classes[name]
+        values = [
+            f"{scores[key]:9.3f}" if key in scores else f"{'':>9}"
+            for key in ("f1", "precision", "recall", "average_precision")
+        ]
+        yield f"  {truncate_text(name):{MAX_LABEL_CHARACTERS}} {' '.join(values)} {scores['support']:9,.0f}"
 
 
 def _confusion_lines(labels: LabelAnalysis) -> Lines:
     names = labels.confusion.labels
-    if len(names) <= LABELS_CROSSED:
+    if len(names) <= MAX_MATRIX_LABELS:
         columns = [*(truncate_text(name, 9) for name in names), OTHER]
-        yield from ("", f"confusion matrix (rows: expected; columns: answered; {OTHER}: {NO_REFERENCE})")
-        yield f"  {'':{LONGEST}} " + " ".join(f"{name:>9}" for name in columns)
+        yield from ("", f"confusion matrix (rows: references; columns: answers; {OTHER}: {NO_REFERENCE})")
+        yield f"  {'':{MAX_LABEL_CHARACTERS}} " + " ".join(f"{name:>9}" for name in columns)
         for name, counts in zip(names, labels.confusion.matrix, strict=True):
-            yield f"  {truncate_text(name):{LONGEST}} " + " ".join(f"{count:9,}" for count in counts)
-    elif labels.pairs:
-        yield from ("", f"taken for each other most often, of {len(labels.pairs):,} pairs")
-        for (right, given), count in sorted(labels.pairs.items(), key=lambda item: (-item[1], item[0]))[:PAIRS_LISTED]:
-            yield f"  {truncate_text(right)!r} answered {truncate_text(given) or '(nothing)'!r}: {count:,}"
+            yield f"  {truncate_text(name):{MAX_LABEL_CHARACTERS}} " + " ".join(f"{count:9,}" for count in counts)
+    elif labels.confused_pairs:
+        yield from ("", f"most frequently confused, of {len(labels.confused_pairs):,} pairs")
+        pairs = sorted(labels.confused_pairs.items(), key=lambda item: (-item[1], item[0]))
+        for (reference, answer), count in pairs[:MAX_PAIRS_LISTED]:
+            yield f"  {truncate_text(reference)!r} answered {truncate_text(answer) or '(nothing)'!r}: {count:,}"
 
 
-def _category_lines(panel: AnswerAnalysis) -> Lines:
-    for name, by_value in panel.categories.items():
+def _category_lines(analysis: AnswerAnalysis) -> Lines:
+    for name, by_value in analysis.categories.items():
         worst = sorted(by_value.items(), key=lambda item: (-item[1].value, item[0]))
-        rest = f" (the worst {VALUES_LISTED} of {len(worst):,})" if len(worst) > VALUES_LISTED else ""
-        yield from ("", f"error rate by {truncate_text(name)}{rest}", *_value_lines(worst[:VALUES_LISTED]))
+        rest = f" (the worst {MAX_VALUES_LISTED} of {len(worst):,})" if len(worst) > MAX_VALUES_LISTED else ""
+        yield from ("", f"error rate by {truncate_text(name)}{rest}")
+        for value, metric in worst[:MAX_VALUES_LISTED]:
+            yield f"  {truncate_text(value):{MAX_LABEL_CHARACTERS}} {format_metric(metric)}"
 
 
-def _value_lines(found: Sequence[tuple[str, MetricValue]]) -> Lines:
-    for value, metric in found:
-        yield f"  {truncate_text(value):{LONGEST}} {format_metric(metric)}"
-
-
-def _agreement_lines(panel: AnswerAnalysis) -> Lines:
-    if (found := panel.agreement) is None:
+def _agreement_lines(analysis: AnswerAnalysis) -> Lines:
+    if (agreement := analysis.agreement) is None:
         return
-    yield from ("", f"among {found.samples} answers to a prompt")
-    yield _format_line("pairs that agree", format_metric(found.agreement))
-    yield _format_line("prompts with one answer only", format_metric(found.unanimous))
-    if found.majority is not None:
-        yield _format_line("most frequent answer is right", format_metric(found.majority))
+    yield from ("", f"agreement of {agreement.samples} answers per prompt")
+    yield _format_line("pairs that agree", format_metric(agreement.agreement))
+    yield _format_line("prompts with equal answers", format_metric(agreement.unanimous))
+    if agreement.majority is not None:
+        yield _format_line("most frequent answer is right", format_metric(agreement.majority))

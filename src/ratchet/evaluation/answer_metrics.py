@@ -1,10 +1,10 @@
-"""Measures of generated answers, through the `evaluate` library with metric modules of our own.
+"""Metrics of generated answers, computed by the library `evaluate` with the modules in metric_modules.
 
-The modules are in `ratchet/evaluation/metric_modules/NAME/NAME.py` and are loaded from there, so nothing is fetched.
-`evaluate` copies a module into a cache of modules before it imports it, and by default trusts what is in
-~/.cache/huggingface. Here the cache is a private folder that is removed afterwards.
+The modules are loaded from their file path, so nothing is downloaded. `evaluate` copies a module into a cache before it
+imports it, and by default trusts the contents of ~/.cache/huggingface. Here the cache is a private temporary folder.
 """
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.evaluation import Evaluate
+from ratchet.config.evaluate import BUILTIN_METRICS, Evaluate
+from ratchet.config.extensions import load_extension
 from ratchet.errors import SettingsError
 from ratchet.evaluation import metric_modules
-from ratchet.evaluation.metric_modules.figures import POINTS, SHARE, Better, mean_score_metric
+from ratchet.evaluation.metrics import POINTS, SHARE, Better, mean_score_metric
 from ratchet.storage.records.evaluation import MetricValue
 
 MODULES = Path(str(metric_modules.__file__)).parent
 
-LONGEST_S = 20.0
-"""For a regular expression on all answers together; ordinary ones need microseconds an answer."""
+EXTENSION_UNIT = "score, mean of samples"
+"""Unit of metrics of installed packages."""
 
+PATTERN_TIMEOUT_S = 20.0
+"""Time limit of a regular expression on all answers together; ordinary ones take microseconds per answer."""
 
 UNITS: Mapping[str, tuple[Better, str]] = {
     "token_f1": ("higher", SHARE),
@@ -36,98 +39,124 @@ UNITS: Mapping[str, tuple[Better, str]] = {
     "length_words": ("unknown", "words"),
     "format_validity": ("higher", SHARE),
 }
-"""Direction and unit of each figure."""
+"""Direction and unit of each metric."""
 
 
 @dataclass(frozen=True)
-class AnswerMetric:
-    """One figure of a model's answers."""
+class AnswerMetricResult:
+    """One metric of a model's answers."""
 
     name: str
     values: list[float] | None
-    """One a row: the mean over its answers. None where the figure is no function of them (corpus BLEU)."""
+    """Mean over the answers of each row. None if the metric is not a mean of rows (corpus BLEU)."""
     metric: MetricValue
 
 
 def score_answers(
     expected: Sequence[str], answers: Sequence[Sequence[str]], settings: Evaluate, exact_name: str
-) -> list[AnswerMetric]:
-    """Score answers.
+) -> list[AnswerMetricResult]:
+    """Score generated answers.
 
     Args:
-        expected: the true answer of each row; rows behind the last that was answered are not looked at.
-        answers: of each row, as many as were drawn; the same number for every row, at least one.
-        settings: `measures`, `answer_format` and `seed` are read.
-        exact_name: what the share of exactly right answers is called (`accuracy` for labels).
+        expected: Reference of each row; rows after the last answered one are ignored.
+        answers: Answers to each row; the same number for every row, at least one.
+        settings: `metrics`, `answer_format` and `seed` are read.
+        exact_name: Name of the share of exactly right answers (`accuracy` for labels).
 
     Raises:
-        SettingsError: the regular expression of `answer_format` takes too long on these answers.
+        SettingsError: The regular expression of `answer_format` takes too long on these answers.
     """
-    given = _AnswerPairs(expected[: len(answers)], answers)
-    with _open_metric_loader() as load:
-        found = [given.mean(exact_name, load("exact_match", given)["exact_match"], ("higher", SHARE))]
-        for name in settings.measures:
+    pairs = _AnswerPairs(expected[: len(answers)], answers)
+    with _open_metric_loader() as compute:
+        metrics = [pairs.mean(exact_name, compute("exact_match", pairs)["exact_match"], ("higher", SHARE))]
+        for name in settings.metrics:
             if name == "bleu":
-                found += given.bleu(load("bleu", given, answers_per_row=given.per_row, seed=settings.seed))
+                metrics += pairs.bleu(compute("bleu", pairs, answers_per_row=pairs.answers_per_row, seed=settings.seed))
+            elif name not in BUILTIN_METRICS:
+                metrics.append(pairs.mean(name, pairs.score_with_extension(name), ("higher", EXTENSION_UNIT)))
             else:
-                found += [given.mean(key, values, UNITS[key]) for key, values in load(name, given).items()]
+                metrics += [pairs.mean(key, values, UNITS[key]) for key, values in compute(name, pairs).items()]
         if settings.answer_format is not None:
+            options = {"answer_format": settings.answer_format, "timeout_s": PATTERN_TIMEOUT_S}
             try:
-                form = {"answer_format": settings.answer_format, "longest_s": LONGEST_S}
-                valid = load("format_validity", given, **form)["format_validity"]
+                valid = compute("format_validity", pairs, **options)["format_validity"]
             except TimeoutError as error:
                 raise SettingsError(
-                    f"evaluate.answer_format: {error}; write it without a repetition inside a repetition"
+                    f"evaluate.answer_format: {error}; avoid a repetition inside a repetition"
                 ) from None
-            found.append(given.mean("format_validity", valid, UNITS["format_validity"]))
-    return found
+            metrics.append(pairs.mean("format_validity", valid, UNITS["format_validity"]))
+    return metrics
 
 
 class _AnswerPairs:
-    """Answers and expected answers, pair by pair."""
+    """Answers and references, pair by pair."""
 
     def __init__(self, expected: Sequence[str], answers: Sequence[Sequence[str]]) -> None:
-        self.per_row = len(answers[0])
+        self.answers_per_row = len(answers[0])
         self.answers = [answer for row in answers for answer in row]
         self.expected = [text for text, row in zip(expected, answers, strict=True) for _ in row]
 
-    def mean(self, name: str, values: Sequence[float], kind: tuple[Better, str]) -> AnswerMetric:
-        """A figure whose samples are rows: an answer drawn again is no new sample, it makes its row's score surer."""
-        k = self.per_row
+    def mean(self, name: str, values: Sequence[float], kind: tuple[Better, str]) -> AnswerMetricResult:
+        """Average over rows. Several answers to a row are one sample with a more precise score."""
+        k = self.answers_per_row
         rows = [sum(values[i : i + k]) / k for i in range(0, len(values), k)]
-        return AnswerMetric(name, rows, mean_score_metric(rows, *kind))
+        return AnswerMetricResult(name, rows, mean_score_metric(rows, *kind))
 
-    def bleu(self, found: Mapping[str, Any]) -> list[AnswerMetric]:
-        """The mean of the answers' own BLEU, which can be paired, and the corpus figure that papers give."""
-        value, low, high = found["corpus"], found["low"], found["high"]
+    def score_with_extension(self, name: str) -> list[float]:
+        """Return the score of each answer by a metric of an installed package.
+
+        Raises:
+            SettingsError: The metric fails, or does not return a finite number for each answer.
+        """
+        score = load_extension("ratchet.metrics", name, "evaluate.metrics")
+        try:
+            values = [float(value) for value in score(self.answers, self.expected)]
+        except Exception as error:
+            raise SettingsError(f"evaluate.metrics: {name} failed: {type(error).__name__}: {error}") from error
+        if len(values) != len(self.answers) or not all(map(math.isfinite, values)):
+            raise SettingsError(
+                f"evaluate.metrics: {name} returned {len(values)} numbers for {len(self.answers)} answers, or one that "
+                "is not finite; it must return a finite number for each answer"
+            )
+        return values
+
+    def bleu(self, scores: Mapping[str, Any]) -> list[AnswerMetricResult]:
+        """Return the mean of sentence BLEU, which can be paired by row, and corpus BLEU, which papers report."""
+        value, low, high = scores["corpus"], scores["low"], scores["high"]
         corpus = MetricValue(
-            value=value, n=len(self.answers) // self.per_row, low=min(low, value), high=max(high, value),
-            better="higher", unit=POINTS, kind="figure",
-        )  # fmt: skip
-        return [self.mean("bleu", found["bleu"], UNITS["bleu"]), AnswerMetric("corpus_bleu", None, corpus)]
+            value=value,
+            n=len(self.answers) // self.answers_per_row,
+            low=min(low, value),
+            high=max(high, value),
+            better="higher",
+            unit=POINTS,
+            kind="aggregate",
+        )
+        return [self.mean("bleu", scores["bleu"], UNITS["bleu"]), AnswerMetricResult("corpus_bleu", None, corpus)]
 
 
 @contextmanager
 def _open_metric_loader() -> Iterator[Any]:
-    """A function that loads one of our modules and computes it on what was given."""
+    """Yield a function that loads a metric module and computes it on answers; restore the module cache afterwards."""
     import evaluate
 
     prefix = evaluate.config.MODULE_NAME_FOR_DYNAMIC_MODULES
     cache, path = evaluate.config.HF_MODULES_CACHE, list(sys.path)
-    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == prefix}
-    with tempfile.TemporaryDirectory(prefix="ratchet-measures-") as folder:
+    loaded = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == prefix}
+    with tempfile.TemporaryDirectory(prefix="ratchet-metrics-") as folder:
 
-        def load(name: str, given: _AnswerPairs, **wanted: Any) -> Mapping[str, Any]:
-            module = evaluate.load(str(MODULES / name), cache_dir=folder, keep_in_memory=True)
-            result = module.compute(predictions=given.answers, references=given.expected, **wanted)
+        def compute(name: str, pairs: _AnswerPairs, **options: Any) -> Mapping[str, Any]:
+            module = evaluate.load(str(MODULES / f"{name}.py"), cache_dir=folder, keep_in_memory=True)
+            result = module.compute(predictions=pairs.answers, references=pairs.expected, **options)
             return result if isinstance(result, Mapping) else {}
 
         evaluate.config.HF_MODULES_CACHE = folder
-        sys.path.insert(0, folder)  # the library appends it: a folder of an earlier use would be found before
+        # The library appends its folder to sys.path: a folder of an earlier use would be found first.
+        sys.path.insert(0, folder)
         try:
-            yield load
+            yield compute
         finally:
             evaluate.config.HF_MODULES_CACHE, sys.path[:] = cache, path
             for name in [name for name in sys.modules if name.split(".")[0] == prefix]:
                 del sys.modules[name]
-            sys.modules |= others
+            sys.modules |= loaded

@@ -1,7 +1,7 @@
-"""The contract: everything that could make two models' scores incomparable, by name, so that a difference can be named.
+"""Contracts: everything that can make two models' scores incomparable, by name, so that a difference can be named.
 
-Scores move with the type of numbers, the rows of a batch and the kernels of a library (EleutherAI/lm-evaluation-harness
-issues 704, 1625, 2851), and a task's data can change under its name. What is equal here may be compared.
+Scores change with the number type, the batch size and the kernels of a library (EleutherAI/lm-evaluation-harness issues
+704, 1625, 2851), and the data of a task can change while its name stays. Scores under equal contracts are comparable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ratchet.config.evaluation import Form
-from ratchet.config.schema import Settings
+from ratchet.config.evaluate import BUILTIN_METRICS, ModelFormat
+from ratchet.config.extensions import describe_extension
+from ratchet.config.settings import Settings
 from ratchet.data import tokenization
 from ratchet.evaluation import harness
 from ratchet.evaluation.rows import TestRows
@@ -21,29 +22,31 @@ from ratchet.storage import digests
 from ratchet.storage.records.data import DatasetCard
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "lm_eval")
-OWN = "each model's own"
+OWN_TEMPLATE = "each model's own"
+"""Template of a contract under which every model uses its own chat template."""
 
 
 @dataclass(frozen=True)
 class NumericsSpec:
-    """How a model computes here: what its scores depend on beside its weights and what it is asked."""
+    """How a model computes on this machine: all that its scores depend on apart from weights and inputs."""
 
-    form: Form
+    model_format: ModelFormat
     weights: str
-    """How the weights are held, e.g. `nf4+dq uint8` or `float32`."""
+    """Format of the weights in memory, e.g. `nf4+dq uint8` or `float32`."""
     dtype: str
     device: str
     threads: int
     batch_rows: int
     versions: Mapping[str, str]
+    """Versions of LIBRARIES."""
 
     @classmethod
-    def of(cls, form: Form, settings: Settings, device: torch.device, batch_rows: int) -> "NumericsSpec":
-        """Of this machine and these settings."""
-        dtype = settings.train.compute_dtype if form == "adapter" else settings.export.dtype
+    def from_settings(cls, model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int) -> "NumericsSpec":
+        """Describe how a model of this form computes on this machine with these settings."""
+        dtype = settings.train.compute_dtype if model_format == "adapter" else settings.export.dtype
         return cls(
-            form=form,
-            weights=settings.train.base_form if form == "adapter" else settings.export.dtype,
+            model_format=model_format,
+            weights=settings.train.base_form if model_format == "adapter" else settings.export.dtype,
             dtype=str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
@@ -51,8 +54,8 @@ class NumericsSpec:
             versions={name: version(name) for name in LIBRARIES},
         )
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
         return {**vars(self), "versions": dict(self.versions)}
 
 
@@ -63,29 +66,38 @@ def comparison_terms(
     general_text: str,
     tasks: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What is the same for every model and form: what they are asked.
+    """Return the terms of the contract that are the same for every model: the inputs.
 
     Args:
-        tasks: fingerprint of each local harness task, as it is now.
+        settings: Settings of the project.
+        card: Card of the prepared data.
+        rows: Test rows.
+        general_text: General text.
+        tasks: Current digest of each local harness task.
     """
-    asked = settings.evaluate.model_dump(mode="json", exclude={"forms", "quantization_rows", "latency_rows", "judge"})
+    evaluate = settings.evaluate.model_dump(
+        mode="json", exclude={"formats", "quantization_rows", "latency_rows", "judge"}
+    )
+    extensions = [name for name in settings.evaluate.metrics if name not in BUILTIN_METRICS]
+    packages = [describe_extension("ratchet.metrics", name) for name in extensions]
     return {
+        **({"metric_packages": packages} if packages else {}),
         "data": card.digest,
         "test_rows": digests.hash_json(rows.ids),
         "fields": card.fields_digest,
         "general_text": digests.hash_bytes(general_text.encode()),
-        "settings": asked,
+        "settings": evaluate,
         "tasks": dict(tasks),
         "fewshot_seed": harness.FEWSHOT_SEED,
     }
 
 
-def template_terms(tokenizer: Any, rows: TestRows, ends: Sequence[int]) -> dict[str, Any]:
-    """How a model is asked: template, ends of an answer, tokens of the first prompt (a doubled BOS shows there)."""
-    first = tokenization.encode_prompt(tokenizer, rows.conversations[0].question)
+def template_terms(tokenizer: Any, rows: TestRows, end_tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the terms of a model's prompts: template, end tokens, and the first prompt (it shows a doubled BOS)."""
+    first = tokenization.encode_prompt(tokenizer, rows.conversations[0].context)
     return {
         "chat_template": digests.hash_bytes(str(tokenizer.chat_template).encode()),
-        "ends": [tokenizer.convert_ids_to_tokens(end) for end in ends],
+        "ends": [tokenizer.convert_ids_to_tokens(token) for token in end_tokens],
         "first_prompt": digests.hash_json(first),
         "add_bos": bool(first) and first[0] == tokenizer.bos_token_id,
     }

@@ -1,127 +1,193 @@
-"""Figures of an evaluation: means, proportions and perplexities, and what is said of labels (through scikit-learn)."""
+"""Metrics from per-sample scores with 95 % intervals. Sums are exact (math.fsum), so sample order does not matter."""
 
 import math
+import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ratchet.evaluation.metric_modules.figures import (
-    mean_loss_metric,
-    mean_score_metric,
-    perplexity_metric,
-    proportion_metric,
-)
 from ratchet.storage.records.evaluation import MetricValue
 
-__all__ = [
-    "OTHER",
-    "ConfusionMatrix",
-    "compute_label_metrics",
-    "majority_share",
-    "mean_average_precision",
-    "mean_loss_metric",
-    "mean_score_metric",
-    "perplexity_metric",
-    "precision_recall_curves",
-    "proportion_metric",
-    "score_classes",
-]
+SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
+"""Units of means."""
 
-OTHER = "(something else)"
-"""Column of the confusion matrix for answers that are no label."""
+Better = Literal["higher", "lower", "unknown"]
 
-RESAMPLES = 1000
-"""Of the rows, for the intervals of figures that are no mean; percentiles of so many move in the third digit."""
+Z95 = 1.959963984540054
+"""Two-sided 95 % quantile of the normal distribution."""
 
-WEIGHTS_AT_ONCE = 2**23
-"""Of rows in resamples that are computed together: 64 MiB, and some copies."""
+MAX_EXPONENT = math.log(1.7e308)
+"""exp overflows beyond this value; perplexities above it are reported as infinite."""
 
-POINTS = 200
-"""Of a precision-recall curve, at most: it is drawn, and its average precision is computed from all of them."""
+METRIC_RESAMPLES = 200
+"""Resamples of `bootstrap_metric`: some metrics (BLEU of a corpus) take a second per resample."""
+
+LABEL_RESAMPLES = 1000
+"""Resamples of rows for label metrics; percentiles of this many are accurate to about the third digit."""
+
+MAX_WEIGHTS_PER_CHUNK = 2**23
+"""Row weights of the resamples that are computed together: 64 MiB, plus some copies."""
+
+MAX_CURVE_POINTS = 200
+"""Points of a precision-recall curve that are drawn; average precision uses all points."""
 
 LABEL_UNIT = "share, over labels"
+
+OTHER = "(something else)"
+"""Column of the confusion matrix for answers that are not a label."""
+
+
+def proportion_metric(hits: Sequence[float]) -> MetricValue:
+    """Compute the share of ones with Wilson's 95 % interval (E. B. Wilson, JASA 22, 1927)."""
+    n, p = len(hits), math.fsum(hits) / len(hits)
+    middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    low, high = min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))  # With rounding, n of n must reach 1.
+    return MetricValue(value=p, n=n, low=low, high=high, better="higher", unit="proportion")
+
+
+def mean_metric(values: Sequence[float], better: Better, unit: str) -> MetricValue:
+    """Compute the mean with a normal 95 % interval. A NaN makes the mean NaN: no value is left out."""
+    n, middle = len(values), math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((x - middle) ** 2 for x in values) / max(1, n - 1))
+    half = Z95 * spread / math.sqrt(n)
+    return MetricValue(value=middle, n=n, low=middle - half, high=middle + half, better=better, unit=unit)
+
+
+def mean_loss_metric(losses: Sequence[float]) -> MetricValue:
+    """Compute the mean of per-row losses in nats per token."""
+    return mean_metric(losses, "lower", "nats per token, mean of rows")
+
+
+def mean_score_metric(values: Sequence[float], better: Better, unit: str = "mean of samples") -> MetricValue:
+    """Compute the mean of per-sample scores; a proportion if all are 0 or 1 and 1 is the best possible score."""
+    if better == "higher" and unit != POINTS and all(value in (0.0, 1.0) for value in values):
+        return proportion_metric(values)
+    return mean_metric(values, better, unit)
+
+
+def perplexity_metric(nll: Sequence[float], tokens: Sequence[float]) -> MetricValue:
+    """Compute exp(all nats / all tokens) with a 95 % interval of the ratio by the delta method over samples.
+
+    Args:
+        nll: Negative log-likelihood in nats of each whole sample.
+        tokens: Tokens of each sample, or the words or bytes that the nats are counted per.
+    """
+    n, total = len(nll), math.fsum(tokens)
+    ratio = math.fsum(nll) / total
+    residual = math.fsum((x - ratio * t) ** 2 for x, t in zip(nll, tokens, strict=True))
+    half = Z95 * math.sqrt(residual * n / max(1, n - 1)) / total
+    value, low, high = _saturating_exp(ratio), _saturating_exp(ratio - half), _saturating_exp(ratio + half)
+    return MetricValue(value=value, n=n, low=low, high=high, better="lower", unit="1", kind="perplexity")
+
+
+def _saturating_exp(x: float) -> float:
+    return math.inf if x > MAX_EXPONENT else math.exp(x)
+
+
+def bootstrap_metric(
+    compute: Callable[[Sequence[Any]], float], samples: Sequence[Any], better: Better, unit: str
+) -> MetricValue:
+    """Compute a metric of all samples together, with the percentile interval of a seeded bootstrap.
+
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+
+    Args:
+        compute: Computes the metric from a list of samples.
+        samples: The samples.
+        better: Direction of the metric.
+        unit: Unit of the metric.
+    """
+    value, rng = float(compute(samples)), random.Random(0)
+    resampled = sorted(float(compute(rng.choices(samples, k=len(samples)))) for _ in range(METRIC_RESAMPLES))
+    low, high = resampled[round(0.025 * METRIC_RESAMPLES)], resampled[round(0.975 * METRIC_RESAMPLES) - 1]
+    return MetricValue(
+        value=value,
+        n=len(samples),
+        low=min(value, low),
+        high=max(value, high),
+        better=better,
+        unit=unit,
+        kind="aggregate",
+    )
 
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """Rows: true labels; columns: the same labels, then OTHER."""
+    """Counts of answers. Rows: true labels. Columns: the same labels, then OTHER."""
 
     labels: tuple[str, ...]
     matrix: tuple[tuple[int, ...], ...]
 
 
 def majority_share(expected: Sequence[str]) -> float:
-    """Share of the most frequent label: what always giving the same answer gets right."""
+    """Compute the share of the most frequent label: the accuracy of always giving the same answer."""
     return max(Counter(expected).values()) / len(expected)
 
 
 def score_classes(
     expected: Sequence[str], answered: Sequence[str]
 ) -> tuple[Mapping[str, dict[str, float]], ConfusionMatrix]:
-    """Precision, recall, F1 and support of each true label, and the confusion matrix."""
+    """Compute precision, recall, F1 and support of each true label, and the confusion matrix."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     labels = sorted(set(expected))
-    given = _replace_unknown_answers(labels, answered)
-    columns = precision_recall_fscore_support(expected, given, labels=labels, zero_division=0.0)
-    named = {
+    answers = [answer if answer in set(labels) else OTHER for answer in answered]
+    columns = precision_recall_fscore_support(expected, answers, labels=labels, zero_division=0.0)
+    by_label = {
         label: {"precision": float(p), "recall": float(r), "f1": float(f), "support": float(s)}
         for label, p, r, f, s in zip(labels, *columns, strict=True)
     }
-    matrix = confusion_matrix(expected, given, labels=[*labels, OTHER])[: len(labels)]
-    return named, ConfusionMatrix(tuple(labels), tuple(tuple(int(x) for x in row) for row in matrix))
-
-
-def _replace_unknown_answers(labels: Sequence[str], answered: Sequence[str]) -> list[str]:
-    return [answer if answer in set(labels) else OTHER for answer in answered]
+    matrix = confusion_matrix(expected, answers, labels=[*labels, OTHER])[: len(labels)]
+    return by_label, ConfusionMatrix(tuple(labels), tuple(tuple(int(x) for x in row) for row in matrix))
 
 
 def compute_label_metrics(expected: Sequence[str], answered: Sequence[str], seed: int) -> dict[str, MetricValue]:
-    """Macro F1, micro F1 and balanced accuracy over the true labels, with bootstrap intervals (rows are drawn).
+    """Compute macro F1, micro F1 and balanced accuracy over the true labels, with bootstrap intervals over rows.
 
-    They are no means of rows: macro F1 counts a rare label as much as a frequent one. In a resample, labels that were
-    not drawn are left out, as labels that no row has are left out of the figures themselves.
+    These metrics are not means of rows: macro F1 weighs a rare label like a frequent one. A resample leaves out the
+    labels that were not drawn, as the metrics themselves leave out labels without rows.
     """
     labels = sorted(set(expected))
-    place = {label: i for i, label in enumerate(labels)}
-    true = np.array([place[label] for label in expected])
-    given = np.array([place.get(answer, len(labels)) for answer in answered])
+    index = {label: i for i, label in enumerate(labels)}
+    true = np.array([index[label] for label in expected])
+    given = np.array([index.get(answer, len(labels)) for answer in answered])
     rng = np.random.default_rng(seed)
-    drawn = (rng.integers(0, len(true), len(true)) for _ in range(RESAMPLES))  # one by one: rows may be millions
-    samples = [_compute_label_values(true[rows], given[rows], len(labels)) for rows in drawn]
+    draws = (rng.integers(0, len(true), len(true)) for _ in range(LABEL_RESAMPLES))  # One by one to save memory.
+    resampled = [_compute_label_values(true[rows], given[rows], len(labels)) for rows in draws]
     values = _compute_label_values(true, given, len(labels))
     return {
-        name: _bootstrap_metric(value, len(true), [sample[name] for sample in samples], LABEL_UNIT)
+        name: _with_bootstrap_interval(value, len(true), [one[name] for one in resampled], LABEL_UNIT)
         for name, value in values.items()
     }
 
 
 def _compute_label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
-    """The figures, from label numbers of each row; `labels` is the number of an answer that is no label."""
+    """Compute the metrics from label indices of each row; index `labels` stands for an answer that is not a label."""
     support = np.bincount(true, minlength=labels)
     answers = np.bincount(given, minlength=labels + 1)[:labels]
     right = np.bincount(true[true == given], minlength=labels)
-    there = support > 0
-    f1 = 2 * right[there] / (support[there] + answers[there])  # = 2PR / (P + R); the support makes it defined
+    has_rows = support > 0
+    f1 = 2 * right[has_rows] / (support[has_rows] + answers[has_rows])  # = 2PR / (P + R), always defined
     return {
         "macro_f1": float(f1.mean()),
-        "micro_f1": float(2 * right.sum() / (support.sum() + answers[there].sum())),
-        "balanced_accuracy": float((right[there] / support[there]).mean()),
+        "micro_f1": float(2 * right.sum() / (support.sum() + answers[has_rows].sum())),
+        "balanced_accuracy": float((right[has_rows] / support[has_rows]).mean()),
     }
 
 
-def _bootstrap_metric(value: float, n: int, resampled: Sequence[float], unit: str) -> MetricValue:
-    """With the percentile interval of the bootstrap (Efron and Tibshirani, 1993, chapter 13).
+def _with_bootstrap_interval(value: float, n: int, resampled: Sequence[float], unit: str) -> MetricValue:
+    """Build a metric with the percentile interval of the bootstrap (Efron and Tibshirani, 1993, chapter 13).
 
-    At 0 and 1 every resample is the same, which is no certainty: there Wilson's interval of a share is given.
+    At 0 and 1 all resamples are equal, although the value is uncertain: there, Wilson's interval is used.
     """
     low, high = np.percentile(resampled, [2.5, 97.5])
     if low == high and value in (0.0, 1.0):
-        at_end = proportion_metric([value] * n)
-        low, high = at_end.low, at_end.high
+        wilson = proportion_metric([value] * n)
+        low, high = wilson.low, wilson.high
     return MetricValue(
         value=value,
         n=n,
@@ -129,100 +195,101 @@ def _bootstrap_metric(value: float, n: int, resampled: Sequence[float], unit: st
         high=max(value, float(high)),
         better="higher",
         unit=unit,
-        kind="figure",
+        kind="aggregate",
     )
 
 
 def precision_recall_curves(
     labels: Sequence[str], expected: Sequence[str], label_scores: Sequence[Sequence[float]]
 ) -> dict[str, dict[str, Any]]:
-    """Precision and recall of each true label against all others, over every threshold.
+    """Compute precision and recall of each true label against all others, over every threshold.
 
-    A row is ranked by the odds of the label among all labels, so that rows whose labels are all unlikely (long labels,
-    long prompts) are ranked like others. Labels that no row has are left out.
+    Rows are ranked by the odds of the label among all labels, so that rows in which all labels are unlikely (long
+    labels, long prompts) are comparable with others. Labels without rows are left out.
 
     Args:
-        labels: every label, in the order of the scores.
-        expected: the true label of each row.
-        label_scores: log-probability (nats) of each label as the answer to each row.
+        labels: Every label, in the order of the scores.
+        expected: True label of each row.
+        label_scores: Log-probability in nats of each label as the answer, for each row.
 
     Returns:
-        Per label: precision and recall (at most POINTS of each, from the lowest threshold on) and average_precision;
-        of scores that are not finite no points and NaN.
+        By label: precision and recall (at most MAX_CURVE_POINTS values each, from the lowest threshold) and
+        average_precision. Scores that are not finite give no points and NaN.
     """
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
     odds = _log_odds(label_scores)
-    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, dict[str, Any]] = {}
     for i, label in enumerate(labels):
         truth = np.array([answer == label for answer in expected])
         if not truth.any():
             continue
         if not np.isfinite(odds[:, i]).all():
-            found[label] = {"precision": [], "recall": [], "average_precision": math.nan}
+            curves[label] = {"precision": [], "recall": [], "average_precision": math.nan}
             continue
         precision, recall, _ = precision_recall_curve(truth, odds[:, i], drop_intermediate=True)
-        shown = np.unique(np.linspace(0, len(precision) - 1, min(POINTS, len(precision))).round().astype(int))
-        found[label] = {
-            "precision": precision[shown].tolist(),
-            "recall": recall[shown].tolist(),
+        points = np.linspace(0, len(precision) - 1, min(MAX_CURVE_POINTS, len(precision)))
+        kept = np.unique(points.round().astype(int))
+        curves[label] = {
+            "precision": precision[kept].tolist(),
+            "recall": recall[kept].tolist(),
             "average_precision": float(average_precision_score(truth, odds[:, i])),
         }
-    return found
+    return curves
 
 
 def _log_odds(label_scores: Sequence[Sequence[float]]) -> Any:
-    """(rows, labels): log of p / (1 - p), p being a label's share of all labels' probability; never saturates."""
+    """Compute log(p / (1 - p)) of shape [rows, labels] without overflow; p is a label's share of all labels."""
     scores = np.asarray(label_scores, dtype=np.float64)
     if scores.shape[1] == 1:
         return np.zeros_like(scores)
     columns = []
     for i in range(scores.shape[1]):
         others = np.delete(scores, i, axis=1)
-        most = others.max(axis=1)
-        with np.errstate(invalid="ignore"):  # infinite scores give NaN, which is told
-            columns.append(scores[:, i] - most - np.log(np.exp(others - most[:, None]).sum(axis=1)))
+        largest = others.max(axis=1)
+        with np.errstate(invalid="ignore"):  # Infinite scores give NaN, which callers report.
+            columns.append(scores[:, i] - largest - np.log(np.exp(others - largest[:, None]).sum(axis=1)))
     return np.stack(columns, axis=1)
 
 
 def mean_average_precision(
     labels: Sequence[str], expected: Sequence[str], label_scores: Sequence[Sequence[float]], seed: int
 ) -> MetricValue:
-    """Mean over labels of their average precision (one against the rest), with a bootstrap interval."""
+    """Compute the mean over labels of average precision (one against the rest), with a bootstrap interval."""
     odds, rng = _log_odds(label_scores), np.random.default_rng(seed)
-    n, resamples = len(expected), RESAMPLES // 4
+    n, resamples = len(expected), LABEL_RESAMPLES // 4
     truths = {i: np.array([answer == label for answer in expected], dtype=np.float64) for i, label in enumerate(labels)}
     truths = {i: truth for i, truth in truths.items() if truth.any()}
-    means = _mean_precision(odds, truths, np.ones((1, n))).tolist()  # the data themselves
-    at_once = max(1, WEIGHTS_AT_ONCE // n)
-    for start in range(0, resamples, at_once):
-        drawn = rng.multinomial(n, np.full(n, 1 / n), size=min(at_once, resamples - start))
-        means += _mean_precision(odds, truths, drawn.astype(np.float64)).tolist()
+    means = _mean_precision(odds, truths, np.ones((1, n))).tolist()  # The first entry is the metric itself.
+    chunk = max(1, MAX_WEIGHTS_PER_CHUNK // n)
+    for start in range(0, resamples, chunk):
+        weights = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, resamples - start))
+        means += _mean_precision(odds, truths, weights.astype(np.float64)).tolist()
     if not np.isfinite(odds).all():
         means = [math.nan] * len(means)
-    return _bootstrap_metric(means[0], n, means[1:], "share, mean of labels")
+    return _with_bootstrap_interval(means[0], n, means[1:], "share, mean of labels")
 
 
 def _mean_precision(odds: Any, truths: Mapping[int, Any], weights: Any) -> Any:
-    """Mean over labels of their average precision, for each line of row weights."""
+    """Compute the mean over labels of average precision for each line of row weights."""
     sums, counts = np.zeros(len(weights)), np.zeros(len(weights))
     for i, truth in truths.items():
-        values, there = _weighted_precision(odds[:, i], truth, weights)
+        values, has_rows = _weighted_precision(odds[:, i], truth, weights)
         sums += values
-        counts += there
+        counts += has_rows
     return sums / counts
 
 
 def _weighted_precision(odds: Any, truth: Any, weights: Any) -> tuple[Any, Any]:
-    """Average precision of one label for each line of row weights, and whether the line has a row of that label.
+    """Compute average precision of one label for each line of row weights, and whether the label has rows in it.
 
-    AP = sum over thresholds of (R_k - R_{k-1}) P_k, as scikit-learn defines it; rows with equal odds share a threshold.
+    AP = sum over thresholds of (R_k - R_{k-1}) P_k, as in scikit-learn; rows with equal odds share a threshold.
     """
     order = np.argsort(-odds, kind="stable")
-    last = np.append(np.diff(odds[order]) != 0, True)  # of each group of equal odds
-    right = np.cumsum(weights[:, order] * truth[order], axis=1)[:, last]
-    all_rows = np.cumsum(weights[:, order], axis=1)[:, last]
-    there = right[:, -1] > 0
+    is_last = np.append(np.diff(odds[order]) != 0, True)  # Last row of each group of equal odds.
+    right = np.cumsum(weights[:, order] * truth[order], axis=1)[:, is_last]
+    all_rows = np.cumsum(weights[:, order], axis=1)[:, is_last]
+    has_rows = right[:, -1] > 0
     precision = right / np.maximum(all_rows, 1)
     gained = np.diff(right, axis=1, prepend=0.0)
-    return (gained * precision).sum(axis=1) / np.maximum(right[:, -1], 1), there
+    return (gained * precision).sum(axis=1) / np.maximum(right[:, -1], 1), has_rows

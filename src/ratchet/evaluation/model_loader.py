@@ -1,4 +1,4 @@
-"""Who is examined, and how each is brought into memory: on one loaded base where that can be, else as plain weights."""
+"""Loads the models of an evaluation one after another: as adapters on one loaded base, or as plain weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,16 +7,17 @@ from typing import Any, Literal
 
 import torch
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, DamagedFileError, DataError
 from ratchet.evaluation import scorer
 from ratchet.evaluation.comparability import NumericsSpec
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject, Evaluator
 from ratchet.models import adapters, base_model, loading, oom
 from ratchet.storage import digests, files
+from ratchet.storage.digests import SHORT
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.evaluation import Who
+from ratchet.storage.records.evaluation import ModelRole
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile
 
@@ -26,36 +27,38 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class EvaluationReference:
-    """A promoted model that the candidate must stand beside."""
+    """A promoted model (champion or anchor) that the candidate is compared with."""
 
     champion: Champion
     folder: Path
     bundle: ModelBundle
 
     def fits(self, base: BaseCard, settings: Settings) -> bool:
-        """Whether its adapter belongs on this base as it is held now."""
-        same = self.bundle.base_digest == base.digest and self.bundle.base_form == settings.train.base_form
-        return same and (self.folder / ADAPTER).is_dir()
+        """Return whether its adapter can be loaded on the current base in its current form."""
+        is_same = self.bundle.base_digest == base.digest and self.bundle.base_form == settings.train.base_form
+        return is_same and (self.folder / ADAPTER).is_dir()
 
 
 @dataclass
 class EvaluationBatchSize:
-    """Rows of a batch: settled with the first model that is loaded, and the same for all of one evaluation."""
+    """Batch size of an evaluation: chosen with the first loaded model, and the same for all models."""
 
-    wanted: int | Literal["auto"]
+    setting: int | Literal["auto"]
+    """machine.evaluation_batch_size."""
     longest_tokens: int
-    """Of any row that is scored, generated tokens included."""
+    """Tokens of the longest scored row, including generated tokens."""
     rows: int | None = None
+    """The chosen batch size; None until a model is loaded."""
 
-    def of(self, model: Any) -> int:
-        """The size, settled now if it is not yet."""
+    def choose_for(self, model: Any) -> int:
+        """Return the batch size; choose it for this model if it is not chosen yet."""
         if self.rows is None:
             vocabulary = int(model.get_input_embeddings().weight.shape[0])
-            self.rows = scorer.choose_batch_rows(self.wanted, model, self.longest_tokens, vocabulary)
+            self.rows = scorer.choose_batch_rows(self.setting, model, self.longest_tokens, vocabulary)
         return self.rows
 
     def halve(self) -> bool:
-        """Half of it from now on; False when it cannot be less."""
+        """Halve the batch size; return False if that is impossible."""
         if self.rows is None or self.rows == 1:
             return False
         self.rows //= 2
@@ -64,152 +67,155 @@ class EvaluationBatchSize:
 
 @dataclass(frozen=True)
 class EvaluationModelLoader:
-    """All models of one evaluation, none of them loaded yet."""
+    """Loads and evaluates all models of an evaluation."""
 
     layout: ProjectLayout
     settings: Settings
     base: BaseCard
     trained: TrainReport
     model_digest: str | None
-    """Of the export of this adapter, every byte checked; None where there is none."""
-    opponents: dict[Who, EvaluationReference]
+    """Digest of the verified export of this adapter; None without an export."""
+    opponents: dict[ModelRole, EvaluationReference]
     device: torch.device
 
     @property
     def base_path(self) -> Path:
+        """Directory of the base model."""
         return base_model.locate(self.layout, self.base)
 
     @property
     def needs_export(self) -> bool:
-        """Whether any model is examined as plain weights: then the candidate is, too."""
-        return "merged" in self.settings.evaluate.forms or any(self._strangers())
+        """Whether any model, and then also the candidate, is scored as plain weights."""
+        return "merged" in self.settings.evaluate.formats or any(self._incompatible_opponents())
 
     def require_export(self) -> str:
-        """Digest of the candidate as it was exported. Raises DataError where there is no export of its adapter."""
+        """Return the digest of the exported candidate. Raises DataError if its adapter was not exported."""
         if self.model_digest is None:
-            why = "evaluate.forms names merged"
-            if strangers := " and ".join(self._strangers()):
-                why = f"the {strangers} can be scored as plain weights only (of another base, or in another form)"
+            reason = "evaluate.formats has merged"
+            if incompatible := " and ".join(self._incompatible_opponents()):
+                reason = f"the {incompatible} has another base or form and can only be scored as plain weights"
             raise DataError(
-                f"{self.layout.bundle}: not there, or exported from another adapter than "
-                f"{self.trained.adapter_digest[:12]}, which {self.layout.train} holds; it is needed because {why}: "
-                "run `dvc repro export`"
+                f"{self.layout.bundle}: the adapter {self.trained.adapter_digest[:SHORT]} of {self.layout.train} was "
+                f"not exported, but the evaluation requires it ({reason}); run `dvc repro export`"
             )
         return self.model_digest
 
-    def _strangers(self) -> Iterator[Who]:
-        """Opponents that are no adapter on this base."""
-        return (who for who, opponent in self.opponents.items() if not opponent.fits(self.base, self.settings))
+    def _incompatible_opponents(self) -> Iterator[ModelRole]:
+        """Yield the opponents that cannot be loaded as an adapter on this base."""
+        return (role for role, opponent in self.opponents.items() if not opponent.fits(self.base, self.settings))
 
-    def examine(self, examination: Evaluator, size: EvaluationBatchSize) -> dict[Who, EvaluationResult]:
-        """Examine every model in batches of one size; the base's 4-bit weights are loaded once."""
-        found: dict[Who, EvaluationResult] = {}
-        if "adapter" in self.settings.evaluate.forms:
-            found |= dict(self._as_adapters(examination, size))
+    def evaluate_models(self, evaluator: Evaluator, size: EvaluationBatchSize) -> dict[ModelRole, EvaluationResult]:
+        """Evaluate every model with the same batch size; the 4-bit weights of the base are loaded once."""
+        results: dict[ModelRole, EvaluationResult] = {}
+        if "adapter" in self.settings.evaluate.formats:
+            results |= dict(self._evaluate_adapters(evaluator, size))
         oom.release_memory()
         if self.needs_export:
-            found |= dict(self._as_plain_weights(examination, size, set(found)))
-        return found
+            results |= dict(self._evaluate_plain_weights(evaluator, size, set(results)))
+        return results
 
-    def again(self, examination: Evaluator, batch_rows: int) -> EvaluationResult:
-        """Examine the candidate alone, in the one form that the settings name."""
-        [form] = self.settings.evaluate.forms
-        arithmetic = NumericsSpec.of(form, self.settings, self.device, batch_rows)
-        if form == "merged":
-            exported = self.require_export()
-            subject = EvaluationSubject("merged", exported, exported, form)
-            return examination.of(subject, *self._plain(self.layout.merged_model), arithmetic)
-        own = self.trained.adapter_digest
-        model = adapters.load(self._quantized(), self.layout.adapter)
-        return examination.of(
-            EvaluationSubject("candidate", own, self._on_base(own), form), model, self._tokenizer(), arithmetic
-        )
+    def evaluate_candidate_again(self, evaluator: Evaluator, batch_rows: int) -> EvaluationResult:
+        """Evaluate only the candidate, in the single form of evaluate.formats."""
+        [model_format] = self.settings.evaluate.formats
+        numerics = NumericsSpec.from_settings(model_format, self.settings, self.device, batch_rows)
+        if model_format == "merged":
+            digest = self.require_export()
+            subject = EvaluationSubject("merged", digest, digest, model_format)
+            return evaluator.evaluate(subject, *self._load_plain(self.layout.merged_model), numerics)
+        digest = self.trained.adapter_digest
+        subject = EvaluationSubject("candidate", digest, self._identity_on_base(digest), model_format)
+        model = adapters.load(self._load_base(), self.layout.adapter)
+        return evaluator.evaluate(subject, model, self._load_tokenizer(), numerics)
 
-    def same_as(self, who: Who) -> Who | None:
-        """The model that this opponent is as well, so that it need not be examined again."""
-        opponent = self.opponents[who]
+    def find_identical(self, role: ModelRole) -> ModelRole | None:
+        """Return the role of the same model that is evaluated anyway, so that this opponent need not be."""
+        opponent = self.opponents[role]
         if opponent.champion.model_digest == self.model_digest:
             return "candidate"
         champion = self.opponents.get("champion")
-        if who == "anchor" and champion and champion.champion.model_digest == opponent.champion.model_digest:
+        if role == "anchor" and champion and champion.champion.model_digest == opponent.champion.model_digest:
             return "champion"
         return None
 
-    def _as_adapters(self, examination: Evaluator, size: EvaluationBatchSize) -> Iterator[tuple[Who, EvaluationResult]]:
-        base, trained = self.base, self.trained
-        tokenizer = self._tokenizer()
-        model = adapters.load(self._quantized(), self.layout.adapter)
-        arithmetic = NumericsSpec.of("adapter", self.settings, self.device, size.of(model))
+    def _evaluate_adapters(
+        self, evaluator: Evaluator, size: EvaluationBatchSize
+    ) -> Iterator[tuple[ModelRole, EvaluationResult]]:
+        base, candidate_digest = self.base, self.trained.adapter_digest
+        tokenizer = self._load_tokenizer()
+        model = adapters.load(self._load_base(), self.layout.adapter)
+        numerics = NumericsSpec.from_settings("adapter", self.settings, self.device, size.choose_for(model))
         with model.disable_adapter():
             subject = EvaluationSubject("base", base.digest, base.digest, "adapter")
-            yield "base", examination.of(subject, model, tokenizer, arithmetic)
-        candidate = examination.of(
-            EvaluationSubject(
-                "candidate", trained.adapter_digest, self._on_base(trained.adapter_digest), "adapter", costs=True
-            ),
-            model, tokenizer, arithmetic,
-        )  # fmt: skip
-        yield "candidate", candidate
-        known: dict[Who, EvaluationResult] = {"candidate": candidate}
-        for who, opponent in self.opponents.items():
+            yield "base", evaluator.evaluate(subject, model, tokenizer, numerics)
+        subject = EvaluationSubject(
+            "candidate", candidate_digest, self._identity_on_base(candidate_digest), "adapter", measures_cost=True
+        )
+        results: dict[ModelRole, EvaluationResult] = {
+            "candidate": evaluator.evaluate(subject, model, tokenizer, numerics)
+        }
+        yield "candidate", results["candidate"]
+        for role, opponent in self.opponents.items():
             if not opponent.fits(base, self.settings):
                 continue
-            if (twin := self.same_as(who)) is not None and twin in known:
-                known[who] = known[twin]
+            if (identical := self.find_identical(role)) is not None and identical in results:
+                results[role] = results[identical]
             else:
                 model = adapters.swap(model, opponent.folder / ADAPTER)
-                own = opponent.champion.adapter_digest
-                known[who] = examination.of(
-                    EvaluationSubject(who, own, self._on_base(own), "adapter"), model, tokenizer, arithmetic
-                )
-            yield who, known[who]
+                digest = opponent.champion.adapter_digest
+                subject = EvaluationSubject(role, digest, self._identity_on_base(digest), "adapter")
+                results[role] = evaluator.evaluate(subject, model, tokenizer, numerics)
+            yield role, results[role]
 
-    def _quantized(self) -> Any:
-        return loading.load(self.base_path, self.base, self.settings.train, self.device)
+    def _evaluate_plain_weights(
+        self, evaluator: Evaluator, size: EvaluationBatchSize, done: set[ModelRole]
+    ) -> Iterator[tuple[ModelRole, EvaluationResult]]:
+        def evaluate(subject: EvaluationSubject, model: Any, tokenizer: Any) -> EvaluationResult:
+            numerics = NumericsSpec.from_settings("merged", self.settings, self.device, size.choose_for(model))
+            return evaluator.evaluate(subject, model, tokenizer, numerics)
 
-    def _tokenizer(self) -> Any:
-        """The base's, as the rows were prepared with it."""
-        base = self.base
-        return base_model.load_tokenizer(self.base_path, self.layout.own_template, base.added_tokens, base.remote_code)
-
-    def _on_base(self, adapter_digest: str) -> str:
-        return digests.hash_json([self.base.digest, adapter_digest])
-
-    def _as_plain_weights(
-        self, examination: Evaluator, size: EvaluationBatchSize, done: set[Who]
-    ) -> Iterator[tuple[Who, EvaluationResult]]:
-        def examined(subject: EvaluationSubject, model: Any, tokenizer: Any) -> EvaluationResult:
-            arithmetic = NumericsSpec.of("merged", self.settings, self.device, size.of(model))
-            return examination.of(subject, model, tokenizer, arithmetic)
-
-        # Nothing here holds a model while the next is loaded: two of them need not fit.
+        # No variable here holds a model while the next one is loaded, so only one of them must fit into memory.
         if "base" not in done:
             subject = EvaluationSubject("base", self.base.digest, self.base.digest, "merged")
-            yield "base", examined(subject, self._plain_base(), self._tokenizer())
-        own = self.require_export()
-        known: dict[Who, EvaluationResult] = {
-            "merged": examined(
-                EvaluationSubject("merged", own, own, "merged", costs=True), *self._plain(self.layout.merged_model)
-            )
+            yield "base", evaluate(subject, self._load_plain_base(), self._load_tokenizer())
+        digest = self.require_export()
+        subject = EvaluationSubject("merged", digest, digest, "merged", measures_cost=True)
+        results: dict[ModelRole, EvaluationResult] = {
+            "merged": evaluate(subject, *self._load_plain(self.layout.merged_model))
         }
-        yield "merged", known["merged"]
-        for who, opponent in self.opponents.items():
-            if who in done:
+        yield "merged", results["merged"]
+        for role, opponent in self.opponents.items():
+            if role in done:
                 continue
-            twin = self.same_as(who)
-            if twin is not None and (twin := "merged" if twin == "candidate" else twin) in known:
-                known[who] = known[twin]
+            identical = self.find_identical(role)
+            if identical == "candidate":
+                identical = "merged"
+            if identical is not None and identical in results:
+                results[role] = results[identical]
             else:
-                own = opponent.champion.model_digest
-                known[who] = examined(EvaluationSubject(who, own, own, "merged"), *self._plain(opponent.folder / "hf"))
-            yield who, known[who]
+                digest = opponent.champion.model_digest
+                subject = EvaluationSubject(role, digest, digest, "merged")
+                results[role] = evaluate(subject, *self._load_plain(opponent.folder / "hf"))
+            yield role, results[role]
 
-    def _plain_base(self) -> Any:
+    def _load_base(self) -> Any:
+        """Load the base as it was loaded for training."""
+        return loading.load(self.base_path, self.base, self.settings.train, self.device)
+
+    def _load_tokenizer(self) -> Any:
+        """Load the tokenizer that the rows were prepared with."""
+        base = self.base
+        return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
+
+    def _identity_on_base(self, adapter_digest: str) -> str:
+        return digests.hash_json([self.base.digest, adapter_digest])
+
+    def _load_plain_base(self) -> Any:
         oom.release_memory()
         plain = {"quantization": "none", "compute_dtype": self.settings.export.dtype, "initialization": "zero"}
         return loading.load(self.base_path, self.base, self.settings.train.model_copy(update=plain), self.device)
 
-    def _plain(self, folder: Path) -> tuple[Any, Any]:
+    def _load_plain(self, folder: Path) -> tuple[Any, Any]:
+        """Load model and tokenizer of exported files."""
         oom.release_memory()
         remote_code = self.base.remote_code
         dtype = loading.pick_dtype(self.settings.export.dtype, self.device)
@@ -217,36 +223,36 @@ class EvaluationModelLoader:
         return model, base_model.load_tokenizer(folder, remote_code=remote_code)
 
 
-def verify_references(layout: ProjectLayout, file: ChampionFile) -> dict[Who, EvaluationReference]:
-    """Champion and anchor with their files, every byte checked. Raises ChampionError when they are gone or damaged."""
-    found: dict[Who, EvaluationReference] = {}
+def verify_references(layout: ProjectLayout, file: ChampionFile) -> dict[ModelRole, EvaluationReference]:
+    """Verify the files of champion and anchor. Raises ChampionError if they are missing or damaged."""
+    references: dict[ModelRole, EvaluationReference] = {}
     if file.champion:
-        found["champion"] = verify_reference(layout, file.champion, "champion")
+        references["champion"] = verify_reference(layout, file.champion, "champion")
     if file.anchor:
-        same = file.champion and file.champion.model_digest == file.anchor.model_digest
-        found["anchor"] = found["champion"] if same else verify_reference(layout, file.anchor, "anchor")
-    return found
+        is_same = file.champion and file.champion.model_digest == file.anchor.model_digest
+        references["anchor"] = references["champion"] if is_same else verify_reference(layout, file.anchor, "anchor")
+    return references
 
 
-def verify_reference(layout: ProjectLayout, champion: Champion, who: str) -> EvaluationReference:
-    """A promoted model, after checking every byte. Raises ChampionError when it is not here, or damaged."""
+def verify_reference(layout: ProjectLayout, champion: Champion, role: str) -> EvaluationReference:
+    """Verify the files of a promoted model. Raises ChampionError if they are missing or damaged."""
     folder = layout.promoted_model(champion.model_digest)
     try:
         if not folder.is_dir():
-            raise DamagedFileError(f"{folder} is not there")
+            raise DamagedFileError(f"{folder} does not exist")
         files.verify_sealed(folder, "model")
         bundle = ModelBundle.load(folder / "bundle.json")
     except DamagedFileError as error:
-        cure = f"start anew: echo {{}} > {layout.champion}"
-        if who == "anchor":
-            cure = f"take another one: remove `anchor` from {layout.champion}, and promote with --anchor"
+        alternative = f"start without a champion: echo {{}} > {layout.champion}"
+        if role == "anchor":
+            alternative = f"remove `anchor` from {layout.champion} and set another with `ratchet promote --anchor`"
         raise ChampionError(
-            f"{layout.champion.name} names version {champion.version} as {who}, but its model is not usable here "
-            f"({error}); bring {folder} back from where it was promoted, or {cure}"
+            f"{layout.champion.name} names version {champion.version} as {role}, but its model is not usable on this "
+            f"machine ({error}); copy {folder} from the machine that promoted it, or {alternative}"
         ) from None
     if bundle.model_digest != champion.model_digest:
         raise ChampionError(
-            f"{folder}: holds model {bundle.model_digest[:12]}, {layout.champion.name} says "
-            f"{champion.model_digest[:12]}"
+            f"{folder}: found model {bundle.model_digest[:SHORT]}, but {layout.champion.name} has "
+            f"{champion.model_digest[:SHORT]}"
         )
     return EvaluationReference(champion, folder, bundle)

@@ -1,4 +1,4 @@
-"""What every model is asked: the test rows, their labels and parts, and text that has nothing to do with the task."""
+"""Inputs of an evaluation: test rows, their labels and slices, and general text that is unrelated to the task."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,85 +6,86 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ratchet.config.evaluation import Evaluate
-from ratchet.config.schema import Settings
-from ratchet.data import general_text as general
-from ratchet.data import token_files
-from ratchet.data import tokenization as chat_template
-from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, extract_text
+from ratchet.config.evaluate import Evaluate
+from ratchet.config.settings import Settings
+from ratchet.data import general_text, token_files, tokenization
+from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, extract_text
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluatedRow
 
-MOST_VALUES = 50
-"""Values of one category by which results are given: the most frequent; a field of more is rather a text."""
+MAX_SLICES_PER_FIELD = 50
+"""Most frequent values of a field of evaluate.slice_by that get a slice. A field with more values is probably text."""
 
 
 @dataclass(frozen=True)
 class TestRows:
-    """The test rows, in the order of their ids, and how many of them are answered with generated text."""
+    """The test rows in the order of their ids, and how many of them are answered with generated text."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # Not a test class of pytest.
 
     ids: list[str]
     conversations: list[Conversation]
     input_ids: list[list[int]]
     labels: list[list[int]]
     groups: list[str | None]
+    """Group of each row. Rows of one group are not independent."""
     fields: list[Mapping[str, str]]
-    generated: int
-    """The first so many: ids are digests of content, so they are a random sample, the same for every model."""
+    generation_count: int
+    """Number of leading rows that get generated answers. Ids are digests of content, so they are a random sample."""
 
     @property
     def expected(self) -> list[str]:
-        """The true answers of the rows that are answered, ends stripped as a generated answer's are."""
-        return [conversation.response.strip() for conversation in self.conversations[: self.generated]]
+        """References of the rows with generated answers, stripped like generated answers."""
+        return [conversation.response.strip() for conversation in self.conversations[: self.generation_count]]
 
     def answer_tokens(self, row: int) -> int:
-        """Tokens of a row that are learned from."""
-        return sum(label != MASKED for label in self.labels[row][1:])
+        """Count the tokens of a row that have a label."""
+        return sum(label != IGNORE_INDEX for label in self.labels[row][1:])
 
-    def records(self, categories: Sequence[str]) -> Iterator[EvaluatedRow]:
-        """The rows as they are written beside their scores."""
+    def iterate_records(self, fields: Sequence[str]) -> Iterator[EvaluatedRow]:
+        """Iterate over the rows as they are stored with their scores; `fields` selects the stored fields."""
         for i, (key, conversation) in enumerate(zip(self.ids, self.conversations, strict=True)):
-            learned = self.answer_tokens(i)
+            answer_tokens = self.answer_tokens(i)
             yield EvaluatedRow(
                 id=key,
-                prompt=extract_text(conversation.question.messages[-1]),
+                prompt=extract_text(conversation.context.messages[-1]),
                 expected=conversation.response,
                 group=self.groups[i],
-                fields={name: self.fields[i].get(name, "") for name in categories},
-                prompt_tokens=len(self.input_ids[i]) - 1 - learned,
-                answer_tokens=learned,
+                fields={name: self.fields[i].get(name, "") for name in fields},
+                prompt_tokens=len(self.input_ids[i]) - 1 - answer_tokens,
+                answer_tokens=answer_tokens,
             )
 
-    def parts(self, settings: Evaluate) -> dict[str, list[int]]:
-        """Rows by length and by category, under names that people read; parts without rows are left out."""
+    def slices(self, settings: Evaluate) -> dict[str, list[int]]:
+        """Return the indices of the rows of each slice, by length and by field, without empty slices."""
         lengths = [len(ids) for ids in self.input_ids]
         bounds = [0, *settings.length_bins]
-        found = {f"{a + 1}-{b} tokens": [i for i, n in enumerate(lengths) if a < n <= b] for a, b in pairwise(bounds)}
-        found[f"over {bounds[-1]} tokens"] = [i for i, n in enumerate(lengths) if n > bounds[-1]]
-        for name in settings.categories:
+        slices = {f"{a + 1}-{b} tokens": [i for i, n in enumerate(lengths) if a < n <= b] for a, b in pairwise(bounds)}
+        slices[f"over {bounds[-1]} tokens"] = [i for i, n in enumerate(lengths) if n > bounds[-1]]
+        for name in settings.slice_by:
             rows: dict[str, list[int]] = {}
             for i, fields in enumerate(self.fields):
                 rows.setdefault(fields.get(name, ""), []).append(i)
-            frequent = sorted(rows, key=lambda value: (-len(rows[value]), value))[:MOST_VALUES]
-            found |= {f"{name} = {value or '(none)'}": rows[value] for value in sorted(frequent)}
-        return {name: indices for name, indices in found.items() if indices}
+            frequent = sorted(rows, key=lambda value: (-len(rows[value]), value))[:MAX_SLICES_PER_FIELD]
+            slices |= {f"{name} = {value or '(none)'}": rows[value] for value in sorted(frequent)}
+        return {name: indices for name, indices in slices.items() if indices}
 
 
 def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -> TestRows:
-    """The test rows of stage prepare, or those of another split, every byte checked.
+    """Read and verify the rows of a prepared split.
 
     Raises:
-        DamagedFileError, DataError: they are not there, or not as they were written.
-        SettingsError: evaluate.categories names a field that prepare.keep does not.
+        DamagedFileError, DataError: The data are missing or were changed after they were written.
+        SettingsError: evaluate.slice_by names a field that is not in prepare.extra_fields.
     """
-    if unknown := [name for name in settings.evaluate.categories if name not in settings.prepare.keep]:
-        kept = ", ".join(settings.prepare.keep) or "nothing"
-        raise SettingsError(f"evaluate.categories: {unknown[0]!r} is not kept (prepare.keep: {kept}); list it there")
+    if unknown := [name for name in settings.evaluate.slice_by if name not in settings.prepare.extra_fields]:
+        available = ", ".join(settings.prepare.extra_fields) or "none"
+        raise SettingsError(
+            f"evaluate.slice_by: {unknown[0]!r} is not in prepare.extra_fields (found {available}); add it there"
+        )
     files.verify_sealed(layout.data, "data")
     dataset = token_files.open_split(layout.data, split)
     ids = list(dataset["id"])
@@ -95,66 +96,67 @@ def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -
         labels=dataset["labels"][:],
         groups=list(dataset["group"]),
         fields=[json.loads(text) for text in dataset["fields"]],
-        generated=min(len(ids), settings.evaluate.generate_rows or len(ids)),
+        generation_count=min(len(ids), settings.evaluate.generation_rows or len(ids)),
     )
 
 
-def validation_ids(layout: ProjectLayout) -> tuple[str, ...]:
-    """Ids of the rows by which the best checkpoint was chosen."""
+def read_validation_ids(layout: ProjectLayout) -> tuple[str, ...]:
+    """Read the ids of the validation rows, by which the best checkpoint is selected."""
     return tuple(token_files.open_split(layout.data, "validation")["id"])
 
 
 def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
-    """Whether a model's tokens are those of the prepared rows, cut ones up to where they were cut."""
+    """Return whether a model's tokenizer gives the tokens of the prepared rows (truncated rows: up to the end)."""
     try:
-        encoder = chat_template.ConversationEncoder(tokenizer, settings.prepare.turns)
-        own = encoder.encode(list(zip(rows.ids, rows.conversations, strict=True)))
+        encoder = tokenization.ConversationEncoder(tokenizer, settings.prepare.turns)
+        encoded = encoder.encode(list(zip(rows.ids, rows.conversations, strict=True)))
     except DataError:
         return False
     return all(
         isinstance(one, EncodedConversation) and one.input_ids[: len(ids) - 1] == ids[:-1]
-        for one, ids in zip(own, rows.input_ids, strict=True)
+        for one, ids in zip(encoded, rows.input_ids, strict=True)
     )
 
 
 def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
-    """The text of evaluate.general. Raises SettingsError when its file is not there, or is no text."""
-    name = settings.evaluate.general.text
+    """Read the text of evaluate.general_text. Raises SettingsError if its file is missing or is not text."""
+    name = settings.evaluate.general_text.file
     if name is None:
-        return general.read_bundled_text()
+        return general_text.read_bundled_text()
     path = layout.tasks / name
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SettingsError(f"evaluate.general.text: no file {name} below {layout.tasks}") from None
+        raise SettingsError(f"evaluate.general_text.file: file {name} not found in {layout.tasks}") from None
     except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise SettingsError(f"evaluate.general.text: {path} is no UTF-8 text ({error})") from None
+        raise SettingsError(f"evaluate.general_text.file: {path} is not a UTF-8 text file ({error})") from None
 
 
 def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
-    """Token ids of each label as the whole answer, end of turn included.
+    """Encode each label as a complete answer, including the end of the turn.
 
-    None where the template writes an answer otherwise than behind its prompt, or does so for one row and not another:
-    then there is no answer to give a likelihood of.
+    Returns:
+        Token ids by label. None if the template does not append the answer to the prompt, or appends it differently in
+        different rows: then answers have no likelihood of their own.
     """
-    found: list[list[list[int]]] = []
+    answers_of_rows: list[list[list[int]]] = []
     for conversation in (rows.conversations[0], rows.conversations[-1]):
-        prompt = chat_template.encode_prompt(tokenizer, conversation.question)
-        asked = [
+        prompt = tokenization.encode_prompt(tokenizer, conversation.context)
+        answered = [
             (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))
             for label in labels
         ]
-        encoded = chat_template.ConversationEncoder(tokenizer, "last").encode(asked)
         answers = []
-        for one in encoded:
+        for one in tokenization.ConversationEncoder(tokenizer, "last").encode(answered):
             if not isinstance(one, EncodedConversation) or one.input_ids[: len(prompt)] != prompt:
                 return None
-            last = max(i for i, label in enumerate(one.labels) if label != MASKED)
+            last = max(i for i, label in enumerate(one.labels) if label != IGNORE_INDEX)
             answers.append(one.input_ids[len(prompt) : last + 1])
-        found.append(answers)
-    return found[0] if found[0] == found[1] else None
+        answers_of_rows.append(answers)
+    return answers_of_rows[0] if answers_of_rows[0] == answers_of_rows[1] else None
 
 
-def gate_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
-    """Fingerprint of what a model is judged by: test rows, and documents of each harness task."""
-    return digests.hash_json({"rows": sorted(ids), "tasks": {name: sorted(found) for name, found in documents.items()}})
+def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
+    """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
+    tasks = {name: sorted(document_ids) for name, document_ids in documents.items()}
+    return digests.hash_json({"rows": sorted(ids), "tasks": tasks})

@@ -1,4 +1,4 @@
-"""Scores that survive a kill: what was asked and what came of it, a JSON line each, appended and never rewritten."""
+"""Scores a model on rows in batches. Results are stored durably, so that a restart computes only what is missing."""
 
 import errno
 import json
@@ -11,342 +11,213 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ratchet.config.evaluation import Evaluate
+from ratchet.config.evaluate import Evaluate
 from ratchet.data.batches import split_micro_batches
 from ratchet.errors import StorageError
 from ratchet.models import scoring
-from ratchet.models import scoring as label_room
 from ratchet.models.decoding import token_choice
 from ratchet.models.loading import Model
 from ratchet.models.memory import capacity, parameters
 from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests, disk, files
 
-JSON = Any
-"""What JSON can hold, and floats that it cannot: NaN and the infinities."""
-
-_HEAD, _MIDDLE = b'{"sha256":"', b'",'
-_BODY = len(_HEAD) + 64 + len(_MIDDLE)
-_ODD = "\0float"
-"""The one key of an object that stands for a float which JSON has no word for."""
-
-
-class ScoreStore:
-    """Results by key, in a file that is made at the first write; without one, nothing is kept.
-
-    A line is durable before its result is used, and holds a digest of its own: one that a kill cut off or a disk
-    damaged counts as never written, and costs only itself. Two processes may use one file: lines are appended by single
-    writes, and what one of them does not know of it computes for itself.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        """Read what is there. Raises StorageError when `path` is no file."""
-        self.path = path
-        self._lines: dict[str, tuple[int, int]] = {}
-        if path is not None:
-            self._read(path)
-
-    def take(self, key: str, make: Callable[[], JSON]) -> JSON:
-        """What is stored under `key`; else what `make` gives, stored before it is returned.
-
-        Either way it is what JSON makes of it: tuples are lists, keys of objects texts. Floats are exact, NaN and
-        infinities as well.
-
-        Raises:
-            OSError: the disk takes nothing; what was stored before is not touched. Or what `make` raises.
-            ValueError, TypeError: `make` gave what JSON cannot hold.
-        """
-        if (place := self._lines.get(key)) is not None and self.path is not None:
-            found = _decode_line(_read_bytes(self.path, *place))
-            if found is not None and found[0] == key:
-                return found[1]
-        body = _encode_body(key, make())
-        if self.path is not None:
-            self._lines[key] = _append_line(self.path, _HEAD + digests.hash_bytes(body).encode() + _MIDDLE + body)
-        return _decode_body(body)[1]
-
-    def get(self, key: str) -> JSON | None:
-        """What is stored under `key`; None: nothing is."""
-        if (place := self._lines.get(key)) is None or self.path is None:
-            return None
-        found = _decode_line(_read_bytes(self.path, *place))
-        return found[1] if found is not None and found[0] == key else None
-
-    def _read(self, path: Path) -> None:
-        """Remember where each whole line is; of two with one key, the first."""
-        try:
-            stream = path.open("rb")
-        except FileNotFoundError:
-            return
-        except IsADirectoryError:
-            raise StorageError(f"{path}: is a directory, where scores are to be kept; remove it") from None
-        with stream:
-            place = 0
-            for line in stream:
-                if (found := _decode_line(line.rstrip(b"\n"))) is not None:
-                    self._lines.setdefault(found[0], (place, len(line.rstrip(b"\n"))))
-                place += len(line)
-
-
-def _encode_body(key: str, value: JSON) -> bytes:
-    """The line from its key on. ASCII: texts of a data set may hold what UTF-8 cannot (half a surrogate pair)."""
-    return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
-
-
-def _decode_line(line: bytes) -> tuple[str, JSON] | None:
-    """Key and value of a line; None when it is not as it was written."""
-    sha, body = line[len(_HEAD) : _BODY - len(_MIDDLE)], line[_BODY:]
-    if not line.startswith(_HEAD) or sha != digests.hash_bytes(body).encode():
-        return None
-    return _decode_body(body)
-
-
-def _decode_body(body: bytes) -> tuple[str, JSON]:
-    read = json.loads(b"{" + body, object_hook=_restore_nonfinite)
-    return str(read["key"]), read["value"]
-
-
-def _to_json_value(value: JSON) -> JSON:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_ODD: repr(value)}
-    if isinstance(value, dict):
-        if _ODD in value:
-            raise ValueError(f"an object to be stored has the key {_ODD!r}")
-        return {key: _to_json_value(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json_value(one) for one in value]
-    return value
-
-
-def _restore_nonfinite(found: dict[str, Any]) -> Any:
-    return float(found[_ODD]) if _ODD in found else found
-
-
-def _read_bytes(path: Path, place: int, length: int) -> bytes:
-    """Empty when the file has gone."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(place)
-            return stream.read(length)
-    except FileNotFoundError:
-        return b""
-
-
-def _append_line(path: Path, line: bytes) -> tuple[int, int]:
-    """Write a line durably; its place and length. Raises OSError, with the path, when the disk does not take it."""
-    try:
-        new = not path.exists()
-        files.make_directory(path.parent)
-        files.before("write", path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            end = _write_at_end(fd, line + b"\n")
-        finally:
-            os.close(fd)
-        files.before("fsync", path)
-        disk.fsync(path)
-        if new:
-            files.fsync_directory(path.parent)
-    except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
-    return end - len(line) - 1, len(line)
-
-
-def _write_at_end(fd: int, data: bytes) -> int:
-    """Append; where it ends. A line that was cut off before this one is closed first."""
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b"\n":
-        data = b"\n" + data
-    while data:  # a disk that is nearly full takes a part, and says at the next call what is wrong
-        data = data[os.write(fd, data) :]
-    return os.lseek(fd, 0, os.SEEK_CUR)
-
-
-# Asks one model about all rows, batch by batch; what it said before a kill is taken from the store.
-
 Tokens = Sequence[int]
 Batch = list[int]
-"""Indices of rows that are computed at once."""
+"""Indices of rows that are computed together."""
 
 
 @dataclass(frozen=True)
 class Scorer:
     """Scores any model in exactly the same way.
 
-    Batches are planned over all rows before the first is computed, so an evaluation that was broken off goes on with
-    the batches that it began with. A key of the store names all that a batch is asked, to the last token: an entry of
-    other rows, other settings or another batch size is never taken.
+    Batches are planned over all rows before the first is computed, so a restarted evaluation continues with the same
+    batches. A key of the store contains every token of the batch and every setting of the request: results of other
+    rows, settings or batch sizes are never reused.
     """
 
     model: Model
-    pad: int
-    """Token that rows are filled with."""
+    pad_token_id: int
+    """Token that fills the rows of a batch to the same length."""
     batch_rows: int
-    store: ScoreStore
-    """Of this model, in this arithmetic: neither is in the keys."""
+    store: "ScoreStore"
+    """Results of this model with these numerics; neither of them is in the keys."""
     progress: Callable[[int, int], None]
-    """Told how many rows are done, and of how many."""
+    """Called with the number of finished rows and of all rows."""
 
-    def likelihoods(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
-        """Likelihood of each row, answer (what has a label) and prompt apart, in the order of the rows."""
+    def score_rows(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
+        """Compute the likelihood of each row: answer tokens (those with a label) and prompt tokens separately."""
 
-        def ask(rows: Batch) -> dict[str, Any]:
-            return {"rows": [[list(input_ids[i]), list(labels[i])] for i in rows]}
+        def request(batch: Batch) -> dict[str, Any]:
+            return {"rows": [[list(input_ids[i]), list(labels[i])] for i in batch]}
 
-        def compute(rows: Batch) -> list[tuple[float, int, float, int]]:
-            found = scoring.score_rows(
-                self.model, [input_ids[i] for i in rows], [labels[i] for i in rows], self.pad
-            )  # fmt: skip
-            return [(one.nll, one.tokens, one.prompt_nll, one.prompt_tokens) for one in found]
+        def compute(batch: Batch) -> list[tuple[float, int, float, int]]:
+            scores = scoring.score_rows(
+                self.model, [input_ids[i] for i in batch], [labels[i] for i in batch], self.pad_token_id
+            )
+            return [(one.nll, one.tokens, one.prompt_nll, one.prompt_tokens) for one in scores]
 
         batches = split_micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
-        return [RowLikelihood(*found) for found in self._each("likelihoods", batches, ask, compute)]
+        return [RowLikelihood(*values) for values in self._compute_batches("likelihoods", batches, request, compute)]
 
-    def text(self, blocks: Sequence[Tokens]) -> list[RowLikelihood]:
-        """Likelihood of plain text: every token of a block but its first counts as answer."""
-        return self.likelihoods(blocks, blocks)
+    def score_text(self, blocks: Sequence[Tokens]) -> list[RowLikelihood]:
+        """Compute the likelihood of plain text: all tokens of a block but the first count as answer."""
+        return self.score_rows(blocks, blocks)
 
-    def answers(
-        self, tokenizer: Any, prompts: Sequence[Tokens], ends: Sequence[int], wanted: Evaluate
-    ) -> list[list[str]]:  # fmt: skip
-        """Answers to each prompt (ids that end where the assistant begins), in their order, stripped.
+    def generate_answers(
+        self, tokenizer: Any, prompts: Sequence[Tokens], end_tokens: Sequence[int], settings: Evaluate
+    ) -> list[list[str]]:
+        """Generate answers to each prompt and strip them.
 
-        A prompt's draws depend on nothing but the seed, the prompt, and which of several equal ones it is.
+        Sampled answers depend only on the seed, the prompt, and its number among identical prompts.
 
         Args:
-            tokenizer: turns tokens into text; special ones are left out.
-            ends: tokens that end an answer.
-            wanted: max_new_tokens; samples (one is greedy, more are drawn); temperature and seed of what is drawn.
+            tokenizer: Decodes the answers; special tokens are left out.
+            prompts: Token ids up to the start of the assistant's answer.
+            end_tokens: Tokens that end an answer.
+            settings: max_new_tokens; samples (1 is greedy, more are sampled); temperature and seed of sampling.
+
+        Returns:
+            The answers to each prompt, in the order of the prompts.
         """
-        samples = wanted.samples
+        samples = settings.samples
         pairs = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
         names = _unique_prompt_keys(prompts)
 
-        def streams(batch: Batch) -> list[str]:
-            return [token_choice.noise_stream_key(wanted.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
+        def stream_keys(batch: Batch) -> list[str]:
+            return [token_choice.noise_stream_key(settings.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
 
-        def ask(batch: Batch) -> dict[str, Any]:
-            drawn = {"temperature": wanted.temperature, "streams": streams(batch)} if samples > 1 else None
-            asked = [list(prompts[pairs[k][0]]) for k in batch]
-            return {"prompts": asked, "ends": sorted(ends), "max_new_tokens": wanted.max_new_tokens, "drawn": drawn}
+        def request(batch: Batch) -> dict[str, Any]:
+            sampling = {"temperature": settings.temperature, "streams": stream_keys(batch)} if samples > 1 else None
+            return {
+                "prompts": [list(prompts[pairs[k][0]]) for k in batch],
+                "ends": sorted(end_tokens),
+                "max_new_tokens": settings.max_new_tokens,
+                "sampling": sampling,
+            }
 
         def compute(batch: Batch) -> list[list[int]]:
-            asked = [prompts[pairs[k][0]] for k in batch]
-            draw = (
-                token_choice.GumbelLogitsWarper(streams(batch), wanted.temperature, max(map(len, asked)))
+            batch_prompts = [prompts[pairs[k][0]] for k in batch]
+            warper = (
+                token_choice.GumbelLogitsWarper(stream_keys(batch), settings.temperature, max(map(len, batch_prompts)))
                 if samples > 1
                 else None
             )
-            return scoring.generate(self.model, asked, ends, wanted.max_new_tokens, self.pad, draw)
+            return scoring.generate(
+                self.model, batch_prompts, end_tokens, settings.max_new_tokens, self.pad_token_id, warper
+            )
 
         lengths = [len(prompts[i]) for i, _ in pairs]
         batches = split_micro_batches(list(range(len(pairs))), lengths, self.batch_rows)
-        found = self._each("answers", batches, ask, compute)
-        texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in found]
+        answers = self._compute_batches("answers", batches, request, compute)
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in answers]
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
-    def label_scores(self, prompts: Sequence[Tokens], labels: Sequence[Tokens]) -> list[list[float]]:
-        """Log-probability in nats of each label (its ids, end of turn included) as the whole answer to each prompt."""
-        asked_labels = [list(label) for label in labels]
+    def score_labels(self, prompts: Sequence[Tokens], labels: Sequence[Tokens]) -> list[list[float]]:
+        """Compute the log-probability in nats of each label as the complete answer to each prompt.
 
-        def ask(rows: Batch) -> dict[str, Any]:
-            asked = [list(prompts[i]) for i in rows]
-            return {"prompts": asked, "labels": asked_labels, "batch_rows": self.batch_rows}
+        Args:
+            prompts: Token ids up to the start of the assistant's answer.
+            labels: Token ids of each label, including the end of the turn.
+        """
+        label_ids = [list(label) for label in labels]
 
-        def compute(rows: Batch) -> list[list[float]]:
-            return label_room.score_labels(
-                self.model, [prompts[i] for i in rows], labels, self.batch_rows, self.pad
-            )  # fmt: skip
+        def request(batch: Batch) -> dict[str, Any]:
+            return {"prompts": [list(prompts[i]) for i in batch], "labels": label_ids, "batch_rows": self.batch_rows}
 
-        return self._each("label_scores", list(self._of_one_length(prompts)), ask, compute)
+        def compute(batch: Batch) -> list[list[float]]:
+            return scoring.score_labels(
+                self.model, [prompts[i] for i in batch], labels, self.batch_rows, self.pad_token_id
+            )
 
-    def _of_one_length(self, rows: Sequence[Tokens]) -> Iterator[Batch]:
-        """Batches in which nothing is filled, longest first."""
+        return self._compute_batches("label_scores", list(self._batch_equal_lengths(prompts)), request, compute)
+
+    def _batch_equal_lengths(self, rows: Sequence[Tokens]) -> Iterator[Batch]:
+        """Yield batches of rows with equal length (no padding), longest first."""
         by_length: dict[int, Batch] = {}
         for i, ids in enumerate(rows):
             by_length.setdefault(len(ids), []).append(i)
         for length in sorted(by_length, reverse=True):
-            some = by_length[length]
-            yield from (some[start : start + self.batch_rows] for start in range(0, len(some), self.batch_rows))
+            same = by_length[length]
+            yield from (same[start : start + self.batch_rows] for start in range(0, len(same), self.batch_rows))
 
-    def _each(
+    def _compute_batches(
         self,
         kind: str,
         batches: Sequence[Batch],
-        ask: Callable[[Batch], dict[str, Any]],
+        request: Callable[[Batch], dict[str, Any]],
         compute: Callable[[Batch], Sequence[Any]],
     ) -> list[Any]:
-        """What came of each row, in the order of the rows: from the store, or computed and stored.
+        """Return the result of each row, in the order of the rows, from the store or computed and stored.
 
         Args:
-            kind: of the question.
-            batches: all rows, each in one of them.
-            ask: what a batch is asked, as JSON: the key of its results.
-            compute: its results.
+            kind: Kind of the request.
+            batches: Batches that contain each row once.
+            request: Returns the request of a batch as JSON, from which the key is computed.
+            compute: Computes the results of a batch.
         """
         total, done = sum(map(len, batches)), 0
-        found: list[Any] = [None] * total
+        results: list[Any] = [None] * total
         for batch in batches:
-            key = f"{kind} {digests.hash_json({'pad': self.pad, **ask(batch)})}"
-            results = self.store.take(key, partial(compute, batch))
-            for row, result in zip(batch, results, strict=True):
-                found[row] = result
+            key = f"{kind} {digests.hash_json({'pad': self.pad_token_id, **request(batch)})}"
+            batch_results = self.store.get_or_compute(key, partial(compute, batch))
+            for row, result in zip(batch, batch_results, strict=True):
+                results[row] = result
             done += len(batch)
             self.progress(done, total)
-        return found
+        return results
 
 
 def _unique_prompt_keys(prompts: Sequence[Tokens]) -> list[str]:
-    """A name for each prompt that does not depend on the others; equal ones are numbered, so that each draws anew."""
-    seen: Counter[str] = Counter()
-    names = []
+    """Return a key of each prompt's content; identical prompts are numbered, so that they get different samples."""
+    counts: Counter[str] = Counter()
+    keys = []
     for prompt in prompts:
-        fingerprint = digests.hash_json(list(prompt))
-        names.append(f"{fingerprint}/{seen[fingerprint]}")
-        seen[fingerprint] += 1
-    return names
+        digest = digests.hash_json(list(prompt))
+        keys.append(f"{digest}/{counts[digest]}")
+        counts[digest] += 1
+    return keys
 
 
-# How many rows are scored at once: a power of two that follows from machine and model, the same every time.
-
-MOST_ROWS = 64
-"""More make nothing faster, and fill shorter rows for longer ones."""
-SHARE = 0.5
-"""Of the memory beside the weights that rows may take: others use the machine as well, and blocks are never packed
-without gaps. What is free at the moment is not asked: scores move with the rows of a batch, if only by rounding."""
+MAX_BATCH_ROWS = 64
+"""Larger batches are not faster, and pad short rows to longer ones."""
+MEMORY_SHARE = 0.5
+"""Share of the memory after the weights that rows may use: other processes need memory, and allocations leave gaps. The
+free memory of the moment is ignored, because scores change with the batch size, if only by rounding."""
 
 
-def choose_batch_rows(wanted: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
-    """Rows of a batch. `auto` takes the greatest power of two whose rows, all as long as the longest, should fit.
+def choose_batch_rows(setting: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
+    """Return the rows of a batch; `auto` is the largest power of two for which rows of maximum length should fit.
+
+    The result depends only on machine and model, so it is the same every time.
 
     Args:
-        wanted: `machine` says it, or leaves it to us.
-        model: loaded; its weights and its device count.
-        longest_tokens: of any row that will be scored, generated tokens included.
-        vocabulary: logits of a position.
+        setting: machine.evaluation_batch_size.
+        model: The loaded model.
+        longest_tokens: Tokens of the longest row, including generated tokens.
+        vocabulary: Number of logits per position.
 
     Returns:
-        At least 1. Where even so many do not fit, memory runs out (model.memory.is_exhausted), and half as many may.
+        At least 1. If even this does not fit, memory runs out (models.oom.is_out_of_memory) and half as many may fit.
     """
-    if wanted != "auto":
-        return wanted
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    room = SHARE * (
+    if setting != "auto":
+        return setting
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    available = MEMORY_SHARE * (
         capacity.measure_device(model.device).total_bytes - sum(t.nbytes for t in parameters.list_unique_tensors(model))
     )
     rows = 1
-    needed = estimate_row_bytes(whole.config.get_text_config(), longest_tokens, vocabulary)
-    while rows < MOST_ROWS and 2 * rows * needed <= room:
+    row_bytes = estimate_row_bytes(base.config.get_text_config(), longest_tokens, vocabulary)
+    while rows < MAX_BATCH_ROWS and 2 * rows * row_bytes <= available:
         rows *= 2
     return rows
 
 
 def estimate_row_bytes(config: Any, tokens: int, vocabulary: int) -> int:
-    """Bound of what a row holds while it is scored without gradients, in bytes.
+    """Estimate an upper limit of the bytes that scoring one row without gradients takes.
 
-    Keys and values of all layers twice (a cache that grows is copied), the widest layer's inputs and outputs, attention
-    scores if they are written out, and some copies of the logits of one position; all in float32. Wider pieces of
-    logits are bounded for a batch as a whole (model.columns.CHUNK_ELEMENTS).
+    It counts keys and values of all layers twice (a growing cache is copied), inputs and outputs of the widest layer,
+    attention scores if they are materialized, and some copies of the logits of one position, all in float32. Wider
+    pieces of logits are limited per batch (models.chunked_loss).
     """
     hidden = int(config.hidden_size)
     layers = int(config.num_hidden_layers)
@@ -360,7 +231,149 @@ def estimate_row_bytes(config: Any, tokens: int, vocabulary: int) -> int:
     return 4 * (cache + width + scores + 4 * vocabulary)
 
 
-def _largest_layer_size(config: Any, name: str, otherwise: int) -> int:
-    """A size that some models give layer by layer."""
-    found = getattr(config, name, None)
-    return int(max(found) if isinstance(found, list | tuple) else found or otherwise)
+def _largest_layer_size(config: Any, name: str, default: int) -> int:
+    """Return a size of the config; some models have one value per layer."""
+    size = getattr(config, name, None)
+    return int(max(size) if isinstance(size, list | tuple) else size or default)
+
+
+JSON = Any
+"""JSON values, and the floats that JSON does not have: NaN and the infinities."""
+
+# Format of a line: {"sha256":"<64 hex digits>","key":...,"value":...}
+_HEAD, _MIDDLE = b'{"sha256":"', b'",'
+_BODY = len(_HEAD) + 64 + len(_MIDDLE)
+_NONFINITE_KEY = "\0float"
+"""Only key of an object that represents NaN or an infinity."""
+
+
+class ScoreStore:
+    """Stores results by key as JSON lines in a file, which the first write creates; without a path, stores nothing.
+
+    A line is durable before its result is used and has its own digest. A line that a kill truncated or a disk damaged
+    counts as missing, and only this line is computed again. Two processes may share a file: lines are appended by
+    single writes, and each process computes what it has not read.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Index the existing lines. Raises StorageError if `path` is a directory."""
+        self.path = path
+        self._lines: dict[str, tuple[int, int]] = {}
+        """Offset and length of each line, by key."""
+        if path is not None:
+            self._index_lines(path)
+
+    def get_or_compute(self, key: str, compute: Callable[[], JSON]) -> JSON:
+        """Return the value stored under `key`, or store and return the result of `compute`.
+
+        The value has passed through JSON: tuples become lists and object keys become strings. Floats are exact,
+        including NaN and infinities.
+
+        Raises:
+            OSError: The disk is full or fails; existing lines stay intact. Also any error of `compute`.
+            ValueError, TypeError: JSON cannot represent the result.
+        """
+        if (position := self._lines.get(key)) is not None and self.path is not None:
+            line = _decode_line(_read_bytes(self.path, *position))
+            if line is not None and line[0] == key:
+                return line[1]
+        body = _encode_body(key, compute())
+        if self.path is not None:
+            self._lines[key] = _append_line(self.path, _HEAD + digests.hash_bytes(body).encode() + _MIDDLE + body)
+        return _decode_body(body)[1]
+
+    def get(self, key: str) -> JSON | None:
+        """Return the value stored under `key`, or None."""
+        if (position := self._lines.get(key)) is None or self.path is None:
+            return None
+        line = _decode_line(_read_bytes(self.path, *position))
+        return line[1] if line is not None and line[0] == key else None
+
+    def _index_lines(self, path: Path) -> None:
+        """Index the valid lines; of two with the same key, the first."""
+        try:
+            stream = path.open("rb")
+        except FileNotFoundError:
+            return
+        except IsADirectoryError:
+            raise StorageError(f"{path}: found a directory, expected a file for scores; remove it") from None
+        with stream:
+            offset = 0
+            for text in stream:
+                if (line := _decode_line(text.rstrip(b"\n"))) is not None:
+                    self._lines.setdefault(line[0], (offset, len(text.rstrip(b"\n"))))
+                offset += len(text)
+
+
+def _encode_body(key: str, value: JSON) -> bytes:
+    """Encode a line from its key on, in ASCII: texts of a data set may have half a surrogate pair (invalid UTF-8)."""
+    return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
+
+
+def _decode_line(line: bytes) -> tuple[str, JSON] | None:
+    """Decode key and value of a line; None if it is truncated or damaged."""
+    sha, body = line[len(_HEAD) : _BODY - len(_MIDDLE)], line[_BODY:]
+    if not line.startswith(_HEAD) or sha != digests.hash_bytes(body).encode():
+        return None
+    return _decode_body(body)
+
+
+def _decode_body(body: bytes) -> tuple[str, JSON]:
+    fields = json.loads(b"{" + body, object_hook=_restore_nonfinite)
+    return str(fields["key"]), fields["value"]
+
+
+def _to_json_value(value: JSON) -> JSON:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NONFINITE_KEY: repr(value)}
+    if isinstance(value, dict):
+        if _NONFINITE_KEY in value:
+            raise ValueError(f"cannot store an object with the reserved key {_NONFINITE_KEY!r}")
+        return {key: _to_json_value(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json_value(one) for one in value]
+    return value
+
+
+def _restore_nonfinite(value: dict[str, Any]) -> Any:
+    return float(value[_NONFINITE_KEY]) if _NONFINITE_KEY in value else value
+
+
+def _read_bytes(path: Path, offset: int, length: int) -> bytes:
+    """Read a part of a file; empty if the file was removed."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(length)
+    except FileNotFoundError:
+        return b""
+
+
+def _append_line(path: Path, line: bytes) -> tuple[int, int]:
+    """Append a line durably and return its offset and length. Raises OSError with the path if the disk fails."""
+    try:
+        is_new = not path.exists()
+        files.make_directory(path.parent)
+        files.before("write", path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            end = _write_at_end(fd, line + b"\n")
+        finally:
+            os.close(fd)
+        files.before("fsync", path)
+        disk.fsync(path)
+        if is_new:
+            files.fsync_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
+    return end - len(line) - 1, len(line)
+
+
+def _write_at_end(fd: int, data: bytes) -> int:
+    """Append data and return the new end. A truncated last line is terminated first."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        data = b"\n" + data
+    while data:  # An almost full disk takes a part; the next write raises the error.
+        data = data[os.write(fd, data) :]
+    return os.lseek(fd, 0, os.SEEK_CUR)

@@ -1,8 +1,9 @@
-"""Entry of the scoring process: `python -m ratchet.evaluation.validation_worker PROJECT LAUNCH [PARENT_PID]`.
+"""Process that scores adapters: `python -m ratchet.evaluation.validation_worker PROJECT LAUNCH [PARENT_PID]`.
 
-Scores adapters of finished runs on validation rows, never on test rows. LAUNCH is a HeldOutLaunch as JSON; answers are
-left in the run directories (records_held_out.path_in), complete or not at all. The exit code is the command line's; of
-a failure the last line on stderr says `class of ratchet.errors: why`. With PARENT_PID it does not outlive that process.
+It scores the adapters of finished runs on validation rows, never on test rows. LAUNCH is a ValidationLaunch as JSON.
+The scores are stored in the run directories (validation_scores_path), complete or not at all. The exit codes are those
+of the command line. After a failure, the last line on stderr is `class of ratchet.errors: reason`. With PARENT_PID, the
+process ends with its parent.
 """
 
 import os
@@ -14,25 +15,28 @@ from types import FrameType
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.runs.signals import die_with_parent
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import HeldOutLaunch
+from ratchet.storage.records.evaluation import ValidationLaunch
 
 
 def main(arguments: list[str]) -> int:
-    """Score, and say of each run what came of it. Light until its life is tied to its parent's: torch takes seconds."""
+    """Score the runs and print one line per run.
+
+    torch takes seconds to import, so it is imported only after the process is tied to its parent.
+    """
     if len(arguments) > 2:
         die_with_parent(signal.SIGKILL)
-        if os.getppid() != int(arguments[2]):  # it died before we asked
+        if os.getppid() != int(arguments[2]):  # The parent died before `die_with_parent`.
             return EXIT_INTERRUPTED
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
-        launch = HeldOutLaunch.model_validate_json(arguments[1])
+        launch = ValidationLaunch.model_validate_json(arguments[1])
         from ratchet.evaluation import validation_scoring
 
-        for found in validation_scoring.score_runs(ProjectLayout(Path(arguments[0])), launch):
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in found.figures.items())
-            print(f"run {found.run_id}: {figures} ({len(found.ids)} rows)", flush=True)
+        for scores in validation_scoring.score_runs(ProjectLayout(Path(arguments[0])), launch):
+            metrics = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
+            print(f"run {scores.run_id}: {metrics} ({len(scores.ids)} rows)", flush=True)
     except KeyboardInterrupt:
-        return _report_error(InterruptedRunError("stopped; nothing half-written is left, repeat it"))
+        return _report_error(InterruptedRunError("interrupted; stored scores are complete, run the command again"))
     except RatchetError as error:
         return _report_error(error)
     return EXIT_OK
@@ -44,8 +48,8 @@ def _report_error(error: RatchetError) -> int:
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    for deaf in (signal.SIGTERM, signal.SIGINT):  # one request is enough: another would break off the tidying up
-        signal.signal(deaf, signal.SIG_IGN)
+    for repeated in (signal.SIGTERM, signal.SIGINT):  # A second signal would interrupt the clean-up.
+        signal.signal(repeated, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""The merged model in other formats: written, opened in the runtime that each is for, and examined there."""
+"""Converts the merged model to other formats, and verifies each in the runtime that uses it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from ratchet.config.export import GgufType, OnnxType, PlainType
+from ratchet.config.export import BuiltInGgufType, GgufType
 from ratchet.export import smoke_prompts
 from ratchet.export.gguf import llama_cpp_tools, reader, writer
 from ratchet.export.inputs import ExportJob
@@ -22,36 +22,40 @@ from ratchet.registry import bundle_files
 from ratchet.storage import digests
 from ratchet.storage.records.export import ExportArtifact, FormatKind
 
-WITNESSED_ROWS = 4
-"""Rows on which a second reader of a GGUF file is asked."""
+READER_ROWS = 4
+"""Rows on which transformers' GGUF loader is compared."""
 
 
 @dataclass(frozen=True)
 class ExportVerifier:
-    """What every form is asked, and how base + adapter answered."""
+    """The probe inputs and base + adapter's outputs that every exported format is compared with."""
 
     job: ExportJob
     tokenizer: Any
-    material: ProbeInputs
+    inputs: ProbeInputs
     reference: ReferenceOutputs
     score: Score
-    """Answers, as the evaluation scores them."""
+    """Scores answers as the evaluation does."""
 
-    def examine(self, runtime: ModelRuntime, form: "ExportedFormat", **known: Any) -> ExportArtifact:
-        """Ask a form everything."""
-        found = parity.examine_format(
-            runtime, self.reference, self.material, self.decode, self.score,
-            lambda what, done, total: self.job.progress(f"{form.name}: {what}", done, total),
+    def verify(self, runtime: ModelRuntime, exported: "ExportedFormat", **fields: Any) -> ExportArtifact:
+        """Run all probe inputs in a format's runtime, and compare the outputs with the reference.
+
+        Args:
+            fields: further fields of the record, such as probes and notes.
+        """
+        result = parity.compare_format(
+            runtime, self.reference, self.inputs, self.decode, self.score,
+            lambda activity, done, total: self.job.progress(f"{exported.name}: {activity}", done, total),
         )  # fmt: skip
         return ExportArtifact(
-            name=form.name, kind=form.kind, type=form.type, digest=format_fingerprint(form.path),
-            size_bytes=format_size_bytes(form.path),
-            runtime=runtime.name, closeness=found.closeness, task=found.task, texts_tokenised=found.texts_tokenised,
-            texts=found.texts, tokens_per_second=found.tokens_per_second, threads=self.threads, **known,
+            name=exported.name, kind=exported.kind, type=exported.type, digest=format_fingerprint(exported.path),
+            size_bytes=format_size_bytes(exported.path),
+            runtime=runtime.name, distance=result.distance, task=result.task, texts_tokenised=result.texts_tokenised,
+            texts=result.texts, tokens_per_second=result.tokens_per_second, threads=self.threads, **fields,
         )  # fmt: skip
 
     def decode(self, ids: Sequence[int]) -> str:
-        """An answer as text, as the evaluation reads it."""
+        """Decode an answer as the evaluation does."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -62,102 +66,113 @@ class ExportVerifier:
 
     @property
     def context_tokens(self) -> int:
-        """That the longest row and its answer need."""
-        asked = [*self.material.rows, *self.material.prompts]
-        return max(map(len, asked)) + self.material.max_new_tokens + smoke_prompts.NEW_TOKENS
+        """Context size that the longest row and its answer need."""
+        rows = [*self.inputs.rows, *self.inputs.prompts]
+        return max(map(len, rows)) + self.inputs.max_new_tokens + smoke_prompts.MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)
 class ExportedFormat:
-    """One form on the disk."""
+    """One exported format on disk."""
 
     kind: FormatKind
     type: str
     path: Path
-    """File or directory, below the export."""
+    """File or directory inside the export."""
 
     @property
     def name(self) -> str:
-        """As the bundle calls it."""
+        """Its name in the bundle, such as `gguf/q8_0`."""
         return "hf" if self.kind == "hf" else f"{self.kind}/{self.type}"
 
 
 def format_fingerprint(path: Path) -> str:
-    """Of a form's files, by their names in it; of a single file, by its own."""
+    """Digest of a format's files and their relative names; for a single file, of the file and its name."""
     if path.is_file():
         return digests.hash_tree(path.parent, [path.name])
     return digests.hash_tree(path, sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
 
 
 def format_size_bytes(path: Path) -> int:
-    """Bytes of a form."""
+    """Total size of a format's files."""
     return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
 
 
 def convert_formats(
-    exam: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
+    verifier: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
 ) -> Iterator[ExportArtifact]:
-    """Every format that is asked for, one after the other; nothing else of them is in memory meanwhile.
+    """Write and verify every requested format, one after the other; one is in memory at a time.
 
     Args:
-        merged: Hugging Face directory.
-        scratch: of the whole export; forms get folders in it.
-        logits: of the merged model, for second readers.
+        merged: Hugging Face directory of the merged model.
+        scratch: directory of the whole export; each format gets a path in it.
+        logits: computes the merged model's logits, for transformers' GGUF loader to be compared with.
 
     Raises:
-        BaseModelError, SettingsError: a format cannot carry the model, or a runtime does not open what was written.
+        BaseModelError, SettingsError: a format does not support the model, or its runtime cannot open the result.
     """
-    wanted = exam.job.settings.export
-    for kind in wanted.gguf.types:
-        path = scratch / bundle_files.format_path("gguf", kind)
+    export = verifier.job.settings.export
+    for gguf_type in export.gguf.types:
+        path = scratch / bundle_files.format_path("gguf", gguf_type)
         path.parent.mkdir(exist_ok=True)
-        notes = _write_gguf(exam.job, merged, path, kind)
-        yield _examine_gguf(exam, ExportedFormat("gguf", kind, path), merged, notes, logits)
-    for precision in wanted.onnx.types:
-        path = scratch / bundle_files.format_path("onnx", precision)
+        notes = _write_gguf(verifier.job, merged, path, gguf_type)
+        yield _verify_gguf(verifier, ExportedFormat("gguf", gguf_type, path), merged, notes, logits)
+    for onnx_type in export.onnx.types:
+        path = scratch / bundle_files.format_path("onnx", onnx_type)
         path.mkdir(parents=True)
-        yield _examine_onnx(exam, merged, ExportedFormat("onnx", precision, path), precision)
+        exporter.write_onnx(merged, path, onnx_type, verifier.job.progress)
+        yield _verify_onnx(verifier, ExportedFormat("onnx", onnx_type, path))
 
 
-def _write_gguf(job: ExportJob, merged: Path, path: Path, kind: GgufType) -> tuple[str, ...]:
-    """By our own writer, or by llama.cpp's tools where only they can; what somebody who uses the file should know."""
-    own = writer.is_supported(merged)
-    if own and kind not in llama_cpp_tools.TYPES:
-        return writer.write_gguf(merged, path, cast(PlainType, kind), job.progress)
-    if not own and kind in llama_cpp_tools.CONVERTED:
-        llama_cpp_tools.convert_to_gguf(job.tools, merged, path, kind)
+def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
+    """Write a GGUF file with our writer, or with llama.cpp's tools if only they can.
+
+    Returns:
+        Notes for users of the file.
+    """
+    is_supported = writer.is_supported(merged)
+    if is_supported and gguf_type not in llama_cpp_tools.TYPES:
+        return writer.write_gguf(merged, path, cast(BuiltInGgufType, gguf_type), job.progress)
+    if not is_supported and gguf_type in llama_cpp_tools.CONVERTED:
+        llama_cpp_tools.convert_to_gguf(job.tools, merged, path, gguf_type)
         return ("written by llama.cpp's converter",)
-    whole = path.with_name("whole.gguf")
+    unquantized = path.with_name("whole.gguf")
     notes: tuple[str, ...] = ()
-    if own:
-        notes = writer.write_gguf(merged, whole, "f32", job.progress)
+    if is_supported:
+        notes = writer.write_gguf(merged, unquantized, "f32", job.progress)
     else:
-        llama_cpp_tools.convert_to_gguf(job.tools, merged, whole, "f32")
-    llama_cpp_tools.quantize_gguf(job.tools, whole, path, kind, job.settings.machine.threads or torch.get_num_threads())
-    whole.unlink()
-    return (*notes, "quantised by llama.cpp's llama-quantize")
+        llama_cpp_tools.convert_to_gguf(job.tools, merged, unquantized, "f32")
+    threads = job.settings.machine.threads or torch.get_num_threads()
+    llama_cpp_tools.quantize_gguf(job.tools, unquantized, path, gguf_type, threads)
+    unquantized.unlink()
+    return (*notes, "quantized by llama.cpp's llama-quantize")
 
 
-def _examine_gguf(
-    exam: ExportVerifier, form: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
+def _verify_gguf(
+    verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
 ) -> ExportArtifact:  # fmt: skip
-    """With float32 caches, which show what the file is; then, as it is served, the probes."""
-    difference, note = reader.compare_logits(form.path, merged, exam.material.rows[:WITNESSED_ROWS], logits)
-    with llama.open_runtime(form.path, exam.threads, exam.context_tokens, "f16") as runtime:
-        asked = runtime.probes(tokenizer_probes.PROBES, smoke_prompts.NEW_TOKENS)
-    with llama.open_runtime(form.path, exam.threads, exam.context_tokens, "f32") as runtime:
-        found = exam.examine(
-            runtime, form, probes=asked, witness=None if difference is None else reader.NAME,
-            witness_difference=difference, notes=notes if note is None else (*notes, note),
+    """Collect the probes with an f16 cache, as servers use it; verify with an f32 cache, which adds no rounding."""
+    difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
+    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
+        probes = runtime.probes(tokenizer_probes.PROBES, smoke_prompts.MAX_NEW_TOKENS)
+    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f32") as runtime:
+        artifact = verifier.verify(
+            runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
+            second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
-    ours = [tuple(smoke_prompts.prompt_ids(exam.tokenizer, question)) for question in tokenizer_probes.PROBES]
-    alike = sum(probe.prompt_ids == prompt for probe, prompt in zip(asked, ours, strict=True))
-    texts, same = found.texts + len(ours), found.texts_tokenised + alike
-    return found.model_copy(update={"texts": texts, "texts_tokenised": same})
+    prompts = [tuple(smoke_prompts.prompt_ids(verifier.tokenizer, one)) for one in tokenizer_probes.PROBES]
+    same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
+    return artifact.model_copy(
+        update={
+            "texts": artifact.texts + len(prompts),
+            "texts_tokenised": artifact.texts_tokenised + same_prompts,
+        }
+    )
 
 
-def _examine_onnx(exam: ExportVerifier, merged: Path, form: ExportedFormat, precision: OnnxType) -> ExportArtifact:
-    exporter.write_onnx(merged, form.path, precision, exam.job.progress)
-    with onnx_runtime.open_runtime(form.path, exam.threads) as runtime:
-        asked = smoke_prompts.ask_probes(runtime, exam.tokenizer, tokenizer_probes.PROBES, exam.material.ends)
-        return exam.examine(runtime, form, probes=asked)
+def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
+    with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
+        probes = smoke_prompts.collect_probes(
+            runtime, verifier.tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids
+        )
+        return verifier.verify(runtime, exported, probes=probes)

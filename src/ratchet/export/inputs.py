@@ -1,4 +1,4 @@
-"""Whether the formats that are asked for can carry a model: said before hours are spent on it."""
+"""Collects and checks everything that an export needs before any long work starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.export.gguf import llama_cpp_tools, writer
 from ratchet.export.gguf.llama_cpp_tools import LlamaCppTools
-from ratchet.export.merge import recipe as recipes
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
+from ratchet.export.merge.plan import plan_merge
 from ratchet.export.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.export.onnx import exporter
 from ratchet.models import base_model, loading, teacher_reference
@@ -25,38 +25,35 @@ from ratchet.storage.records.export import Progress
 
 
 def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
-    """The directory of llama.cpp that the settings name, and its tools. Raises SettingsError when there are none."""
+    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if it contains none."""
     named = settings.machine.llama_cpp
     directory = None if named is None else root / Path(named).expanduser()
     return directory, llama_cpp_tools.find_tools(directory)
 
 
 def require_exportable(model: Path, settings: Settings, root: Path) -> None:
-    """Ask every format, by config and tokenizer alone.
+    """Check that every requested format supports the model, from its config and tokenizer alone.
 
     Args:
-        model: directory of the base, which has the architecture and the tokenizer of what will be exported.
-        root: of the project.
+        model: directory of the base; the exported model has its architecture and its tokenizer.
+        root: directory of the project.
 
     Raises:
-        SettingsError: an architecture, or a type, that a format cannot have here; says which it can.
-        BaseModelError: a tokenizer that GGUF cannot represent.
+        SettingsError: a format does not support the architecture or type; the message lists what it supports.
+        BaseModelError: GGUF cannot represent the tokenizer.
     """
-    wanted = settings.export
-    directory, found = find_llama_cpp(settings, root)
-    if wanted.gguf.types:
-        writer.require_exportable(model, wanted.gguf.types, directory)
-    llama_cpp_tools.require_quantizer(found, wanted.gguf.types)
-    if wanted.onnx.types:
+    export = settings.export
+    directory, tools = find_llama_cpp(settings, root)
+    if export.gguf.types:
+        writer.require_exportable(model, export.gguf.types, directory)
+    llama_cpp_tools.require_quantizer(tools, export.gguf.types)
+    if export.onnx.types:
         exporter.require_exportable(model)
-
-
-# What an export works with: the stages before it, checked to belong together, and what it will cost in disk space.
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """One export: settings, inputs, device."""
+    """Settings, checked inputs and device of one export."""
 
     layout: ProjectLayout
     settings: Settings
@@ -70,50 +67,59 @@ class ExportJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the merged weights."""
+        """Type of the merged weights."""
         return loading.pick_dtype(self.settings.export.dtype, self.device)
 
     @property
     def spec(self) -> RunSpec:
-        """Of the run that trained the adapter."""
-        train, teaching = teacher_reference.resolve_teacher(self.settings.train, self.layout, self.card.digest)
-        return RunSpec(train=train, data_digest=self.card.digest, base_digest=self.base.digest, teaching=teaching)
+        """Spec of the run that trained the adapter."""
+        train, distillation_digest = teacher_reference.resolve_teacher(
+            self.settings.train, self.layout, self.card.digest
+        )
+        return RunSpec(
+            train=train,
+            data_digest=self.card.digest,
+            base_digest=self.base.digest,
+            distillation_digest=distillation_digest,
+        )
 
     @property
-    def ways(self) -> tuple[MergeBase, ...]:
-        """Bases to merge into; where there is a choice to measure, the one that the adapter was trained on is last."""
-        wanted = self.settings.export.merge_base
-        if wanted != "auto":
-            return (wanted,)
-        one_only = self.settings.train.quantization == "none" or self.base.quantization is not None
-        return ("dequantized",) if one_only else ("original", "dequantized")
+    def merge_bases(self) -> tuple[MergeBase, ...]:
+        """Weights to merge into; if several are tried, the ones that the adapter was trained on come last."""
+        merge_base = self.settings.export.merge_base
+        if merge_base != "auto":
+            return (merge_base,)
+        has_one_base = self.settings.train.quantization == "none" or self.base.quantization is not None
+        return ("dequantized",) if has_one_base else ("original", "dequantized")
 
     def recipe(self, merge_base: MergeBase) -> MergeRecipe:
-        """What is merged into which base."""
+        """The merge of all adapters into these weights of the base."""
         export = self.settings.export
         own = WeightedAdapter(self.layout.adapter, export.weight)
-        others = tuple(WeightedAdapter(self.layout.root / one.adapter, one.weight) for one in export.also)
+        others = tuple(
+            WeightedAdapter(self.layout.root / one.adapter, one.weight) for one in export.additional_adapters
+        )
         return MergeRecipe(
-            base=self.base_path, card=self.base, train=self.settings.train, parts=(own, *others),
+            base=self.base_path, card=self.base, train=self.settings.train, adapters=(own, *others),
             modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
-            shard_bytes=export.shard_size,
+            shard_bytes=export.max_shard_size,
         )  # fmt: skip
 
     def tokenizer(self) -> Any:
-        """As in training."""
+        """Load the tokenizer used in training."""
         base = self.base
-        return base_model.load_tokenizer(self.base_path, self.layout.own_template, base.added_tokens, base.remote_code)
+        return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
 
 
 def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> ExportJob:
-    """Read and check what export needs, before anything takes long.
+    """Read and check all inputs of an export.
 
     Raises:
-        DamagedFileError: the adapter on disk is not the one that the training report names.
-        DataError: a stage before this has not run, or is of other settings.
-        BaseModelError: the base is gone or changed, or an adapter is of another base.
-        SettingsError: a format cannot carry this model.
-        OSError: the disk has no room for all of it.
+        DamagedFileError: the adapter on disk is not the one in the training report.
+        DataError: an earlier stage has not run, or ran with other settings.
+        BaseModelError: the base is missing or changed, or an adapter belongs to another base.
+        SettingsError: a format does not support this model.
+        OSError: the disk has too little free space.
     """
     base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
     card = DatasetCard.load(layout.dataset_card)
@@ -125,15 +131,15 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     )  # fmt: skip
     job.spec.require(trained)
     _check_adapter(layout, trained)
-    for one in settings.export.also:
+    for one in settings.export.additional_adapters:
         if not (layout.root / one.adapter / "adapter_config.json").is_file():
             raise SettingsError(
-                f"export.also: {one.adapter}: no saved adapter there (adapter_config.json); name its directory, as "
-                "seen from the project"
+                f"export.additional_adapters: {one.adapter}: found no adapter_config.json; expected "
+                "the directory of a saved adapter, relative to the project"
             )
         pickle_scan.scan_directory(layout.root / one.adapter)
-    for way in job.ways:
-        recipes.require_mergeable(job.recipe(way))
+    for merge_base in job.merge_bases:
+        plan_merge(job.recipe(merge_base))
     require_exportable(base_path, settings, layout.root)
     base_model.verify_files(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)
@@ -145,14 +151,15 @@ def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
     files.verify_sealed(layout.train, "train")
     names = sorted(p.name for p in layout.adapter.iterdir())
     if digests.hash_tree(layout.adapter, names) != trained.adapter_digest:
-        raise DamagedFileError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
+        raise DamagedFileError(
+            f"{layout.adapter}: its digest differs from the training report of run {trained.run_id}; run "
+            "`dvc repro -f train`"
+        )
 
 
 def _required_bytes(job: ExportJob) -> int:
-    """Of everything that lies on the disk at once."""
+    """Disk space for all files that exist at the same time: every merge, and every other format."""
     export = job.settings.export
-    merged = [streaming.merged_size_bytes(job.recipe(way)) for way in job.ways]
-    scale = 4 / job.dtype.itemsize  # of float32 files, the largest that any of these can become
-    one: int = round(merged[-1] * scale)
-    others = len(export.gguf.types) + len(export.onnx.types)
-    return sum(merged) + others * one
+    merged = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
+    format_bytes: int = round(merged[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format
+    return sum(merged) + format_bytes * (len(export.gguf.types) + len(export.onnx.types))

@@ -1,4 +1,4 @@
-"""The merged model: made in every way that is to be tried, reopened, verified by module, and the closest one kept."""
+"""Merges the adapters, verifies each merged model against base + adapter, and keeps the closest one."""
 
 import shutil
 from collections.abc import Sequence
@@ -14,11 +14,9 @@ from ratchet.errors import DamagedFileError
 from ratchet.export import huggingface, smoke_prompts
 from ratchet.export.conversion import ExportedFormat, ExportVerifier
 from ratchet.export.inputs import ExportJob
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
 from ratchet.export.merge.recipe import MergeBase
-from ratchet.export.verification import layers, parity, reference
-from ratchet.export.verification import merge_trial as trials
-from ratchet.export.verification import probe_inputs as materials
+from ratchet.export.verification import layers, merge_trial, parity, probe_inputs, reference
 from ratchet.export.verification.layers import ActivationRecording
 from ratchet.export.verification.merge_trial import Logits
 from ratchet.export.verification.parity import Score, TorchRuntime
@@ -31,144 +29,150 @@ from ratchet.storage.records.training import AdapterAnalysis
 
 @dataclass(frozen=True)
 class MergedModel:
-    """The merged model on disk, and what was found."""
+    """The merged model on disk and its measurements."""
 
-    exam: ExportVerifier
-    """What the other forms are asked, too."""
+    verifier: ExportVerifier
+    """Verifies the other formats, too."""
     artifact: ExportArtifact
-    taken: MergeTrial
+    selected: MergeTrial
     merge: MergeReport
     logits: "ReloadedModelLogits"
 
 
 @dataclass(frozen=True)
 class ReloadedModelLogits:
-    """The merged model, loaded again when a second reader of a form wants to be compared with it."""
+    """Loads the merged model again to compute its logits, when a second reader of a format is compared with it."""
 
     job: ExportJob
     directory: Path
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """[positions, vocabulary] of each row, in float32."""
+        """Compute the logits of each row: [positions, vocabulary], in float32."""
         model, _ = huggingface.reopen_model(self.directory, self.job.dtype, self.job.device, self.job.base.remote_code)
-        found = scoring.collect_logits(model, rows)
+        logits = scoring.collect_logits(model, rows)
         del model
         oom.release_memory()
-        return found
+        return logits
 
 
 def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedModel:
-    """Merge in every way that the settings ask for, and keep the one that is closest to the model that was trained.
+    """Merge into all weights that the settings name, and keep the result closest to the trained model.
 
-    Never more than one model is in memory.
+    At most one model is in memory at a time.
 
     Raises:
-        DamagedFileError: a merged module computes other numbers than base + adapter, or the tokenizer changed.
+        DamagedFileError: a merged module computes other values than base + adapter, or the tokenizer changed.
     """
     trained = _measure_trained_model(job, score)
-    found = {way: _run_trial(job, trained, way, scratch / f"merged-{way}") for way in job.ways}
-    way = min(found, key=lambda way: (found[way].trial.kl, way))
-    for other in found:
-        if other != way:
+    results = {one: _run_trial(job, trained, one, scratch / f"merged-{one}") for one in job.merge_bases}
+    selected = min(results, key=lambda one: (results[one].trial.kl, one))
+    for other in results:
+        if other != selected:
             shutil.rmtree(scratch / f"merged-{other}")
     directory = scratch / job.layout.merged_model.name
-    (scratch / f"merged-{way}").rename(directory)
+    (scratch / f"merged-{selected}").rename(directory)
+    result = results[selected]
     merge = MergeReport(
-        adapters=_adapter_weights(job), modules=job.settings.export.modules, changed=found[way].changed,
-        streamed=found[way].streamed, trials=tuple(one.trial for one in found.values()),
+        adapters=_adapter_weights(job), modules=job.settings.export.modules, changed=result.changed,
+        streamed=result.is_streamed, trials=tuple(one.trial for one in results.values()),
     )  # fmt: skip
-    artifact = _examine_merged(job, trained, directory)
-    return MergedModel(trained.exam, artifact, found[way].trial, merge, ReloadedModelLogits(job, directory))
+    artifact = _verify_merged(job, trained, directory)
+    return MergedModel(trained.verifier, artifact, result.trial, merge, ReloadedModelLogits(job, directory))
 
 
 @dataclass(frozen=True)
 class _TrainedModelReference:
-    """The model that was trained, as far as it is needed once it is no longer in memory."""
+    """Outputs of base + adapter, kept after the model has left memory."""
 
-    exam: ExportVerifier
+    verifier: ExportVerifier
     logits: list[Logits]
     recording: ActivationRecording
 
 
 def _measure_trained_model(job: ExportJob, score: Score) -> _TrainedModelReference:
-    """Ask base + adapter everything that the forms will be asked."""
+    """Run base + adapter on all probe inputs."""
     tokenizer, test = job.tokenizer(), token_files.open_split(job.layout.data, "test")
     model = reference.load_adapted_model(job.recipe("dequantized"), "dequantized")
-    ends = scoring.list_end_tokens(model.get_base_model(), tokenizer, job.card.end_of_turn)
-    material = materials.choose_probe_inputs(test, tokenizer, job.settings, ends)
+    end_ids = scoring.list_end_tokens(model.get_base_model(), tokenizer, job.card.end_of_turn)
+    inputs = probe_inputs.choose_probe_inputs(test, tokenizer, job.settings, end_ids)
 
-    def progress(what: str, done: int, total: int) -> None:
-        job.progress(f"base + adapter: {what}", done, total)
+    def progress(activity: str, done: int, total: int) -> None:
+        job.progress(f"base + adapter: {activity}", done, total)
 
-    asked = parity.collect_reference(TorchRuntime(model, tokenizer), material, progress)
-    logits = trials.reference_logits(model, material, progress)
-    # Last: it switches the model to float32, in which a fault shows that bfloat16 would hide.
-    recording = layers.record_activations(reference.compute_in_float32(model), material.rows)
-    found = _TrainedModelReference(ExportVerifier(job, tokenizer, material, asked, score), logits, recording)
+    outputs = parity.collect_reference(TorchRuntime(model, tokenizer), inputs, progress)
+    logits = merge_trial.reference_logits(model, inputs, progress)
+    # This comes last because it converts the model to float32, which shows errors that bfloat16 would hide.
+    recording = layers.record_activations(reference.compute_in_float32(model), inputs.rows)
+    trained = _TrainedModelReference(ExportVerifier(job, tokenizer, inputs, outputs, score), logits, recording)
     del model
     oom.release_memory()
-    return found
+    return trained
 
 
 @dataclass(frozen=True)
 class _MergeTrialResult:
     trial: MergeTrial
     changed: int
-    streamed: bool
+    is_streamed: bool
 
 
-def _run_trial(job: ExportJob, trained: _TrainedModelReference, way: MergeBase, directory: Path) -> _MergeTrialResult:
-    """Merge into one base, reopen what was written, and measure."""
+def _run_trial(
+    job: ExportJob, trained: _TrainedModelReference, merge_base: MergeBase, directory: Path
+) -> _MergeTrialResult:
+    """Merge into one set of base weights, load the result from disk, and measure it."""
     directory.mkdir()
-    done = streaming.merge_model(job.recipe(way), directory, job.progress)
+    merged = merger.merge_model(job.recipe(merge_base), directory, job.progress)
     analysis = job.layout.train / "analysis.json"
     card = model_card.render_for_model(
-        job.base, job.settings.train, job.trained, job.settings.export.model_copy(update={"merge_base": way}),
-        AdapterAnalysis.load(analysis) if analysis.exists() else None,  # a run of an earlier version has none
+        job.base, job.settings.train, job.trained, job.settings.export.model_copy(update={"merge_base": merge_base}),
+        AdapterAnalysis.load(analysis) if analysis.exists() else None,
     )  # fmt: skip
-    exam = trained.exam
-    huggingface.complete_directory(directory, exam.tokenizer, exam.material.ends, card)
-    recording = trained.recording if way == "dequantized" else _record_unquantized(job, exam)
+    verifier = trained.verifier
+    huggingface.complete_directory(directory, verifier.tokenizer, verifier.inputs.end_ids, card)
+    recording = trained.recording if merge_base == "dequantized" else _record_unquantized(job, verifier)
     model, tokenizer = huggingface.reopen_model(directory, job.dtype, job.device, job.base.remote_code)
-    _check_tokenizer(job, exam, tokenizer)
-    found = trials.measure_merge(way, model, job.dtype, trained.logits, recording, exam.material)
+    _check_tokenizer(job, verifier, tokenizer)
+    trial = merge_trial.measure_merge(merge_base, model, job.dtype, trained.logits, recording, verifier.inputs)
     del model
     oom.release_memory()
-    return _MergeTrialResult(found, done.changed, done.streamed)
+    return _MergeTrialResult(trial, merged.changed, merged.is_streamed)
 
 
-def _record_unquantized(job: ExportJob, exam: ExportVerifier) -> ActivationRecording:
-    """Of base + adapter where the base is not quantised: what a merge into it must compute."""
+def _record_unquantized(job: ExportJob, verifier: ExportVerifier) -> ActivationRecording:
+    """Record base + adapter on the unquantized base: a merge into the original weights must reproduce it."""
     model = reference.load_adapted_model(job.recipe("original"), "original")
-    found = layers.record_activations(reference.compute_in_float32(model), exam.material.rows)
+    recording = layers.record_activations(reference.compute_in_float32(model), verifier.inputs.rows)
     del model
     oom.release_memory()
-    return found
+    return recording
 
 
-def _check_tokenizer(job: ExportJob, exam: ExportVerifier, tokenizer: object) -> None:
-    """A test row must be asked as in training."""
+def _check_tokenizer(job: ExportJob, verifier: ExportVerifier, tokenizer: object) -> None:
+    """Check that the exported tokenizer encodes a test row as the training tokenizer does."""
     row = token_files.open_split(job.layout.data, "test")[0]
-    question = Conversation.from_json(row["conversation"]).question
-    if chat_template.encode_prompt(exam.tokenizer, question) != chat_template.encode_prompt(tokenizer, question):
-        raise DamagedFileError("the exported tokenizer encodes a test row differently from the base's")
+    context = Conversation.from_json(row["conversation"]).context
+    if chat_template.encode_prompt(verifier.tokenizer, context) != chat_template.encode_prompt(tokenizer, context):
+        raise DamagedFileError(
+            "export: the exported tokenizer encodes a test row differently from the base's tokenizer; report this as a "
+            "bug, with the name of the base"
+        )
 
 
-def _examine_merged(job: ExportJob, trained: _TrainedModelReference, directory: Path) -> ExportArtifact:
+def _verify_merged(job: ExportJob, trained: _TrainedModelReference, directory: Path) -> ExportArtifact:
     model, tokenizer = huggingface.reopen_model(directory, job.dtype, job.device, job.base.remote_code)
-    runtime, exam = TorchRuntime(model, tokenizer), trained.exam
-    asked = smoke_prompts.ask_probes(runtime, tokenizer, tokenizer_probes.PROBES, exam.material.ends)
-    found = exam.examine(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=asked)
+    runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier
+    probes = smoke_prompts.collect_probes(runtime, tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
+    artifact = verifier.verify(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=probes)
     del model, runtime
     oom.release_memory()
-    return found
+    return artifact
 
 
 def _adapter_weights(job: ExportJob) -> dict[str, float]:
-    """Weights by digest; an adapter that is named twice counts twice."""
-    found: dict[str, float] = {}
-    for part in job.recipe("dequantized").parts:
+    """Weights by adapter digest; the weights of an adapter that is named twice are added."""
+    weights: dict[str, float] = {}
+    for part in job.recipe("dequantized").adapters:
         names = sorted(p.name for p in part.adapter.iterdir() if p.is_file())
         key = digests.hash_tree(part.adapter, names)
-        found[key] = found.get(key, 0.0) + part.weight
-    return found
+        weights[key] = weights.get(key, 0.0) + part.weight
+    return weights

@@ -1,4 +1,4 @@
-"""Questions of ours, asked of a form: what deployment asks again before it lets a server read the model."""
+"""Short fixed prompts and their greedy answers. Deployment repeats them before a server may use the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,30 +10,40 @@ from ratchet.data.conversation import Conversation
 from ratchet.models.runtimes.runtime import ModelRuntime
 from ratchet.storage.records.export import ExportProbe
 
-NEW_TOKENS = 16
-"""Of each answer, at most: enough to tell one model from another."""
+MAX_NEW_TOKENS = 16
+"""Tokens per answer: enough to distinguish two models."""
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
-    """The question as a conversation that the assistant is about to answer."""
+    """Encode a question as a conversation that ends where the assistant's answer begins."""
     return tokenization.encode_prompt(tokenizer, Conversation([{"role": "user", "content": question}]))
 
 
-def ask_probes(
-    runtime: ModelRuntime, tokenizer: Any, questions: Sequence[str], ends: Sequence[int]
+def collect_probes(
+    runtime: ModelRuntime, tokenizer: Any, questions: Sequence[str], end_ids: Sequence[int]
 ) -> tuple[ExportProbe, ...]:
-    """Let the form answer, greedily; with how far ahead each token was of the second most likely one."""
-    return tuple(_ask_probe(runtime, tokenizer, question, ends) for question in questions)
+    """Answer each question greedily.
 
-
-def _ask_probe(runtime: ModelRuntime, tokenizer: Any, question: str, ends: Sequence[int]) -> ExportProbe:
-    prompt = prompt_ids(tokenizer, question)
-    answer = runtime.generate(prompt, NEW_TOKENS, ends)
-    places = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    found = runtime.log_probabilities([*prompt, *answer], places) if answer else np.empty((0, 2), np.float32)
-    best = np.sort(found, axis=1)[:, -2:]
-    return ExportProbe(
-        question=question, prompt_ids=tuple(prompt), answer_ids=tuple(answer),
-        answer=tokenizer.decode([one for one in answer if one not in ends], skip_special_tokens=True).strip(),
-        margins=tuple(float(high - low) for low, high in best),
-    )  # fmt: skip
+    Each probe records for every answer token its log-probability above the second most likely token, in nats.
+    """
+    probes = []
+    for question in questions:
+        prompt = prompt_ids(tokenizer, question)
+        answer = runtime.generate(prompt, MAX_NEW_TOKENS, end_ids)
+        positions = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        log_probabilities = (
+            runtime.log_probabilities([*prompt, *answer], positions) if answer else np.empty((0, 2), np.float32)
+        )
+        top_two = np.sort(log_probabilities, axis=1)[:, -2:]
+        probes.append(
+            ExportProbe(
+                question=question,
+                prompt_ids=tuple(prompt),
+                answer_ids=tuple(answer),
+                answer=tokenizer.decode(
+                    [one for one in answer if one not in end_ids], skip_special_tokens=True
+                ).strip(),
+                margins=tuple(float(best - second) for second, best in top_two),
+            )
+        )
+    return tuple(probes)

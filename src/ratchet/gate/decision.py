@@ -1,4 +1,4 @@
-"""Evidence x rules → Verdict. Pure: a gate that does not pass is an answer, and so is one that cannot judge."""
+"""Decide a verdict from evidence and rules. A pure function: not passing and not being able to judge are results."""
 
 from collections.abc import Mapping
 
@@ -13,12 +13,11 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Rule,
 )
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import GateError
-from ratchet.gate import evidence as reading
 from ratchet.gate import rules, validity
-from ratchet.gate.evidence import GateEvidence, IncomparableError, rules_digest
-from ratchet.gate.rules import GENERAL, RuleContext
+from ratchet.gate.evidence import GateEvidence, IncomparableError, read_evidence, rules_digest
+from ratchet.gate.rules import GENERAL_PERPLEXITY, RuleContext
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Decision, Outcome, RuleResult, Verdict
 
@@ -26,15 +25,14 @@ DECISIONS: dict[Outcome, Decision] = {"invalid": "INVALID", "fail": "REJECT", "u
 
 
 def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
-    """Apply every rule; PROMOTE only if all hold.
+    """Apply every rule; the decision is PROMOTE only if all of them pass.
 
-    INVALID when something makes comparisons meaningless, else REJECT when a rule clearly fails, else HOLD when the
-    samples cannot decide one. Raises nothing for a bad model or bad scores: those are answers. The same evidence gives
-    the same verdict, to the byte.
+    INVALID if the comparisons are meaningless, else REJECT if a rule clearly fails, else HOLD if the samples cannot
+    decide a rule. Bad models and bad scores raise nothing. The same evidence gives byte-identical verdicts.
     """
     reasons = validity.find_problems(evidence) or (
         *_apply_rules(RuleContext(evidence, gate)),
-        *_check_test_set_reuse(evidence, gate),
+        *_check_test_set_uses(evidence, gate),
     )
     return Verdict(
         decision=DECISIONS[rules.worst_outcome([reason.outcome for reason in reasons])],
@@ -45,100 +43,100 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         champion_digest=evidence.champion.champion_digest,
         anchor_digest=evidence.champion.anchor_digest,
         reasons=reasons,
-        gate_set=evidence.report.gate_set,
-        lookups=evidence.lookups,
-        lookups_allowed=gate.lookups,
+        test_set_digest=evidence.report.test_set_digest,
+        test_set_uses=evidence.test_set_uses,
+        max_test_set_uses=gate.max_test_set_uses,
         rules=rules_digest(gate),
-        judged_before=evidence.judged_before,
+        earlier_decisions=evidence.earlier_decisions,
     )
 
 
-def _apply_rules(case: RuleContext) -> tuple[RuleResult, ...]:
-    """One a rule, in their order."""
-    improvements = rules.apply_must_improve_rules(case)
+def _apply_rules(context: RuleContext) -> tuple[RuleResult, ...]:
+    """Apply the rules; the results are in the order of the rules."""
+    improvements = rules.apply_must_improve_rules(context)
     return tuple(
-        improvements.get(place) or _apply_or_invalidate(case, rule) for place, rule in enumerate(case.gate.rules)
+        improvements.get(index) or _apply_or_invalidate(context, rule) for index, rule in enumerate(context.gate.rules)
     )
 
 
-def _apply_or_invalidate(case: RuleContext, rule: Rule) -> RuleResult:
+def _apply_or_invalidate(context: RuleContext, rule: Rule) -> RuleResult:
     try:
-        return _apply_rule(case, rule)
+        return _apply_rule(context, rule)
     except IncomparableError as error:
         return RuleResult(rule=rule.rule, metric=_rule_metric(rule), outcome="invalid", text=str(error))
 
 
-def _apply_rule(case: RuleContext, rule: Rule) -> RuleResult:
+def _apply_rule(context: RuleContext, rule: Rule) -> RuleResult:
     match rule:
         case MustNotRegressRule():
-            return rules.apply_must_not_regress(case, rule)
+            return rules.apply_must_not_regress(context, rule)
         case AtLeastRule():
-            return rules.apply_at_least(case, rule)
+            return rules.apply_at_least(context, rule)
         case AboveChanceRule():
-            return rules.apply_above_chance(case, rule)
+            return rules.apply_above_chance(context, rule)
         case ForgettingRule():
-            return rules.apply_forgetting(case, rule)
+            return rules.apply_forgetting(context, rule)
         case BudgetRule():
-            return rules.apply_budget(case, rule)
+            return rules.apply_budget(context, rule)
         case ExportParityRule():
-            return rules.apply_export_parity(case, rule)
+            return rules.apply_export_parity(context, rule)
         case MustImproveRule():
-            raise TypeError("claims of improvement are judged together, by improvement.reasons")
+            raise TypeError("must_improve rules are applied together by rules.apply_must_improve_rules")
 
 
 def _rule_metric(rule: Rule) -> str:
-    """What a rule is about, for the verdict."""
+    """Return the name of the metric that a rule tests, for the verdict."""
     if isinstance(rule, ForgettingRule):
-        return GENERAL
+        return GENERAL_PERPLEXITY
     if isinstance(rule, BudgetRule):
-        return rule.of
+        return rule.resource
     metric = getattr(rule, "metric", rule.rule)
     return metric if isinstance(metric, str) else ", ".join(metric)
 
 
-def _check_test_set_reuse(evidence: GateEvidence, gate: Gate) -> tuple[RuleResult, ...]:
-    """A set of test rows that too many models were judged by says too little about this one."""
-    if evidence.lookups <= gate.lookups:
+def _check_test_set_uses(evidence: GateEvidence, gate: Gate) -> tuple[RuleResult, ...]:
+    """Hold when too many models were judged by these test rows."""
+    if evidence.test_set_uses <= gate.max_test_set_uses:
         return ()
     text = (
-        f"{evidence.lookups} models were looked at with these test rows, {gate.lookups} may be (gate.lookups): the "
-        "best of so many seems better than it is. Draw new test rows (other data, or another prepare.split.seed) and "
-        "train again"
+        f"{evidence.test_set_uses} models were evaluated on these test rows, more than gate.max_test_set_uses = "
+        f"{gate.max_test_set_uses}: the best of so many models looks better than it is. Draw new test rows (other "
+        "data, or another prepare.split.seed) and train again"
     )
-    return (RuleResult(rule="lookups", metric="-", outcome="undecided", text=text),)
+    return (RuleResult(rule="test_set_uses", metric="-", outcome="undecided", text=text),)
 
 
-# Whether a verdict on file is still what the gate says: rules, look-ups or tasks may have changed since.
-
-
-def confirm_verdict(layout: ProjectLayout, settings: Settings, tasks_now: Mapping[str, str], verdict: Verdict) -> None:
-    """Judge once more, which costs a second, and refuse a verdict that is not the same any more.
+def confirm_verdict(
+    layout: ProjectLayout, settings: Settings, current_task_digests: Mapping[str, str], verdict: Verdict
+) -> None:
+    """Judge again (about a second) and refuse a stored verdict that the current rules, tasks or evidence change.
 
     Args:
-        layout: the project.
-        settings: as they are now.
-        tasks_now: fingerprints of the local harness tasks (data.tasks.fingerprints).
-        verdict: that on file.
+        layout: The project.
+        settings: Current settings.
+        current_task_digests: Digests of the local harness tasks (data.harness_tasks.fingerprint_tasks).
+        verdict: The stored verdict.
 
     Raises:
-        GateError: another decision, or other findings, than those on file.
-        DataError, DamagedFileError: what it was judged by is gone or damaged.
+        GateError: The decision or the outcome of a rule differs from the stored verdict.
+        DataError, DamagedFileError: The evidence is missing or damaged.
     """
-    now = decide_verdict(reading.read_evidence(layout, settings, tasks_now), settings.gate)
-    if now.decision == verdict.decision and _summarize_reasons(now) == _summarize_reasons(verdict):
+    current = decide_verdict(read_evidence(layout, settings, current_task_digests), settings.gate)
+    if current.decision == verdict.decision and _summarize_reasons(current) == _summarize_reasons(verdict):
         return
-    changed = next((one for one in now.reasons if _summarize_reason(one) not in _summarize_reasons(verdict)), None)
-    found = f" ({changed.rule}: {changed.text})" if changed else ""
+    stored = _summarize_reasons(verdict)
+    changed = next((reason for reason in current.reasons if _summarize_reason(reason) not in stored), None)
+    detail = f" ({changed.rule}: {changed.text})" if changed else ""
     raise GateError(
-        f"{layout.verdict}: says {verdict.decision}, but by the rules, tasks and look-ups of now it is {now.decision}"
-        f"{found}; run `dvc repro`, or `dvc repro -f gate` if that finds nothing to do"
+        f"{layout.verdict}: has {verdict.decision}, but the current rules, tasks and test set uses give "
+        f"{current.decision}{detail}; run `dvc repro`, or `dvc repro -f gate` if that changes nothing"
     )
 
 
 def _summarize_reasons(verdict: Verdict) -> list[tuple[str, str, str]]:
-    return [_summarize_reason(one) for one in verdict.reasons]
+    return [_summarize_reason(reason) for reason in verdict.reasons]
 
 
 def _summarize_reason(reason: RuleResult) -> tuple[str, str, str]:
-    # Not the words: they name look-ups, which go on, and thresholds, whose finding may be the same.
+    # The text is not compared: it has the number of test set uses and thresholds, which may change without effect.
     return reason.rule, reason.metric, reason.outcome

@@ -1,4 +1,7 @@
-"""All that the gate judges by, read from a project once: reports, per-sample scores, champion, look-ups and noise."""
+"""Evidence for the gate, read from a project once: reports, per-sample scores, champion, test set uses and noise.
+
+It also selects and pairs the scores that a rule compares, or explains why they cannot be compared.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ratchet.config.evaluation import Form
+from ratchet.config.evaluate import ModelFormat
 from ratchet.config.gate import Gate, Reference
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, first_line
 from ratchet.gate import test_set_reuse
-from ratchet.gate.paired_test import MOST_NATS, PairedScores
+from ratchet.gate.paired_test import MAX_NATS, PairedScores
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
 from ratchet.storage.layout import ProjectLayout
@@ -22,121 +25,135 @@ from ratchet.storage.records.evaluation import (
     EvaluationNoise,
     EvaluationReport,
     MetricValue,
+    ModelRole,
     SampleScore,
-    Who,
 )
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision, read_champion
 
 T = TypeVar("T", bound=base.Record)
 Samples = Mapping[str, SampleScore]
-"""By id."""
-CANDIDATE: Mapping[Form, Who] = {"adapter": "candidate", "merged": "merged"}
-"""Under which name each form of the candidate was scored."""
+"""Per-sample scores by sample id."""
+ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
+"""Role under which each form of the candidate is scored."""
+MAX_TERMS = 5
+"""Differences between two contracts that a message lists; the rest is counted."""
+MAX_TERM_CHARACTERS = 60
+
+
+class IncomparableError(Exception):
+    """Two scores cannot be compared. The text becomes the reason of an INVALID."""
 
 
 @dataclass(frozen=True)
 class GateEvidence:
-    """What `judge` is given; nothing in it depends on a path or a time."""
+    """Input of `decide_verdict`; it contains no paths and no times."""
 
     report: EvaluationReport
     bundle: ModelBundle
     champion: ChampionFile
-    samples: Mapping[Who, Mapping[str, Samples]]
+    samples: Mapping[ModelRole, Mapping[str, Samples]]
     """Per-sample scores by model and metric."""
     groups: Mapping[str, str | None]
-    """Of the test rows, by id: those of one group are no independent samples."""
-    lookups: int
-    """Models looked at with this gate set, the candidate included."""
+    """Group of each test row by id. Rows of one group are not independent."""
+    test_set_uses: int
+    """Number of models evaluated on this test set, including the candidate."""
     noise: EvaluationNoise | None
     noise_samples: Mapping[str, Samples]
-    """Of `noise`, by metric."""
-    tasks_now: Mapping[str, str]
-    """Fingerprint of each local harness task as its files are now."""
-    forms: tuple[Form, ...] = ("adapter", "merged")
-    """Of the candidate, the one first that is compared where both could be (evaluate.forms)."""
-    judged_before: tuple[Decision, ...] = ()
-    """What the gate said of the candidate on this gate set under other rules."""
-    repeated: Mapping[Who, Mapping[str, str]] = field(default_factory=dict)
-    """A sample that was scored twice, by model and metric; of a sound evaluation, none."""
+    """Per-sample scores of `noise`, by metric."""
+    current_task_digests: Mapping[str, str]
+    """Current digest of each local harness task."""
+    model_formats: tuple[ModelFormat, ...] = ("adapter", "merged")
+    """Forms of the candidate in order of preference (evaluate.formats)."""
+    earlier_decisions: tuple[Decision, ...] = ()
+    """Decisions about the candidate on this test set under different rules."""
+    duplicate_samples: Mapping[ModelRole, Mapping[str, str]] = field(default_factory=dict)
+    """Id of a sample that was scored twice, by model and metric. Empty for a sound evaluation."""
 
     @property
     def is_champion(self) -> bool:
-        """Whether the candidate is the champion already."""
-        current = self.champion.champion
-        return current is not None and current.model_digest == self.bundle.model_digest
+        """Whether the candidate already is the champion."""
+        champion = self.champion.champion
+        return champion is not None and champion.model_digest == self.bundle.model_digest
 
     @property
-    def scored_forms(self) -> list[Who]:
-        """Names under which the candidate was scored, the preferred form first."""
-        order = [CANDIDATE[form] for form in (*self.forms, *CANDIDATE)]
-        return [who for who in dict.fromkeys(order) if who in self.report.scores]
+    def scored_forms(self) -> list[ModelRole]:
+        """Roles under which the candidate was scored, the preferred form first."""
+        order = [ROLE_OF_FORMAT[form] for form in (*self.model_formats, *ROLE_OF_FORMAT)]
+        return [role for role in dict.fromkeys(order) if role in self.report.scores]
 
 
 def rules_digest(gate: Gate) -> str:
-    """Fingerprint of the rules and all else that a verdict is made by."""
+    """Return the digest of the section gate of params.yaml."""
     return digests.hash_json(gate.model_dump(mode="json"))
 
 
-def read_evidence(layout: ProjectLayout, settings: Settings, tasks_now: Mapping[str, str]) -> GateEvidence:
-    """Read what the stages before left, every byte checked.
+def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digests: Mapping[str, str]) -> GateEvidence:
+    """Read and verify the outputs of the earlier stages.
 
     Args:
-        layout: the project.
-        settings: its settings; only evaluate.forms is asked.
-        tasks_now: fingerprints of the local harness tasks (services.harness.fingerprints).
+        layout: The project.
+        settings: Settings of the project; evaluate.formats and gate are read.
+        current_task_digests: Digests of the local harness tasks (data.harness_tasks.fingerprint_tasks).
 
     Raises:
-        DataError: a stage before has not run.
-        DamagedFileError: a file is not as it was written; names it, and its line.
+        DataError: An earlier stage has not run.
+        DamagedFileError: A file was changed after it was written. The message has the file and line.
     """
     report, bundle = EvaluationReport.load(layout.eval_report), ModelBundle.load(layout.bundle)
     files.verify_sealed(layout.evaluate, "evaluation")
-    found: dict[Who, dict[str, Samples]] = {}
-    repeated: dict[Who, dict[str, str]] = {}
-    for who, scores in report.scores.items():
+    samples: dict[ModelRole, dict[str, Samples]] = {}
+    duplicate_samples: dict[ModelRole, dict[str, str]] = {}
+    for role, scores in report.scores.items():
         for metric, name in scores.samples.items():
-            by_id, twice = read_samples(layout.evaluate / name)
-            found.setdefault(who, {})[metric] = by_id
-            if twice is not None:
-                repeated.setdefault(who, {})[metric] = twice
+            by_id, duplicate = read_samples(layout.evaluate / name)
+            samples.setdefault(role, {})[metric] = by_id
+            if duplicate is not None:
+                duplicate_samples.setdefault(role, {})[metric] = duplicate
     noise, noise_samples = _read_noise(layout)
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
-    # A sweep may have begun to choose by these rows since they were evaluated.
-    now = test_set_reuse.count_overlaps(layout, [row.id for row in rows], tasks)
+    # A sweep may have used these rows for model selection after the evaluation.
+    overlaps = test_set_reuse.count_overlaps(layout, [row.id for row in rows], tasks)
     return GateEvidence(
-        report=report.model_copy(update={"chosen_by": report.chosen_by | now}),
+        report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
         bundle=bundle,
         champion=read_champion(layout.champion),
-        samples=found,
+        samples=samples,
         groups={row.id: row.group for row in rows},
-        lookups=test_set_reuse.count_models(layout, report.gate_set, report.adapter_digest),
+        test_set_uses=test_set_reuse.count_models(layout, report.test_set_digest, report.adapter_digest),
         noise=noise,
         noise_samples=noise_samples,
-        tasks_now=tasks_now,
-        forms=settings.evaluate.forms,
-        judged_before=test_set_reuse.list_earlier_decisions(
-            layout, report.gate_set, report.adapter_digest, rules_digest(settings.gate)
+        current_task_digests=current_task_digests,
+        model_formats=settings.evaluate.formats,
+        earlier_decisions=test_set_reuse.list_earlier_decisions(
+            layout, report.test_set_digest, report.adapter_digest, rules_digest(settings.gate)
         ),
-        repeated=repeated,
+        duplicate_samples=duplicate_samples,
     )
 
 
 def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
-    """Samples by id, and the first id that comes twice, if one does. Raises DamagedFileError naming file and line."""
-    found: dict[str, SampleScore] = {}
-    twice = None
+    """Read per-sample scores.
+
+    Returns:
+        The samples by id, and the first id that occurs twice, or None.
+
+    Raises:
+        DamagedFileError: A line is invalid. The message has the file and line.
+    """
+    samples: dict[str, SampleScore] = {}
+    duplicate = None
     for number, row in enumerate(base.read_lines(path), start=1):
         sample = _parse_record(SampleScore, row, path, number)
-        if sample.id in found and twice is None:
-            twice = sample.id
-        found[sample.id] = sample
-    return found, twice
+        if sample.id in samples and duplicate is None:
+            duplicate = sample.id
+        samples[sample.id] = sample
+    return samples, duplicate
 
 
 def read_rows(layout: ProjectLayout) -> list[EvaluatedRow]:
-    """The test rows, as the evaluation wrote them. Raises DamagedFileError naming file and line."""
+    """Read the evaluated test rows. Raises DamagedFileError with file and line."""
     path = layout.evaluate / ROWS
     return [_parse_record(EvaluatedRow, row, path, number) for number, row in enumerate(base.read_lines(path), start=1)]
 
@@ -145,11 +162,13 @@ def _parse_record(kind: type[T], row: dict[str, Any], path: Path, number: int) -
     try:
         return kind.model_validate(row)
     except ValueError as error:
-        raise DamagedFileError(f"{path}:{number}: not a {kind.__name__} ({first_line(error)}); make it again") from None
+        raise DamagedFileError(
+            f"{path}:{number}: not a valid {kind.__name__} ({first_line(error)}); create the file again"
+        ) from None
 
 
 def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str, Samples]]:
-    """What `ratchet gate --aa` measured last, if anybody asked it."""
+    """Read the last result of `ratchet gate --aa`, if there is one."""
     path = layout.noise / "noise.json"
     if not path.exists():
         return None, {}
@@ -158,30 +177,19 @@ def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str
     return noise, {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
 
 
-# Finds what a rule speaks of: the candidate's and a reference's scores of one metric, sample by sample, or why not.
-
-MOST_KEYS = 5
-"""Differences of two contracts that are named; the rest are counted."""
-MOST_CHARACTERS = 60
-
-
-class IncomparableError(Exception):
-    """What a rule asks for cannot be had; the text becomes the reason of an INVALID."""
-
-
 @dataclass(frozen=True)
 class MatchedScores:
-    """The candidate and a reference on the same samples."""
+    """Scores of the candidate and a reference model on the same samples."""
 
-    form: Who
-    """Under which the candidate was scored."""
+    role: ModelRole
+    """Role under which the candidate was scored."""
     metric: MetricValue
-    """The candidate's."""
+    """Metric of the candidate."""
     pairs: PairedScores
 
 
 def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> str | None:
-    """Why there is nothing to compare with, or None where there is."""
+    """Return the reason why there is no reference model to compare with; None if there is one."""
     if reference == "base":
         return None
     model: Champion | None = getattr(evidence.champion, reference)
@@ -193,98 +201,107 @@ def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> st
 
 
 def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> MatchedScores:
-    """The preferred form of the candidate that was scored under the reference's contract, paired with the reference.
+    """Pair the reference with the preferred form of the candidate that was scored under the same contract.
 
     Raises:
-        IncomparableError: one of them was not scored, or not on the same samples, or under another contract.
+        IncomparableError: One of them was not scored, was scored on other samples, or under another contract.
     """
     return next(iterate_matches(evidence, name, reference))
 
 
 def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> Iterator[MatchedScores]:
-    """The same for every form whose contract is the reference's; at least one. Raises as `match_scores`."""
-    other = _resolve_reference(evidence, reference)
-    forms = list_scored_forms(evidence)
+    """Pair the reference with every form of the candidate that was scored under the same contract; at least one.
+
+    Raises the same errors as `match_scores`.
+    """
+    reference_role = _resolve_reference(evidence, reference)
+    forms = list_scored_roles(evidence)
     scores = evidence.report.scores
-    same = [who for who in forms if scores[who].contract == scores[other].contract]
-    if not same:
+    comparable = [role for role in forms if scores[role].contract == scores[reference_role].contract]
+    if not comparable:
         raise IncomparableError(
-            f"{forms[0]} and {reference} were not scored alike: "
-            f"{_describe_contract_differences(evidence, forms[0], other)}; "
-            "run `dvc repro -f evaluate`, with evaluate.forms such that one is the reference's"
+            f"{forms[0]} and {reference} were scored under different contracts: "
+            f"{_describe_contract_differences(evidence, forms[0], reference_role)}; "
+            "add the form of the reference to evaluate.formats, and run `dvc repro -f evaluate`"
         )
-    for who in same:
-        yield _match_pair(evidence, name, who, other)
+    for role in comparable:
+        yield _match_pair(evidence, name, role, reference_role)
 
 
-def list_scored_forms(evidence: GateEvidence) -> list[Who]:
-    """Names under which the candidate was scored. Raises IncomparableError when it was not."""
+def list_scored_roles(evidence: GateEvidence) -> list[ModelRole]:
+    """List the roles under which the candidate was scored. Raises IncomparableError if it was not."""
     if forms := evidence.scored_forms:
         return forms
-    raise IncomparableError("the evaluation holds no scores of the candidate; run `dvc repro -f evaluate`")
+    raise IncomparableError("the evaluation has no scores of the candidate; run `dvc repro -f evaluate`")
 
 
-def select_scores(evidence: GateEvidence, who: Who, name: str) -> tuple[MetricValue, Samples]:
-    """A model's figure of this name and the samples that it is made of, both sound.
+def select_scores(evidence: GateEvidence, role: ModelRole, name: str) -> tuple[MetricValue, Samples]:
+    """Return a model's metric and its per-sample scores after checking that they are consistent.
 
     Raises:
-        IncomparableError: not measured, or of no single samples, or without direction, or not finite, or its samples
-            are missing or repeated.
+        IncomparableError: The metric was not measured, has no per-sample scores, has no direction or is not finite, or
+            its samples are missing or occur twice.
     """
-    scores = evidence.report.scores[who]
-    metric, samples = scores.metrics.get(name), evidence.samples.get(who, {}).get(name)
-    if metric is not None and metric.kind == "figure":
+    scores = evidence.report.scores[role]
+    metric, samples = scores.metrics.get(name), evidence.samples.get(role, {}).get(name)
+    if metric is not None and metric.kind == "aggregate":
         raise IncomparableError(
-            f"{name} is a figure of all rows together, without scores of single ones, so no rule can be held against "
-            f"it; take one of: {_list_scored_metrics(evidence, who)}"
+            f"{name} is computed from all rows together and has no per-sample scores, so rules cannot use it; "
+            f"use one of: {_list_scored_metrics(evidence, role)}"
         )
     if samples is None or (metric is None and not samples):
-        raise IncomparableError(f"{name} was not measured for {who}; there is: {_list_scored_metrics(evidence, who)}")
-    if twice := evidence.repeated.get(who, {}).get(name):
-        raise IncomparableError(f"{name} of {who}: sample {twice} appears twice; run `dvc repro -f evaluate`")
-    _check_samples(metric, samples, f"{name} of {who}")
+        raise IncomparableError(
+            f"{name} was not measured for {role}; available: {_list_scored_metrics(evidence, role)}"
+        )
+    if duplicate := evidence.duplicate_samples.get(role, {}).get(name):
+        raise IncomparableError(f"{name} of {role}: sample {duplicate} occurs twice; run `dvc repro -f evaluate`")
+    _check_samples(metric, samples, name, role)
     if metric is None:
-        raise IncomparableError(f"{name} of {who}: the report has no figure, {len(samples)} samples lie beside it")
+        raise IncomparableError(f"{name} of {role}: the report has no value, but there are {len(samples)} samples")
     return metric, samples
 
 
-def _check_samples(metric: MetricValue | None, samples: Samples, what: str) -> None:
-    """Raise IncomparableError unless the samples are sound, and the figure is theirs."""
+def _check_samples(metric: MetricValue | None, samples: Samples, name: str, role: ModelRole) -> None:
+    """Raise IncomparableError unless the samples are valid and yield the value of the metric."""
+    label = f"{name} of {role}"
     for sample in samples.values():
         if not (math.isfinite(sample.value) and math.isfinite(sample.weight)):
             raise IncomparableError(
-                f"{what}: the score of sample {sample.id} is {sample.value}, not a finite number; "
+                f"{label}: the score of sample {sample.id} is {sample.value}, not a finite number; "
                 "the model or the metric is broken"
             )
     if metric is None:
         return
     if metric.n != len(samples):
-        raise IncomparableError(f"{what}: the report has {metric.n} samples, {len(samples)} lie beside it")
+        raise IncomparableError(f"{label}: the report has {metric.n} samples, the file has {len(samples)}")
     if not samples:
-        raise IncomparableError(f"{what} has no samples")
+        raise IncomparableError(f"{label} has no samples")
     if not math.isfinite(metric.value):
-        raise IncomparableError(f"{what} is {metric.value}, not a finite number")
-    odd = [sample for sample in samples.values() if metric.unit == "proportion" and sample.value not in (0.0, 1.0)]
-    if odd:
-        raise IncomparableError(f"{what}: sample {odd[0].id} has {odd[0].value:g}, neither 0 nor 1")
-    total, weight = (math.fsum(values) for values in zip(*((s.value, s.weight) for s in samples.values()), strict=True))
-    made = total / len(samples)
-    if metric.kind == "perplexity":
-        made = math.exp(min(MOST_NATS, total / weight)) if weight else math.nan
-    if not math.isclose(made, metric.value, rel_tol=1e-6, abs_tol=1e-9):
+        raise IncomparableError(f"{label} is {metric.value}, not a finite number")
+    not_binary = [
+        sample for sample in samples.values() if metric.unit == "proportion" and sample.value not in (0.0, 1.0)
+    ]
+    if not_binary:
         raise IncomparableError(
-            f"{what}: the report says {metric.value:g}, its samples give {made:g}; run `dvc repro -f evaluate`"
+            f"{label}: the score of sample {not_binary[0].id} is {not_binary[0].value:g}; expected 0 or 1"
+        )
+    total, weight = (math.fsum(values) for values in zip(*((s.value, s.weight) for s in samples.values()), strict=True))
+    recomputed = total / len(samples)
+    if metric.kind == "perplexity":
+        recomputed = math.exp(min(MAX_NATS, total / weight)) if weight else math.nan
+    if not math.isclose(recomputed, metric.value, rel_tol=1e-6, abs_tol=1e-9):
+        raise IncomparableError(
+            f"{label}: the report has {metric.value:g}, the samples give {recomputed:g}; run `dvc repro -f evaluate`"
         )
     if metric.better == "unknown":
         raise IncomparableError(
-            f"nobody said whether a higher or a lower {what.rpartition(' of ')[0]} is better; of a harness task, say "
-            "it in its YAML file: higher_is_better in metric_list; other metrics without direction can be shown, not "
-            "judged"
+            f"{name} has no direction: it is unknown whether higher or lower is better. For a harness task, set "
+            "higher_is_better in metric_list of its YAML file; rules cannot use other metrics without a direction"
         )
 
 
 def compute_difference(pairs: PairedScores) -> float:
-    """The difference that `paired.compare` would find, without its bounds: positive is better."""
+    """Compute the difference of `paired_test.compare` without its bounds; positive is better."""
     sign = 1.0 if pairs.better == "higher" else -1.0
     new, old = math.fsum(pairs.new), math.fsum(pairs.old)
     if pairs.kind == "perplexity":
@@ -295,73 +312,73 @@ def compute_difference(pairs: PairedScores) -> float:
 def build_pairs(
     metric: MetricValue, new: Sequence[SampleScore], old: Sequence[SampleScore], groups: Mapping[str, str | None]
 ) -> PairedScores:
-    """Samples in the same order, as statistics want them."""
+    """Build the input of a paired test from samples in the same order."""
     kind: Literal["mean", "perplexity"] = "perplexity" if metric.kind == "perplexity" else "mean"
-    found = [groups.get(sample.id) for sample in new]
+    sample_groups = [groups.get(sample.id) for sample in new]
     return PairedScores(
         new=[sample.value for sample in new],
         old=[sample.value for sample in old],
         better="lower" if metric.better == "lower" else "higher",
         kind=kind,
         weights=[sample.weight for sample in new] if kind == "perplexity" else None,
-        groups=found if any(group is not None for group in found) else None,
+        groups=sample_groups if any(group is not None for group in sample_groups) else None,
     )
 
 
 def sort_samples(samples: Samples) -> list[SampleScore]:
-    """Samples by id: the order in which they lie in a file says nothing."""
+    """Sort samples by id, because their order in a file has no meaning."""
     return [samples[key] for key in sorted(samples)]
 
 
-def _resolve_reference(evidence: GateEvidence, reference: Reference) -> Who:
+def _resolve_reference(evidence: GateEvidence, reference: Reference) -> ModelRole:
     scores, champion = evidence.report.scores, evidence.champion
     if reference in scores:
         return reference
-    same = champion.champion and champion.anchor and champion.champion.model_digest == champion.anchor.model_digest
-    if reference == "anchor" and same and "champion" in scores:
+    is_same = champion.champion and champion.anchor and champion.champion.model_digest == champion.anchor.model_digest
+    if reference == "anchor" and is_same and "champion" in scores:
         return "champion"
     notes = "; ".join(evidence.report.notes)
-    raise IncomparableError(f"the evaluation holds no scores of the {reference}{f': {notes}' if notes else ''}")
+    raise IncomparableError(f"the evaluation has no scores of the {reference}{f': {notes}' if notes else ''}")
 
 
-def _match_pair(evidence: GateEvidence, name: str, who: Who, other: Who) -> MatchedScores:
-    metric, new = select_scores(evidence, who, name)
-    reference, old = select_scores(evidence, other, name)
-    if differing := new.keys() ^ old.keys():
+def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: ModelRole) -> MatchedScores:
+    metric, new = select_scores(evidence, role, name)
+    reference_metric, old = select_scores(evidence, reference, name)
+    if unpaired := new.keys() ^ old.keys():
         raise IncomparableError(
-            f"{name}: {len(differing)} samples were scored for one of {who} and {other} only, e.g. {min(differing)}"
+            f"{name}: {len(unpaired)} samples were scored only for one of {role} and {reference}, e.g. {min(unpaired)}"
         )
-    for what in ("better", "kind", "unit"):
-        a, b = getattr(metric, what), getattr(reference, what)
-        # A model that scores 0 or 1 on every row has a proportion, where another has a mean of the same scale.
-        if a != b and not (what == "unit" and "proportion" in (a, b)):
-            raise IncomparableError(f"{name}: {what} is {a!r} of {who} and {b!r} of {other}")
+    for attribute in ("better", "kind", "unit"):
+        a, b = getattr(metric, attribute), getattr(reference_metric, attribute)
+        # If all scores of one model are 0 or 1, its unit is proportion; the other's is a mean of the same scale.
+        if a != b and not (attribute == "unit" and "proportion" in (a, b)):
+            raise IncomparableError(f"{name}: {attribute} is {a!r} for {role} and {b!r} for {reference}")
     first, second = sort_samples(new), sort_samples(old)
     if metric.kind == "perplexity":
         for a, b in zip(first, second, strict=True):
             if a.weight != b.weight or a.weight <= 0:
                 raise IncomparableError(
-                    f"{name}: sample {a.id} has {a.weight:g} tokens for {who} and {b.weight:g} for {other}"
+                    f"{name}: sample {a.id} has {a.weight:g} tokens for {role} and {b.weight:g} for {reference}"
                 )
-    return MatchedScores(who, metric, build_pairs(metric, first, second, evidence.groups))
+    return MatchedScores(role, metric, build_pairs(metric, first, second, evidence.groups))
 
 
-def _list_scored_metrics(evidence: GateEvidence, who: Who) -> str:
-    return ", ".join(sorted(evidence.samples.get(who, {}))) or "nothing"
+def _list_scored_metrics(evidence: GateEvidence, role: ModelRole) -> str:
+    return ", ".join(sorted(evidence.samples.get(role, {}))) or "none"
 
 
-def _describe_contract_differences(evidence: GateEvidence, who: Who, other: Who) -> str:
-    """The terms of two contracts that are not the same, with both values."""
+def _describe_contract_differences(evidence: GateEvidence, role: ModelRole, reference: ModelRole) -> str:
+    """List the terms in which two contracts differ, with both values."""
     scores, contracts = evidence.report.scores, evidence.report.contracts
-    sides = [contracts.get(scores[one].contract) for one in (who, other)]
-    for one, terms in zip((who, other), sides, strict=True):
+    sides = [contracts.get(scores[one].contract) for one in (role, reference)]
+    for one, terms in zip((role, reference), sides, strict=True):
         if terms is None:
-            return f"the report does not hold the contract of {one} ({scores[one].contract[:SHORT]})"
+            return f"the report does not contain the contract of {one} ({scores[one].contract[:SHORT]})"
     first, second = (dict(_iterate_leaves(terms)) for terms in sides)
     keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
-    named = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MOST_KEYS]]
-    more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
-    return ", ".join([*named, *more]) or "their contracts have different names and the same terms"
+    listed = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MAX_TERMS]]
+    more = [f"and {len(keys) - MAX_TERMS} more"] if len(keys) > MAX_TERMS else []
+    return ", ".join([*listed, *more]) or "the contracts have different digests and the same terms"
 
 
 def _iterate_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -377,4 +394,6 @@ def _format_term(terms: Mapping[str, Any], key: str) -> str:
         return "nothing"
     text = str(terms[key])
     is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
-    return text[:SHORT] if is_digest else text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    if is_digest:
+        return text[:SHORT]
+    return text if len(text) <= MAX_TERM_CHARACTERS else f"{text[:MAX_TERM_CHARACTERS]}..."

@@ -1,4 +1,4 @@
-"""Verdicts in words: points for proportions, per cent for perplexities, and what would help where data cannot tell."""
+"""Text of verdicts: percentage points for proportions, percent for perplexities, and how many more samples to add."""
 
 from ratchet.config.gate import Reference
 from ratchet.storage.digests import SHORT
@@ -6,38 +6,83 @@ from ratchet.storage.records.evaluation import MetricValue
 from ratchet.storage.records.gate import ModelComparison, Verdict
 
 REFERENCES: dict[Reference, str] = {"base": "the base", "champion": "the champion", "anchor": "the anchor"}
-MARKS = {"pass": "pass", "fail": "FAIL", "undecided": "????", "invalid": "INVALID"}
+OUTCOME_LABELS = {"pass": "pass", "fail": "FAIL", "undecided": "????", "invalid": "INVALID"}
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    """Format a verdict for the terminal: the decision, then one line per rule."""
+    head = f"{verdict.decision}: model {verdict.model_digest[:SHORT]}, run {verdict.run_id}"
+    if verdict.is_champion:
+        head += " (already the champion)"
+    elif verdict.decision == "PROMOTE":
+        head += "; run `ratchet promote` to make it the champion"
+    lines = [f"  {OUTCOME_LABELS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
+    if verdict.earlier_decisions:
+        lines.append(f"  note  {describe_changed_rules(verdict)}")
+    return "\n".join([head, *lines])
+
+
+def describe_changed_rules(verdict: Verdict) -> str:
+    """Return a warning that these samples were judged under different rules before."""
+    return (
+        f"under different rules the gate decided {', '.join(verdict.earlier_decisions)} for this model on these "
+        "samples; a margin set after the results were seen is weaker evidence"
+    )
+
+
+def describe_comparison(comparison: ModelComparison, metric: MetricValue) -> str:
+    """Describe a comparison: direction, size, bounds and number of samples."""
+    amount = "the same as"
+    if comparison.difference:
+        direction = "better" if comparison.difference > 0 else "worse"
+        amount = f"{format_change(comparison.difference, metric)} {direction} than"
+    counts = f"{comparison.n} samples"
+    if comparison.groups is not None:
+        counts += f" in {comparison.groups} groups"
+    if comparison.better is not None and comparison.worse is not None:
+        counts += f", {comparison.better} better, {comparison.worse} worse"
+    return (
+        f"{comparison.metric} {amount} {REFERENCES[comparison.against]} "
+        f"({format_percent(comparison.confidence)} confidence: at least "
+        f"{format_signed_change(comparison.low, metric)}, at most {format_signed_change(comparison.high, metric)}; "
+        f"{counts})"
+    )
 
 
 def is_share(metric: MetricValue) -> bool:
-    """Whether the metric counts right answers, or another share."""
+    """Return whether the metric is a proportion, such as the share of right answers."""
     return metric.unit == "proportion"
 
 
 def format_value(value: float, metric: MetricValue) -> str:
-    """A value of a metric: `84.5 %`, `1.234 nats`, `12.3`."""
+    """Format a value of a metric: `84.5 %`, `1.234 nats`, `12.3`."""
     if is_share(metric):
         return f"{100 * value:.1f} %"
     return f"{value:.4g}{_unit_suffix(metric)}"
 
 
 def format_change(difference: float, metric: MetricValue) -> str:
-    """A difference, without its sign: `2.5 points`, `3.1 %`, `0.031 nats`."""
+    """Format a difference without its sign: `2.5 points`, `3.1 %`, `0.031 nats`."""
     if metric.kind == "perplexity":
         return f"{format_number(100 * abs(difference))} %"
     if is_share(metric):
-        shown = format_number(100 * abs(difference))
-        return f"{shown} point{'' if shown == '1' else 's'}"
+        number = format_number(100 * abs(difference))
+        return f"{number} point{'' if number == '1' else 's'}"
     return f"{abs(difference):.3g}{_unit_suffix(metric)}"
 
 
 def format_signed_change(difference: float, metric: MetricValue) -> str:
-    """A difference with its sign."""
+    """Format a difference with its sign."""
     return f"{'-' if difference < 0 else '+'}{format_change(difference, metric)}"
 
 
+def format_percent(share: float) -> str:
+    """Format a confidence or a fraction: `95 %`, `97.5 %`."""
+    return f"{format_number(100 * share)} %"
+
+
 def format_number(value: float) -> str:
-    """Two decimals, trailing zeros left out; one significant digit of what is smaller than these."""
+    """Format with two decimals without trailing zeros, or with one significant digit if that would show nothing."""
     if value == 0 or abs(value) >= 0.01:
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return f"{value:.1g}"
@@ -45,44 +90,3 @@ def format_number(value: float) -> str:
 
 def _unit_suffix(metric: MetricValue) -> str:
     return " nats" if metric.unit.startswith("nats") else ""
-
-
-def format_percent(share: float) -> str:
-    """A confidence or a fraction: `95 %`, `97.5 %`."""
-    return f"{format_number(100 * share)} %"
-
-
-def describe_comparison(found: ModelComparison, metric: MetricValue) -> str:
-    """A comparison: which way, how much, how sure, of how many samples."""
-    way = "better than" if found.difference >= 0 else "worse than"
-    amount = f"{format_change(found.difference, metric)} {way}" if found.difference else "no different from"
-    counts = f"{found.n} samples"
-    if found.groups is not None:
-        counts += f" in {found.groups} groups"
-    if found.better is not None and found.worse is not None:
-        counts += f", {found.better} better, {found.worse} worse"
-    return (
-        f"{found.metric} {amount} {REFERENCES[found.against]} ({format_percent(found.confidence)} sure: at least "
-        f"{format_signed_change(found.low, metric)}, at most {format_signed_change(found.high, metric)}; {counts})"
-    )
-
-
-def describe_verdict(verdict: Verdict) -> str:
-    """The verdict for the terminal: the decision, then a line a rule."""
-    head = f"{verdict.decision}: model {verdict.model_digest[:SHORT]}, run {verdict.run_id}"
-    if verdict.is_champion:
-        head += " (it is the champion)"
-    elif verdict.decision == "PROMOTE":
-        head += "; `ratchet promote` makes it champion"
-    lines = [f"  {MARKS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
-    if verdict.judged_before:
-        lines.append(f"  note  {describe_changed_rules(verdict)}")
-    return "\n".join([head, *lines])
-
-
-def describe_changed_rules(verdict: Verdict) -> str:
-    """That the rules were others when these samples were first judged by."""
-    return (
-        f"under other rules the gate said {', '.join(verdict.judged_before)} of this model on these samples; "
-        "a margin that is set after the look proves less"
-    )

@@ -1,4 +1,4 @@
-"""Bounds of a share that was counted."""
+"""Statistics of the gate: intervals of proportions, paired binary tests, the BCa bootstrap, and sample sizes."""
 
 import math
 from collections.abc import Sequence
@@ -11,41 +11,44 @@ from scipy import optimize, special, stats
 
 
 def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, float]:
-    """One-sided bounds, each at `confidence`, of the share that `successes` of n are a sample of.
+    """Compute one-sided bounds of a proportion from `successes` in `n` samples.
 
-    The score interval (E. B. Wilson, Journal of the American Statistical Association 22, 1927, 209-212): it stays
-    between 0 and 1 and keeps its level for shares near them. `successes` may be a fraction (k answers a sample).
+    Wilson's score interval (E. B. Wilson, Journal of the American Statistical Association 22, 1927, 209-212) stays
+    between 0 and 1 and keeps its level for proportions near 0 and 1.
+
+    Args:
+        successes: Number of successes; a fraction when a sample is the mean of several answers.
+        n: Number of samples.
+        confidence: One-sided confidence of each bound.
 
     Raises:
-        ValueError: no samples, more successes than samples, or a confidence that is none.
+        ValueError: n is below 1, `successes` is not between 0 and n, or the confidence is not between 0 and 1.
     """
     if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"{successes!r} of {n!r} is no share")
+        raise ValueError(f"found {successes!r} successes in {n!r} samples; expected 0 <= successes <= n and n >= 1")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence {confidence!r} is not between 0 and 1")
     z, share = float(stats.norm.ppf(confidence)), successes / n
     centre = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     low, high = ((centre + sign * half) / (1 + z * z / n) for sign in (-1.0, 1.0))
-    # Rounding must not turn "none of ten" into a share above nought, or all of them into one that is not one.
+    # Without rounding errors: the lower bound of 0 successes is exactly 0, the upper bound of n successes exactly 1.
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
-# Several claims at once: p-values made so much larger that the chance of one false claim stays what it was.
-
-
 def adjust_p_values(p: Sequence[float]) -> list[float]:
-    """Adjusted p-values in the order given (S. Holm, Scandinavian Journal of Statistics 6, 1979, 65-70).
+    """Adjust p-values for multiple claims by Holm's method; the order is kept.
 
-    Claims whose adjusted p-value is below alpha include a false one with probability alpha at most, however they
-    depend on each other.
+    If every claim with an adjusted p-value below alpha is accepted, at least one of them is false with probability
+    alpha at most, whatever the dependence between the claims (S. Holm, Scandinavian Journal of Statistics 6, 1979,
+    65-70).
 
     Raises:
-        ValueError: a value that is no probability.
+        ValueError: A value is not between 0 and 1.
     """
     for value in p:
         if not 0 <= value <= 1:
-            raise ValueError(f"{value!r} is no p-value")
+            raise ValueError(f"p-value {value!r} is not between 0 and 1")
     adjusted = [0.0] * len(p)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p)), key=lambda index: p[index])):
@@ -54,39 +57,36 @@ def adjust_p_values(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-# Student's t where scores are skewed: the transformation that removes the skewness from its distribution.
-#
-# P. Hall, On the removal of skewness by transformation, Journal of the Royal Statistical Society B 54, 1992, 221-228.
-# Monotone, so that it can be turned around; without skewness it changes nothing. `skewness` is that of the sample, n
-# its
-# size.
+# Student's t for skewed scores: Hall's transformation removes the skewness from the distribution of t.
+# P. Hall, "On the removal of skewness by transformation", Journal of the Royal Statistical Society B 54, 1992, 221-228.
+# The transformation is monotone, so it can be inverted, and it is the identity for scores without skewness.
 
-STRAIGHT = 1e-8
-"""Skewness over root n below which rounding would be all that is changed."""
+MIN_SKEW = 1e-8
+"""Below this value of skewness / sqrt(n), the transformation would change nothing but rounding errors."""
 
 
 def remove_skewness(t: float, skewness: float, n: int) -> float:
-    """What a t-statistic (its sample skewed) is worth if there were no skewness."""
+    """Transform a t-statistic of `n` samples with this sample skewness into one of samples without skewness."""
     k = skewness / math.sqrt(n)
     return t + k * t * t / 3 + k * k * t**3 / 27 + k / 6
 
 
 def add_skewness(t: float, skewness: float, n: int) -> float:
-    """The statistic that `remove_skewness` would make t of."""
+    """Invert `remove_skewness`."""
     k = skewness / math.sqrt(n)
-    return t if abs(k) < STRAIGHT else 3 / k * (math.cbrt(1 + k * (t - k / 6)) - 1)
+    return t if abs(k) < MIN_SKEW else 3 / k * (math.cbrt(1 + k * (t - k / 6)) - 1)
 
 
-# Two models' right and wrong answers, told by the samples that only one of them has right.
-#
-# `better` and `worse` count those samples; of n in all. They may be fractions: then they are expected counts.
+# Paired binary scores. Of n samples, `better` are right for the new model only and `worse` for the old model only
+# (the discordant pairs). Both may be fractions where they are expected counts.
 
 
 def tango_statistic(better: float, worse: float, n: float, difference: float) -> float:
-    """Tango's statistic of a supposed difference: normal when it is the true one, and falling as it rises.
+    """Compute Tango's score statistic of a hypothesized difference of two paired proportions.
 
-    The share of pairs that became worse is the likeliest one under the supposed difference, so that the variance is
-    not zero where no pair is discordant (T. Tango, Statistics in Medicine 17, 1998, 891-908, eq. 5).
+    It is standard normal if the hypothesis is true and decreases as the hypothesized difference increases. The
+    proportion of pairs that became worse is its maximum likelihood estimate under the hypothesis, so the variance is
+    positive even without discordant pairs (T. Tango, Statistics in Medicine 17, 1998, 891-908, eq. 5).
     """
     b = -better - worse + (2 * n - better + worse) * difference
     c = -worse * difference * (1 - difference)
@@ -99,7 +99,7 @@ def tango_statistic(better: float, worse: float, n: float, difference: float) ->
 
 
 def tango_bounds(better: float, worse: float, n: float, z: float) -> tuple[float, float]:
-    """Tango's score interval: the differences whose statistic is z and -z, each a one-sided bound."""
+    """Compute Tango's score interval: the differences whose statistics are z and -z, each a one-sided bound."""
     mean = (better - worse) / n
     low = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) - z, -1.0, mean) if mean > -1 else -1.0
     high = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) + z, mean, 1.0) if mean < 1 else 1.0
@@ -107,48 +107,50 @@ def tango_bounds(better: float, worse: float, n: float, z: float) -> tuple[float
 
 
 def tango_p_value(better: float, worse: float, n: float, bound: float) -> float:
-    """One-sided p-value of Tango's score test of `difference <= bound`."""
+    """Compute the one-sided p-value of Tango's score test of the hypothesis `difference <= bound`."""
     if bound < -1:
-        return 0.0  # shares cannot differ by more than one
+        return 0.0  # Proportions cannot differ by more than 1.
     return 1.0 if bound >= 1 else float(special.ndtr(-tango_statistic(better, worse, n, bound)))
 
 
 def mcnemar_exact_p(better: int, worse: int) -> float:
-    """One-sided p-value of the exact test of `difference <= 0` (McNemar 1947): a fair coin for each discordant pair."""
+    """Compute the one-sided p-value of McNemar's exact test of `difference <= 0` (Q. McNemar, 1947).
+
+    Under the hypothesis, each discordant pair is a fair coin toss.
+    """
     return float(stats.binom.sf(better - 1, better + worse, 0.5))
 
 
 def mcnemar_mid_p(better: int, worse: int) -> float:
-    """The same, half of the probability of what was seen taken off.
+    """Compute the mid-p variant of `mcnemar_exact_p`: the exact p-value minus half the probability of the observation.
 
-    The exact test rejects far less often than it may; this one keeps its level in practice and is as powerful as the
-    asymptotic test (Fagerland, Lydersen, Laake, BMC Medical Research Methodology 13:91, 2013).
+    The exact test rejects far less often than its level allows. The mid-p test keeps its level in practice and is as
+    powerful as the asymptotic test (Fagerland, Lydersen, Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     discordant = better + worse
     return float(stats.binom.sf(better, discordant, 0.5) + stats.binom.pmf(better, discordant, 0.5) / 2)
 
 
-# The bootstrap of a ratio of sums, by units that are resampled whole: bias-corrected and accelerated (BCa).
-#
-# A unit is a sample, or all samples of one group. The statistic sum(top) / sum(bottom) is a mean where every bottom is
-# one, a mean over samples of clusters where it is their size, and a difference of log-perplexities where top is in
-# nats
-# and bottom in tokens.
+# Bootstrap of a ratio of sums over resampling units, bias-corrected and accelerated (BCa). A unit is a sample, or all
+# samples of one group. The statistic sum(top) / sum(bottom) is a mean where every bottom is 1, a mean over samples of
+# clusters where bottom is the cluster size, and a difference of log-perplexities where top is in nats and bottom in
+# tokens.
 
 Numbers = NDArray[np.float64]
 
-DRAWS_AT_ONCE = 4_000_000
-"""Bounds memory: some 100 MB, whatever the number of units and resamples."""
-FEW_KINDS = 20
-"""With so many times more units than distinct ones, counts of each kind are drawn instead of units: faster."""
+MAX_DRAWS_PER_CHUNK = 4_000_000
+"""Unit indices drawn at once; limits memory to about 100 MB for any number of units and resamples."""
+MIN_UNITS_PER_KIND = 20
+"""With at least this many units per distinct unit, drawing counts of distinct units is faster than drawing units."""
 
 
 @dataclass(frozen=True)
 class ResamplingUnits:
-    """What is resampled. Both arrays have one number a unit; bottoms are positive."""
+    """The independent units that the bootstrap draws: one entry per unit in both arrays."""
 
     top: Numbers
     bottom: Numbers
+    """Positive."""
 
     @cached_property
     def estimate(self) -> float:
@@ -157,38 +159,38 @@ class ResamplingUnits:
 
     @cached_property
     def residuals(self) -> Numbers:
-        """Influence of each unit on the estimate (first order); they sum to nought."""
-        found: Numbers = (self.top - self.estimate * self.bottom) / self.bottom.mean()
-        return found
+        """First-order influence of each unit on the estimate; the sum is zero."""
+        residuals: Numbers = (self.top - self.estimate * self.bottom) / self.bottom.mean()
+        return residuals
 
     @cached_property
-    def alike(self) -> bool:
-        """Whether no unit differs from the estimate, rounding aside: nothing varies."""
+    def is_constant(self) -> bool:
+        """Whether every unit equals the estimate up to rounding, so nothing varies."""
         return bool(np.abs(self.residuals).max() <= 1e-12 * np.abs(self.top / self.bottom).max(initial=0.0))
 
     @cached_property
     def standard_error(self) -> float:
-        """Of the estimate, from the residuals; needs two units or more."""
+        """Standard error of the estimate from the residuals; needs at least two units."""
         n = len(self.top)
         return math.sqrt(math.fsum(self.residuals**2) / (n * (n - 1)))
 
     @cached_property
     def skewness(self) -> float:
-        """Of the residuals; needs units that are not all alike."""
+        """Skewness of the residuals; undefined if `is_constant`."""
         return float((self.residuals**3).mean() / (self.residuals**2).mean() ** 1.5)
 
     @cached_property
     def acceleration(self) -> float:
-        """Rate at which the standard error changes with the truth (Efron 1987, eq. 6.6), by the jackknife."""
-        left_out = (math.fsum(self.top) - self.top) / (math.fsum(self.bottom) - self.bottom)
-        change = left_out.mean() - left_out
+        """Rate of change of the standard error with the true value (Efron 1987, eq. 6.6), by the jackknife."""
+        leave_one_out = (math.fsum(self.top) - self.top) / (math.fsum(self.bottom) - self.bottom)
+        change = leave_one_out.mean() - leave_one_out
         spread = math.fsum(change**2)
         return math.fsum(change**3) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class BootstrapDistribution:
-    """Resampled estimates, ascending, and the corrections of BCa (B. Efron, JASA 82, 1987, 171-185)."""
+    """Resampled estimates in ascending order with the BCa corrections (B. Efron, JASA 82, 1987, 171-185)."""
 
     values: Numbers
     bias: float
@@ -196,35 +198,35 @@ class BootstrapDistribution:
     acceleration: float
 
     def low(self, z: float) -> float:
-        """Lower bound whose one-sided confidence is that of the normal quantile z."""
+        """Return the lower bound whose one-sided confidence is that of the normal quantile z."""
         share = special.ndtr(self.bias + _remove_acceleration(self.bias - z, self.acceleration))
         return float(self.values[min(int(share * len(self.values)), len(self.values) - 1)])
 
     def high(self, z: float) -> float:
-        """Upper bound whose one-sided confidence is that of the normal quantile z."""
+        """Return the upper bound whose one-sided confidence is that of the normal quantile z."""
         share = special.ndtr(self.bias + _remove_acceleration(self.bias + z, self.acceleration))
         return float(self.values[max(math.ceil(share * len(self.values)) - 1, 0)])
 
     def z_above(self, bound: float) -> float:
-        """The z for which `low(z)` would be just `bound`: how sure it is that the truth lies above."""
+        """Return the z for which `low(z)` equals `bound`: the evidence that the true value is above `bound`."""
         count = int(np.searchsorted(self.values, bound, side="right"))
         step = float(special.ndtri(_clamp_share(count / len(self.values), len(self.values)))) - self.bias
-        bent = 1 + self.acceleration * step
-        if bent <= 0:  # beyond what any confidence reaches
+        scale = 1 + self.acceleration * step
+        if scale <= 0:  # No confidence level reaches this far.
             return math.copysign(float(-special.ndtri(_clamp_share(0.0, len(self.values)))), -step)
-        return self.bias - step / bent
+        return self.bias - step / scale
 
 
 def _remove_acceleration(step: float, acceleration: float) -> float:
-    bent = 1 - acceleration * step
-    return step / bent if bent > 0 else math.copysign(math.inf, step)
+    scale = 1 - acceleration * step
+    return step / scale if scale > 0 else math.copysign(math.inf, step)
 
 
 def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> BootstrapDistribution:
-    """Resample two units or more that are not all alike.
+    """Draw bootstrap resamples of at least two units that are not constant.
 
-    The order of the units changes nothing, and turning the sign of every top turns that of every resample: units are
-    sorted first, in that of the two signs whose estimate is not negative.
+    The result does not depend on the order of the units, and negating every `top` negates every resample: units are
+    sorted first, with the sign for which the estimate is not negative.
     """
     sign = -1.0 if (units.estimate or math.fsum(units.top**3)) < 0 else 1.0
     top = sign * units.top
@@ -239,36 +241,36 @@ def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> Bootst
 
 
 def _clamp_share(share: float, resamples: int) -> float:
-    """A share of resamples, never so near to 0 or 1 that they could not tell."""
+    """Keep a share of resamples away from 0 and 1, which this many resamples cannot distinguish."""
     return min(max(share, 1 / (resamples + 1)), resamples / (resamples + 1))
 
 
 def _draw_resamples(top: Numbers, bottom: Numbers, resamples: int, rng: np.random.Generator) -> Numbers:
     n = len(top)
     kinds, counts = np.unique(np.stack((top, bottom)), axis=1, return_counts=True)
-    if len(counts) * FEW_KINDS <= n:
-        drawn = rng.multinomial(n, counts / n, size=resamples).astype(np.float64)
-        found: Numbers = (drawn @ kinds[0]) / (drawn @ kinds[1])
-        return found
-    same = bool((bottom == bottom[0]).all())
-    found = np.empty(resamples)
-    at_once = max(1, DRAWS_AT_ONCE // n)
-    for start in range(0, resamples, at_once):
-        drawn_units = rng.integers(0, n, size=(min(at_once, resamples - start), n), dtype=np.int32)
-        sums = top[drawn_units].sum(axis=1)
-        below = n * bottom[0] if same else bottom[drawn_units].sum(axis=1)
-        found[start : start + len(sums)] = sums / below
-    return found
+    if len(counts) * MIN_UNITS_PER_KIND <= n:
+        drawn_counts = rng.multinomial(n, counts / n, size=resamples).astype(np.float64)
+        ratios: Numbers = (drawn_counts @ kinds[0]) / (drawn_counts @ kinds[1])
+        return ratios
+    has_equal_bottoms = bool((bottom == bottom[0]).all())
+    ratios = np.empty(resamples)
+    chunk = max(1, MAX_DRAWS_PER_CHUNK // n)
+    for start in range(0, resamples, chunk):
+        drawn = rng.integers(0, n, size=(min(chunk, resamples - start), n), dtype=np.int32)
+        sums = top[drawn].sum(axis=1)
+        denominators = n * bottom[0] if has_equal_bottoms else bottom[drawn].sum(axis=1)
+        ratios[start : start + len(sums)] = sums / denominators
+    return ratios
 
 
-# How small a difference so many samples can show, and how many samples a difference takes.
+# Power: the smallest difference that n pairs detect, and the number of pairs that detects a difference.
 
 
 def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
-    """Normal quantiles: how many standard errors confidence takes, and how many more the power.
+    """Return the normal quantiles of confidence and power: the standard errors that each of them requires.
 
     Raises:
-        ValueError: not between nought and one.
+        ValueError: A value is not between 0 and 1.
     """
     for name, value in (("confidence", confidence), ("power", power)):
         if not 0 < value < 1:
@@ -277,30 +279,35 @@ def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
 
 
 def detectable_difference(n: float, discordance: float, confidence: float, power: float) -> float:
-    """Smallest difference of two shares of right answers that n pairs show, when so many pairs are discordant.
+    """Compute the smallest difference of two proportions that `n` pairs detect, given the share of discordant pairs.
 
-    From the normal approximation of paired counts, (z_a + z_b) sqrt(discordance / n) (R. J. Connor, Biometrics 43,
-    1987, with the variance that holds for equal models). Never less than z_a^2 / (n + z_a^2): so far down reaches
-    Tango's interval when not a single pair is discordant.
+    Normal approximation of paired counts, (z_a + z_b) sqrt(discordance / n) (R. J. Connor, Biometrics 43, 1987, with
+    the variance for equal models). It is at least z_a^2 / (n + z_a^2), the lower end of Tango's interval without any
+    discordant pair.
     """
     _check_discordance(n, discordance)
-    z, more = normal_quantiles(confidence, power)
-    return max((z + more) * math.sqrt(discordance / n), z * z / (n + z * z))
+    z_confidence, z_power = normal_quantiles(confidence, power)
+    tango_limit = z_confidence * z_confidence / (n + z_confidence * z_confidence)
+    return max((z_confidence + z_power) * math.sqrt(discordance / n), tango_limit)
 
 
 def required_pairs(margin: float, discordance: float, confidence: float, power: float) -> int:
-    """Pairs that it takes to show such a difference: the smallest n for which `detectable_difference` is at most that.
+    """Compute the smallest n for which `detectable_difference` is at most `margin`.
 
     Raises:
-        ValueError: a margin that is not positive, or shares that are none.
+        ValueError: The margin is not positive, or a share is not between 0 and 1.
     """
     _check_discordance(1, discordance)
     if not margin > 0:
-        raise ValueError(f"no number of samples shows a difference of {margin!r}")
-    z, more = normal_quantiles(confidence, power)
-    return max(1, math.ceil(discordance * ((z + more) / margin) ** 2), math.ceil(z * z * (1 / margin - 1)))
+        raise ValueError(f"margin {margin!r} is not positive: no number of samples can show such a difference")
+    z_confidence, z_power = normal_quantiles(confidence, power)
+    return max(
+        1,
+        math.ceil(discordance * ((z_confidence + z_power) / margin) ** 2),
+        math.ceil(z_confidence * z_confidence * (1 / margin - 1)),
+    )
 
 
 def _check_discordance(n: float, discordance: float) -> None:
     if not n > 0 or not 0 <= discordance <= 1:
-        raise ValueError(f"{n!r} pairs of which a share of {discordance!r} is discordant: there is no such thing")
+        raise ValueError(f"found {n!r} pairs, discordance {discordance!r}; expected n > 0 and 0 <= discordance <= 1")

@@ -1,7 +1,8 @@
-"""Models whose scores on a gate set were seen: each look makes the set say a little less about the next model.
+"""Uses of a test set: which models were evaluated and judged on it, and overlaps with sets for model selection.
 
-Choosing among many models by the same test rows fits them to these rows: the best of 30 on 300 rows seems some points
-better than it is. So looks are counted, and the gate holds when there were too many (gate.lookups).
+Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
+points better than it is. So every evaluated model is counted, and the gate holds above gate.max_test_set_uses. For the
+same reason a test set must not share rows or tasks with a set by which models are selected (sweeps, validation).
 """
 
 import json
@@ -14,107 +15,101 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import ObjectiveSet
-from ratchet.storage.records.gate import Decision, GateSetLookup, Verdict
+from ratchet.storage.records.gate import Decision, TestSetUse, Verdict
 
 LOCK_WAIT_S = 60.0
 
 
-def record_look(layout: ProjectLayout, gate_set: str, model: str, run_id: str) -> None:
-    """Write down that this model's scores on this gate set were seen; saying it again changes nothing.
+def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
+    """Record that a model was evaluated on a test set. Recording it again changes nothing.
 
     Args:
-        layout: the project.
-        gate_set: fingerprint of the test rows and harness documents (EvalReport.gate_set).
-        model: adapter digest.
-        run_id: of its training.
+        layout: The project.
+        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
+        model: Adapter digest.
+        run_id: Training run of the model.
 
     Raises:
-        DamagedFileError: a line of the file cannot be read; nothing is written.
-        LockHeldError: another process has been writing it for a minute.
+        DamagedFileError: A line of the file is invalid; nothing is written.
+        LockHeldError: Another process held the lock of the file for a minute.
     """
-    _append_look(layout, GateSetLookup(gate_set=gate_set, model=model, run_id=run_id))
+    _append_use(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
 
 
 def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
-    """Write down by which rules a model was judged, and how: a margin that is changed afterwards leaves a trace.
+    """Record the rules and the decision of a verdict, so that a margin changed afterwards leaves a trace.
 
-    Raises like `record_look`.
+    Raises the same errors as `record_test_set_use`.
     """
-    _append_look(
-        layout,
-        GateSetLookup(
-            gate_set=verdict.gate_set,
-            model=verdict.adapter_digest,
-            run_id=verdict.run_id,
-            rules=verdict.rules,
-            decision=verdict.decision,
-        ),
+    use = TestSetUse(
+        test_set_digest=verdict.test_set_digest,
+        model=verdict.adapter_digest,
+        run_id=verdict.run_id,
+        rules=verdict.rules,
+        decision=verdict.decision,
     )
+    _append_use(layout, use)
 
 
-def _append_look(layout: ProjectLayout, added: GateSetLookup) -> None:
-    with FileLock(layout.stage_lock("lookups"), f"{layout.lookups}").acquire(LOCK_WAIT_S):
-        known = read_looks(layout.lookups)
-        if any(_look_key(one) == _look_key(added) for one in known):
+def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
+    with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
+        uses = read_test_set_uses(layout.test_set_uses)
+        if any(_use_key(known) == _use_key(use) for known in uses):
             return
-        dumped = (one.model_dump(mode="json", exclude={"format"}, exclude_none=True) for one in (*known, added))
-        files.write_atomic(layout.lookups, "".join(map(base.to_json_line, dumped)))
+        rows = (known.model_dump(mode="json", exclude={"format"}, exclude_none=True) for known in (*uses, use))
+        files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
 
 
-def _look_key(one: GateSetLookup) -> tuple[str, str, str | None, str | None]:
-    return one.gate_set, one.model, one.rules, one.decision
+def _use_key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
+    return use.test_set_digest, use.model, use.rules, use.decision
 
 
-def list_earlier_decisions(layout: ProjectLayout, gate_set: str, model: str, rules: str) -> tuple[Decision, ...]:
-    """What the gate said of this model on this gate set under other rules, oldest first."""
+def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: str, rules: str) -> tuple[Decision, ...]:
+    """List the decisions about this model on this test set under different rules, oldest first."""
     return tuple(
-        one.decision
-        for one in read_looks(layout.lookups)
-        if (one.gate_set, one.model) == (gate_set, model) and one.decision and one.rules != rules
+        use.decision
+        for use in read_test_set_uses(layout.test_set_uses)
+        if (use.test_set_digest, use.model) == (test_set_digest, model) and use.decision and use.rules != rules
     )
 
 
-def count_models(layout: ProjectLayout, gate_set: str, model: str) -> int:
-    """Different models that were looked at with this gate set, `model` counted in any case."""
-    return len({one.model for one in read_looks(layout.lookups) if one.gate_set == gate_set} | {model})
+def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
+    """Count the different models evaluated on this test set; `model` always counts."""
+    uses = read_test_set_uses(layout.test_set_uses)
+    return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
 
 
-def read_looks(path: Path) -> list[GateSetLookup]:
-    """All look-ups, oldest first; none where there is no file. Raises DamagedFileError naming the line that is none."""
+def read_test_set_uses(path: Path) -> list[TestSetUse]:
+    """Read all uses, oldest first; empty without a file. Raises DamagedFileError with the number of an invalid line."""
     if not path.exists():
         return []
-    found = []
+    uses = []
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            found.append(GateSetLookup.model_validate(json.loads(text)))
+            uses.append(TestSetUse.model_validate(json.loads(text)))
         except ValueError:
             raise DamagedFileError(
-                f"{path}:{number}: not a look-up ({text[:60].decode(errors='replace')!r}); "
-                "take the file from git again, or remove this line"
+                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
+                "restore the file from git, or remove this line"
             ) from None
-    return found
-
-
-# Sets by which models are chosen (sweeps, validation): what they share with the gate's set has been fitted to already.
-#
-# The best of 30 trials on 300 rows seems some points better on these rows than it is; so a gate set must share none.
+    return uses
 
 
 def count_overlaps(
     layout: ProjectLayout, ids: Iterable[str], tasks: Iterable[str], further: Sequence[ObjectiveSet] = ()
 ) -> dict[str, int]:
-    """How many of these rows and tasks belong to a set by which models are chosen, by the name of the set.
+    """Count the test rows and tasks that belong to a set for model selection, by the name of that set.
 
     Args:
-        layout: the project; its experiments/objectives are read.
-        ids: test rows.
-        tasks: harness tasks, by name.
-        further: sets that are not written there.
+        layout: The project; its folder experiments/objectives is read.
+        ids: Test rows.
+        tasks: Names of harness tasks.
+        further: Sets that are not in that folder.
 
     Raises:
-        DamagedFileError: a file there is no such set.
+        DamagedFileError: A file in that folder is not such a set.
     """
     sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
     rows, names = set(ids), set(tasks)
-    found = {one.name: len(rows & set(one.sample_ids)) + len(names & set(one.tasks)) for one in sets}
-    return {name: count for name, count in found.items() if count}
+    counts = {one.name: len(rows & set(one.sample_ids)) + len(names & set(one.tasks)) for one in sets}
+    return {name: count for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Outputs of `ratchet generate`, checked against their cards, each answer with the prompt that it answers."""
+"""Selects training rows from outputs of `ratchet generate`: verifies the outputs, filters and scores the answers."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.schema import Settings
-from ratchet.config.selection import FORMATS, Select
+from ratchet.config.select import NAMED_FORMATS, Select
+from ratchet.config.settings import Settings
 from ratchet.data import deduplication
 from ratchet.data.conversation import Conversation
 from ratchet.data.ingest import TextSpool
@@ -27,7 +27,7 @@ from ratchet.data.splits import normalize_text
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.inference import output, prompts, reward
 from ratchet.inference.prompts import Prompt, PromptSource
-from ratchet.inference.spec import ASKED, GenerationCard, GenerationPaths
+from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGeneration
@@ -36,20 +36,21 @@ from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGenera
 class TeacherAnswer(NamedTuple):
     """One answer to a prompt."""
 
-    teacher: int
-    """Index into the outputs."""
+    output_index: int
+    """Index of the output that contains the answer."""
     sample: int
-    answer: str
+    text: str
+    """The answer without its reasoning."""
     reasoning: str | None
     finish: str
-    nats: float | None
-    """Mean log-probability of its tokens; None: not known."""
+    mean_log_probability: float | None
+    """Mean log-probability, in nats, of the answer's tokens; None if unknown."""
     probability: float | None
-    """Of the answer among generate.labels, where that is known; else the geometric mean of its tokens'; else None."""
+    """Probability of the answer among generate.labels, else the geometric mean over its tokens; None if unknown."""
 
 
 class PromptAnswers(NamedTuple):
-    """A prompt and all that was answered to it."""
+    """A prompt with all its answers."""
 
     prompt: Prompt
     answers: list[TeacherAnswer]
@@ -57,7 +58,7 @@ class PromptAnswers(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """One output of `ratchet generate`, as it was written."""
+    """A verified output of `ratchet generate`."""
 
     path: Path
     card: GenerationCard
@@ -65,13 +66,13 @@ class GenerationOutput:
 
     @property
     def teacher(self) -> TeacherGeneration:
-        """Who answered, for the record."""
+        """The model and its settings, for the selection card."""
         spec = self.card.spec
         return TeacherGeneration(
             generation=self.card.id,
             kind=spec.model.kind,
             model_digest=spec.model.digest,
-            held=spec.model.held,
+            weight_format=spec.model.weight_format,
             prompts_digest=spec.prompts_digest,
             answers_digest=self.card.output,
             temperature=spec.generate.temperature,
@@ -80,24 +81,24 @@ class GenerationOutput:
 
 
 def open_output(path: Path, layout: ProjectLayout, settings: Settings, other: Path | None) -> GenerationOutput:
-    """An output with its prompts.
+    """Open an output with its prompts.
 
     Args:
-        path: of the output.
-        layout: of the project in which it was generated.
-        settings: of the project: how a file of prompts is read.
-        other: the file of prompts, where the generation's directory is gone.
+        path: the output.
+        layout: layout of the project that generated it.
+        settings: settings of the project, which determine how a file of prompts is read.
+        other: the file of prompts, needed if the directory of the generation was deleted.
 
     Raises:
-        SettingsError: no such file, or no output of `ratchet generate`.
-        DamagedFileError: it was changed since.
-        DataError: its prompts are not there, or others.
+        SettingsError: the file does not exist, or is not an output of `ratchet generate`.
+        DamagedFileError: the file changed since it was written.
+        DataError: the prompts are missing or differ.
     """
     card = output.read_card(path)
     if digests.hash_file(path) != card.output:
         raise DamagedFileError(
-            f"{path}: was changed since `ratchet generate` wrote it; remove it and generate it again (answers that are "
-            "kept are not asked for again)"
+            f"{path}: the file changed since `ratchet generate` wrote it; remove it and run `ratchet generate` again "
+            "(saved answers are reused)"
         )
     return GenerationOutput(path, card, _find_prompts(path, card, layout, settings, other))
 
@@ -107,235 +108,251 @@ def _find_prompts(
 ) -> Callable[[], Iterator[Prompt]]:
     folder = GenerationPaths(layout.generations / card.id).prompts
     try:
-        files.verify_sealed(folder, ASKED)
+        files.verify_sealed(folder, PROMPTS_KIND)
     except DamagedFileError as error:
         if other is None:
-            what = f"are not as they were kept ({error})" if folder.exists() else f"are not here any more (no {folder})"
+            problem = f"are damaged ({error})" if folder.exists() else f"are missing (no {folder})"
             raise DataError(
-                f"{path}: the prompts of its generation {card.id} {what}; name the file that they came from with "
-                "--prompts"
+                f"{path}: the prompts of generation {card.id} {problem}; name their original file with --prompts"
             ) from None
     else:
         return lambda: prompts.read_prompts(folder)
-    how = {"column": settings.generate.column, "skip_faults": settings.generate.skip_faults}
-    asked = settings.model_copy(update={"generate": card.spec.generate.model_copy(update=how)})
-    source = PromptSource(other.absolute(), asked)
-    if source.measured()[1] != card.spec.prompts_digest:
+    how = {"prompt_column": settings.generate.prompt_column, "skip_invalid": settings.generate.skip_invalid}
+    prompt_settings = settings.model_copy(update={"generate": card.spec.generate.model_copy(update=how)})
+    source = PromptSource(other.absolute(), prompt_settings)
+    if source.measure()[1] != card.spec.prompts_digest:
         raise DataError(
-            f"--prompts {other}: not the prompts of generation {card.id} ({path.name}); give the file as it was, and "
-            "generate.column and prepare.system as they were"
+            f"--prompts {other}: not the prompts of generation {card.id} ({path.name}); use the original file, and the "
+            "original generate.prompt_column and prepare.system"
         )
     return source.prompts
 
 
 def read_prompt_answers(outputs: Sequence[GenerationOutput]) -> Iterator[PromptAnswers]:
-    """Every prompt with its answers; of outputs for the same prompts all answers together. One prompt in memory.
+    """Yield every prompt with its answers from all outputs for the same prompts. One prompt is in memory at a time.
 
     Raises:
-        DamagedFileError: an output does not hold the answers that its card speaks of.
+        DamagedFileError: an output does not have the answers that its card describes.
     """
-    together: dict[str, list[int]] = {}
-    for number, one in enumerate(outputs):
-        together.setdefault(one.card.spec.prompts_digest, []).append(number)
-    for numbers in together.values():
+    by_prompts: dict[str, list[int]] = {}
+    for number, generation in enumerate(outputs):
+        by_prompts.setdefault(generation.card.spec.prompts_digest, []).append(number)
+    for numbers in by_prompts.values():
         streams = {number: output.read_records(outputs[number].path, outputs[number].card) for number in numbers}
         for prompt in outputs[numbers[0]].prompts():
             answers = [
-                one for number in numbers for one in _read_answers(outputs[number], number, prompt, streams[number])
+                answer
+                for number in numbers
+                for answer in _read_answers(outputs[number], number, prompt, streams[number])
             ]
             yield PromptAnswers(prompt, answers)
         for number, records in streams.items():
             if next(records, None) is not None:
-                raise DamagedFileError(f"{outputs[number].path}: more answers than prompts; generate it again")
+                raise DamagedFileError(
+                    f"{outputs[number].path}: more answers than prompts; run its `ratchet generate` again"
+                )
 
 
 def _read_answers(
-    one: GenerationOutput, number: int, prompt: Prompt, records: Iterator[dict[str, Any]]
+    generation: GenerationOutput, number: int, prompt: Prompt, records: Iterator[dict[str, Any]]
 ) -> Iterator[TeacherAnswer]:
-    for sample in range(one.card.spec.generate.samples):
+    for sample in range(generation.card.spec.generate.samples):
         record: dict[str, Any] = next(records, {})
-        told = (record.get("id"), record.get("prompt_digest"), record.get("sample"))
-        if told != (prompt.id, prompt.digest, sample):
+        found_key = (record.get("id"), record.get("prompt_digest"), record.get("sample"))
+        if found_key != (prompt.id, prompt.digest, sample):
             raise DamagedFileError(
-                f"{one.path}: sample {sample} of prompt {prompt.id!r} is not where it belongs; generate it again"
+                f"{generation.path}: sample {sample} of prompt {prompt.id!r} is not at its position; run its `ratchet "
+                "generate` again"
             )
-        nats, answer = record["mean_log_probability"], record["answer"]
-        probability = _label_probability(record.get(output.LABELS), answer, nats)
-        yield TeacherAnswer(number, sample, answer, record["reasoning"], record["finish"], nats, probability)
+        nats, text = record["mean_log_probability"], record["answer"]
+        probability = _label_probability(record.get(output.LABEL_LOG_PROBABILITIES), text, nats)
+        yield TeacherAnswer(number, sample, text, record["reasoning"], record["finish"], nats, probability)
 
 
-def _label_probability(labels: Mapping[str, float | None] | None, answer: str, nats: float | None) -> float | None:
-    """Softmax of the labels' log-probabilities, where all are known and the answer is one of them."""
-    known = [one for one in (labels or {}).values() if one is not None]
-    if labels and len(known) == len(labels) and (own := labels.get(answer)) is not None:
-        return math.exp(own - max(known)) / math.fsum(math.exp(one - max(known)) for one in known)
+def _label_probability(labels: Mapping[str, float | None] | None, text: str, nats: float | None) -> float | None:
+    """Return the softmax over the labels if all are known and the answer is one of them, else exp(nats)."""
+    known = [value for value in (labels or {}).values() if value is not None]
+    if labels and len(known) == len(labels) and (own := labels.get(text)) is not None:
+        return math.exp(own - max(known)) / math.fsum(math.exp(value - max(known)) for value in known)
     return None if nats is None else math.exp(nats)
 
 
-# What answers must be like, each by itself and among the samples of their prompt; everything left out is counted.
+# ----- Filters
 #
-# The vote is self-consistency (Wang et al. 2022, arXiv 2203.11171): of the samples of a prompt those are right,
-# probably,
-# whose final answer most of them give. Comparing with a reference is rejection sampling (Yuan et al. 2023, arXiv
-# 2308.01825; Zelikman et al. 2022, arXiv 2203.14465).
+# The vote is self-consistency (Wang et al. 2022, arXiv 2203.11171): among the samples of a prompt, the final answer
+# that most of them give is probably correct. Comparing with a reference is rejection sampling (Yuan et al. 2023, arXiv
+# 2308.01825; Zelikman et al. 2022, arXiv 2203.14465). Every removed answer is counted.
 
-NAMES = (
-    "finish", "unfit", "length", "format", "probability", "final", "reference", "agreement", "minority", "reward",
-    "not_chosen", "duplicate", "near_duplicate",
+FILTER_NAMES = (
+    "finish", "invalid_text", "length", "format", "probability", "no_final_answer", "reference", "agreement",
+    "minority", "reward", "not_selected", "duplicate", "near_duplicate",
 )  # fmt: skip
-"""Filters in their order."""
+"""The filters, in the order in which they are applied."""
 
-EXAMPLES = 3
-LONGEST_DETAIL = 100
-"""Characters of an example."""
+MAX_EXAMPLES = 3
+MAX_EXAMPLE_CHARACTERS = 100
+"""Length limit of an example."""
 
-LONGEST_S = 20.0
-"""Time that a regular expression may take for one answer: with nested repetition it can run for years."""
+MATCH_TIMEOUT_S = 20.0
+"""Time limit of a regular expression for one answer: with nested repetition it can run for years."""
 
 
 class FilterTally:
-    """How many answers each filter left out, and the first few of them."""
+    """Counts the answers that each filter removed, with the first few as examples."""
 
     def __init__(self) -> None:
         self.answers = 0
         self._dropped: Counter[str] = Counter()
-        self._examples: dict[str, list[str]] = {name: [] for name in NAMES}
+        self._examples: dict[str, list[str]] = {name: [] for name in FILTER_NAMES}
 
     def drop(self, name: str, id: str, sample: int, detail: str = "") -> None:
-        """Book an answer that is left out."""
+        """Record a removed answer.
+
+        Args:
+            name: the filter.
+            id: the prompt.
+            sample: number of the sample.
+            detail: more about the answer, for the examples.
+        """
         self._dropped[name] += 1
-        if len(self._examples[name]) < EXAMPLES:
+        if len(self._examples[name]) < MAX_EXAMPLES:
             text = f"{id}, sample {sample}" + (f": {' '.join(detail.split())}" if detail else "")
-            self._examples[name].append(text if len(text) <= LONGEST_DETAIL else text[: LONGEST_DETAIL - 3] + "...")
+            self._examples[name].append(
+                text if len(text) <= MAX_EXAMPLE_CHARACTERS else text[: MAX_EXAMPLE_CHARACTERS - 3] + "..."
+            )
 
     @property
     def filters(self) -> tuple[FilterReport, ...]:
-        """All of them, in their order."""
-        left, found = self.answers, []
-        for name in NAMES:
+        """The reports of all filters, in order."""
+        left, reports = self.answers, []
+        for name in FILTER_NAMES:
             left -= self._dropped[name]
-            found.append(
+            reports.append(
                 FilterReport(name=name, dropped=self._dropped[name], left=left, examples=tuple(self._examples[name]))
             )
-        return tuple(found)
+        return tuple(reports)
 
 
 class AcceptedAnswer(NamedTuple):
-    """An answer that is left, and the share of its prompt's samples that say the same."""
+    """An answer that passed the filters, with the fraction of samples that have the same final answer."""
 
-    answered: TeacherAnswer
+    answer: TeacherAnswer
     agreement: float
 
 
 class AnswerFilters:
-    """The filters that look at one prompt at a time.
+    """The filters that need only one prompt with its answers.
 
     Args:
-        settings: section select.
-        labels: of each output, its generate.labels.
-        tally: where what is left out is counted.
+        settings: section `select`.
+        labels: generate.labels of each output.
+        tally: counts the removed answers.
     """
 
     def __init__(self, settings: Select, labels: Sequence[Sequence[str]], tally: FilterTally) -> None:
         self._settings, self._tally = settings, tally
-        self._labels = [frozenset(one) for one in labels]
-        named = settings.format if settings.format not in FORMATS else None
+        self._labels = [frozenset(names) for names in labels]
+        named = settings.answer_format if settings.answer_format not in NAMED_FORMATS else None
         self._format = re.compile(named) if named else None
-        self._final = re.compile(settings.final) if settings.final else None
+        self._final = re.compile(settings.final_answer_pattern) if settings.final_answer_pattern else None
         self.without_reference = 0
         self.with_reference = 0
 
-    def left(self, asked: PromptAnswers) -> list[AcceptedAnswer]:
-        """The answers to a prompt that pass, in their order.
+    def apply(self, prompt_answers: PromptAnswers) -> list[AcceptedAnswer]:
+        """Return the answers that pass all filters, in order.
 
         Raises:
             SettingsError: a regular expression takes too long.
         """
-        self._tally.answers += len(asked.answers)
-        reference = asked.prompt.reference
-        wanted = None if reference is None else (self._final_of(reference) or self._key(reference))
+        self._tally.answers += len(prompt_answers.answers)
+        reference = prompt_answers.prompt.reference
+        expected = None if reference is None else (self._final_answer(reference) or self._comparison_key(reference))
         if self._settings.reference == "match":
-            self.without_reference += wanted is None
-            self.with_reference += wanted is not None
-        found: list[tuple[TeacherAnswer, str]] = []
-        for one in asked.answers:
-            reason, detail, final = self._judged(one)
-            if not reason and self._settings.reference == "match" and wanted not in (None, final):
-                reason, detail = "reference", f"{final!r} is not {wanted!r}"
+            self.without_reference += expected is None
+            self.with_reference += expected is not None
+        passed: list[tuple[TeacherAnswer, str]] = []
+        for answer in prompt_answers.answers:
+            reason, detail, final = self._check(answer)
+            if not reason and self._settings.reference == "match" and expected not in (None, final):
+                reason, detail = "reference", f"{final!r} is not {expected!r}"
             if reason:
-                self._tally.drop(reason, asked.prompt.id, one.sample, detail)
+                self._tally.drop(reason, prompt_answers.prompt.id, answer.sample, detail)
             else:
-                found.append((one, final))
-        return self._voted(asked, found)
+                passed.append((answer, final))
+        return self._apply_vote(prompt_answers, passed)
 
-    def _judged(self, one: TeacherAnswer) -> tuple[str, str, str]:
-        """The filter that leaves an answer out, or "", with what was found; and its final answer."""
-        settings, text = self._settings, one.answer
-        if one.finish not in settings.finishes:
-            return "finish", one.finish, ""
-        if problem := find_text_flaw(text) or find_text_flaw(one.reasoning or ""):
-            return "unfit", problem, ""
+    def _check(self, answer: TeacherAnswer) -> tuple[str, str, str]:
+        """Return the filter that removes an answer (or ""), a detail for the report, and the final answer."""
+        settings, text = self._settings, answer.text
+        if answer.finish not in settings.finish_reasons:
+            return "finish", answer.finish, ""
+        if problem := find_text_flaw(text) or find_text_flaw(answer.reasoning or ""):
+            return "invalid_text", problem, ""
         if len(text) < settings.min_characters or len(text) > (settings.max_characters or len(text)):
             return "length", f"{len(text):,} characters", ""
-        if not self._is_formed(one):
+        if not self._has_valid_format(answer):
             return "format", text, ""
         least = settings.min_probability
-        if least is not None and (one.probability is None or one.probability < least):
-            return "probability", "not known" if one.probability is None else f"{one.probability:.4f}", ""
-        final = self._final_of(text)
-        return ("final", text, "") if final is None else ("", "", final)
+        if least is not None and (answer.probability is None or answer.probability < least):
+            return "probability", "unknown" if answer.probability is None else f"{answer.probability:.4f}", ""
+        final = self._final_answer(text)
+        return ("no_final_answer", text, "") if final is None else ("", "", final)
 
-    def _is_formed(self, one: TeacherAnswer) -> bool:
-        if self._settings.format == "labels":
-            return one.answer in self._labels[one.teacher]
-        if self._settings.format == "json":
-            return _normalize_json(one.answer) is not None
+    def _has_valid_format(self, answer: TeacherAnswer) -> bool:
+        if self._settings.answer_format == "labels":
+            return answer.text in self._labels[answer.output_index]
+        if self._settings.answer_format == "json":
+            return _normalize_json(answer.text) is not None
         if self._format is None:
             return True
-        with _limit_match_time("format", self._format.pattern):
-            return self._format.fullmatch(one.answer) is not None
+        with _limit_match_time("answer_format", self._format.pattern):
+            return self._format.fullmatch(answer.text) is not None
 
-    def _final_of(self, text: str) -> str | None:
-        """What answers are compared by; None where there is no final answer."""
+    def _final_answer(self, text: str) -> str | None:
+        """Return the normalized final answer of a text; None if it has none."""
         if self._final is None:
-            return self._key(text)
-        with _limit_match_time("final", self._final.pattern):
-            found = deque(self._final.finditer(text), maxlen=1)
-        if not found:
+            return self._comparison_key(text)
+        with _limit_match_time("final_answer_pattern", self._final.pattern):
+            last = deque(self._final.finditer(text), maxlen=1)
+        if not last:
             return None
-        last = found[0][1] if self._final.groups else found[0][0]
-        return None if last is None else self._key(last)
+        final = last[0][1] if self._final.groups else last[0][0]
+        return None if final is None else self._comparison_key(final)
 
-    def _key(self, text: str) -> str:
-        parsed = _normalize_json(text) if self._settings.format == "json" else None
+    def _comparison_key(self, text: str) -> str:
+        parsed = _normalize_json(text) if self._settings.answer_format == "json" else None
         return parsed or normalize_text(text)
 
-    def _voted(self, asked: PromptAnswers, found: Sequence[tuple[TeacherAnswer, str]]) -> list[AcceptedAnswer]:
-        total = len(asked.answers)
-        votes = Counter(final for _, final in found)
-        least = self._settings.agreement
-        kept = [AcceptedAnswer(one, round(votes[final] / total, 4)) for one, final in found]
-        if least is None or not found:
-            return kept
-        _, winner = min(((-votes[final], *likelihood_key(one)), final) for one, final in found)
-        enough = votes[winner] >= least * total - 1e-9
-        left = []
-        for one, (answered, final) in zip(kept, found, strict=True):
-            if enough and final == winner:
-                left.append(one)
+    def _apply_vote(
+        self, prompt_answers: PromptAnswers, passed: Sequence[tuple[TeacherAnswer, str]]
+    ) -> list[AcceptedAnswer]:
+        total = len(prompt_answers.answers)
+        votes = Counter(final for _, final in passed)
+        least = self._settings.min_agreement
+        candidates = [AcceptedAnswer(answer, round(votes[final] / total, 4)) for answer, final in passed]
+        if least is None or not passed:
+            return candidates
+        _, winner = min(((-votes[final], *likelihood_key(answer)), final) for answer, final in passed)
+        has_majority = votes[winner] >= least * total - 1e-9
+        accepted = []
+        for candidate, (answer, final) in zip(candidates, passed, strict=True):
+            if has_majority and final == winner:
+                accepted.append(candidate)
             else:
-                said = f"{votes[final]} of {total} say {final!r}"
-                self._tally.drop("minority" if enough else "agreement", asked.prompt.id, answered.sample, said)
-        return left
+                detail = f"{votes[final]} of {total} answers are {final!r}"
+                name = "minority" if has_majority else "agreement"
+                self._tally.drop(name, prompt_answers.prompt.id, answer.sample, detail)
+        return accepted
 
 
-def likelihood_key(one: TeacherAnswer) -> tuple[float, int, int]:
-    """A key that sorts the likeliest answer first; of equal ones the earlier sample."""
-    return (float("inf") if one.nats is None else -one.nats), one.teacher, one.sample
+def likelihood_key(answer: TeacherAnswer) -> tuple[float, int, int]:
+    """Return a sort key: the likeliest answer first, then by output and sample."""
+    nats = answer.mean_log_probability
+    return (float("inf") if nats is None else -nats), answer.output_index, answer.sample
 
 
 def _normalize_json(text: str) -> str | None:
-    """JSON written in one way; None for what is none (RFC 8259 knows no NaN)."""
+    """Return canonical JSON; None if the text is not valid JSON (RFC 8259 does not allow NaN)."""
     try:
         return digests.canonical_json(json.loads(text, parse_constant=_refuse_constant))
     except (ValueError, RecursionError):
@@ -343,71 +360,72 @@ def _normalize_json(text: str) -> str | None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 @contextmanager
 def _limit_match_time(name: str, pattern: str) -> Iterator[None]:
-    """Break a regular expression off that takes too long: matching looks for signals now and then."""
+    """Raise SettingsError if a regular expression takes too long, by a signal, which `re` checks for while matching."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SettingsError(
-            f"select.{name}: {pattern!r} takes more than {LONGEST_S:g} s on one answer; write it without a repetition "
-            "inside a repetition"
+            f"select.{name}: {pattern!r} takes more than {MATCH_TIMEOUT_S:g} s on one answer; write it without a "
+            "repetition inside a repetition"
         )
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MATCH_TIMEOUT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
 
 
-# From answers to rows, in passes over files: filters, scores, the choice within a prompt, duplicates.
+# ----- Selection
 #
-# Memory holds one prompt with its answers, and of each chosen row what finds duplicates: 16 bytes of its text's digest
-# (about 100 with the set they are in), 8 bytes for each MinHash band, and up to 9 more for each band while clusters
-# are
-# looked for (quality.clusters): half a gigabyte for a million rows by default, a fifth of it without near-duplicates.
+# Selection runs in passes over files: filters, scores, choice within a prompt, duplicates. Memory holds one prompt with
+# its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100 with
+# the set they are in), 8 bytes for each MinHash band, and up to 9 more for each band while clusters are computed. That
+# is half a gigabyte for a million rows by default, and a fifth of it without near-duplicates.
 
 BLOCK_ROWS = 1000
-TAKEN = ("messages", "tools", PROVENANCE)
-"""Names in a row that no field of generate.keep may have."""
+RESERVED_FIELDS = ("messages", "tools", PROVENANCE)
+"""Keys of a row that generate.extra_fields may not contain."""
 
 
 class _FilteredPrompt(NamedTuple):
-    """A prompt with the answers that are left, and their scores."""
+    """A prompt with its accepted answers and their scores."""
 
     prompt: dict[str, Any]
-    kept: list[AcceptedAnswer]
+    accepted: list[AcceptedAnswer]
     scores: list[float | None]
 
-    def line(self) -> bytes:
-        """As JSON, with the line's end; without scores, which are known later."""
-        return _encode_line({"prompt": self.prompt, "kept": [[*one.answered, one.agreement] for one in self.kept]})
+    def to_line(self) -> bytes:
+        """Return a line of JSON, without the scores, which are computed later."""
+        accepted = [[*item.answer, item.agreement] for item in self.accepted]
+        return _encode_line({"prompt": self.prompt, "accepted": accepted})
 
     @classmethod
-    def of(cls, line: bytes) -> "_FilteredPrompt":
-        """What `line` wrote."""
+    def from_line(cls, line: bytes) -> "_FilteredPrompt":
+        """Read the output of `to_line`."""
         document = json.loads(line)
-        kept = [AcceptedAnswer(TeacherAnswer(*parts), agreement) for *parts, agreement in document["kept"]]
-        return cls(document["prompt"], kept, [None] * len(kept))
+        accepted = [AcceptedAnswer(TeacherAnswer(*parts), agreement) for *parts, agreement in document["accepted"]]
+        return cls(document["prompt"], accepted, [None] * len(accepted))
 
 
 @dataclass
 class AnswerSelector:
-    """The passes, for outputs that are open.
+    """Selects rows from opened outputs.
 
     Args:
-        settings: section select.
-        outputs: to choose from.
+        settings: section `select`.
+        outputs: the outputs.
         root: the project's directory.
-        folder: room for files on the way.
+        folder: folder for temporary files.
     """
 
     settings: Select
@@ -417,135 +435,148 @@ class AnswerSelector:
 
     def __post_init__(self) -> None:
         self.tally = FilterTally()
-        self.prompts = self.without_reference = self.rows = self.taught_prompts = 0
-        self._requested = self._signed = 0
-        """Answers that are to be scored; rows that are chosen, before near-duplicates are looked for."""
+        self.prompts = self.without_reference = self.rows = self.prompts_with_rows = 0
+        self._request_count = self._row_count = 0
+        """Number of answers to score, and of selected rows before near-duplicates are removed."""
 
     def write(self, target: Path) -> None:
-        """Write the chosen rows, in the order of the prompts.
+        """Write the selected rows, in the order of the prompts.
 
         Raises:
-            SettingsError: the reward's program fails, or no prompt has the reference that is asked for.
-            DamagedFileError: an output is not whole.
-            OSError: the disk does not take it.
+            SettingsError: the reward fails, or select.reference is `match` and no prompt has a reference.
+            DamagedFileError: an output is damaged.
+            OSError: a file cannot be written.
         """
-        left, chosen = self.folder / "left.jsonl", self.folder / "chosen.jsonl"
-        files.write_blocks(left, _batch_lines(one.line() for one in self._filtered()))
-        said = None
-        if self.settings.reward.command:
+        filtered, selected = self.folder / "filtered.jsonl", self.folder / "selected.jsonl"
+        files.write_blocks(filtered, _batch_lines(item.to_line() for item in self._filter()))
+        reward_output = None
+        if self.settings.reward.command or self.settings.reward.function:
             requests = self.folder / "requests.jsonl"
-            files.write_blocks(requests, _batch_lines(self._requests(left)))
-            said = reward.run_program(self.settings.reward, self.root, requests, self.folder, self._requested)
+            files.write_blocks(requests, _batch_lines(self._reward_requests(filtered)))
+            if self.settings.reward.function is None:
+                reward_output = reward.run_program(
+                    self.settings.reward, self.root, requests, self.folder, self._request_count
+                )
+            else:
+                reward_output = reward.run_function(self.settings.reward.function, requests, self.folder)
         texts = TextSpool(self.folder)
         try:
-            files.write_blocks(chosen, _batch_lines(self._chosen(self._scored(left, said), texts)))
-            dropped = self._near(texts)
+            scored = self._read_scored(filtered, reward_output)
+            files.write_blocks(selected, _batch_lines(self._selected_rows(scored, texts)))
+            dropped = self._find_near_duplicates(texts)
         finally:
             texts.close()
-        files.write_blocks(target, _batch_lines(self._unlike(chosen, dropped)))
+        files.write_blocks(target, _batch_lines(self._unique_rows(selected, dropped)))
 
-    def _filtered(self) -> Iterator[_FilteredPrompt]:
-        filters = AnswerFilters(self.settings, [one.card.spec.generate.labels for one in self.outputs], self.tally)
-        for one in read_prompt_answers(self.outputs):
+    def _filter(self) -> Iterator[_FilteredPrompt]:
+        labels = [generation.card.spec.generate.labels for generation in self.outputs]
+        filters = AnswerFilters(self.settings, labels, self.tally)
+        for prompt_answers in read_prompt_answers(self.outputs):
             self.prompts += 1
-            if kept := filters.left(one):
-                yield _FilteredPrompt(_prompt_document(one), kept, [])
+            if accepted := filters.apply(prompt_answers):
+                yield _FilteredPrompt(_prompt_document(prompt_answers.prompt), accepted, [])
         self.without_reference = filters.without_reference
         if self.settings.reference == "match" and not filters.with_reference:
             raise SettingsError(
-                "select.reference: match, but no prompt has a reference; generate answers to prompts that came with one"
+                "select.reference: found match, but no prompt has a reference; generate answers to prompts with "
+                "references"
             )
 
-    def _requests(self, left: Path) -> Iterator[bytes]:
-        """What the reward's program is asked."""
-        for one in _read_filtered(left):
-            known = {key: one.prompt[key] for key in ("id", "messages", "reference", "fields")}
-            self._requested += len(one.kept)
-            for kept in one.kept:
-                yield _encode_line({**known, "answer": kept.answered.answer, "reasoning": kept.answered.reasoning})
+    def _reward_requests(self, filtered: Path) -> Iterator[bytes]:
+        """Yield the input lines of the reward, one per answer."""
+        for item in _read_filtered(filtered):
+            prompt = {key: item.prompt[key] for key in ("id", "messages", "reference", "fields")}
+            self._request_count += len(item.accepted)
+            for accepted in item.accepted:
+                yield _encode_line({**prompt, "answer": accepted.answer.text, "reasoning": accepted.answer.reasoning})
 
-    def _scored(self, left: Path, said: reward.RewardOutput | None) -> Iterator[_FilteredPrompt]:
-        if said is None:
-            yield from _read_filtered(left)
+    def _read_scored(self, filtered: Path, reward_output: reward.RewardOutput | None) -> Iterator[_FilteredPrompt]:
+        if reward_output is None:
+            yield from _read_filtered(filtered)
             return
-        scores = reward.read_scores(said, self._requested)
-        for one in _read_filtered(left):
-            yield one._replace(scores=list(islice(scores, len(one.kept))))
-        next(scores, None)  # to its end, where it counts
+        scores = reward.read_scores(reward_output, self._request_count)
+        for item in _read_filtered(filtered):
+            yield item._replace(scores=list(islice(scores, len(item.accepted))))
+        next(scores, None)  # runs the check after the last score
 
-    def _chosen(self, scored: Iterable[_FilteredPrompt], texts: TextSpool) -> Iterator[bytes]:
-        """A line for each row whose text no row before it has, with the number of its prompt."""
+    def _selected_rows(self, scored: Iterable[_FilteredPrompt], texts: TextSpool) -> Iterator[bytes]:
+        """Yield a line [number of the prompt, row] for each selected row that is not an exact duplicate."""
         known: set[bytes] = set()
-        for number, one in enumerate(scored):
-            for kept, score in self._best(one):
-                row = self._row(one.prompt, kept, score)
+        for number, item in enumerate(scored):
+            for accepted, score in self._select_best(item):
+                row = self._row(item.prompt, accepted, score)
                 conversation = Conversation(row["messages"], row.get("tools"))
                 key = deduplication.exact_key(f"{conversation.system}\0{conversation.text}")
                 if key in known:
-                    self.tally.drop("duplicate", one.prompt["id"], kept.answered.sample)
+                    self.tally.drop("duplicate", item.prompt["id"], accepted.answer.sample)
                     continue
                 known.add(key)
                 texts.add([conversation.text])
-                self._signed += 1
+                self._row_count += 1
                 yield _encode_line([number, row])
 
-    def _best(self, one: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
-        """The answers to a prompt that are taken, the best first."""
-        settings, left = self.settings.reward, list[tuple[AcceptedAnswer, float | None]]()
-        for kept, score in zip(one.kept, one.scores, strict=True):
-            if settings.minimum is not None and score is not None and score < settings.minimum:
-                self.tally.drop("reward", one.prompt["id"], kept.answered.sample, f"{score:g}")
+    def _select_best(self, item: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
+        """Return the selected answers to a prompt, best first."""
+        settings, candidates = self.settings.reward, list[tuple[AcceptedAnswer, float | None]]()
+        for accepted, score in zip(item.accepted, item.scores, strict=True):
+            if settings.min_score is not None and score is not None and score < settings.min_score:
+                self.tally.drop("reward", item.prompt["id"], accepted.answer.sample, f"{score:g}")
             else:
-                left.append((kept, score))
-        left.sort(key=lambda pair: (-(pair[1] or 0.0) if settings.choose else 0.0, *likelihood_key(pair[0].answered)))
-        for kept, _ in left[self.settings.per_prompt :]:
-            self.tally.drop("not_chosen", one.prompt["id"], kept.answered.sample)
-        return left[: self.settings.per_prompt]
+                candidates.append((accepted, score))
 
-    def _row(self, prompt: dict[str, Any], kept: AcceptedAnswer, score: float | None) -> dict[str, Any]:
-        one = kept.answered
-        spec = self.outputs[one.teacher].card.spec
-        answer = one.answer
-        if self.settings.reasoning == "keep" and one.reasoning is not None:
-            begin, end = spec.generate.reasoning_marks
-            answer = f"{begin}\n{one.reasoning}\n{end}\n\n{answer}"
+        def sort_key(pair: tuple[AcceptedAnswer, float | None]) -> tuple[float, float, int, int]:
+            accepted, score = pair
+            return (-(score or 0.0) if settings.select_best else 0.0, *likelihood_key(accepted.answer))
+
+        candidates.sort(key=sort_key)
+        for accepted, _ in candidates[self.settings.max_per_prompt :]:
+            self.tally.drop("not_selected", item.prompt["id"], accepted.answer.sample)
+        return candidates[: self.settings.max_per_prompt]
+
+    def _row(self, prompt: dict[str, Any], accepted: AcceptedAnswer, score: float | None) -> dict[str, Any]:
+        answer = accepted.answer
+        generation = self.outputs[answer.output_index]
+        spec, text = generation.card.spec, answer.text
+        if self.settings.reasoning == "keep" and answer.reasoning is not None:
+            begin, end = spec.generate.reasoning_tags
+            text = f"{begin}\n{answer.reasoning}\n{end}\n\n{text}"
         tools = {"tools": prompt["tools"]} if prompt["tools"] else {}
         provenance = {
-            "generation": self.outputs[one.teacher].card.id,
+            "generation": generation.card.id,
             "model": spec.model.digest[: digests.SHORT],
-            "sample": one.sample,
-            "agreement": kept.agreement,
+            "sample": answer.sample,
+            "agreement": accepted.agreement,
             "reward": score,
         }
-        messages = [*prompt["messages"], {"role": "assistant", "content": answer}]
+        messages = [*prompt["messages"], {"role": "assistant", "content": text}]
         return {"id": prompt["id"], "messages": messages, **tools, **prompt["fields"], PROVENANCE: provenance}
 
-    def _near(self, texts: TextSpool) -> NDArray[np.bool_]:
-        """Which of the chosen rows are almost like one before them."""
-        settings, dropped = self.settings.duplicates, np.zeros(self._signed, dtype=np.bool_)
-        if settings.near is None or not self._signed:
+    def _find_near_duplicates(self, texts: TextSpool) -> NDArray[np.bool_]:
+        """Return a mask of the selected rows that are near-duplicates of an earlier row."""
+        settings, dropped = self.settings.deduplication, np.zeros(self._row_count, dtype=np.bool_)
+        if settings.jaccard_threshold is None or not self._row_count:
             return dropped
         signatures = deduplication.MinHashSignatures(settings)
-        starts = range(0, self._signed, BLOCK_ROWS)
-        parts = [signatures.of([texts[row] for row in _block_range(start, self._signed)]) for start in starts]
-        rank = np.arange(self._signed, dtype=np.int64)
+        starts = range(0, self._row_count, BLOCK_ROWS)
+        parts = [signatures.band_keys([texts[row] for row in _block_range(start, self._row_count)]) for start in starts]
+        rank = np.arange(self._row_count, dtype=np.int64)
         for cluster in deduplication.cluster_duplicates(
             np.concatenate(parts), rank, texts.__getitem__, settings, lambda _: None
         ):
             dropped[list(cluster.dropped)] = True
         return dropped
 
-    def _unlike(self, chosen: Path, dropped: NDArray[np.bool_]) -> Iterator[bytes]:
-        """The rows that are written."""
+    def _unique_rows(self, selected: Path, dropped: NDArray[np.bool_]) -> Iterator[bytes]:
+        """Yield the selected rows that are not near-duplicates."""
         last = -1
-        with chosen.open("rb") as stream:
+        with selected.open("rb") as stream:
             for line, is_dropped in zip(stream, dropped, strict=True):
                 number, row = json.loads(line)
                 if is_dropped:
                     self.tally.drop("near_duplicate", row["id"], row[PROVENANCE]["sample"])
                     continue
                 self.rows += 1
-                self.taught_prompts += number != last
+                self.prompts_with_rows += number != last
                 last = number
                 yield _encode_line(row)
 
@@ -554,26 +585,25 @@ def _block_range(start: int, end: int) -> range:
     return range(start, min(start + BLOCK_ROWS, end))
 
 
-def _prompt_document(one: PromptAnswers) -> dict[str, Any]:
-    """What rows and the reward's program need of a prompt."""
-    prompt = one.prompt
+def _prompt_document(prompt: Prompt) -> dict[str, Any]:
+    """Return the parts of a prompt that rows and the reward need."""
     return {
         "id": prompt.id,
-        "messages": prompt.question.messages,
-        "tools": prompt.question.tools,
+        "messages": prompt.conversation.messages,
+        "tools": prompt.conversation.tools,
         "reference": prompt.reference,
         "fields": {name: value for name, value in prompt.fields.items() if name != "id"},
     }
 
 
 def _encode_line(value: Any) -> bytes:
-    """JSON with its keys in their order, for a template may write a tool call as it is given."""
+    """Encode a line of JSON. Keys keep their order, since a template may render a tool call as JSON."""
     return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _read_filtered(left: Path) -> Iterator[_FilteredPrompt]:
-    with left.open("rb") as stream:
-        yield from map(_FilteredPrompt.of, stream)
+def _read_filtered(path: Path) -> Iterator[_FilteredPrompt]:
+    with path.open("rb") as stream:
+        yield from map(_FilteredPrompt.from_line, stream)
 
 
 def _batch_lines(lines: Iterator[bytes]) -> Iterator[list[bytes]]:

@@ -1,89 +1,95 @@
-"""Who answers: one seam for a model in memory, a file that llama.cpp runs, and a server somewhere."""
+"""Interface of inference backends: a model in memory, llama.cpp, or an OpenAI-compatible server."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ratchet.inference.prompts import Prompt
-from ratchet.inference.spec import Finish, GenerationAnswer
+from ratchet.inference.spec import FinishReason, GenerationAnswer
 
 
-class GenerationRequest(NamedTuple):
-    """One prompt, to be answered once."""
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one answer to one prompt."""
 
-    place: int
+    index: int
+    """Number of the answer in the generation."""
     sample: int
     """Number of the answer to this prompt, from 0."""
     prompt: Prompt
 
 
 class AnswerChunk(NamedTuple):
-    """A piece of an answer, as it is given."""
+    """A piece of a streamed answer."""
 
-    reasoning: bool
+    is_reasoning: bool
     text: str
 
 
 class AnswerEnd(NamedTuple):
-    """What is known at the end of an answer."""
+    """The end of a streamed answer."""
 
-    finish: Finish
+    finish: FinishReason
     prompt_tokens: int | None
-    """None: whoever answers does not say."""
+    """None if the server does not report it."""
     tokens: int | None
-    """Of the answer, its end and its reasoning included."""
+    """Tokens of the answer, including reasoning and the end-of-turn token."""
     context_tokens: int | None
-    """What prompt and answer may have together."""
+    """Context length: limit of the tokens of prompt and answer together."""
 
 
-Speech = Generator[AnswerChunk | AnswerEnd, None, None]
-"""An answer as it is given; closing it ends the answer."""
+AnswerStream = Generator[AnswerChunk | AnswerEnd, None, None]
+"""A streamed answer; closing the generator stops it."""
 
 
 @dataclass(frozen=True)
 class BackendCallbacks:
-    """What a speaker has of the run that it speaks for."""
+    """Callbacks from a backend to the run."""
 
-    beat: Callable[[], None]
-    """To be called for every unit of work."""
-    told: Callable[[str, Mapping[str, Any]], None]
-    """Of what is worth telling: `batch` (rows, budget_tokens, ...), `budget` (action, tokens, failed_tokens), `notice`
-    (text), and whatever else a speaker's engine tells of itself."""
-    before_pass: Callable[[int], None]
-    """Called with the padded tokens of each pass of a model; may raise MemoryError, as if they did not fit."""
-    answered: Callable[[], int] = lambda: 0
-    """How many answers the run has."""
+    heartbeat: Callable[[], None]
+    """Called for every unit of work."""
+    on_event: Callable[[str, Mapping[str, Any]], None]
+    """Called with the kind and data of an event: `batch` (rows, budget_tokens, ...), `budget` (action, tokens,
+    failed_tokens), `notice` (text), and events of the decoder."""
+    before_forward: Callable[[int], None]
+    """Called before a forward pass with its number of padded tokens; may raise MemoryError to simulate a shortage."""
+    answer_count: Callable[[], int] = lambda: 0
+    """Returns the number of answers of the run."""
 
 
 class GenerationBackend(Protocol):
-    """Answers questions."""
+    """Generates answers to prompts."""
 
     @property
-    def about(self) -> Mapping[str, str]:
-        """`device` and `compute_dtype`, for people."""
+    def device_info(self) -> Mapping[str, str]:
+        """`device` and `compute_dtype`, for logs."""
         ...
 
-    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
-        """An answer to each, as they come, in any order; the answer to a question depends on nothing but the question.
+    def generate(
+        self, requests: Iterator[GenerationRequest], should_stop: Callable[[], bool]
+    ) -> Iterator[GenerationAnswer]:
+        """Yield an answer to each request, in any order. An answer depends on its request only.
 
-        Ends early once `stop` says so. Questions are taken as they are needed.
+        Args:
+            requests: the requests; consumed as needed.
+            should_stop: checked regularly; the backend ends early once it returns True.
         """
         ...
 
-    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
-        """One answer in pieces, as they are given, for somebody who watches; the last thing is how it ended.
+    def stream(self, request: GenerationRequest, reuse_cache: bool) -> AnswerStream:
+        """Stream one answer; the last item is an `AnswerEnd`.
 
         Args:
-            question: to be answered.
-            keep: what was computed serves the next question too, as far as it begins in the same way. On a near tie
-                the answer may then be another one.
+            request: the request.
+            reuse_cache: whether to reuse computed keys and values for the next request, as far as the prompts begin
+                with the same tokens. If two tokens are almost equally likely, this may change the answer.
 
         Raises:
-            DataError: the question cannot be asked.
-            RatchetError: whoever answers does not, or broke off.
+            DataError: the prompt cannot be rendered.
+            RatchetError: the backend does not answer, or stopped in the middle.
         """
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
         ...

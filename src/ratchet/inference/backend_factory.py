@@ -1,26 +1,26 @@
-"""Who answers a generation's questions, ready to speak."""
+"""Opens the inference backend for a kind of model."""
 
 from ratchet.inference.backend import BackendCallbacks, GenerationBackend
 from ratchet.inference.spec import GenerationStart, Kind
 
 
-def open_backend(kind: Kind, start: GenerationStart, ties: BackendCallbacks) -> GenerationBackend:
-    """The speaker for a model of this kind; loading one may take minutes.
+def open_backend(kind: Kind, start: GenerationStart, callbacks: BackendCallbacks) -> GenerationBackend:
+    """Load a model, or connect to its server; this may take minutes.
 
     Raises:
-        InputError: the model is not there, not whole, or not usable here.
+        InputError: the model is missing, damaged, or not usable on this machine.
     """
     if kind == "gguf":
         from ratchet.inference import llama_backend
 
-        return llama_backend.load_backend(start, ties)
+        return llama_backend.load_backend(start, callbacks)
     if kind == "endpoint":
         from ratchet.inference import openai_backend
 
-        return openai_backend.load_backend(start, ties)
+        return openai_backend.load_backend(start, callbacks)
     from ratchet.models import lazy_imports
 
     lazy_imports.import_model_libraries()
     with lazy_imports.pause_garbage_collection():
         from ratchet.inference import torch_backend
-    return torch_backend.load_backend(kind, start, ties)
+    return torch_backend.load_backend(kind, start, callbacks)

@@ -1,12 +1,12 @@
-"""A conversation with a model: what was said until now, as the next question shows it to the model.
+"""Keeps the turns of a chat and builds the request for the next answer.
 
-Reasoning is no part of it: chat templates leave that of earlier turns out.
+Reasoning is not stored, since chat templates omit the reasoning of earlier turns.
 """
 
 import json
 from pathlib import Path
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation, Message
 from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import SettingsError
@@ -18,29 +18,29 @@ from ratchet.storage import digests, files
 
 
 class ChatSession:
-    """Turns of user and assistant, each question with its answer.
+    """A chat: user messages with their answers.
 
     Args:
-        settings: sections generate (system, reasoning_marks) and prepare (system) are read.
+        settings: generate.system_prompt, generate.reasoning_tags and prepare.system are read.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.system = settings.generate.system
-        """System message of the next question; None: none."""
-        self._marks = settings.generate.reasoning_marks
-        self._merges = settings.prepare.system == "merge"
+        self.system = settings.generate.system_prompt
+        """System message for the next request, or None."""
+        self._tags = settings.generate.reasoning_tags
+        self._merge_system = settings.prepare.system == "merge"
         self._turns: list[tuple[str, str]] = []
-        self._asked, self._is_answered, self._sample = "", False, 0
+        self._message, self._is_answered, self._sample = "", False, 0
         self._saved: set[Path] = set()
 
     def ask(self, text: str) -> GenerationRequest:
-        """The next question, after all that was said."""
-        self._asked, self._is_answered, self._sample = replace_surrogates(text), False, 0
+        """Return the request for an answer to a new user message."""
+        self._message, self._is_answered, self._sample = replace_surrogates(text), False, 0
         return self._question()
 
-    def again(self) -> GenerationRequest | None:
-        """The last question once more, its answer taken back, with other draws; None: there is none."""
-        if not self._asked:
+    def regenerate(self) -> GenerationRequest | None:
+        """Remove the last answer and return a request for another one; None if there is no message."""
+        if not self._message:
             return None
         if self._is_answered:
             self._turns.pop()
@@ -48,26 +48,25 @@ class ChatSession:
         self._sample += 1
         return self._question()
 
-    def answered(self, text: str) -> None:
-        """What was said to the last question; it is part of the conversation from now on. Reasoning that nobody saw
-        begin (some servers leave the first mark out) is no part of it."""
-        self._turns.append((self._asked, split_reasoning(text, self._marks).answer))
+    def add_answer(self, text: str) -> None:
+        """Add the answer to the last message; reasoning with a missing begin tag is removed."""
+        self._turns.append((self._message, split_reasoning(text, self._tags).answer))
         self._is_answered = True
 
     def reset(self) -> None:
-        """Begin anew. The system message stays."""
-        self._turns, self._asked, self._is_answered = [], "", False
+        """Remove all turns. The system message stays."""
+        self._turns, self._message, self._is_answered = [], "", False
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def _question(self) -> GenerationRequest:
-        conversation = Conversation([*self._messages(), {"role": "user", "content": self._asked}])
-        if self._merges:
+        conversation = Conversation([*self._messages(), {"role": "user", "content": self._message}])
+        if self._merge_system:
             conversation = merge_system_messages(conversation)
-        of = digests.hash_json([conversation.messages, conversation.tools])
+        digest = digests.hash_json([conversation.messages, conversation.tools])
         number = len(self._turns) + 1
-        return GenerationRequest(number, self._sample, Prompt(f"{number}", of, conversation))
+        return GenerationRequest(number, self._sample, Prompt(f"{number}", digest, conversation))
 
     def _messages(self) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -75,19 +74,19 @@ class ChatSession:
         return [*system, *({"role": r, "content": t} for turn in self._turns for r, t in zip(roles, turn, strict=True))]
 
     def save(self, path: Path) -> None:
-        """Write the conversation as one record of messages, as `ratchet prepare` reads them.
+        """Write the chat as one record of messages, which `ratchet prepare` can read.
 
         Raises:
-            SettingsError: nothing was said, the name has another ending than .jsonl, or the file is there and not ours.
-            OSError: it cannot be written; nothing half-written is left.
+            SettingsError: the chat is empty, the name does not end in .jsonl, or another file has this name.
+            OSError: the file cannot be written; no partial file is left behind.
         """
         target = path.expanduser().absolute()
         if not self._turns:
-            raise SettingsError("nothing was said yet; there is nothing to save")
+            raise SettingsError("the chat is empty; there is nothing to save")
         if target.suffix != ".jsonl":
-            raise SettingsError(f"{path}: does not end in .jsonl; name it so")
+            raise SettingsError(f"{path}: found ending {target.suffix!r}; expected .jsonl")
         if target not in self._saved and target.exists():
-            raise SettingsError(f"{path}: is there already; name another file")
+            raise SettingsError(f"{path}: the file exists already; name another file")
         record = json.dumps({"messages": self._messages()}, ensure_ascii=False, allow_nan=False)
         files.write_atomic(target, f"{record}\n")
         self._saved.add(target)

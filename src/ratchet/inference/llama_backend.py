@@ -1,4 +1,4 @@
-"""A GGUF file that answers, by llama.cpp's server as a child of ours: one question at a time, nothing reused."""
+"""Inference backend for GGUF files: a llama.cpp server as a child process, one request at a time."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,108 +6,113 @@ from typing import Any
 
 from ratchet.config.generate import Generate
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference.backend import AnswerChunk, AnswerEnd, BackendCallbacks, GenerationRequest, Speech
+from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream, BackendCallbacks, GenerationRequest
 from ratchet.inference.reasoning import ReasoningSplitter
-from ratchet.inference.spec import Finish, GenerationAnswer, GenerationStart, replace_surrogates
+from ratchet.inference.spec import FinishReason, GenerationAnswer, GenerationStart, replace_surrogates
 from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes.llama_server import LlamaClient
 from ratchet.storage import digests
 
 DEFAULT_CONTEXT_TOKENS = 4096
-ROOM_TOKENS = 3072
-"""Context beside the answer: for the prompt."""
+PROMPT_TOKENS = 3072
+"""Context length reserved for the prompt."""
 
 
 class LlamaBackend:
-    """Answers through a server.
+    """Generates answers with a llama.cpp server.
 
-    Draws are llama.cpp's own: the same build gives the same answers, and other answers than a model in memory.
+    Sampling is done by llama.cpp: the same build gives the same answers, but not those of `TorchBackend`.
     """
 
-    def __init__(self, client: LlamaClient, settings: Generate, context_tokens: int, ties: BackendCallbacks) -> None:
-        self._client, self._settings, self._context, self._ties = client, settings, context_tokens, ties
-        self.about = {"device": "llama.cpp", "compute_dtype": "as in the file"}
+    def __init__(
+        self, client: LlamaClient, settings: Generate, context_tokens: int, callbacks: BackendCallbacks
+    ) -> None:
+        self._client, self._settings, self._context, self._callbacks = client, settings, context_tokens, callbacks
+        self.device_info = {"device": "llama.cpp", "compute_dtype": "as in the file"}
 
-    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
-        """See Speaker."""
-        for question in questions:
-            if stop():
+    def generate(
+        self, requests: Iterator[GenerationRequest], should_stop: Callable[[], bool]
+    ) -> Iterator[GenerationAnswer]:
+        """See `GenerationBackend`."""
+        for request in requests:
+            if should_stop():
                 return
-            self._ties.beat()
-            yield self._answer(question)
+            self._callbacks.heartbeat()
+            yield self._answer(request)
 
-    def _answer(self, question: GenerationRequest) -> GenerationAnswer:
+    def _answer(self, request: GenerationRequest) -> GenerationAnswer:
         settings = self._settings
         try:
-            ids, opened = self._prompt(question)
-        except SettingsError as error:  # llama.cpp's template refuses these messages
-            self._ties.told("notice", {"text": f"not asked: prompt {question.prompt.id}: {error}"})
-            return GenerationAnswer(question.place, "", "refused", None, 0, 0.0)
+            ids, starts_in_reasoning = self._prompt(request)
+        except SettingsError as error:  # the chat template in llama.cpp raises for these messages
+            self._callbacks.on_event("notice", {"text": f"skipped: prompt {request.prompt.id}: {error}"})
+            return GenerationAnswer(request.index, "", "refused", None, 0, 0.0)
         if len(ids) + settings.max_new_tokens > self._context:
-            return GenerationAnswer(question.place, "", "context", len(ids), 0, 0.0, opened)
+            return GenerationAnswer(request.index, "", "context", len(ids), 0, 0.0, starts_in_reasoning)
         body = {
-            "cache_prompt": False, "n_probs": 1, "return_tokens": True, **self._drawn(question),
+            "cache_prompt": False, "n_probs": 1, "return_tokens": True, **self._sampling_parameters(request),
             "response_fields": ["content", "tokens", "stop_type", "completion_probabilities"],
         }  # fmt: skip
-        found = self._client.completion(ids, settings.max_new_tokens, **body)
-        said = [float(one["logprob"]) for one in found.get("completion_probabilities") or []]
-        nats = round(sum(said) / len(said), 4) if said else None
-        finish: Any = "length" if found["stop_type"] == "limit" else "stop"
-        return GenerationAnswer(
-            question.place, replace_surrogates(found["content"]), finish, len(ids), len(found["tokens"]), nats, opened
-        )
+        response = self._client.completion(ids, settings.max_new_tokens, **body)
+        log_probabilities = [float(token["logprob"]) for token in response.get("completion_probabilities") or []]
+        mean = round(sum(log_probabilities) / len(log_probabilities), 4) if log_probabilities else None
+        finish: Any = "length" if response["stop_type"] == "limit" else "stop"
+        text, tokens = replace_surrogates(response["content"]), len(response["tokens"])
+        return GenerationAnswer(request.index, text, finish, len(ids), tokens, mean, starts_in_reasoning)
 
-    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
-        """See Speaker. An answer has the room that the prompt leaves, and ends with it."""
+    def stream(self, request: GenerationRequest, reuse_cache: bool) -> AnswerStream:
+        """See `GenerationBackend`. The answer is cut where the context is full."""
         try:
-            ids, opened = self._prompt(question)
+            ids, starts_in_reasoning = self._prompt(request)
         except SettingsError as error:
-            raise DataError(f"prompt {question.prompt.id}: {error}") from None
-        room = self._context - len(ids)
-        if room < 1:
+            raise DataError(f"prompt {request.prompt.id}: {error}") from None
+        available_tokens = self._context - len(ids)
+        if available_tokens < 1:
             yield AnswerEnd("context", len(ids), 0, self._context)
             return
-        splitter, last = ReasoningSplitter(self._settings.reasoning_marks, opened), dict[str, Any]()
-        most = min(room, self._settings.max_new_tokens)
-        for last in self._client.streamed(ids, most, cache_prompt=keep, **self._drawn(question)):
+        splitter, last = ReasoningSplitter(self._settings.reasoning_tags, starts_in_reasoning), dict[str, Any]()
+        limit = min(available_tokens, self._settings.max_new_tokens)
+        for last in self._client.stream(ids, limit, cache_prompt=reuse_cache, **self._sampling_parameters(request)):
             for reasoning, piece in splitter.feed(replace_surrogates(str(last.get("content", "")))):
                 yield AnswerChunk(reasoning, piece)
         for reasoning, piece in splitter.close():
             yield AnswerChunk(reasoning, piece)
-        limit: Finish = "length" if self._settings.max_new_tokens <= room else "context"
-        finish = limit if last.get("stop_type") == "limit" else "stop"
+        limit_reason: FinishReason = "length" if self._settings.max_new_tokens <= available_tokens else "context"
+        finish = limit_reason if last.get("stop_type") == "limit" else "stop"
         yield AnswerEnd(finish, len(ids), last.get("tokens_predicted"), self._context)
 
-    def _prompt(self, question: GenerationRequest) -> tuple[list[int], bool]:
-        """Token ids, and whether they end within reasoning. Raises SettingsError where the template refuses it."""
-        text = self._client.template([dict(one) for one in question.prompt.question.messages])
-        return self._client.tokenize(text, whole=True), text.rstrip().endswith(self._settings.reasoning_marks[0])
+    def _prompt(self, request: GenerationRequest) -> tuple[list[int], bool]:
+        """Return token ids, and whether they end inside the reasoning. Raises SettingsError if the template raises."""
+        text = self._client.template([dict(message) for message in request.prompt.conversation.messages])
+        return self._client.tokenize(text, add_special=True), text.rstrip().endswith(self._settings.reasoning_tags[0])
 
-    def _drawn(self, question: GenerationRequest) -> dict[str, Any]:
-        """How tokens are drawn; nothing: greedily."""
+    def _sampling_parameters(self, request: GenerationRequest) -> dict[str, Any]:
+        """Return the sampling parameters; {} for greedy decoding."""
         settings = self._settings
         if not settings.temperature:
             return {}
-        number = int(digests.hash_json([settings.seed, question.prompt.digest, question.sample])[:8], 16) & 0x7FFFFFFF
-        found = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": number}
-        return {**found, "samplers": ["top_p", "temperature"]}
+        seed = int(digests.hash_json([settings.seed, request.prompt.digest, request.sample])[:8], 16) & 0x7FFFFFFF
+        return {
+            "temperature": settings.temperature, "top_p": settings.top_p, "seed": seed,
+            "samplers": ["top_p", "temperature"],
+        }  # fmt: skip
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if isinstance(self._client, llama_server.LlamaServer):
             self._client.close()
 
 
-def load_backend(start: GenerationStart, ties: BackendCallbacks) -> LlamaBackend:
-    """Start the server on the file that a generation asks.
+def load_backend(start: GenerationStart, callbacks: BackendCallbacks) -> LlamaBackend:
+    """Start a server for the GGUF file of a generation.
 
     Raises:
         DamagedFileError, BaseModelError, RatchetError: see `llama_server.start_server`.
     """
     settings = start.generate
-    context = max(DEFAULT_CONTEXT_TOKENS, settings.max_new_tokens + ROOM_TOKENS)
+    context = max(DEFAULT_CONTEXT_TOKENS, settings.max_new_tokens + PROMPT_TOKENS)
     server = llama_server.start_server(Path(start.path), start.machine.threads or 1, context)
-    trained = server.model().get("n_ctx_train")
-    if isinstance(trained, int) and 0 < trained < context:
-        context = trained
-    return LlamaBackend(server, settings, context, ties)
+    training_context = server.model().get("n_ctx_train")
+    if isinstance(training_context, int) and 0 < training_context < context:
+        context = training_context
+    return LlamaBackend(server, settings, context, callbacks)

@@ -1,27 +1,29 @@
-"""Which model `--model` means, by content, and where it lies. Imports no torch: the verb asks."""
+"""Resolves the value of `--model` to a model identity and its location, without importing torch."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, DamagedFileError, DataError, SettingsError
 from ratchet.inference.spec import GenerationStart, ModelIdentity
 from ratchet.models import base_model
 from ratchet.models.runtimes.openai_client import OpenAiEndpoint
-from ratchet.registry import ledger, model_store
+from ratchet.registry import bundle_files, ledger, model_store
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile
 
-WORDS = "base, adapter, merged, champion, v3 (a promoted version), a directory, a .gguf file, or http(s)://HOST[#MODEL]"
+MODEL_NAMES = (
+    "base, adapter, merged, champion, v3 (a promoted version), a directory, a .gguf file, or http(s)://HOST[#MODEL]"
+)
 
 
 @dataclass(frozen=True)
 class ModelReference:
-    """A model that somebody asked for."""
+    """The identity of a model, and how to start it."""
 
     model: ModelIdentity
     start: GenerationStart
@@ -29,12 +31,12 @@ class ModelReference:
 
 
 def resolve_model(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
-    """The model of this name.
+    """Resolve the name of a model.
 
     Raises:
-        SettingsError: no model is called so.
-        DataError, DamagedFileError, ChampionError, BaseModelError: it is not there, or not whole; the message says what
-            makes it.
+        SettingsError: no model has this name.
+        DataError, DamagedFileError, ChampionError, BaseModelError: the model is missing or damaged; the message names
+            the command that creates it.
     """
     if name in ("base", "adapter"):
         return _resolve_base(name == "adapter", layout, settings)
@@ -47,45 +49,47 @@ def resolve_model(name: str, layout: ProjectLayout, settings: Settings) -> Model
     path = Path(name).expanduser().absolute()
     if path.is_file() and path.suffix == ".gguf":
         start = _generation_start(settings, path)
-        return ModelReference(ModelIdentity(kind="gguf", digest=digests.hash_file(path), held="as in the file"), start)
+        return ModelReference(
+            ModelIdentity(kind="gguf", digest=digests.hash_file(path), weight_format="as in the file"), start
+        )
     if path.is_dir():
         return _resolve_directory(path, digests.hash_files(base_model.fingerprint(path)), "auto", settings, None)
-    raise SettingsError(f"--model {name}: no such model; name one of: {WORDS}")
+    raise SettingsError(f"--model {name}: no such model; expected one of: {MODEL_NAMES}")
 
 
 def _generation_start(settings: Settings, path: Path | str) -> GenerationStart:
-    # A generation is one process on one device; its answers are in no mirror.
-    machine = settings.machine.model_copy(update={"gpus": 1, "nodes": "1", "rendezvous": None, "mirror": None})
+    # A generation runs as one process on one device, without a replica.
+    machine = settings.machine.model_copy(update={"gpus": 1, "nodes": "1", "rendezvous": None, "replica": None})
     return GenerationStart(machine=machine, generate=settings.generate, train=settings.train, path=str(path))
 
 
 def _resolve_base(with_adapter: bool, layout: ProjectLayout, settings: Settings) -> ModelReference:
     card = BaseCard.load(layout.base_card)
-    own, adapter = card.digest, None
+    digest, adapter = card.digest, None
     if with_adapter:
         report = _verified_train_report(layout)
         if report.base_digest != card.digest:
             raise DataError(
-                f"{layout.train}: its adapter was trained on base {report.base_digest[:12]}, and {layout.base} holds "
-                f"{card.digest[:12]}; run `dvc repro train`, or ask for --model base"
+                f"{layout.train}: the adapter was trained on base {report.base_digest[:12]}, but {layout.base} holds "
+                f"{card.digest[:12]}; run `dvc repro train`, or use --model base"
             )
-        own, adapter = digests.hash_json([card.digest, report.adapter_digest]), str(layout.adapter)
-    template = layout.own_template
+        digest, adapter = digests.hash_json([card.digest, report.adapter_digest]), str(layout.adapter)
+    template = layout.chat_template
     start = _generation_start(settings, base_model.locate(layout, card)).model_copy(
         update={"adapter": adapter, "base": card, "template": str(template) if template else None}
     )
     train = settings.train
-    held = f"{train.base_form}, computed in {train.compute_dtype}, attention {train.attention}"
-    model = ModelIdentity(kind="adapter" if with_adapter else "base", digest=own, held=held)
+    weight_format = f"{train.base_form}, computed in {train.compute_dtype}, attention {train.attention}"
+    model = ModelIdentity(kind="adapter" if with_adapter else "base", digest=digest, weight_format=weight_format)
     return ModelReference(model, start, digests.hash_file(template) if template else "")
 
 
 def _verified_train_report(layout: ProjectLayout) -> TrainReport:
-    """The sealed adapter's report, every byte checked."""
+    """Verify the sealed adapter and load its report."""
     if not layout.train_report.is_file():
         raise DataError(
-            f"{layout.train}: no trained adapter is there; run `dvc repro train`, or ask another model: --model base "
-            f"({WORDS})"
+            f"{layout.train}: no trained adapter; run `dvc repro train`, or use another model: --model base "
+            f"({MODEL_NAMES})"
         )
     try:
         files.verify_sealed(layout.train, None)
@@ -96,7 +100,7 @@ def _verified_train_report(layout: ProjectLayout) -> TrainReport:
 
 def _resolve_merged(layout: ProjectLayout, settings: Settings) -> ModelReference:
     if not layout.bundle.is_file():
-        raise DataError(f"{layout.export}: no exported model is there; run `dvc repro export`")
+        raise DataError(f"{layout.export}: no exported model; run `dvc repro export`")
     files.verify_sealed(layout.export, None)
     bundle = ModelBundle.load(layout.bundle)
     return _resolve_directory(layout.merged_model, bundle.model_digest, bundle.dtype, settings, _read_base_card(layout))
@@ -105,50 +109,61 @@ def _resolve_merged(layout: ProjectLayout, settings: Settings) -> ModelReference
 def _resolve_promoted(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
     champion = _find_version(name, layout)
     folder = model_store.verify_version(layout, champion)
-    bundle = ModelBundle.load(folder.parent / model_store.BUNDLE)
+    bundle = ModelBundle.load(folder.parent / bundle_files.BUNDLE)
     if bundle.model_digest != champion.model_digest:
         raise ChampionError(
-            f"{folder.parent}: holds model {bundle.model_digest[:12]}, not {champion.model_digest[:12]}"
+            f"{folder.parent}: found model {bundle.model_digest[:12]}, expected {champion.model_digest[:12]}"
         )
     return _resolve_directory(folder, bundle.model_digest, bundle.dtype, settings, _read_base_card(layout))
 
 
 def _find_version(name: str, layout: ProjectLayout) -> Champion:
-    held = ChampionFile.load(layout.champion) if layout.champion.is_file() else ChampionFile()
+    champions = ChampionFile.load(layout.champion) if layout.champion.is_file() else ChampionFile()
     if name == "champion":
-        if held.champion is None:
-            raise ChampionError("no model is champion here yet; `ratchet promote` makes one, or ask --model adapter")
-        return held.champion
+        if champions.champion is None:
+            raise ChampionError("no champion yet; run `ratchet promote`, or use --model adapter")
+        return champions.champion
     number = int(name[1:])
-    found = {
-        one.version: Champion(
-            version=one.version, model_digest=one.model_digest, adapter_digest=one.adapter_digest, run_id=one.run_id
+    versions = {
+        entry.version: Champion(
+            version=entry.version,
+            model_digest=entry.model_digest,
+            adapter_digest=entry.adapter_digest,
+            run_id=entry.run_id,
         )
-        for one in ledger.read_entries(layout.promotions)
+        for entry in ledger.read_entries(layout.promotions)
     }
-    found |= {one.version: one for one in (held.champion, held.anchor, *held.previous) if one is not None}
-    if number not in found:
-        there = ", ".join(f"v{one}" for one in sorted(found)) or "none"
-        raise ChampionError(f"--model {name}: no such version was promoted here; there are: {there}")
-    return found[number]
+    versions |= {
+        entry.version: entry
+        for entry in (champions.champion, champions.anchor, *champions.previous)
+        if entry is not None
+    }
+    if number not in versions:
+        known = ", ".join(f"v{version}" for version in sorted(versions)) or "none"
+        raise ChampionError(f"--model {name}: this version was never promoted; promoted versions: {known}")
+    return versions[number]
 
 
 def _read_base_card(layout: ProjectLayout) -> BaseCard | None:
     return BaseCard.load(layout.base_card) if layout.base_card.is_file() else None
 
 
-def _resolve_directory(folder: Path, own: str, dtype: str, settings: Settings, base: BaseCard | None) -> ModelReference:
-    """Plain weights of a directory; `base` says only whether code of its own may run."""
+def _resolve_directory(
+    folder: Path, digest: str, dtype: str, settings: Settings, base: BaseCard | None
+) -> ModelReference:
+    """Resolve a directory with merged weights; `base` only determines whether its remote code may run."""
     start = _generation_start(settings, folder).model_copy(update={"dtype": dtype, "base": base})
-    return ModelReference(ModelIdentity(kind="merged", digest=own, held=f"plain weights, computed in {dtype}"), start)
+    return ModelReference(
+        ModelIdentity(kind="merged", digest=digest, weight_format=f"plain weights, computed in {dtype}"), start
+    )
 
 
 def _resolve_endpoint(name: str, settings: Settings) -> ModelReference:
-    """What a server says that it serves; it is asked now, so that a wrong address is told at once."""
+    """Ask a server for its model, so that a wrong address is reported at once."""
     address, _, model = name.partition("#")
-    served = OpenAiEndpoint(address, settings.machine.endpoint, model or None).served()
-    own = digests.hash_json({"address": address, "model": dict(served.identity)})
+    served = OpenAiEndpoint(address, settings.machine.endpoint, model or None).get_model()
+    digest = digests.hash_json({"address": address, "model": dict(served.identity)})
     return ModelReference(
-        ModelIdentity(kind="endpoint", digest=own, held="as served"),
+        ModelIdentity(kind="endpoint", digest=digest, weight_format="as served"),
         _generation_start(settings, f"{address}#{served.name}"),
     )

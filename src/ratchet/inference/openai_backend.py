@@ -1,158 +1,167 @@
-"""A server that answers, OpenAI-compatible, anywhere: many questions at once, as machine.endpoint says."""
+"""Inference backend for OpenAI-compatible servers, with concurrent requests as set in machine.endpoint."""
 
 from collections.abc import Callable, Iterator
 
 from ratchet.config.generate import Generate
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference.backend import AnswerChunk, AnswerEnd, BackendCallbacks, GenerationRequest, Speech
+from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream, BackendCallbacks, GenerationRequest
 from ratchet.inference.reasoning import ReasoningSplitter
-from ratchet.inference.spec import Finish, GenerationAnswer, GenerationStart, replace_surrogates
+from ratchet.inference.spec import FinishReason, GenerationAnswer, GenerationStart, replace_surrogates
 from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions
 from ratchet.models.runtimes.openai_requests import ChatReply
 from ratchet.storage import digests
 
-_FINISH: dict[str, Finish] = {
+_FINISH_REASONS: dict[str, FinishReason] = {
     "length": "length", "context": "context", "content_filter": "filtered", "refused": "refused",
 }  # fmt: skip
-"""What servers call it; whatever else they say, the model ended by itself."""
-MOST_WAITING = 16
-"""So many refusals, and no answer: the server refuses all."""
+"""Finish reasons by the name that servers use; any other name means `stop`."""
+MAX_PENDING_REFUSALS = 16
+"""After this number of refusals without an answer, no more requests are sent."""
 
 
 class OpenAIBackend:
-    """Answers through a server. That the same prompt gets the same answer again is the server's to keep."""
+    """Generates answers with a server. Whether answers are reproducible depends on the server."""
 
-    def __init__(self, endpoint: OpenAiEndpoint, settings: Generate, ties: BackendCallbacks) -> None:
-        self._endpoint, self._settings, self._ties = endpoint, settings, ties
-        self.about = {"device": "server", "compute_dtype": "as served"}
+    def __init__(self, endpoint: OpenAiEndpoint, settings: Generate, callbacks: BackendCallbacks) -> None:
+        self._endpoint, self._settings, self._callbacks = endpoint, settings, callbacks
+        self.device_info = {"device": "server", "compute_dtype": "as served"}
 
-    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
-        """See Speaker."""
+    def generate(
+        self, requests: Iterator[GenerationRequest], should_stop: Callable[[], bool]
+    ) -> Iterator[GenerationAnswer]:
+        """See `GenerationBackend`."""
 
-        def look() -> bool:
-            self._ties.beat()  # who waits for the server has deadlines of its own
-            return stop()
+        def check_stop() -> bool:
+            self._callbacks.heartbeat()  # requests have timeouts of their own
+            return should_stop()
 
-        refusals = _RequestRefusals(self._ties)
-        for place, reply in self._endpoint.answers(map(self._asked, refusals.named(questions)), look):
-            for where, one in refusals.of(place, reply):
-                yield _parse_answer(where, one)
-        if not stop():
+        refusals = _RequestRefusals(self._callbacks)
+        for index, reply in self._endpoint.answers(map(self._to_chat_request, refusals.track(requests)), check_stop):
+            for ready_index, ready_reply in refusals.handle(index, reply):
+                yield _parse_answer(ready_index, ready_reply)
+        if not should_stop():
             refusals.close()
-        self._tell_notes()
+        self._report_notes()
 
-    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
-        """See Speaker. What a server keeps between requests is its own matter."""
-        asked = self._asked(question)
-        splitter = ReasoningSplitter(self._settings.reasoning_marks)
-        for found in self._endpoint.streamed(asked):
-            if isinstance(found, ChatReply):
-                if found.refusal is not None:
-                    raise DataError(f"prompt {question.prompt.id}: the server refuses it: {found.refusal}")
+    def stream(self, request: GenerationRequest, reuse_cache: bool) -> AnswerStream:
+        """See `GenerationBackend`. `reuse_cache` has no effect, since the server decides."""
+        chat_request = self._to_chat_request(request)
+        splitter = ReasoningSplitter(self._settings.reasoning_tags)
+        for item in self._endpoint.stream(chat_request):
+            if isinstance(item, ChatReply):
+                if item.refusal is not None:
+                    raise DataError(f"prompt {request.prompt.id}: the server refuses it: {item.refusal}")
                 yield from (AnswerChunk(reasoning, piece) for reasoning, piece in splitter.close())
-                ended = _parse_answer(asked.place, found)
-                yield AnswerEnd(ended.finish, ended.prompt_tokens, ended.tokens, self._endpoint.served().context_tokens)
-            elif found.reasoning:
-                yield AnswerChunk(True, replace_surrogates(found.text))
+                ended = _parse_answer(chat_request.index, item)
+                yield AnswerEnd(
+                    ended.finish, ended.prompt_tokens, ended.tokens, self._endpoint.get_model().context_tokens
+                )
+            elif item.is_reasoning:
+                yield AnswerChunk(True, replace_surrogates(item.text))
             else:
                 yield from (
-                    AnswerChunk(reasoning, piece) for reasoning, piece in splitter.feed(replace_surrogates(found.text))
+                    AnswerChunk(reasoning, piece) for reasoning, piece in splitter.feed(replace_surrogates(item.text))
                 )
-        self._tell_notes()
+        self._report_notes()
 
-    def _tell_notes(self) -> None:
+    def _report_notes(self) -> None:
         notes, self._endpoint.notes = self._endpoint.notes, []
         for note in notes:
-            self._ties.told("notice", {"text": note})
+            self._callbacks.on_event("notice", {"text": note})
 
-    def _asked(self, question: GenerationRequest) -> ChatRequest:
+    def _to_chat_request(self, request: GenerationRequest) -> ChatRequest:
         settings = self._settings
-        number = int(digests.hash_json([settings.seed, question.prompt.digest, question.sample])[:8], 16) & 0x7FFFFFFF
-        drawn = SamplingOptions(
+        seed = int(digests.hash_json([settings.seed, request.prompt.digest, request.sample])[:8], 16) & 0x7FFFFFFF
+        sampling = SamplingOptions(
             settings.max_new_tokens,
             settings.temperature,
             settings.top_p,
-            number if settings.temperature else None,
+            seed if settings.temperature else None,
             True,
         )
-        return ChatRequest(question.place, question.prompt.question.messages, drawn)
+        return ChatRequest(request.index, request.prompt.conversation.messages, sampling)
 
     def close(self) -> None:
-        """Nothing is held between requests."""
+        """Do nothing: no connection stays open between requests."""
 
 
 class _RequestRefusals:
-    """What a server refuses of single prompts. Before it has answered any, that may be the fault of all: it is waited
-    for an answer, and without one the words of the first refusal are an error."""
+    """Handles prompts that the server refuses.
 
-    def __init__(self, ties: BackendCallbacks) -> None:
-        self._ties = ties
-        self._answered = ties.answered() > 0
-        self._waiting: list[tuple[int, ChatReply]] = []
-        self._names: dict[int, str] = {}
-        """Of prompts under way, for people."""
+    Until the server has answered a prompt, refusals may be caused by the settings, so they are held back. If all
+    prompts are refused, the first refusal becomes an error.
+    """
+
+    def __init__(self, callbacks: BackendCallbacks) -> None:
+        self._callbacks = callbacks
+        self._has_answer = callbacks.answer_count() > 0
+        self._pending: list[tuple[int, ChatReply]] = []
+        self._prompt_ids: dict[int, str] = {}
+        """Ids of pending prompts by index, for messages."""
         self._count = 0
 
-    def named(self, questions: Iterator[GenerationRequest]) -> Iterator[GenerationRequest]:
-        """The same questions, remembered; no more are asked while there are only refusals, and many."""
-        for question in questions:
-            self._names[question.place] = question.prompt.id
-            yield question
-            if len(self._waiting) >= MOST_WAITING and not self._answered:
+    def track(self, requests: Iterator[GenerationRequest]) -> Iterator[GenerationRequest]:
+        """Pass requests on and remember them; stop after too many refusals without an answer."""
+        for request in requests:
+            self._prompt_ids[request.index] = request.prompt.id
+            yield request
+            if len(self._pending) >= MAX_PENDING_REFUSALS and not self._has_answer:
                 return
 
-    def of(self, place: int, reply: ChatReply) -> list[tuple[int, ChatReply]]:
-        """What can be recorded now."""
-        self._ties.told("batch", {"rows": len(self._names) - len(self._waiting)})
+    def handle(self, index: int, reply: ChatReply) -> list[tuple[int, ChatReply]]:
+        """Return the replies that can be recorded now."""
+        self._callbacks.on_event("batch", {"rows": len(self._prompt_ids) - len(self._pending)})
         if reply.refusal is None:
-            self._answered = True
-            self._names.pop(place, None)
-        elif not self._answered:
-            self._waiting.append((place, reply))
+            self._has_answer = True
+            self._prompt_ids.pop(index, None)
+        elif not self._has_answer:
+            self._pending.append((index, reply))
             return []
-        ready = [*self._waiting, (place, reply)]
-        self._waiting = []
-        for where, one in ready:
-            self._tell(where, one)
+        ready = [*self._pending, (index, reply)]
+        self._pending = []
+        for where, item in ready:
+            self._report(where, item)
         return ready
 
-    def _tell(self, place: int, reply: ChatReply) -> None:
-        """The first, the tenth, the hundredth: however many there are, the journal stays small."""
+    def _report(self, index: int, reply: ChatReply) -> None:
+        """Report the first, the tenth, the hundredth refusal, ..., so that the journal stays small."""
         if reply.refusal is None:
             return
         self._count += 1
-        name, text = self._names.pop(place, ""), str(self._count)
+        prompt_id, text = self._prompt_ids.pop(index, ""), str(self._count)
         if text == "1":
-            said = f"prompt {name} is recorded as refused, and the rest goes on: the server said {reply.refusal}"
+            notice = (
+                f"prompt {prompt_id} is recorded as refused; the others continue. The server reported: {reply.refusal}"
+            )
         else:
-            said = f"{self._count:,} prompts were refused by the server, the last of them {name} ({reply.refusal})"
+            notice = f"the server refused {self._count:,} prompts, most recently {prompt_id} ({reply.refusal})"
         if text.rstrip("0") == "1":
-            self._ties.told("notice", {"text": said})
+            self._callbacks.on_event("notice", {"text": notice})
 
     def close(self) -> None:
-        """No more come. Raises SettingsError where nothing was answered."""
-        if self._waiting:
-            count, (place, first) = len(self._waiting), self._waiting[0]
+        """Finish. Raises SettingsError if the server refused all prompts."""
+        if self._pending:
+            count, (index, first) = len(self._pending), self._pending[0]
             raise SettingsError(
-                f"the server has answered none of {count:,} prompts and refused all, prompt {self._names[place]} with: "
+                f"the server refused all {count:,} prompts that were sent, prompt {self._prompt_ids[index]} with: "
                 f"{first.refusal}"
             )
 
 
-def _parse_answer(place: int, reply: ChatReply) -> GenerationAnswer:
-    finish = _FINISH.get(reply.finish, "stop")
+def _parse_answer(index: int, reply: ChatReply) -> GenerationAnswer:
+    finish = _FINISH_REASONS.get(reply.finish, "stop")
     reasoning = None if reply.reasoning is None else replace_surrogates(reply.reasoning)
     mean = reply.mean_log_probability
     nats = None if mean is None else round(mean, 4)
-    if finish == "refused":  # as other speakers say it of prompts that cannot be asked
-        return GenerationAnswer(place, "", finish, None, 0, 0.0)
+    if finish == "refused":  # recorded like prompts that other backends skip
+        return GenerationAnswer(index, "", finish, None, 0, 0.0)
     return GenerationAnswer(
-        place, replace_surrogates(reply.text), finish, reply.prompt_tokens, reply.tokens, nats, False, reasoning
+        index, replace_surrogates(reply.text), finish, reply.prompt_tokens, reply.tokens, nats, False, reasoning
     )
 
 
-def load_backend(start: GenerationStart, ties: BackendCallbacks) -> OpenAIBackend:
-    """The server that a generation asks. Raises SettingsError for an address that is none."""
+def load_backend(start: GenerationStart, callbacks: BackendCallbacks) -> OpenAIBackend:
+    """Create the backend for a server. Raises SettingsError for an invalid address."""
     address, _, model = start.path.partition("#")
-    endpoint = OpenAiEndpoint(address, start.machine.endpoint, model or None, refusals=True)
-    return OpenAIBackend(endpoint, start.generate, ties)
+    endpoint = OpenAiEndpoint(address, start.machine.endpoint, model or None, returns_refusals=True)
+    return OpenAIBackend(endpoint, start.generate, callbacks)

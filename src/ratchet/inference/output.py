@@ -1,4 +1,4 @@
-"""What a generation gives: one record an answer, sealed with the run, and written where it was asked for."""
+"""Writes and reads the output of a generation: one record per answer, as JSON lines or Parquet, with a card."""
 
 import json
 import os
@@ -19,30 +19,30 @@ from ratchet.runs.directory import RESULT
 from ratchet.storage import digests, disk, files, output_card
 from ratchet.storage.output_card import card_path
 
-ENDINGS = (".jsonl", ".parquet")
+OUTPUT_ENDINGS = (".jsonl", ".parquet")
 BLOCK_ROWS = 1000
-LABELS = "label_log_probabilities"
-"""Of a record: nats by label, or null where whoever answered cannot say; there if generate.labels are."""
-AS_JSON = ("fields", LABELS)
-"""Objects, which Parquet holds as JSON text."""
+LABEL_LOG_PROBABILITIES = "label_log_probabilities"
+"""Key of a record if generate.labels is set: nats by label, or null if the backend cannot compute them."""
+OBJECT_COLUMNS = ("fields", LABEL_LOG_PROBABILITIES)
+"""Keys with objects as values, which Parquet stores as JSON text."""
 
 
 def seal_result(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedger) -> None:
-    """Seal all records in the order of the prompts, with the card.
+    """Seal all records, in the order of the prompts, with the card.
 
     Raises:
-        DamagedFileError: not all answers are there.
-        OSError: the disk does not take it; nothing is left behind.
+        DamagedFileError: answers are missing.
+        OSError: the files cannot be written; no partial result is left behind.
     """
-    finish, counted = Counter[str](), Counter[str]()
+    finish, totals = Counter[str](), Counter[str]()
 
     def lines() -> Iterator[list[bytes]]:
         records = _ordered_records(paths, spec, ledger)
         while block := list(islice(records, BLOCK_ROWS)):
             for record in block:
                 finish[record["finish"]] += 1
-                counted["prompt_tokens"] += record["prompt_tokens"] or 0
-                counted["tokens"] += record["tokens"] or 0
+                totals["prompt_tokens"] += record["prompt_tokens"] or 0
+                totals["tokens"] += record["tokens"] or 0
             yield [_encode_line(record) for record in block]
 
     with files.sealed_directory(paths.result, RESULT) as scratch:
@@ -50,37 +50,41 @@ def seal_result(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedg
         answers = finish.total()
         card = GenerationCard(
             spec=spec, id=spec.run_id, model_name="", prompts=answers // spec.generate.samples, faults=0,
-            answers=answers, finish=dict(sorted(finish.items())), prompt_tokens=counted["prompt_tokens"],
-            tokens=counted["tokens"],
+            answers=answers, finish=dict(sorted(finish.items())), prompt_tokens=totals["prompt_tokens"],
+            tokens=totals["tokens"],
         )  # fmt: skip
         card.save(scratch / CARD)
 
 
 def _ordered_records(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedger) -> Iterator[dict[str, Any]]:
-    answers, samples = ledger.all(), spec.generate.samples
+    answers, samples = ledger.read_all(), spec.generate.samples
     for prompt in prompts.read_prompts(paths.prompts):
         for sample in range(samples):
             answer = next(answers, None)
             if answer is None:
-                raise DamagedFileError(f"{paths.shards}: fewer answers than prompts; repeat")
+                raise DamagedFileError(f"{paths.shards}: fewer answers than prompts; run `ratchet generate` again")
             yield _build_record(prompt, sample, answer, spec)
-    next(answers, None)  # to its end, where it counts
+    next(answers, None)  # runs the check after the last answer
 
 
 def _build_record(prompt: Prompt, sample: int, answer: GenerationAnswer, spec: GenerationSpec) -> dict[str, Any]:
-    parts = split_reasoning(answer.said, spec.generate.reasoning_marks, answer.opened)
+    parts = split_reasoning(answer.text, spec.generate.reasoning_tags, answer.starts_in_reasoning)
     if answer.reasoning is not None:
-        parts = ReasoningParts(answer.reasoning.strip(), answer.said.strip())
+        parts = ReasoningParts(answer.reasoning.strip(), answer.text.strip())
     record: dict[str, Any] = {
-        "id": prompt.id, "sample": sample, "prompt_digest": prompt.digest, "text": answer.said,
+        "id": prompt.id, "sample": sample, "prompt_digest": prompt.digest, "text": answer.text,
         "reasoning": parts.reasoning, "answer": parts.answer, "prompt_tokens": answer.prompt_tokens,
         "tokens": answer.tokens, "finish": answer.finish,
-        "mean_log_probability": None if answer.tokens == 0 else answer.nats,
+        "mean_log_probability": None if answer.tokens == 0 else answer.mean_log_probability,
         "model": spec.model.digest[: digests.SHORT], "reference": prompt.reference, "fields": dict(prompt.fields),
     }  # fmt: skip
     if labels := spec.generate.labels:
-        known = None if answer.labels is None else dict(zip(labels, answer.labels, strict=True))
-        record[LABELS] = known
+        by_label = (
+            None
+            if answer.label_log_probabilities is None
+            else dict(zip(labels, answer.label_log_probabilities, strict=True))
+        )
+        record[LABEL_LOG_PROBABILITIES] = by_label
     return record
 
 
@@ -89,75 +93,77 @@ def _encode_line(record: dict[str, Any]) -> bytes:
 
 
 def require_writable(output: Path) -> None:
-    """Raise SettingsError for a name whose ending says no format, or under which no file can be made."""
-    if output.suffix not in ENDINGS:
-        raise SettingsError(f"--output {output}: ends with neither of {', '.join(ENDINGS)}; name it so")
-    if not os.path.isfile(output):  # noqa: PTH113 (False of a name that is too long); one that is there stays
+    """Raise SettingsError if a path's ending is not a supported format, or if the file cannot be created."""
+    if output.suffix not in OUTPUT_ENDINGS:
+        raise SettingsError(
+            f"--output {output}: found ending {output.suffix!r}; expected {' or '.join(OUTPUT_ENDINGS)}"
+        )
+    if not os.path.isfile(output):  # noqa: PTH113 (returns False for a name that is too long)
         disk.require_writable(output, "--output")
         disk.require_writable(card_path(output), "--output: its card")
 
 
 def is_complete(output: Path, spec: GenerationSpec, digest_with: Callable[[Generate], str | None]) -> bool:
-    """Whether the output of this very generation is written, as it was written.
+    """Return whether a file is the unchanged output of this generation.
 
     Args:
         output: the file.
-        spec: of the generation.
-        digest_with: of the prompts that other settings make of the same records; None: they cannot.
+        spec: specification of the generation.
+        digest_with: returns the digest of the prompts of the same records with other settings; None if there are none.
 
     Raises:
-        SettingsError: something else has its name; the message says what differs.
+        SettingsError: the file exists and has another origin; the message says what differs.
     """
 
-    def told(card: GenerationCard, names: list[str]) -> list[str]:
-        if {"generate.keep", "generate.system"} & {*names} and digest_with(card.spec.generate) == (
+    def ignore_prompts_digest(card: GenerationCard, names: list[str]) -> list[str]:
+        if {"generate.extra_fields", "generate.system_prompt"} & {*names} and digest_with(card.spec.generate) == (
             card.spec.prompts_digest
-        ):  # of the same records: these settings alone have made other prompts
+        ):  # the records are the same, so only these settings changed the prompts
             return [name for name in names if name != "prompts_digest"]
         return names
 
-    return output_card.is_output_current(output, spec, GenerationCard, "generate", told)
+    return output_card.is_output_current(output, spec, GenerationCard, "generate", ignore_prompts_digest)
 
 
 def read_card(output: Path) -> GenerationCard:
-    """The card of an output that is to be read.
+    """Read the card of an output.
 
     Raises:
-        SettingsError: no such file, or no card of a generation beside it.
+        SettingsError: the file does not exist, or has no valid card next to it.
     """
     if output.is_dir():
-        raise SettingsError(f"{output}: is a directory; name a file in it")
+        raise SettingsError(f"{output}: found a directory, expected a file")
     if not output.is_file():
         raise SettingsError(f"{output}: no such file; `ratchet generate PROMPTS --output {output.name}` writes it")
-    found = output_card.read_card(output, GenerationCard)
-    if found is None:
+    card = output_card.read_card(output, GenerationCard)
+    if card is None:
         raise SettingsError(
-            f"{output}: no output of `ratchet generate` ({output_card.explain_missing_card(output)}); "
-            "give back the card that was written with it, or run its `ratchet generate` again"
+            f"{output}: not an output of `ratchet generate` ({output_card.explain_missing_card(output)}); "
+            "restore the card that was written with it, or run its `ratchet generate` again"
         )
-    return found
+    return card
 
 
 def write_output(paths: GenerationPaths, output: Path, model_name: str, faults: int) -> GenerationCard:
-    """Write records and card where they are wanted; after a crash the file is whole, or not there.
+    """Write the sealed records and their card to `output`, atomically.
 
     Raises:
-        OSError: the disk does not take it; no half-written file is left behind.
+        OSError: the file cannot be written; no partial file is left behind.
     """
-    source, about = paths.result / ANSWERS, GenerationCard.load(paths.result / CARD)
+    source, card = paths.result / ANSWERS, GenerationCard.load(paths.result / CARD)
 
-    def contents(aside: Path) -> None:
+    def contents(temporary: Path) -> None:
         if output.suffix == ".parquet":
-            files.before("write", aside)
-            with disk.name_file_in_errors(aside):
-                _write_parquet(source, aside, about.spec)
-            disk.fsync(aside)
+            files.before("write", temporary)
+            with disk.name_file_in_errors(temporary):
+                _write_parquet(source, temporary, card.spec)
+            disk.fsync(temporary)
         else:
             with source.open("rb") as stream:
-                files.write_blocks(aside, _batch_lines(stream))
+                files.write_blocks(temporary, _batch_lines(stream))
 
-    about = about.model_copy(update={"model_name": model_name, "faults": faults})
-    return output_card.write_output(output, contents, about)
+    card = card.model_copy(update={"model_name": model_name, "faults": faults})
+    return output_card.write_output(output, contents, card)
 
 
 def _batch_lines(stream: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -179,33 +185,33 @@ def _write_parquet(source: Path, target: Path, spec: GenerationSpec) -> None:
         ]
     )  # fmt: skip
     if spec.generate.labels:
-        schema = schema.append(pa.field(LABELS, text))
+        schema = schema.append(pa.field(LABEL_LOG_PROBABILITIES, text))
     with source.open("rb") as stream, pq.ParquetWriter(target, schema) as writer:
         for block in _batch_lines(stream):
             writer.write_table(pa.Table.from_pylist([_flatten_record(line) for line in block], schema=schema))
 
 
 def _flatten_record(line: bytes) -> dict[str, Any]:
-    """A record whose objects are JSON text."""
+    """Parse a record and encode its objects as JSON text."""
     record: dict[str, Any] = json.loads(line)
-    for name in AS_JSON:
+    for name in OBJECT_COLUMNS:
         if record.get(name) is not None:
             record[name] = json.dumps(record[name], ensure_ascii=False)
     return record
 
 
 def read_records(output: Path, card: GenerationCard) -> Iterator[dict[str, Any]]:
-    """The records of an output, whatever its format; objects are objects again.
+    """Yield the records of an output of either format.
 
     Raises:
-        DamagedFileError: it is not as it was written, by the SHA-256 on its card; or holds other records than it says.
+        DamagedFileError: the file does not match the SHA-256 on its card, or holds other records.
     """
     if digests.hash_file(output) != card.output:
-        raise DamagedFileError(f"{output}: was changed since it was written; run its `ratchet generate` again")
+        raise DamagedFileError(f"{output}: the file changed since it was written; run its `ratchet generate` again")
     try:
         yield from _read_parquet(output) if output.suffix == ".parquet" else _read_lines(output)
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"{output}: holds no records of `ratchet generate` ({first_line(error)})") from None
+        raise DamagedFileError(f"{output}: does not hold records of `ratchet generate` ({first_line(error)})") from None
 
 
 def _read_lines(output: Path) -> Iterator[dict[str, Any]]:
@@ -220,5 +226,5 @@ def _read_parquet(output: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(output) as table:
         for batch in table.iter_batches(BLOCK_ROWS):
             for record in batch.to_pylist():
-                found = {name: json.loads(record[name]) for name in AS_JSON if record.get(name) is not None}
-                yield record | found
+                objects = {name: json.loads(record[name]) for name in OBJECT_COLUMNS if record.get(name) is not None}
+                yield record | objects

@@ -1,4 +1,4 @@
-"""The prompts of a file: read, checked and digested, and kept with the run as they were read."""
+"""Reads, validates and digests the prompts of a file, and seals them with the run."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ratchet.config.generate import Generate
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data import prompt_records, readers
 from ratchet.data.conversation import SYSTEM_ROLES, Conversation, MalformedRecord
 from ratchet.data.passthrough_columns import format_field_value
@@ -20,247 +20,264 @@ from ratchet.data.readers import Fields, Record
 from ratchet.data.schema_detection import SAMPLE_RECORDS, UnusableRecordError, find_text_flaw
 from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import DataError
-from ratchet.inference.spec import ASKED, PROMPTS
+from ratchet.inference.spec import PROMPTS, PROMPTS_KIND
 from ratchet.storage import digests, files
 
-SHOWN_FAULTS = 5
+MAX_EXAMPLES = 5
 BLOCK_LINES = 1000
-KNOWN_NAMES, SHOWN_NAMES = 1000, 20
-"""Of fields: records may have keys without end."""
-SHOWN_CHARACTERS = 40
+MAX_KNOWN_NAMES, MAX_NAMES_SHOWN = 1000, 20
+"""Limits of field names in memory and in messages; a file may have any number of different keys."""
+MAX_EXAMPLE_CHARACTERS = 40
 
-Value = str | int | float | bool | None
-"""Of a kept field."""
+FieldValue = str | int | float | bool | None
+"""Value of a field of generate.extra_fields."""
 
 
 class Prompt(NamedTuple):
-    """One of them."""
+    """A prompt with its reference and extra fields."""
 
     id: str
-    """The record's own `id`, else its number in the file, from 1."""
+    """The `id` of the record, else its number in the file, from 1."""
     digest: str
-    """Of its messages and tools."""
-    question: Conversation
+    """Digest of messages and tools."""
+    conversation: Conversation
     reference: str | None = None
-    """The record's own answer; None: it has none."""
-    fields: Mapping[str, Value] = MappingProxyType({})
-    """Those of generate.keep that the record has."""
+    """The answer in the record; None if it has none."""
+    fields: Mapping[str, FieldValue] = MappingProxyType({})
+    """The fields of generate.extra_fields that the record has."""
 
-    def line(self) -> str:
-        """As JSON, with the line's end."""
-        tools = {"tools": self.question.tools} if self.question.tools else {}
+    def to_line(self) -> str:
+        """Return a line of JSON."""
+        tools = {"tools": self.conversation.tools} if self.conversation.tools else {}
         document = {
-            "id": self.id, "digest": self.digest, "messages": self.question.messages, **tools,
+            "id": self.id, "digest": self.digest, "messages": self.conversation.messages, **tools,
             "reference": self.reference, "fields": dict(self.fields),
         }  # fmt: skip
         return json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "Prompt":
-        """What `line` wrote."""
+        """Read the output of `to_line`."""
         document = json.loads(line)
-        question = Conversation(document["messages"], document.get("tools"))
+        conversation = Conversation(document["messages"], document.get("tools"))
         return cls(
-            document["id"], document["digest"], question, document.get("reference"), document.get("fields", {})
+            document["id"], document["digest"], conversation, document.get("reference"), document.get("fields", {})
         )  # fmt: skip
 
 
 @dataclass
 class PromptSource:
-    """The prompts of one file; read as often as they are asked for, and never all in memory."""
+    """The prompts of one file. Each call of `prompts` reads the file again, since it may not fit in memory.
+
+    All fields but the first two describe the last pass over the file.
+    """
 
     path: Path
     settings: Settings
-    described: str = ""
-    """What the records were taken for; known once they were read."""
-    faults: list[MalformedRecord] = field(default_factory=list)
-    """The first records that are no prompts, when they were read the last time."""
-    fault_count: int = 0
+    description: str = ""
+    """The detected schema, in words."""
+    invalid_records: list[MalformedRecord] = field(default_factory=list)
+    """The first records that are not valid prompts."""
+    invalid_count: int = 0
     references: int = 0
-    """Prompts with a reference, when they were read the last time."""
-    strange: dict[str, None] = field(default_factory=dict)
-    """The first references that are none of generate.labels, if there are labels."""
-    strange_count: int = 0
-    repeated: dict[str, None] = field(default_factory=dict)
-    """The first ids that more than one prompt has, when they were measured."""
-    repeated_count: int = 0
-    """Prompts whose id an earlier one has."""
-    _names: dict[str, None] = field(default_factory=dict)
-    """Of the records' fields."""
+    """Number of prompts with a reference."""
+    unknown_references: dict[str, None] = field(default_factory=dict)
+    """The first references that are not in generate.labels, if that is set."""
+    unknown_reference_count: int = 0
+    duplicate_ids: dict[str, None] = field(default_factory=dict)
+    """The first ids that more than one prompt has (set by `measure`)."""
+    duplicate_id_count: int = 0
+    """Number of prompts whose id an earlier prompt has."""
+    _field_names: dict[str, None] = field(default_factory=dict)
+    """Names of the records' fields."""
 
     def prompts(self) -> Iterator[Prompt]:
-        """All of them, in order.
+        """Yield all prompts, in order.
 
         Raises:
-            DataError: the file is not there, cannot be read as a whole, or nothing in it is a prompt.
+            DataError: the file does not exist, cannot be read, or holds no prompt.
         """
         if not self.path.is_file():
-            what = "is a directory; name a file in it" if self.path.is_dir() else "no such file"
-            raise DataError(f"{self.path}: {what}")
-        self.faults, self.fault_count, self.references = [], 0, 0
-        self.strange, self.strange_count = {}, 0
+            raise DataError(
+                f"{self.path}: {'found a directory, expected a file' if self.path.is_dir() else 'no such file'}"
+            )
+        self.invalid_records, self.invalid_count, self.references = [], 0, 0
+        self.unknown_references, self.unknown_reference_count = {}, 0
         records = readers.read_records(self.path, self.path.name)
         head = list(islice(records, SAMPLE_RECORDS))
         if not head:
-            raise DataError(f"{self.path}: holds no prompts; give it some")
-        known = [record[1] for record in head if not isinstance(record, MalformedRecord)]
-        if not known:
-            self._note(head[0])
-            none = "its only record cannot" if len(head) == 1 else f"none of its first {len(head):,} records can"
-            raise DataError(f"{self.path}: {none} be read: {_describe_fault(self.faults[0])}")
+            raise DataError(f"{self.path}: the file holds no prompts")
+        readable = [record[1] for record in head if not isinstance(record, MalformedRecord)]
+        if not readable:
+            self._add_invalid_record(head[0])
+            which = "its only record cannot" if len(head) == 1 else f"none of its first {len(head):,} records can"
+            raise DataError(f"{self.path}: {which} be read: {_describe_record(self.invalid_records[0])}")
         columns = self.settings.prepare.columns
-        asking = prompt_records.detect_prompts(known, self.settings.generate.column, columns, self.path.name)
-        self.described = asking.described
+        reader = prompt_records.detect_prompts(readable, self.settings.generate.prompt_column, columns, self.path.name)
+        self.description = reader.description
         for number, record in enumerate(chain(head, records), start=1):
-            if prompt := self._prompt(record, asking, number):
+            if prompt := self._prompt(record, reader, number):
                 self._note_reference(prompt.reference)
                 yield prompt
 
-    def measured(self) -> tuple[int, str]:
-        """How many there are, and the digest of all of them in their order.
+    def measure(self) -> tuple[int, str]:
+        """Return the number of prompts and the digest of all prompts in order.
 
         Raises:
-            DataError: as `prompts`; or records are no prompts, and generate.skip_faults is not set; or no record has a
-                field of generate.keep.
+            DataError: like `prompts`; or records are not valid and generate.skip_invalid is not set; or no record has a
+                field of generate.extra_fields.
         """
-        count, parts, kept_names, ids = 0, [], set[str](), set[str]()
-        self.repeated, self.repeated_count = {}, 0
+        count, parts, found_names, ids = 0, [], set[str](), set[str]()
+        self.duplicate_ids, self.duplicate_id_count = {}, 0
         for prompt in self.prompts():
             if prompt.id in ids:
-                self.repeated_count += 1
-                if len(self.repeated) < SHOWN_FAULTS:
-                    self.repeated.setdefault(_shorten_text(prompt.id))
+                self.duplicate_id_count += 1
+                if len(self.duplicate_ids) < MAX_EXAMPLES:
+                    self.duplicate_ids.setdefault(_shorten_text(prompt.id))
             ids.add(prompt.id)
-            told = [prompt.id, prompt.digest, prompt.reference, dict(prompt.fields)]
-            parts.append(digests.hash_json(told)[:32])
-            kept_names.update(prompt.fields)
+            content = [prompt.id, prompt.digest, prompt.reference, dict(prompt.fields)]
+            parts.append(digests.hash_json(content)[:32])
+            found_names.update(prompt.fields)
             count += 1
-        if self.fault_count and not self.settings.generate.skip_faults:
-            shown = "\n".join(f"  {_describe_fault(fault)}" for fault in self.faults)
+        if self.invalid_count and not self.settings.generate.skip_invalid:
+            shown = "\n".join(f"  {_describe_record(record)}" for record in self.invalid_records)
             raise DataError(
-                f"{self.path}: {self.fault_count:,} of its records are no prompts; mend them, or leave them out with "
-                f"generate.skip_faults: true. The first:\n{shown}"
+                f"{self.path}: {self.invalid_count:,} records are not valid prompts; fix them, or leave them out with "
+                f"generate.skip_invalid: true. The first:\n{shown}"
             )
         if not count:
             raise DataError(
-                f"{self.path}: none of its records is a prompt; the first: {_describe_fault(self.faults[0])}"
+                f"{self.path}: no record is a valid prompt; the first: {_describe_record(self.invalid_records[0])}"
             )
-        for name in self.settings.generate.keep:
-            if name not in kept_names:
-                raise DataError(f"{self.path}: no record has a field {name!r} (generate.keep){self._meant(name)}")
+        for name in self.settings.generate.extra_fields:
+            if name not in found_names:
+                suggestion = self._suggest_field(name)
+                raise DataError(f"{self.path}: no record has a field {name!r} (generate.extra_fields){suggestion}")
         return count, digests.hash_bytes("\n".join(parts).encode())
 
     def digest_with(self, other: Generate) -> str | None:
-        """Digest of the prompts that these records would be with another system message and other kept fields; None
-        where they would be none."""
-        changed = self.settings.generate.model_copy(update={"keep": other.keep, "system": other.system})
+        """Return the digest of the prompts with other settings' system prompt and extra fields; None if invalid."""
+        update = {"extra_fields": other.extra_fields, "system_prompt": other.system_prompt}
+        changed = self.settings.generate.model_copy(update=update)
         try:
-            return PromptSource(self.path, self.settings.model_copy(update={"generate": changed})).measured()[1]
+            return PromptSource(self.path, self.settings.model_copy(update={"generate": changed})).measure()[1]
         except DataError:
             return None
 
     def notes(self) -> list[str]:
-        """What is worth telling of ids and references, when they were read the last time."""
-        found = [f"{self.references:,} of them have a reference"] if self.references else []
-        if self.repeated_count:
-            found.append(
-                f"prompts whose id an earlier one has: {self.repeated_count:,}, such as "
-                f"{', '.join(map(repr, self.repeated))}; in the output their order tells them apart"
+        """Return notes about ids and references for the user."""
+        notes = [f"{self.references:,} of them have a reference"] if self.references else []
+        if self.duplicate_id_count:
+            notes.append(
+                f"prompts with the id of an earlier prompt: {self.duplicate_id_count:,}, such as "
+                f"{', '.join(map(repr, self.duplicate_ids))}; the output keeps them in the order of the file"
             )
-        if self.strange_count:
-            found.append(
-                f"references that are none of the {len(self.settings.generate.labels):,} generate.labels: "
-                f"{self.strange_count:,}, such as {', '.join(map(repr, self.strange))}; how likely they are is not "
-                "computed"
+        if self.unknown_reference_count:
+            notes.append(
+                f"references that are not among the {len(self.settings.generate.labels):,} generate.labels: "
+                f"{self.unknown_reference_count:,}, such as {', '.join(map(repr, self.unknown_references))}; their "
+                "likelihoods are not computed"
             )
-        return found
+        return notes
 
-    def keep(self, folder: Path, count: int) -> None:
-        """Seal the prompts in a folder, as they are read now.
+    def seal(self, folder: Path, count: int) -> None:
+        """Read the prompts and seal them in a folder.
 
         Raises:
-            DataError: there are more or fewer than before: the file is being written.
+            DataError: the number of prompts is not `count`, so the file changed since it was measured.
         """
-        with files.sealed_directory(folder, ASKED) as scratch:
-            written = [0]
-            files.write_blocks(scratch / PROMPTS, _batch_prompts(self.prompts(), written))
-            if written[0] != count:
-                raise DataError(f"{self.path}: changed while it was read; wait until it is whole, and repeat")
+        with files.sealed_directory(folder, PROMPTS_KIND) as scratch:
+            written = 0
 
-    def _prompt(self, record: Record, asking: PromptRecordReader, number: int) -> Prompt | None:
+            def blocks() -> Iterator[list[bytes]]:
+                nonlocal written
+                prompts = self.prompts()
+                while block := [prompt.to_line().encode() for prompt in islice(prompts, BLOCK_LINES)]:
+                    written += len(block)
+                    yield block
+
+            files.write_blocks(scratch / PROMPTS, blocks())
+            if written != count:
+                raise DataError(
+                    f"{self.path}: the file changed while it was read; wait until it is complete, and run the command "
+                    "again"
+                )
+
+    def _prompt(self, record: Record, reader: PromptRecordReader, number: int) -> Prompt | None:
         if isinstance(record, MalformedRecord):
-            self._note(record)
+            self._add_invalid_record(record)
             return None
         where, fields = record
-        row = asking.question(where, fields)
-        own = _record_id(fields.get("id"), number)
-        if isinstance(row, MalformedRecord) or find_text_flaw(own):
-            self._note(
-                row if isinstance(row, MalformedRecord) else MalformedRecord(where, f"field 'id' {find_text_flaw(own)}")
+        row = reader.read(where, fields)
+        record_id = _record_id(fields.get("id"), number)
+        if isinstance(row, MalformedRecord) or find_text_flaw(record_id):
+            self._add_invalid_record(
+                row
+                if isinstance(row, MalformedRecord)
+                else MalformedRecord(where, f"field 'id' {find_text_flaw(record_id)}")
             )
             return None
         try:
-            carried = self._carried(fields)
-        except UnusableRecordError as unfit:
-            self._note(MalformedRecord(where, str(unfit)))
+            extra_fields = self._extra_fields(fields)
+        except UnusableRecordError as error:
+            self._add_invalid_record(MalformedRecord(where, str(error)))
             return None
-        question = self._with_system(row.conversation)
-        of = digests.hash_json([question.messages, question.tools])
-        return Prompt(own, of, question, row.reference, carried)
+        conversation = self._with_system(row.conversation)
+        digest = digests.hash_json([conversation.messages, conversation.tools])
+        return Prompt(record_id, digest, conversation, row.reference, extra_fields)
 
-    def _carried(self, fields: Fields) -> dict[str, Value]:
-        if len(self._names) < KNOWN_NAMES:
-            self._names.update(dict.fromkeys(map(str, fields)))
-        return {name: _kept_field_value(name, fields[name]) for name in self.settings.generate.keep if name in fields}
+    def _extra_fields(self, fields: Fields) -> dict[str, FieldValue]:
+        if len(self._field_names) < MAX_KNOWN_NAMES:
+            self._field_names.update(dict.fromkeys(map(str, fields)))
+        return {
+            name: _to_json_value(name, fields[name]) for name in self.settings.generate.extra_fields if name in fields
+        }
 
     def _note_reference(self, reference: str | None) -> None:
         if reference is not None:
             self.references += 1
             labels = self.settings.generate.labels
             if labels and reference.strip() not in labels:
-                self.strange_count += 1
-                if len(self.strange) < SHOWN_FAULTS:
-                    self.strange.setdefault(_shorten_text(reference))
+                self.unknown_reference_count += 1
+                if len(self.unknown_references) < MAX_EXAMPLES:
+                    self.unknown_references.setdefault(_shorten_text(reference))
 
-    def _meant(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self._names, n=3)
-        shown = ", ".join(list(self._names)[:SHOWN_NAMES]) + (" ..." if len(self._names) > SHOWN_NAMES else "")
-        return (f"; did you mean {' or '.join(map(repr, near))}?" if near else "") + f" (found: {shown})"
+    def _suggest_field(self, name: str) -> str:
+        matches = difflib.get_close_matches(name, self._field_names, n=3)
+        names = list(self._field_names)
+        shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
+        return (f"; did you mean {' or '.join(map(repr, matches))}?" if matches else "") + f" (found: {shown})"
 
-    def _with_system(self, question: Conversation) -> Conversation:
-        system = self.settings.generate.system
-        if system is not None and question.messages[0]["role"] not in SYSTEM_ROLES:
-            question = Conversation([{"role": "system", "content": system}, *question.messages], question.tools)
-        return merge_system_messages(question) if self.settings.prepare.system == "merge" else question
+    def _with_system(self, conversation: Conversation) -> Conversation:
+        system = self.settings.generate.system_prompt
+        if system is not None and conversation.messages[0]["role"] not in SYSTEM_ROLES:
+            conversation = Conversation(
+                [{"role": "system", "content": system}, *conversation.messages], conversation.tools
+            )
+        return merge_system_messages(conversation) if self.settings.prepare.system == "merge" else conversation
 
-    def _note(self, fault: Record) -> None:
-        self.fault_count += 1
-        if isinstance(fault, MalformedRecord) and len(self.faults) < SHOWN_FAULTS:
-            self.faults.append(fault)
+    def _add_invalid_record(self, record: Record) -> None:
+        self.invalid_count += 1
+        if isinstance(record, MalformedRecord) and len(self.invalid_records) < MAX_EXAMPLES:
+            self.invalid_records.append(record)
 
 
 def read_prompts(folder: Path) -> Iterator[Prompt]:
-    """The prompts that `Source.keep` sealed."""
+    """Yield the prompts that `PromptSource.seal` wrote."""
     with (folder / PROMPTS).open("rb") as stream:
         for line in stream:
             yield Prompt.from_line(line)
 
 
-def _batch_prompts(prompts: Iterator[Prompt], written: list[int]) -> Iterator[list[bytes]]:
-    while block := [prompt.line().encode() for prompt in islice(prompts, BLOCK_LINES)]:
-        written[0] += len(block)
-        yield block
-
-
-def _kept_field_value(name: str, value: Any) -> Value:
-    """A kept field as JSON can hold it; dates as in ISO 8601, and a number that is none as null.
+def _to_json_value(name: str, value: Any) -> FieldValue:
+    """Convert the value of an extra field to JSON: dates to ISO 8601, NaN and infinity to null.
 
     Raises:
-        UnusableRecordError: it has parts, or is no text that a file can hold.
+        UnusableRecordError: the value is a list or an object, or its text is not valid.
     """
     if isinstance(value, str):
         if problem := find_text_flaw(value):
-            raise UnusableRecordError(f"field {name!r} (generate.keep) {problem}")
+            raise UnusableRecordError(f"field {name!r} (generate.extra_fields) {problem}")
         return value
     if value is None or isinstance(value, bool | int):
         return value
@@ -269,20 +286,20 @@ def _kept_field_value(name: str, value: Any) -> Value:
     written = format_field_value(value)
     if written is None:
         raise UnusableRecordError(
-            f"field {name!r} (generate.keep) is {readers.type_name(value)}, expected text, a number, true/false or null"
+            f"field {name!r} (generate.extra_fields) is {readers.type_name(value)}, expected text, a number, true/false"
+            " or null"
         )
     return written
 
 
 def _shorten_text(text: str) -> str:
-    """As much of a text as a message shows."""
-    return f"{text[: SHOWN_CHARACTERS - 1]}…" if len(text) > SHOWN_CHARACTERS else text
+    return f"{text[: MAX_EXAMPLE_CHARACTERS - 1]}…" if len(text) > MAX_EXAMPLE_CHARACTERS else text
 
 
 def _record_id(value: Any, number: int) -> str:
-    """A record's own name for itself, if it is one; else its number."""
+    """Return the `id` of a record if it is text or a whole number, else the record's number."""
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) and value != "" else str(number)
 
 
-def _describe_fault(fault: MalformedRecord) -> str:
-    return f"{fault.where}: {fault.detail}"
+def _describe_record(record: MalformedRecord) -> str:
+    return f"{record.where}: {record.detail}"

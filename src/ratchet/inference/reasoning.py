@@ -1,71 +1,70 @@
-"""Reasoning and answer of a text apart, whole or as it is written."""
+"""Splits generated text into reasoning and answer, for complete texts and for streams."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
 class ReasoningParts(NamedTuple):
-    """A text taken apart. Both without white space at their ends."""
+    """Reasoning and answer of a text, both stripped of outer white space."""
 
     reasoning: str | None
-    """None: the model has not reasoned."""
+    """None if the text has no reasoning."""
     answer: str
 
 
 class ReasoningSplitter:
-    """Tells reasoning from answer as text comes in, whatever the pieces are.
+    """Splits a stream of text into reasoning and answer; a tag may be divided between pieces.
 
     Args:
-        marks: what reasoning begins and ends with.
-        opened: the prompt ends with the first of them, so that the text begins with reasoning.
+        tags: the tags that begin and end the reasoning.
+        starts_in_reasoning: whether the prompt ends with the begin tag, so that the text begins with reasoning.
     """
 
-    def __init__(self, marks: Sequence[str], opened: bool = False) -> None:
-        self._marks = tuple(marks)
-        self.inside = opened
-        """Whether the next character would be of the reasoning."""
-        self._held = ""
-        """What may be the beginning of a mark."""
+    def __init__(self, tags: Sequence[str], starts_in_reasoning: bool = False) -> None:
+        self._tags = tuple(tags)
+        self.inside = starts_in_reasoning
+        """Whether the next character belongs to the reasoning."""
+        self._buffer = ""
+        """Text that may be the beginning of a tag."""
 
     def feed(self, text: str) -> Iterator[tuple[bool, str]]:
-        """Pieces, each with whether it is reasoning. Marks are left out; what may become one is held back."""
-        self._held += text
-        while self._held:
-            mark = self._marks[self.inside]
-            at = self._held.find(mark)
+        """Yield (is reasoning, text) without tags; text that may be the beginning of a tag is held back."""
+        self._buffer += text
+        while self._buffer:
+            tag = self._tags[self.inside]
+            at = self._buffer.find(tag)
             if at >= 0:
-                piece, self._held = self._held[:at], self._held[at + len(mark) :]
+                piece, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
                 if piece:
                     yield self.inside, piece
                 self.inside = not self.inside
                 continue
-            kept = next(n for n in range(min(len(mark) - 1, len(self._held)), -1, -1) if self._ends_like(mark, n))
-            piece, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+            longest = min(len(tag) - 1, len(self._buffer))
+            kept = next(n for n in range(longest, -1, -1) if n == 0 or self._buffer.endswith(tag[:n]))
+            piece, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
             if piece:
                 yield self.inside, piece
             return
 
-    def _ends_like(self, mark: str, count: int) -> bool:
-        return count == 0 or self._held.endswith(mark[:count])
-
     def close(self) -> Iterator[tuple[bool, str]]:
-        """What was held back after all."""
-        if self._held:
-            yield self.inside, self._held
-        self._held = ""
+        """Yield the text that is still held back."""
+        if self._buffer:
+            yield self.inside, self._buffer
+        self._buffer = ""
 
 
-def split_reasoning(text: str, marks: Sequence[str], opened: bool = False) -> ReasoningParts:
-    """Reasoning and answer of a whole text.
+def split_reasoning(text: str, tags: Sequence[str], starts_in_reasoning: bool = False) -> ReasoningParts:
+    """Split a complete text.
 
-    Reasoning that never ends leaves an empty answer. A text that has only the mark which ends reasoning was begun
-    inside of it, whatever the prompt ended with: some servers leave the first mark out.
+    If the reasoning never ends, the answer is empty. A text with an end tag but no begin tag before it begins with
+    reasoning, even if `starts_in_reasoning` is false: some servers omit the begin tag.
     """
-    begin, end = marks
-    if not opened and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):
-        opened = True
-    splitter = ReasoningSplitter(marks, opened)
+    begin, end = tags
+    if not starts_in_reasoning and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):
+        starts_in_reasoning = True
+    splitter = ReasoningSplitter(tags, starts_in_reasoning)
     pieces = [*splitter.feed(text), *splitter.close()]
-    reasoned = opened or begin in text
-    parts = ["".join(piece for inside, piece in pieces if inside is wanted).strip() for wanted in (True, False)]
-    return ReasoningParts(parts[0] if reasoned else None, parts[1])
+    has_reasoning = starts_in_reasoning or begin in text
+    reasoning = "".join(piece for is_reasoning, piece in pieces if is_reasoning).strip()
+    answer = "".join(piece for is_reasoning, piece in pieces if not is_reasoning).strip()
+    return ReasoningParts(reasoning if has_reasoning else None, answer)

@@ -1,11 +1,12 @@
-"""The user's program that scores answers: a child process that reads JSON lines and writes a number for each.
+"""Scores answers with the user's reward: a program that reads JSON lines, or a function of an installed package.
 
-It reads from a file, so that neither waits for the other. It is not ours: it gets an environment without secrets, a
-time limit, room for the numbers that it is to write and no more, and is ended with all that it has started, but for
-what has put itself into a session of its own (setsid(2), a daemon): that is not known to be its child any more.
+The program reads from a file, so that it and Ratchet never wait for each other. It is not trusted: it gets an
+environment without secrets, a time limit, and a limit on its output. It is killed with all its children, except those
+that start a session of their own (setsid(2), a daemon), which cannot be found any more.
 """
 
 import contextlib
+import json
 import math
 import os
 import selectors
@@ -13,135 +14,180 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ratchet import redaction
-from ratchet.config.selection import RewardSettings
+from ratchet.config.extensions import describe_extension, load_extension
+from ratchet.config.select import RewardSettings
 from ratchet.errors import SettingsError
 from ratchet.storage import digests
 
 KEY = "select.reward.command"
-LAST_LINES = 5
-LAST_BYTES = 2**16
-"""Of what it says on standard error, kept for the message; the rest is let go."""
-LAST_CHARACTERS = 400
-"""Of each line in the message."""
+STDERR_LINES = 5
+STDERR_BYTES = 2**16
+"""Size of the end of standard error that is kept for the error message."""
+STDERR_LINE_CHARACTERS = 400
+"""Length limit of a line in the error message."""
 
-LINE_BYTES, SPARE_BYTES = 128, 2**16
-"""What it may write: so much for each answer, and so much besides."""
+BYTES_PER_ANSWER, EXTRA_BYTES = 128, 2**16
+"""Limit of the program's output: bytes per answer, and a fixed number of bytes."""
+
+FUNCTION_BATCH = 256
+"""Answers per call of a reward function."""
 
 READ_BYTES = 2**20
-"""At once: no pipe holds more (pipe(7)), so that one reading empties it."""
-LOOK_S = 0.1
-"""How often it is looked whether the program has ended while a child of it still has its pipes."""
+"""Bytes per read: no pipe holds more (pipe(7)), so one read empties it."""
+POLL_INTERVAL_S = 0.1
+"""Interval of the check whether the program has ended while one of its children still holds its pipes."""
 
 
 class RewardOutput(NamedTuple):
-    """What the program has said."""
+    """The output of a reward."""
 
     scores: Path
-    """A file with what it wrote."""
-    complaints: bytes
-    """The end of what it said on standard error."""
+    """File with its output, one number per line."""
+    stderr_tail: bytes
+    """The end of its standard error."""
 
 
 def fingerprint_command(settings: RewardSettings, root: Path) -> dict[str, str]:
-    """SHA-256 of those words of the command that name a file, but for a program that is not the project's own."""
-    here = root.resolve()
+    """Return the SHA-256 of each file that the command names, except a program outside the project."""
+    project_dir = root.resolve()
     return {
         word: digests.hash_file(root / word)
         for number, word in enumerate(settings.command)
-        if (root / word).is_file() and (number or (root / word).resolve().is_relative_to(here))
+        if (root / word).is_file() and (number or (root / word).resolve().is_relative_to(project_dir))
     }
 
 
+def fingerprint(settings: RewardSettings, root: Path) -> dict[str, str]:
+    """Identify the reward: the files of its command, or the package and version of its function."""
+    if settings.function is None:
+        return fingerprint_command(settings, root)
+    load_extension("ratchet.rewards", settings.function, "select.reward.function")
+    return {"function": describe_extension("ratchet.rewards", settings.function)}
+
+
 def run_program(settings: RewardSettings, root: Path, requests: Path, folder: Path, count: int) -> RewardOutput:
-    """Have answers scored.
+    """Score answers with a program.
 
     Args:
         settings: select.reward.
-        root: the project's directory, in which the program runs.
-        requests: a JSON line an answer.
-        folder: room for what it says.
-        count: of the answers.
+        root: the project's directory, which is the working directory of the program.
+        requests: file with a JSON line for each answer.
+        folder: directory for the output.
+        count: number of answers.
 
     Raises:
-        SettingsError: it cannot be started, fails, takes too long, or writes more than so many numbers can need.
+        SettingsError: the program cannot be started, fails, takes too long, or writes too much.
     """
-    said = folder / "scores"
-    with requests.open("rb") as given, said.open("wb") as out:
+    scores = folder / "scores"
+    with requests.open("rb") as stdin, scores.open("wb") as out:
         try:
             child = subprocess.Popen(
-                settings.command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root,
+                settings.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root,
                 env=redaction.build_secret_free_environment(), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise SettingsError(f"{KEY}: {settings.command[0]}: cannot be started ({error.strerror})") from None
         with child:
             try:
-                complaints = _read_output(child, settings.limit_s, out, count)
+                stderr_tail = _read_output(child, settings.timeout_s, out, count)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)  # all that it has started, too
+                    os.killpg(child.pid, signal.SIGKILL)  # the program and its children
         code = child.returncode
     if code:
-        ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise SettingsError(f"{KEY}: {ended}{_error_tail(complaints)}")
-    return RewardOutput(said, complaints)
+        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise SettingsError(f"{KEY}: the program {reason}{_format_stderr(stderr_tail)}")
+    return RewardOutput(scores, stderr_tail)
 
 
-def _read_output(child: "subprocess.Popen[bytes]", limit_s: float, out: BinaryIO, count: int) -> bytes:
-    """Take down what it writes until it ends; returns the end of what it says on standard error."""
-    until, room, complaints = time.monotonic() + limit_s, SPARE_BYTES + count * LINE_BYTES, b""
+def _read_output(child: "subprocess.Popen[bytes]", timeout_s: float, out: BinaryIO, count: int) -> bytes:
+    """Copy the program's output to `out` until it ends; return the end of its standard error."""
+    deadline_s, remaining_bytes, stderr_tail = time.monotonic() + timeout_s, EXTRA_BYTES + count * BYTES_PER_ANSWER, b""
     with selectors.DefaultSelector() as streams:
         for stream in filter(None, (child.stdout, child.stderr)):
             streams.register(stream, selectors.EVENT_READ)
         while True:
-            ended = child.poll() is not None  # before the last reading, which has all that it wrote then
-            left_s = until - time.monotonic()
-            for key, _ in streams.select(0 if ended else max(0.0, min(LOOK_S, left_s))):
+            has_ended = child.poll() is not None  # checked before the last read, which then gets the remaining output
+            remaining_s = deadline_s - time.monotonic()
+            for key, _ in streams.select(0 if has_ended else max(0.0, min(POLL_INTERVAL_S, remaining_s))):
                 data = os.read(key.fd, READ_BYTES)
                 if not data:
                     streams.unregister(key.fileobj)
                 elif key.fileobj is child.stderr:
-                    complaints = (complaints + data)[-LAST_BYTES:]
-                elif len(data) > room:
+                    stderr_tail = (stderr_tail + data)[-STDERR_BYTES:]
+                elif len(data) > remaining_bytes:
                     raise SettingsError(
-                        f"{KEY}: it wrote more than the numbers for {count:,} answers can need; it must write one a "
-                        f"line, in their order, and nothing else{_error_tail(complaints)}"
+                        f"{KEY}: the program wrote more than the numbers for {count:,} answers can need; expected one "
+                        f"number per line, in the order of the answers{_format_stderr(stderr_tail)}"
                     )
                 else:
-                    room -= out.write(data)
-            if ended:
-                return complaints
-            if left_s <= 0:
+                    remaining_bytes -= out.write(data)
+            if has_ended:
+                return stderr_tail
+            if remaining_s <= 0:
                 raise SettingsError(
-                    f"{KEY}: not done after {limit_s:g} s (select.reward.limit_s){_error_tail(complaints)}"
+                    f"{KEY}: the program took more than {timeout_s:g} s (select.reward.timeout_s)"
+                    f"{_format_stderr(stderr_tail)}"
                 )
 
 
-def read_scores(said: RewardOutput, count: int) -> Iterator[float]:
-    """The numbers that it wrote.
+def run_function(name: str, requests: Path, folder: Path) -> RewardOutput:
+    """Score answers with a reward of an installed package, in this process.
+
+    Args:
+        name: select.reward.function.
+        requests: a JSON line for each answer.
+        folder: directory for the scores.
 
     Raises:
-        SettingsError: they are not as many as there are answers, or a line is no number.
+        SettingsError: the package is not installed, the function fails, or does not return a number for each answer.
+    """
+    key = "select.reward.function"
+    function = load_extension("ratchet.rewards", name, key)
+    path = folder / "scores"
+    with requests.open(encoding="utf-8") as stream, path.open("w", encoding="utf-8") as out:
+        while lines := list(islice(stream, FUNCTION_BATCH)):
+            rows = [json.loads(line) for line in lines]
+            prompts = [row["messages"][-1]["content"] for row in rows]
+            try:
+                scores = function(prompts, [row["answer"] for row in rows], [row["reference"] for row in rows])
+                numbers = [float(score) for score in scores]
+            except Exception as error:
+                raise SettingsError(f"{key}: {name} failed: {type(error).__name__}: {error}") from error
+            if len(numbers) != len(rows):
+                raise SettingsError(f"{key}: {name} returned {len(numbers)} numbers for {len(rows)} answers")
+            out.writelines(f"{number!r}\n" for number in numbers)
+    return RewardOutput(path, b"")
+
+
+def read_scores(output: RewardOutput, count: int) -> Iterator[float]:
+    """Yield the scores of all answers.
+
+    Raises:
+        SettingsError: the number of lines is not `count`, or a line is not a finite number.
     """
     number = 0
-    with said.scores.open(encoding="utf-8", errors="replace") as stream:
+    with output.scores.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
             try:
                 score = float(line)
             except ValueError:
                 score = math.nan
             if not math.isfinite(score):
-                raise SettingsError(f"{KEY}: line {number} of its output is no number: {_format_line(line)}")
+                raise SettingsError(
+                    f"{KEY}: line {number} of the output: found {_format_line(line)}, expected a number"
+                )
             if number <= count:
                 yield score
     if number != count:
         raise SettingsError(
-            f"{KEY}: it wrote {number:,} numbers for {count:,} answers; it must write one a line, in their order, and "
-            f"nothing else{_error_tail(said.complaints)}"
+            f"{KEY}: the program wrote {number:,} numbers for {count:,} answers; expected one number per line, in the "
+            f"order of the answers{_format_stderr(output.stderr_tail)}"
         )
 
 
@@ -149,10 +195,10 @@ def _format_line(line: str) -> str:
     return repr(redaction.redact(line.strip())[:80])
 
 
-def _error_tail(complaints: bytes) -> str:
-    """For the end of a message; cut only after secrets were taken out, for half of one is not known any more."""
-    lines = [line.rstrip() for line in redaction.redact(complaints.decode(errors="replace")).splitlines()]
-    if len(complaints) == LAST_BYTES and len(lines) > 1:
-        del lines[0]  # its beginning is lost
-    last = [line[-LAST_CHARACTERS:] for line in lines if line][-LAST_LINES:]
-    return "; its last words:\n" + "\n".join(f"  {line}" for line in last) if last else "; it said nothing"
+def _format_stderr(stderr_tail: bytes) -> str:
+    """Format standard error for an error message; secrets are removed before cutting, which could hide half of one."""
+    lines = [line.rstrip() for line in redaction.redact(stderr_tail.decode(errors="replace")).splitlines()]
+    if len(stderr_tail) == STDERR_BYTES and len(lines) > 1:
+        del lines[0]  # incomplete
+    last = [line[-STDERR_LINE_CHARACTERS:] for line in lines if line][-STDERR_LINES:]
+    return "; its standard error:\n" + "\n".join(f"  {line}" for line in last) if last else "; no standard error"

@@ -1,4 +1,8 @@
-"""An answer as ledger, shards and result hold it."""
+"""Records and file names of a generation: its specification, its answers, and its output card.
+
+Files in the run directory of a generation:
+spec.json  launch.json  journal.jsonl  prompts/prompts.jsonl  ledger.jsonl  shards/shard-000000000/  result/
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,206 +17,199 @@ from ratchet.runs.journal import JournalReader
 from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import BaseCard, Record
 
-Finish = Literal["stop", "length", "context", "memory", "invalid", "refused", "filtered"]
-"""How an answer ended.
+FinishReason = Literal["stop", "length", "context", "memory", "invalid", "refused", "filtered"]
+"""Why an answer ended.
 
-stop      by itself
-length    at generate.max_new_tokens
-context   the model's context does not hold prompt and answer: nothing was computed, or it was cut there
-memory    it does not fit into memory even alone
-invalid   the model gave numbers that are none (NaN)
-refused   the chat template cannot write the prompt, or a text in it would end or begin a turn
-filtered  the server that was asked keeps the answer back
+stop      the model ended it
+length    it reached generate.max_new_tokens
+context   prompt and answer do not fit in the model's context: nothing was computed, or the answer was cut
+memory    it does not fit in memory even as a batch of one
+invalid   the model returned NaN
+refused   the chat template cannot write the prompt, or a text in it contains a control token
+filtered  the server withholds the answer
 """
-FINISHES: tuple[Finish, ...] = get_args(Finish)
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclass(frozen=True)
 class GenerationAnswer:
-    """What was said to one prompt, or why nothing was."""
+    """One answer to a prompt, in the ledger and in shards."""
 
-    place: int
-    """Number of the prompt times generate.samples, plus number of the sample."""
-    said: str
-    """The whole text, reasoning and its marks included, without control tokens."""
-    finish: Finish
+    index: int
+    """Number of the prompt times generate.samples, plus the number of the sample."""
+    text: str
+    """The generated text with reasoning and its tags, without control tokens."""
+    finish: FinishReason
     prompt_tokens: int | None
-    """None: whoever answered does not say."""
+    """None if the server does not report it."""
     tokens: int | None
-    """Of the answer, its end and its reasoning included."""
-    nats: float | None
-    """Mean log-probability of the answer's tokens under the model, before any temperature; None: not known. The record
-    of an answer without tokens has null."""
-    opened: bool = False
-    """The prompt ends within reasoning, so the text begins there."""
+    """Tokens of the answer, including reasoning and the end-of-turn token."""
+    mean_log_probability: float | None
+    """Mean log-probability, in nats, of the answer's tokens under the model at temperature 1; None if unknown. The
+    output record of an answer without tokens has null."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt ends inside the reasoning, so that the text begins with reasoning."""
     reasoning: str | None = None
-    """Set apart by the server that answered; then it is not in `said`."""
-    labels: list[float | None] | None = None
-    """Log-probability (nats) of each of generate.labels as the whole answer, in their order, to 4 decimals; None: not
-    known, of one or of all."""
+    """Reasoning that the server returned separately; it is not in `text`."""
+    label_log_probabilities: list[float | None] | None = None
+    """Log-probability, in nats to 4 decimals, of each of generate.labels as the whole answer, in order; None for a
+    label or for all if unknown."""
 
-    def line(self) -> str:
-        """As JSON, with the line's end; the same answer gives the same bytes."""
+    def to_line(self) -> str:
+        """Return a line of JSON; equal answers give equal bytes."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> "GenerationAnswer":
-        """What `line` or the ledger says. Raises TypeError or ValueError when it is none."""
-        found = cls(**data)
-        if not isinstance(found.place, int) or not isinstance(found.said, str) or found.finish not in FINISHES:
-            raise ValueError(f"no answer: {data}")
-        return found
+    def from_event(cls, data: dict[str, Any]) -> "GenerationAnswer":
+        """Create an answer from a JSON object. Raises TypeError or ValueError if it is not an answer."""
+        answer = cls(**data)
+        if not isinstance(answer.index, int) or not isinstance(answer.text, str) or answer.finish not in FINISH_REASONS:
+            raise ValueError(f"not an answer: {data}")
+        return answer
 
 
 def replace_surrogates(text: str) -> str:
-    """A text that a file can hold: halves of surrogate pairs, which some servers send, become the replacement sign."""
+    """Replace unpaired surrogates, which some servers send and UTF-8 cannot encode, by the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
 
 
-# How many answers a generation has, as its files say; read, not checked, by whoever does not hold its ledger.
-
-
 def count_answered(shards: Iterable[Path], ledger: Path) -> int:
-    """Places that have an answer.
+    """Count the answers of a generation from its files, without verifying them.
 
     Args:
-        shards: files with the answers of sealed shards, a line each; the folder of each is named by its first place.
-        ledger: lines of answers, some of which may stand in shards, too.
+        shards: answer files of sealed shards, one line per answer; the name of the folder has the first index.
+        ledger: the ledger; its answers may also be in shards.
     """
-    places = set[int]()
+    indices = set[int]()
     for path in shards:
         first = path.parent.name.removeprefix("shard-")
-        if first.isdecimal():  # not one that is being written
+        if first.isdecimal():  # false for a shard that is being written
             with path.open("rb") as stream:
-                places.update(range(int(first), int(first) + sum(1 for _ in stream)))
+                indices.update(range(int(first), int(first) + sum(1 for _ in stream)))
     for event in JournalReader(ledger).read():
         try:
-            places.add(GenerationAnswer.of(event.data).place)
+            indices.add(GenerationAnswer.from_event(event.data).index)
         except (TypeError, ValueError):
             continue
-    return len(places)
+    return len(indices)
 
-
-# What a generation is: everything that decides its answers, how and where its worker runs, and its directory's names.
-#
-# spec.json  launch.json  journal.jsonl  prompts/prompts.jsonl  ledger.jsonl  shards/shard-000000000/  result/
 
 Kind = Literal["base", "adapter", "merged", "gguf", "endpoint"]
-"""`base`: the base as it is trained against; `adapter`: the same with the trained adapter; `merged`: plain weights of a
-Hugging Face directory, ours or another; `gguf`: a file that llama.cpp runs; `endpoint`: a server somewhere."""
+"""`base`: the base model as loaded for training; `adapter`: the base with the trained adapter; `merged`: the weights of
+a Hugging Face directory; `gguf`: a file for llama.cpp; `endpoint`: an OpenAI-compatible server."""
 
 PROMPTS = "prompts.jsonl"
 ANSWERS = "answers.jsonl"
-"""Of a shard and of the result."""
-SHARD = "shard"
-"""Kind of a sealed shard."""
-ASKED = "prompts"
-"""Kind of the sealed prompts."""
+"""File name in a shard and in the result."""
+SHARD_KIND = "shard"
+"""Kind of the sealed directory of a shard."""
+PROMPTS_KIND = "prompts"
+"""Kind of the sealed directory of the prompts."""
 CARD = "card.json"
 
 
 class ModelIdentity(Record):
-    """Which model answers, by content: where it lies is no part of it."""
+    """The model of a generation, identified by content and not by path."""
 
     kind: Kind
     digest: str
-    """Of the files of a base or a merged model; of a base and its adapter together; of a GGUF file; of what a server
-    says of its model."""
-    held: str
-    """How its weights are held and computed with, in words."""
+    """Digest of the files of a base or merged model, of a base with its adapter, of a GGUF file, or of the information
+    that a server returns about its model."""
+    weight_format: str
+    """Format of the weights and precision of the computation, in words."""
 
 
 class GenerationSpec(BaseRunSpec):
-    """Everything that decides the answers; its digest is the generation's id."""
+    """Everything that determines the answers; its digest is the id of the generation."""
 
-    folders: ClassVar[tuple[str, ...]] = ("shards",)
+    subdirectories: ClassVar[tuple[str, ...]] = ("shards",)
 
     recipe_version: int = 1
-    """Raised when a change of code changes what the same settings answer."""
+    """Incremented when a code change makes the same settings give other answers."""
     generate: Generate
-    """Only what decides answers (Generate.decisive)."""
+    """Only the settings that determine answers (Generate.decisive)."""
     prompts_digest: str
-    """Of ids and prompts with their references and kept fields, in their order."""
+    """Digest of ids, prompts, references and extra fields, in order."""
     model: ModelIdentity
     template_digest: str
-    """Of the project's own chat template; empty: the model's own, which its digest covers."""
+    """Digest of the project's own chat template; empty for the model's own, which the model digest covers."""
 
 
 class GenerationStart(LaunchSpec):
-    """How and where an attempt of a generation runs."""
+    """How an attempt of a generation runs; it does not change the answers."""
 
     worker: ClassVar[str | None] = "ratchet.inference.worker_main"
-    counted_in: ClassVar[Mapping[str, str]] = {"unit": "answers"}
+    work_unit: ClassVar[Mapping[str, str]] = {"unit": "answers"}
 
     generate: Generate
-    """As params.yaml has it: how answers are computed is read from here."""
+    """Section `generate` of params.yaml, with the settings that do not change answers."""
     train: Train
-    """How a base is held that answers with an adapter, or as it is."""
+    """Section `train`, which determines how the base is loaded."""
     path: str
-    """Directory, file or address of the model."""
+    """Directory or file of the model, or address of the server."""
     adapter: str | None = None
     template: str | None = None
-    """File of the project's own chat template."""
+    """File with the project's own chat template."""
     base: BaseCard | None = None
-    """Of the base, or of the one that a merged model was made of."""
+    """Card of the base model; for a merged model, of the base that it was merged from."""
     dtype: str = "auto"
-    """Of plain weights."""
+    """Data type of a merged model."""
 
-    def kept_step(self, root: Path, told: int) -> int:
-        """Answers that are kept: a death may have come between the last of them and the journal's next line."""
+    def saved_step(self, root: Path, reported: int) -> int:
+        """Count the saved answers; a worker may have crashed after saving answers and before logging them."""
         paths = GenerationPaths(root)
-        return max(told, count_answered(paths.shards.glob(f"*/{ANSWERS}"), paths.ledger))
+        return max(reported, count_answered(paths.shards.glob(f"*/{ANSWERS}"), paths.ledger))
 
-    def kept(self, step: int) -> str:
-        """What of the run's work is safe after so many answers, in words."""
+    def describe_saved(self, step: int) -> str:
+        """Describe the saved work after `step` answers."""
         return f"{step:,} answer{' is' if step == 1 else 's are'} kept"
 
 
 @dataclass(frozen=True)
 class GenerationPaths:
-    """The names inside a generation's directory that other runs have not."""
+    """Paths in the run directory of a generation, in addition to those of every run."""
 
     root: Path
 
     @property
     def prompts(self) -> Path:
-        """Sealed before any worker starts: what is asked, a JSON line a prompt."""
+        """Sealed directory with the prompts, written before a worker starts."""
         return self.root / "prompts"
 
     @property
     def ledger(self) -> Path:
-        """Answers that are in no sealed shard yet, in the order in which they came."""
+        """Answers that are not in a sealed shard yet, in order of arrival."""
         return self.root / "ledger.jsonl"
 
     @property
     def shards(self) -> Path:
-        """Sealed answers, a folder for so many consecutive places."""
+        """Folder with sealed shards of consecutive answers."""
         return self.root / "shards"
 
     @property
     def result(self) -> Path:
-        """Sealed at the end: answers.jsonl and card.json."""
+        """Sealed directory with the final answers.jsonl and card.json."""
         return self.root / "result"
 
     def shard(self, first: int) -> Path:
-        """Where the shard lies that begins with this place."""
+        """Return the path of the shard whose first answer has this index."""
         return self.shards / f"shard-{first:09d}"
 
 
 class GenerationCard(OutputCard):
-    """What a generation gave; lies beside its output."""
+    """Summary of a generation, stored next to its output."""
 
     spec: GenerationSpec
     id: str
-    """Of the generation."""
+    """Id of the generation."""
     model_name: str
-    """As it was asked for on the command line; the spec has its identity."""
+    """The value of --model; the spec has the identity of the model."""
     prompts: int
     faults: int
-    """Records of the source that are no prompts and were left out (generate.skip_faults)."""
+    """Records that are not valid prompts and were left out (generate.skip_invalid)."""
     answers: int
     finish: dict[str, int]
-    """Answers by how they ended."""
+    """Number of answers for each reason to end."""
     prompt_tokens: int
     tokens: int
-    """Of all answers, their ends and reasoning included."""
+    """Tokens of all answers, including reasoning and end-of-turn tokens."""

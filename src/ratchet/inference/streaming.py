@@ -1,4 +1,4 @@
-"""One answer, token by token, for somebody who watches."""
+"""Generates one answer token by token and streams it as text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -9,121 +9,125 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ratchet.inference.backend import AnswerChunk, AnswerEnd
 from ratchet.inference.reasoning import ReasoningSplitter
-from ratchet.inference.spec import Finish
+from ratchet.inference.spec import FinishReason
 from ratchet.models import oom
 from ratchet.models.decoding.batch import get_context_length
 from ratchet.models.decoding.decoder import DecodingOptions
 from ratchet.models.decoding.token_choice import TokenSampler
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoded text ends with while a character lacks tokens."""
+"""End of a decoded text whose last character is incomplete, since further tokens are missing."""
 
 
 class StreamingDecoder:
-    """A model that speaks. Keys and values, if it has them, are kept from one token to the next, and, where asked, from
-    one answer to the next, as far as both prompts begin with the same tokens.
+    """Generates answers with a model, one token at a time.
+
+    The key-value cache, if the model has one, is reused from token to token, and on request from answer to answer as
+    far as the prompts begin with the same tokens.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.context_tokens = get_context_length(model)
-        self._kept: tuple[list[int], Any] | None = None
-        """Tokens, and their keys and values; None also while a pass changes them."""
+        self._cached: tuple[list[int], Any] | None = None
+        """Tokens with their cache; None also while a forward pass changes the cache."""
         self.reused_tokens = 0
-        """Of the last prompt, so many were not computed again."""
+        """Tokens of the last prompt that were not computed again."""
 
-    def tokens(self, prompt: Sequence[int], how: DecodingOptions, stream: str, keep: bool) -> Iterator[int | Finish]:
-        """Ids of the answer as they are chosen, its end included; then how it ended.
+    def generate(
+        self, prompt: Sequence[int], options: DecodingOptions, noise_key: str, reuse_cache: bool
+    ) -> Iterator[int | FinishReason]:
+        """Yield the token ids of the answer, including the end-of-turn token, and then the reason to end.
 
         Args:
-            prompt: ids.
-            how: temperature, top_p, ends and limit are read.
-            stream: what random draws depend on.
-            keep: see above.
+            prompt: token ids.
+            options: temperature, top_p, end_token_ids and max_new_tokens are read.
+            noise_key: key of the random draws.
+            reuse_cache: whether to reuse the cache of the previous answer, and to keep it for the next.
         """
-        room = how.max_new_tokens if self.context_tokens is None else self.context_tokens - len(prompt)
-        if room < 1:
+        available_tokens = options.max_new_tokens if self.context_tokens is None else self.context_tokens - len(prompt)
+        if available_tokens < 1:
             yield "context"
             return
-        chooser = TokenSampler(how.temperature, how.top_p)
-        known, kept = self._shared(prompt) if keep else ([], None)
-        self.reused_tokens = len(known)
-        ids = list(prompt[len(known) :])
-        for step in range(min(room, how.max_new_tokens)):
-            self._kept = None
+        sampler = TokenSampler(options.temperature, options.top_p)
+        computed, cache = self._crop_cache(prompt) if reuse_cache else ([], None)
+        self.reused_tokens = len(computed)
+        ids = list(prompt[len(computed) :])
+        for step in range(min(available_tokens, options.max_new_tokens)):
+            self._cached = None
             try:
                 with torch.no_grad():
-                    read = torch.tensor([ids], device=self._model.device)
-                    out = self._model(input_ids=read, past_key_values=kept, use_cache=True, logits_to_keep=1)
-                    chosen = chooser.choose(out.logits[:, -1], [(stream, step)], 0.0)
+                    input_ids = torch.tensor([ids], device=self._model.device)
+                    out = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    chosen = sampler.choose(out.logits[:, -1], [(noise_key, step)], 0.0)
             except Exception as error:
                 if not oom.is_out_of_memory(error):
                     raise
                 yield "memory"
                 return
-            known, kept = [*known, *ids], getattr(out, "past_key_values", None)
-            self._kept = (known, kept) if keep else None
-            if not chosen.finite[0]:
+            computed, cache = [*computed, *ids], getattr(out, "past_key_values", None)
+            self._cached = (computed, cache) if reuse_cache else None
+            if not chosen.is_finite[0]:
                 yield "invalid"
                 return
             ids = [chosen.tokens[0]]
             yield chosen.tokens[0]
-            if chosen.tokens[0] in how.ends:
+            if chosen.tokens[0] in options.end_token_ids:
                 yield "stop"
                 return
-            if kept is None:  # states of another kind (Mamba): the whole text is read for each token
-                known, ids = [], [*known, *ids]
-        yield "length" if how.max_new_tokens <= room else "context"
+            if cache is None:  # a model with other states (Mamba): the whole text is computed again for each token
+                computed, ids = [], [*computed, *ids]
+        yield "length" if options.max_new_tokens <= available_tokens else "context"
 
-    def _shared(self, prompt: Sequence[int]) -> tuple[list[int], Any]:
-        """What is kept of the beginning of a prompt; its last token is always computed."""
-        if self._kept is None:
+    def _crop_cache(self, prompt: Sequence[int]) -> tuple[list[int], Any]:
+        """Crop the cache to the common beginning with a prompt, without its last token, which is always computed."""
+        if self._cached is None:
             return [], None
-        ids, kept = self._kept
-        if not isinstance(kept, DynamicCache) or any(type(layer) is not DynamicLayer for layer in kept.layers):
-            return [], None  # states of a recurrent model, a sliding window: they cannot go back
+        ids, cache = self._cached
+        if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return [], None  # states of a recurrent model or a sliding window cannot be cropped
         pairs = zip(ids, prompt[:-1], strict=False)
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._kept = None
-        kept.crop(count - len(ids))
-        return ids[:count], kept
+        self._cached = None
+        cache.crop(count - len(ids))
+        return ids[:count], cache
 
 
 def stream_chunks(
-    tokens: Iterator[int | Finish],
-    written: Callable[[Sequence[int]], str],
+    tokens: Iterator[int | FinishReason],
+    decode: Callable[[Sequence[int]], str],
     splitter: ReasoningSplitter,
     sizes: tuple[int, int | None],
 ) -> Iterator[AnswerChunk | AnswerEnd]:
-    """Tokens of a `StreamingDecoder` as text, reasoning set apart; a character that takes several tokens comes whole.
+    """Convert the tokens of a `StreamingDecoder` to chunks of text; characters of several tokens are not divided.
 
     Args:
-        tokens: of an answer.
-        written: makes text of tokens.
-        splitter: at the beginning of the answer.
-        sizes: tokens of the prompt and of the context.
+        tokens: the tokens of an answer.
+        decode: decodes tokens to text.
+        splitter: a new splitter of reasoning and answer.
+        sizes: tokens of the prompt, and the context length.
     """
-    said: list[int] = []
-    begin = end = 0  # a token's text may depend on the one before: what is new is told from the text with it
-    finish: Finish = "stop"
+    ids: list[int] = []
+    begin = end = 0  # a token's text may depend on the previous token, so both are decoded together
+    finish: FinishReason = "stop"
     for token in tokens:
         if isinstance(token, str):
             finish = token
             break
-        said.append(token)
-        text = written(said[begin:])
+        ids.append(token)
+        text = decode(ids[begin:])
         if not text.endswith(UNFINISHED):
-            yield from _split_chunks(splitter, text[len(written(said[begin:end])) :])
-            begin, end = end, len(said)
-    yield from _split_chunks(splitter, written(said[begin:])[len(written(said[begin:end])) :])
-    for reasoning, piece in splitter.close():
-        yield AnswerChunk(reasoning, piece)
-    yield AnswerEnd(finish, sizes[0], len(said), sizes[1])
+            yield from _split_chunks(splitter, text[len(decode(ids[begin:end])) :])
+            begin, end = end, len(ids)
+    yield from _split_chunks(splitter, decode(ids[begin:])[len(decode(ids[begin:end])) :])
+    for is_reasoning, piece in splitter.close():
+        yield AnswerChunk(is_reasoning, piece)
+    yield AnswerEnd(finish, sizes[0], len(ids), sizes[1])
 
 
 def _split_chunks(splitter: ReasoningSplitter, text: str) -> Iterator[AnswerChunk]:
-    for reasoning, piece in splitter.feed(text):
-        yield AnswerChunk(reasoning, piece)
+    for is_reasoning, piece in splitter.feed(text):
+        yield AnswerChunk(is_reasoning, piece)

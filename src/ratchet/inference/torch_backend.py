@@ -1,8 +1,4 @@
-"""How likely each of generate.labels is as the whole answer to a prompt, by a model in memory.
-
-Each prompt is computed by itself, with its labels in groups of a fixed number, so that no batch, restart or shortage of
-memory has a say in how sums are rounded; told to 4 decimals, as mean log-probabilities are.
-"""
+"""Inference backend for a model in memory: batch generation, streaming, and likelihoods of labels."""
 
 import math
 from collections import deque
@@ -13,179 +9,190 @@ from typing import Any
 from ratchet.config.generate import Generate
 from ratchet.data import tokenization
 from ratchet.data.chat_template import ControlTokens
-from ratchet.data.conversation import MASKED, Conversation, EncodedConversation, RefusedConversation
+from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, RefusedConversation
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference import streaming
-from ratchet.inference.backend import BackendCallbacks, GenerationRequest, Speech
+from ratchet.inference.backend import AnswerStream, BackendCallbacks, GenerationRequest
 from ratchet.inference.prompts import Prompt
 from ratchet.inference.reasoning import ReasoningSplitter
 from ratchet.inference.spec import GenerationAnswer, GenerationStart, Kind, replace_surrogates
 from ratchet.models import adapters, base_model, loading, oom, scoring
-from ratchet.models import scoring as label_room
 from ratchet.models.decoding import decoder as decoding
 from ratchet.models.decoding import token_choice
 from ratchet.models.decoding.batch import get_context_length
 from ratchet.models.decoding.decoder import BatchDecoder
 from ratchet.models.decoding.token_choice import DECIMALS
 
-GROUP_LABELS = 16
-"""Computed at once, each on a copy of the prompt's keys and values. In groups of another number sums would be rounded
-otherwise."""
-KEPT_PROMPTS = 4096
-"""Whose likelihoods wait for further samples of the same prompt."""
-_QUESTION = {"role": "user", "content": "One?"}
+LABEL_GROUP_SIZE = 16
+"""Labels computed at once, each on a copy of the prompt's cache. Another group size rounds sums differently."""
+CACHED_PROMPTS = 4096
+"""Number of prompts whose label likelihoods are cached for further samples of the same prompt."""
+_SAMPLE_MESSAGE = {"role": "user", "content": "One?"}
 
 Nats = list[float | None]
 
 
 def label_token_ids(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
-    """Token ids of each of generate.labels as the whole answer, end of turn included; [] if there are none.
+    """Encode each of generate.labels as the whole answer, including the end-of-turn token; [] if there are no labels.
 
     Returns:
-        None where the chat template writes an answer otherwise than behind its prompt: then there is nothing to give a
-        likelihood of.
+        None if the chat template does not simply append an answer to its prompt, so that likelihoods are undefined.
 
     Raises:
-        SettingsError: one of them cannot be an answer, or two are the same to the tokenizer.
+        SettingsError: a label cannot be an answer, or two labels have the same tokens.
     """
     if not settings.labels:
         return []
-    prompt = tokenization.encode_prompt(tokenizer, Conversation([_QUESTION]))
-    found: list[list[int]] = []
-    for label, one in zip(settings.labels, _encode_labels(tokenizer, settings.labels), strict=True):
-        if isinstance(one, RefusedConversation):
-            raise SettingsError(f"generate.labels: {label!r} can be no answer: {one.detail}; take it out")
-        if one.input_ids[: len(prompt)] != prompt:
+    prompt = tokenization.encode_prompt(tokenizer, Conversation([_SAMPLE_MESSAGE]))
+    label_ids: list[list[int]] = []
+    for label, encoded in zip(settings.labels, _encode_labels(tokenizer, settings.labels), strict=True):
+        if isinstance(encoded, RefusedConversation):
+            raise SettingsError(f"generate.labels: {label!r} cannot be an answer: {encoded.detail}; remove it")
+        if encoded.input_ids[: len(prompt)] != prompt:
             return None
-        learned = [i for i, target in enumerate(one.labels) if target != MASKED]
-        ids = one.input_ids[len(prompt) : learned[-1] + 1]
-        said = tokenizer.decode([i for i in ids if i not in ControlTokens(tokenizer).ids], skip_special_tokens=False)
-        if not said.strip().endswith(label):
+        trained = [i for i, target in enumerate(encoded.labels) if target != IGNORE_INDEX]
+        ids = encoded.input_ids[len(prompt) : trained[-1] + 1]
+        text = tokenizer.decode([i for i in ids if i not in ControlTokens(tokenizer).ids], skip_special_tokens=False)
+        if not text.strip().endswith(label):
             raise SettingsError(
-                f"generate.labels: {label!r}: the tokenizer writes it as {said.strip()!r}, so no answer can be this "
-                "label; name what it writes"
+                f"generate.labels: {label!r}: the tokenizer decodes it as {text.strip()!r}, so no answer can equal "
+                "this label; use the decoded text"
             )
         if len(ids) > settings.max_new_tokens:
             raise SettingsError(
-                f"generate.labels: {label!r} takes {len(ids)} tokens with its end, and answers have "
-                f"{settings.max_new_tokens} at most; raise generate.max_new_tokens"
+                f"generate.labels: {label!r} has {len(ids)} tokens with the end-of-turn token, more than "
+                f"generate.max_new_tokens ({settings.max_new_tokens}); raise generate.max_new_tokens"
             )
-        if ids in found:
-            other = settings.labels[found.index(ids)]
-            raise SettingsError(f"generate.labels: {label!r} and {other!r} are the same tokens; take one of them out")
-        found.append(ids)
-    return found
+        if ids in label_ids:
+            other = settings.labels[label_ids.index(ids)]
+            raise SettingsError(f"generate.labels: {label!r} and {other!r} have the same tokens; remove one")
+        label_ids.append(ids)
+    return label_ids
 
 
 def _encode_labels(tokenizer: Any, labels: Sequence[str]) -> list[EncodedConversation | RefusedConversation]:
-    asked = [(repr(label), Conversation([_QUESTION, {"role": "assistant", "content": label}])) for label in labels]
+    decoding_requests = [
+        (repr(label), Conversation([_SAMPLE_MESSAGE, {"role": "assistant", "content": label}])) for label in labels
+    ]
     try:
-        return tokenization.ConversationEncoder(tokenizer, "last").encode(asked)
+        return tokenization.ConversationEncoder(tokenizer, "last").encode(decoding_requests)
     except DataError as error:
         raise SettingsError(f"generate.labels: {error}") from None
 
 
 class LabelScorer:
-    """Asks one model, prompt by prompt.
+    """Computes how likely each of generate.labels is as the whole answer to a prompt.
+
+    Each prompt is computed separately, with its labels in groups of a fixed size, so that batches, restarts and a
+    shortage of memory do not change how sums are rounded. Results have 4 decimals, like mean log-probabilities.
 
     Args:
-        model: in evaluation mode.
-        labels: token ids of each, see `label_token_ids`.
-        pad: token that shorter labels are filled with.
-        ties: of the run.
-        samples: answers to each prompt.
+        model: a model in evaluation mode.
+        labels: token ids of each label, see `label_token_ids`.
+        pad_token_id: token to pad shorter labels with.
+        callbacks: callbacks of the run.
+        samples: answers per prompt.
     """
 
     def __init__(
-        self, model: Any, labels: Sequence[Sequence[int]], pad: int, ties: BackendCallbacks, samples: int
+        self, model: Any, labels: Sequence[Sequence[int]], pad_token_id: int, callbacks: BackendCallbacks, samples: int
     ) -> None:
-        self._model, self._labels, self._pad, self._ties, self._samples = model, labels, pad, ties, samples
+        self._model, self._labels, self._pad, self._callbacks, self._samples = (
+            model,
+            labels,
+            pad_token_id,
+            callbacks,
+            samples,
+        )
         self._context = get_context_length(model)
-        self._kept: dict[int, Nats | None] = {}
-        self._without_room = 0
+        self._cache: dict[int, Nats | None] = {}
+        self._out_of_memory_count = 0
 
-    def of(self, place: int, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
-        """Log-probability in nats of each label; None of one that the context has no room for, or that is no number;
-        None if memory does not suffice for a prompt alone.
+    def score(self, index: int, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
+        """Return the log-probability, in nats, of each label.
+
+        A label that does not fit in the context, or whose result is not finite, has None. The result is None if memory
+        does not suffice.
 
         Args:
-            place: of the answer: those to one prompt follow each other.
+            index: index of the answer; the samples of a prompt follow each other.
             prompt: token ids.
-            decoder: that holds memory, and can make room.
+            decoder: the decoder, which can free memory.
         """
-        number = place // self._samples
-        if number not in self._kept:
-            self._ties.beat()
-            found = self._with_room(prompt, decoder)
+        number = index // self._samples
+        if number not in self._cache:
+            self._callbacks.heartbeat()
+            scores = self._score_with_retry(prompt, decoder)
             if self._samples == 1:
-                return found
-            if len(self._kept) >= KEPT_PROMPTS:
-                del self._kept[next(iter(self._kept))]
-            self._kept[number] = found
-        return self._kept[number]
+                return scores
+            if len(self._cache) >= CACHED_PROMPTS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[number] = scores
+        return self._cache[number]
 
-    def tell(self) -> None:
-        """Say how many prompts are without likelihoods for want of memory, if any."""
-        if self._without_room:
-            text = f"prompts without likelihoods of labels, because memory did not suffice: {self._without_room:,}"
-            self._ties.told("notice", {"text": text})
+    def report_failures(self) -> None:
+        """Report the number of prompts without likelihoods because of a lack of memory, if any."""
+        if self._out_of_memory_count:
+            text = f"prompts without label likelihoods because memory did not suffice: {self._out_of_memory_count:,}"
+            self._callbacks.on_event("notice", {"text": text})
 
-    def _with_room(self, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
+    def _score_with_retry(self, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
         for make_room in (decoder.make_room, oom.release_memory):
             try:
-                return self._computed(prompt)
+                return self._score(prompt)
             except Exception as error:
                 if not oom.is_out_of_memory(error):
                     raise
             make_room()
-        self._without_room += 1
+        self._out_of_memory_count += 1
         return None
 
-    def _computed(self, prompt: Sequence[int]) -> Nats:
-        found: Nats = [None] * len(self._labels)
+    def _score(self, prompt: Sequence[int]) -> Nats:
+        scores: Nats = [None] * len(self._labels)
         longest = math.inf if self._context is None else self._context - len(prompt)
         fitting = [k for k, label in enumerate(self._labels) if len(label) <= longest]
         if not fitting:
-            return found
+            return scores
         labels = [self._labels[k] for k in fitting]
-        self._ties.before_pass(len(prompt) + max(map(len, labels)))
-        [scores] = label_room.score_labels(self._model, [prompt], labels, GROUP_LABELS, self._pad)
-        for k, nats in zip(fitting, scores, strict=True):
-            found[k] = round(nats, DECIMALS) + 0.0 if math.isfinite(nats) else None
-        return found
+        self._callbacks.before_forward(len(prompt) + max(map(len, labels)))
+        [fitting_scores] = scoring.score_labels(self._model, [prompt], labels, LABEL_GROUP_SIZE, self._pad)
+        for k, nats in zip(fitting, fitting_scores, strict=True):
+            scores[k] = round(nats, DECIMALS) + 0.0 if math.isfinite(nats) else None
+        return scores
 
-
-# A model of ours that answers: base, adapter or plain weights, decoded in batches that change no answer.
 
 PROMPT_END_TOKENS = 16
-"""Of a prompt, in which the mark that begins reasoning is looked for."""
+"""Number of last tokens of a prompt in which the begin tag of the reasoning is searched."""
 
 
 class TorchBackend:
-    """Answers with a loaded model."""
+    """Generates answers with a loaded model: base, adapter or merged. The batch size does not change the answers."""
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
         settings: Generate,
-        ties: BackendCallbacks,
+        callbacks: BackendCallbacks,
         labels: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Takes a loaded model.
-
-        Args:
-            labels: token ids of generate.labels, see `labelled.ids_of`; none: likelihoods of labels are not computed.
         """
-        self._model, self._tokenizer, self._settings, self._ties = model, tokenizer, settings, ties
+        Args:
+            model: a model in evaluation mode.
+            tokenizer: its tokenizer.
+            settings: section `generate`.
+            callbacks: callbacks of the run.
+            labels: token ids of generate.labels (see `label_token_ids`); if empty, their likelihoods are not computed.
+        """
+        self._model, self._tokenizer, self._settings, self._callbacks = model, tokenizer, settings, callbacks
         self._labels = labels
-        self._voice = streaming.StreamingDecoder(model)
+        self._streaming_decoder = streaming.StreamingDecoder(model)
         self._control = ControlTokens(tokenizer)
-        marks = {int(tokenizer.convert_tokens_to_ids(mark)) for mark in settings.reasoning_marks if mark in self._names}
-        self._unwritten = self._control.ids - marks
-        self.ends = scoring.list_end_tokens(model, tokenizer, _end_of_turn(tokenizer))
+        tags = {int(tokenizer.convert_tokens_to_ids(tag)) for tag in settings.reasoning_tags if tag in self._names}
+        self._removed_tokens = self._control.ids - tags
+        self.end_token_ids = scoring.list_end_tokens(model, tokenizer, _end_of_turn(tokenizer))
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), "none")
-        self.about = {"device": str(model.device), "compute_dtype": str(dtype).removeprefix("torch.")}
+        self.device_info = {"device": str(model.device), "compute_dtype": str(dtype).removeprefix("torch.")}
 
     @property
     def _names(self) -> frozenset[str]:
@@ -196,120 +203,135 @@ class TorchBackend:
         return int(self._tokenizer.pad_token_id)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids up to where the assistant begins to speak.
+        """Return the token ids of a prompt, up to the position where the answer begins.
 
         Raises:
-            DataError: the chat template refuses the prompt; or a text of it holds a control token, so that whoever
-                wrote it could speak as the system or the assistant.
+            DataError: the chat template raises for the prompt, or a text contains a control token, which could forge a
+                system or assistant message.
         """
-        if found := self._control.find(prompt.question):
-            raise DataError(f"prompt {prompt.id}: {found}; take it out")
-        return tokenization.encode_prompt(self._tokenizer, prompt.question)
+        if problem := self._control.find(prompt.conversation):
+            raise DataError(f"prompt {prompt.id}: {problem}; remove it")
+        return tokenization.encode_prompt(self._tokenizer, prompt.conversation)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the mark that begins reasoning."""
+        """Return whether a prompt ends with the begin tag of the reasoning."""
         tail = self._tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
-        return bool(tail.rstrip().endswith(self._settings.reasoning_marks[0]))
+        return bool(tail.rstrip().endswith(self._settings.reasoning_tags[0]))
 
-    def written(self, ids: Sequence[int]) -> str:
-        """The text of answer tokens, without those that structure a conversation; marks of reasoning stay."""
-        kept = [one for one in ids if one not in self._unwritten and one not in self.ends]
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode answer tokens without control tokens; reasoning tags stay."""
+        kept = [token for token in ids if token not in self._removed_tokens and token not in self.end_token_ids]
         return replace_surrogates(self._tokenizer.decode(kept, skip_special_tokens=False))
 
-    def answers(self, questions: Iterator[GenerationRequest], stop: Callable[[], bool]) -> Iterator[GenerationAnswer]:
-        """See Speaker."""
+    def generate(
+        self, requests: Iterator[GenerationRequest], should_stop: Callable[[], bool]
+    ) -> Iterator[GenerationAnswer]:
+        """See `GenerationBackend`."""
         refused: deque[GenerationAnswer] = deque()
-        known: dict[int, tuple[list[int], bool]] = {}
-        """By place under way: tokens of the prompt, and whether it ends within reasoning."""
-        likely = LabelScorer(self._model, self._labels, self._pad, self._ties, self._settings.samples)
+        prompts_in_progress: dict[int, tuple[list[int], bool]] = {}
+        """Prompt tokens, and whether the prompt ends inside the reasoning, by index of a pending answer."""
+        label_scorer = LabelScorer(self._model, self._labels, self._pad, self._callbacks, self._settings.samples)
 
-        def asked() -> Iterator[decoding.DecodingRequest]:
-            for question in questions:
+        def decoding_requests() -> Iterator[decoding.DecodingRequest]:
+            for request in requests:
                 try:
-                    ids = self.prompt_ids(question.prompt)
+                    ids = self.prompt_ids(request.prompt)
                 except DataError as error:
-                    self._ties.told("notice", {"text": f"not asked: {error}"})
-                    refused.append(GenerationAnswer(question.place, "", "refused", None, 0, 0.0))
+                    self._callbacks.on_event("notice", {"text": f"skipped: {error}"})
+                    refused.append(GenerationAnswer(request.index, "", "refused", None, 0, 0.0))
                     continue
-                known[question.place] = ids, self.opens_reasoning(ids)
-                yield decoding.DecodingRequest(question.place, tuple(ids), self._stream_of(question))
+                prompts_in_progress[request.index] = ids, self.opens_reasoning(ids)
+                yield decoding.DecodingRequest(request.index, tuple(ids), self._noise_key(request))
 
         decoder = self._decoder()
-        for one in decoder.answers(asked(), stop):
+        for result in decoder.generate(decoding_requests(), should_stop):
             while refused:
                 yield refused.popleft()
-            ids, opened = known.pop(one.place)
-            text = self.written(one.ids)
-            labels = likely.of(one.place, ids, decoder) if self._labels else None
-            yield GenerationAnswer(one.place, text, one.finish, len(ids), len(one.ids), one.nats, opened, labels=labels)
+            ids, starts_in_reasoning = prompts_in_progress.pop(result.index)
+            yield GenerationAnswer(
+                index=result.index,
+                text=self.decode(result.ids),
+                finish=result.finish,
+                prompt_tokens=len(ids),
+                tokens=len(result.ids),
+                mean_log_probability=result.nats,
+                starts_in_reasoning=starts_in_reasoning,
+                label_log_probabilities=label_scorer.score(result.index, ids, decoder) if self._labels else None,
+            )
         yield from refused
-        likely.tell()
+        label_scorer.report_failures()
 
-    def spoken(self, question: GenerationRequest, keep: bool) -> Speech:
-        """See Speaker. Keys and values are kept from token to token, so on a near tie it may be another answer than
-        `answers` gives.
+    def stream(self, request: GenerationRequest, reuse_cache: bool) -> AnswerStream:
+        """See `GenerationBackend`. The key-value cache may change the choice between two almost equally likely tokens,
+        so the answer may differ from that of `generate`.
         """
-        ids, voice = self.prompt_ids(question.prompt), self._voice
-        splitter = ReasoningSplitter(self._settings.reasoning_marks, self.opens_reasoning(ids))
-        tokens = voice.tokens(ids, self._how(), self._stream_of(question), keep)
-        yield from streaming.stream_chunks(tokens, self.written, splitter, (len(ids), voice.context_tokens))
+        ids, decoder = self.prompt_ids(request.prompt), self._streaming_decoder
+        splitter = ReasoningSplitter(self._settings.reasoning_tags, self.opens_reasoning(ids))
+        tokens = decoder.generate(ids, self._decoding_options(), self._noise_key(request), reuse_cache)
+        yield from streaming.stream_chunks(tokens, self.decode, splitter, (len(ids), decoder.context_tokens))
 
-    def _stream_of(self, question: GenerationRequest) -> str:
-        return token_choice.noise_stream_key(self._settings.seed, question.prompt.digest, question.sample)
+    def _noise_key(self, request: GenerationRequest) -> str:
+        return token_choice.noise_stream_key(self._settings.seed, request.prompt.digest, request.sample)
 
-    def _how(self) -> decoding.DecodingOptions:
+    def _decoding_options(self) -> decoding.DecodingOptions:
         settings = self._settings
         return decoding.DecodingOptions(
-            max_new_tokens=settings.max_new_tokens, ends=tuple(self.ends), pad=self._pad,
-            temperature=settings.temperature, top_p=settings.top_p, exact=settings.exact, window=settings.window_rows,
+            max_new_tokens=settings.max_new_tokens, end_token_ids=tuple(self.end_token_ids), pad_token_id=self._pad,
+            temperature=settings.temperature, top_p=settings.top_p, exact=settings.batch_invariant,
+            window=settings.window_rows,
         )  # fmt: skip
 
     def _decoder(self) -> decoding.BatchDecoder:
         return decoding.BatchDecoder(
-            self._model, self._how(), None, self._ties.told, self._ties.beat, self._ties.before_pass
+            self._model,
+            self._decoding_options(),
+            None,
+            self._callbacks.on_event,
+            self._callbacks.heartbeat,
+            self._callbacks.before_forward,
         )
 
     def close(self) -> None:
-        """Nothing is held that ends with the process."""
+        """Do nothing: the model is released with the process."""
 
 
-def load_backend(kind: Kind, start: GenerationStart, ties: BackendCallbacks) -> TorchBackend:
-    """The model that a generation asks, loaded.
+def load_backend(kind: Kind, start: GenerationStart, callbacks: BackendCallbacks) -> TorchBackend:
+    """Load the model of a generation.
 
     Raises:
-        BaseModelError, DamagedFileError, SettingsError: it cannot be loaded, or generate.labels are no answers.
+        BaseModelError, DamagedFileError, SettingsError: the model cannot be loaded, or a label cannot be an answer.
     """
     device = loading.pick_device(start.machine.device)
     path, base = Path(start.path), start.base
-    code = base is not None and base.remote_code
-    own_template = Path(start.template) if start.template else None
+    remote_code = base is not None and base.remote_code
+    template = Path(start.template) if start.template else None
     if kind == "merged":
-        tokenizer = base_model.load_tokenizer(path, remote_code=code)
-        labels = _usable_label_ids(tokenizer, start.generate, ties)
-        model = loading.load_plain(path, loading.pick_dtype(start.dtype, device), device, code)
-        return TorchBackend(model, tokenizer, start.generate, ties, labels)
+        tokenizer = base_model.load_tokenizer(path, remote_code=remote_code)
+        labels = _usable_label_ids(tokenizer, start.generate, callbacks)
+        model = loading.load_plain(path, loading.pick_dtype(start.dtype, device), device, remote_code)
+        return TorchBackend(model, tokenizer, start.generate, callbacks, labels)
     if base is not None:
         base_model.verify_files(path, base.files)
-    ties.beat()
-    tokenizer = base_model.load_tokenizer(path, own_template, base.added_tokens if base else (), code)
-    labels = _usable_label_ids(tokenizer, start.generate, ties)
+    callbacks.heartbeat()
+    tokenizer = base_model.load_tokenizer(path, template, base.added_tokens if base else (), remote_code)
+    labels = _usable_label_ids(tokenizer, start.generate, callbacks)
     model = loading.load(path, base, start.train, device)
     if start.adapter is not None:
         model = adapters.load(model, Path(start.adapter))
-    return TorchBackend(model, tokenizer, start.generate, ties, labels)
+    return TorchBackend(model, tokenizer, start.generate, callbacks, labels)
 
 
-def _usable_label_ids(tokenizer: Any, settings: Generate, ties: BackendCallbacks) -> Sequence[Sequence[int]]:
-    """Token ids of generate.labels; none where the template leaves no place for them, which is told."""
-    found = label_token_ids(tokenizer, settings)
-    if found is None:
-        text = "the chat template writes an answer not simply behind its prompt, so labels have no likelihood"
-        ties.told("notice", {"text": text})
-    return found or ()
+def _usable_label_ids(tokenizer: Any, settings: Generate, callbacks: BackendCallbacks) -> Sequence[Sequence[int]]:
+    """Return the token ids of generate.labels; report and return () if the template does not allow likelihoods."""
+    label_ids = label_token_ids(tokenizer, settings)
+    if label_ids is None:
+        text = "the chat template does not append an answer to its prompt, so label likelihoods are not computed"
+        callbacks.on_event("notice", {"text": text})
+    return label_ids or ()
 
 
 def _end_of_turn(tokenizer: Any) -> str:
-    """The token with which the template ends an answer; the tokenizer's own where the template does not show one."""
+    """Return the token with which the template ends an answer, or the tokenizer's EOS token if it cannot be found."""
     try:
         return tokenization.ConversationEncoder(tokenizer).end_of_turn
     except DataError:

@@ -1,4 +1,4 @@
-"""Entry of a generating process: as training/start.py, of which it is the other half."""
+"""Entry point of the worker process of a generation."""
 
 import sys
 

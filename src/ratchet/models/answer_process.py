@@ -1,8 +1,10 @@
-"""`python -m ratchet.models.answer_process DIR`: answers prompts greedily with a Hugging Face directory.
+"""Answers prompts greedily with a Hugging Face directory, in a separate process.
 
-Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (how many, at most)}; standard output: a line
-of JSON, a list of {"prompt" (ids that the directory's own tokenizer makes of the question), "answer" (ids)}. Exit 1
-with one line of what is wrong. No code that lies in the directory is run, and no hub is asked.
+Run as `python -m ratchet.models.answer_process DIR [--threads N]`.
+Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (maximum number of new tokens)}.
+Standard output: one line of JSON, a list of {"prompt" (token ids from the directory's own tokenizer for the question),
+"answer" (token ids)}. On failure, one line on standard error and exit code 1.
+Code in the directory is never executed and the hub is never contacted.
 """
 
 import argparse
@@ -12,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 
-def generate_answers(directory: Path, asked: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
-    """Load model and tokenizer from disk alone, and answer each prompt token by token.
+def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
+    """Load model and tokenizer from local files and answer each prompt token by token.
 
     Raises:
         OSError, ValueError: transformers cannot load the directory.
@@ -24,44 +26,49 @@ def generate_answers(directory: Path, asked: list[dict[str, Any]], threads: int)
     torch.set_num_threads(threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, use_safetensors=True).eval()
-    ends = model.generation_config.eos_token_id
-    stops = set(ends if isinstance(ends, list) else [ends])
-    found = []
+    eos_token_id = model.generation_config.eos_token_id
+    stop_ids = set(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
+    answers = []
     with torch.inference_mode():
-        for one in asked:
-            messages = [{"role": "user", "content": one["question"]}]
+        for request in requests:
+            messages = [{"role": "user", "content": request["question"]}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            found.append(
-                {"prompt": list(prompt), "answer": _decode_greedily(model, one["prompt"], one["tokens"], stops)}
+            answers.append(
+                {
+                    "prompt": list(prompt),
+                    "answer": _decode_greedily(model, request["prompt"], request["tokens"], stop_ids),
+                }
             )
-    return found
+    return answers
 
 
-def _decode_greedily(model: Any, prompt: list[int], most: int, stops: set[int]) -> list[int]:
-    """The likeliest token, again and again; settings in generation_config.json that draw or penalise are not asked."""
+def _decode_greedily(model: Any, prompt: list[int], max_new_tokens: int, stop_ids: set[int]) -> list[int]:
+    """Decode greedily; sampling and penalties in generation_config.json are ignored."""
     import torch
 
-    ids, kept, found = torch.tensor([prompt]), None, list[int]()
-    while len(found) < most and not (found and found[-1] in stops):
-        out = model(input_ids=ids, past_key_values=kept, use_cache=True)
-        kept = out.past_key_values
-        found.append(int(out.logits[0, -1].argmax()))
-        ids = torch.tensor([found[-1:]])
-    return found
+    ids, cache, answer = torch.tensor([prompt]), None, list[int]()
+    while len(answer) < max_new_tokens and not (answer and answer[-1] in stop_ids):
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        answer.append(int(output.logits[0, -1].argmax()))
+        ids = torch.tensor([answer[-1:]])
+    return answer
 
 
-def main(words: list[str] | None = None) -> int:
-    """The command."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m ratchet.models.answer_process")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     try:
-        found = generate_answers(options.directory, json.load(sys.stdin), options.threads)
-    except Exception as error:  # whatever it is, the model cannot be served: the caller needs the reason, not our trace
+        answers = generate_answers(options.directory, json.load(sys.stdin), options.threads)
+    except (
+        Exception
+    ) as error:  # on any failure the model cannot be served; the caller needs the reason, not a traceback
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
-    print(json.dumps(found))
+    print(json.dumps(answers))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The frozen weight of a layer as ordinary numbers, however it is held."""
+"""Reads the frozen weight of a layer as a dense float32 tensor, whether quantized, sharded or wrapped by an adapter."""
 
 import copy
 from typing import Any
@@ -16,18 +16,18 @@ from ratchet.errors import BaseModelError
 from ratchet.models import adapter_format
 
 TRANSPOSED = (Conv1D, nn.Embedding)
-"""Layers that store their weight as [inputs, outputs]; the inputs of an embedding are the tokens."""
+"""Layers that store their weight as [inputs, outputs]; the inputs of an embedding are tokens."""
 
 
 def dense_weight(module: Any) -> Tensor:
-    """The frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
+    """Return the frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
 
-    A 4-bit weight is dequantised as bitsandbytes' kernel does it for each matrix product: to the type of the product,
-    whatever it was quantised from. What PiSSA has taken off a weight is in it. One in float32 already is not copied.
-    One that ranks share is gathered: all of them have to ask for it.
+    A 4-bit weight is dequantized as bitsandbytes' kernel does it for each matrix product: to the compute dtype,
+    whatever dtype it was quantized from. The part that PiSSA subtracted is added back. A float32 weight is not copied.
+    A sharded weight is gathered: every rank must make this call.
 
     Raises:
-        BaseModelError: the weight is quantised in a way that is not known here.
+        BaseModelError: the weight is quantized by an unknown method.
     """
     layer = unwrap_to_base(module)
     if isinstance(layer, Linear4bit):
@@ -36,30 +36,30 @@ def dense_weight(module: Any) -> Tensor:
         return dequantize_4bit(gather_full_weight(layer.weight.data), state).float()
     if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
         raise BaseModelError(
-            f"the weight of a {type(layer).__name__} is stored as {layer.weight.dtype}, and only bitsandbytes' 4 bits "
-            "can be turned back into numbers here; use the model before it was quantised"
+            f"weight of a {type(layer).__name__} layer: found {layer.weight.dtype}; only bitsandbytes 4-bit weights "
+            "can be dequantized; use the model from before it was quantized"
         )
     stored = gather_full_weight(layer.weight.detach()).float()
     weight = stored.T if isinstance(layer, TRANSPOSED) else stored
-    taken = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
-    return weight if taken is None else weight + taken.to(weight.device)
+    pissa_offset = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
+    return weight if pissa_offset is None else weight + pissa_offset.to(weight.device)
 
 
 def gather_full_weight(weight: Any) -> Tensor:
-    """A weight of which ranks may have shares, whole; all of them have to ask for it then."""
-    found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return found
+    """Gather a weight that may be sharded across ranks; then every rank must make this call."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
 
 
 def unwrap_to_base(module: Any) -> Any:
-    """The module of the base below all adapters."""
+    """Return the base model's module below all adapters."""
     while (inner := wrapped_module(module)) is not None:
         module = inner
     return module
 
 
 def wrapped_module(module: Any) -> Any:
-    """What an adapter is wrapped around; None for a module of the base."""
+    """Return the module that an adapter wraps; None for a module of the base model."""
     if isinstance(module, TrainableTokensWrapper):
         return module.token_adapter
     return module.base_layer if isinstance(module, BaseTunerLayer) else None

@@ -1,12 +1,12 @@
-"""Importing torch, transformers, bitsandbytes and peft without what no model of ours ever calls.
+"""Imports torch, transformers, bitsandbytes and peft without parts that Ratchet never uses.
 
-They take 5 s of a worker's start as they come (2 cores of a cloud machine). Of that, here is not spent, measured one
-after the other: .9 s on torch's inductor, which bitsandbytes loads to decorate functions that are never called on CPUs
-and seldom on GPUs; .4 s on scipy, of which transformers wants one function, for detecting objects in pictures; .1 s on
-boto3, which accelerate imports where it finds it; 1.3 s on looking for garbage among a million objects of modules, none
-of which ever is.
+Importing them normally takes 5 s of a worker's start (2 cores of a cloud machine). This module saves, measured one
+after the other: 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on
+CPUs and seldom on GPUs; 0.4 s for scipy, from which transformers needs one function for object detection; 0.1 s for
+boto3, which accelerate imports where it is installed; 1.3 s for garbage collection among a million objects of modules,
+none of which is garbage.
 
-Nothing is taken away: what is put off here is loaded when somebody calls it.
+Nothing is removed: deferred modules are loaded on first use.
 """
 
 import functools
@@ -20,14 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-CLOUD = "boto3"
-OPTIMIZE = "scipy.optimize"
-_MODELS = "models"
-_ASSIGNMENT = "linear_sum_assignment"
+BOTO3 = "boto3"
+SCIPY_OPTIMIZE = "scipy.optimize"
+MODELS_PREFIX = "models"
+LINEAR_SUM_ASSIGNMENT = "linear_sum_assignment"
 
 
 def import_model_libraries() -> None:
-    """Import the libraries that every model needs; costs nothing when they are there."""
+    """Import the libraries that every model needs; cheap if they are already imported."""
     with pause_garbage_collection():
         with defer_linear_sum_assignment(), defer_boto3():
             importlib.import_module("transformers")
@@ -41,9 +41,9 @@ def import_model_libraries() -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """No search for garbage meanwhile; and what is there afterwards is not searched again either.
+    """Disable garbage collection, and exclude all objects that exist at the end from later collections.
 
-    That spares training, too: a full collection looks at all objects that live, and modules are most of them.
+    This also speeds up training: a full collection visits all live objects, and most of them belong to modules.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -57,117 +57,123 @@ def pause_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def reuse_model_listing() -> Iterator[None]:
-    """What transformers found out about its folder of models while it was imported serves for `transformers.models`.
+    """Let `transformers.models` reuse the module listing that transformers made when it was imported.
 
-    It reads the sources of all models, 1,600 files, once for each of the two, and the answers are the same but for a
-    prefix of the names. A release that asks in another way is left alone.
+    transformers reads the sources of all models, 1,600 files, once for each of the two, and the results are equal
+    except for a prefix of the names. If a release works differently, this does nothing.
     """
     import transformers
     from transformers.utils import import_utils
 
-    asked: Any = getattr(import_utils, "define_import_structure", None)
+    original: Any = getattr(import_utils, "define_import_structure", None)
     folder = Path(str(transformers.__file__)).parent / "models"
-    before: Any = getattr(asked, "cache_info", lambda: None)()
-    known = asked(folder, prefix=_MODELS) if before else {}
-    if not known or asked.cache_info().hits == before.hits or "transformers.models" in sys.modules:
+    cache_info: Any = getattr(original, "cache_info", lambda: None)()
+    structure = original(folder, prefix=MODELS_PREFIX) if cache_info else {}
+    if not structure or original.cache_info().hits == cache_info.hits or "transformers.models" in sys.modules:
         yield
         return
 
-    def answer(place: Any, prefix: str | None = None) -> Any:
-        if prefix is not None or Path(place) != folder / "__init__.py":
-            return asked(place, prefix)
-        start = f"{_MODELS}."
+    def filtered(path: Any, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(path) != folder / "__init__.py":
+            return original(path, prefix)
+        prefix_dot = f"{MODELS_PREFIX}."
         return {
-            needs: own
-            for needs, there in known.items()
+            requirement: selected
+            for requirement, entries in structure.items()
             if (
-                own := {name.removeprefix(start): set(found) for name, found in there.items() if name.startswith(start)}
+                selected := {
+                    name.removeprefix(prefix_dot): set(names)
+                    for name, names in entries.items()
+                    if name.startswith(prefix_dot)
+                }
             )
         }
 
-    import_utils.define_import_structure = answer
+    import_utils.define_import_structure = filtered
     try:
         yield
     finally:
-        import_utils.define_import_structure = asked
+        import_utils.define_import_structure = original
 
 
 @contextmanager
 def defer_compilation() -> Iterator[None]:
-    """Functions that are decorated with `torch.compile` meanwhile are compiled when they are called."""
+    """Compile functions decorated with `torch.compile` inside this context only when they are called."""
     import torch
 
-    compiled = torch.compile
+    original_compile = torch.compile
 
-    def put_off(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if model is None:
-            return lambda function: put_off(function, **options)
-        given: Callable[..., Any] = model
-        made: list[Callable[..., Any]] = []
+            return lambda function: compile_later(function, **options)
+        target: Callable[..., Any] = model
+        cached: list[Callable[..., Any]] = []
 
-        @functools.wraps(given)
+        @functools.wraps(target)
         def call(*arguments: Any, **named: Any) -> Any:
-            if not made:
-                made.append(compiled(given, **options))
-            return made[0](*arguments, **named)
+            if not cached:
+                cached.append(original_compile(target, **options))
+            return cached[0](*arguments, **named)
 
         return call
 
-    torch.compile = put_off
+    torch.compile = compile_later
     try:
         yield
     finally:
-        torch.compile = compiled
+        torch.compile = original_compile
 
 
 def defer_linear_sum_assignment() -> AbstractContextManager[None]:
-    """`scipy.optimize.linear_sum_assignment`, imported meanwhile, loads scipy when it is called."""
-    return _defer_module(OPTIMIZE, {_ASSIGNMENT})
+    """Load scipy only when `scipy.optimize.linear_sum_assignment`, imported in this context, is called."""
+    return _defer_module(SCIPY_OPTIMIZE, {LINEAR_SUM_ASSIGNMENT})
 
 
 def defer_boto3() -> AbstractContextManager[None]:
-    """boto3 and its 150 modules, imported meanwhile, are loaded when something of them is used.
+    """Load boto3 and its 150 modules, imported in this context, only when they are used.
 
-    accelerate imports them, where they are installed, for a dialogue that sets up jobs on SageMaker.
+    accelerate imports them, if installed, for a dialogue that sets up jobs on SageMaker.
     """
-    there = None if CLOUD in sys.modules else importlib.util.find_spec(CLOUD)
-    return nullcontext() if there is None else _defer_module(CLOUD, set(), there.submodule_search_locations)
+    spec = None if BOTO3 in sys.modules else importlib.util.find_spec(BOTO3)
+    return nullcontext() if spec is None else _defer_module(BOTO3, set(), spec.submodule_search_locations)
 
 
 @contextmanager
 def _defer_module(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
-    """A module, imported meanwhile, is loaded when one of `functions` is called or something else of it is asked for.
+    """Load a module, imported in this context, only when one of `functions` is called or an attribute is read.
 
-    Afterwards nothing stands in its place. `path` is where its submodules lie, if any may be imported meanwhile.
+    The placeholder is removed afterwards. `path` is the search path of its submodules, if any may be imported.
     """
     if name in sys.modules:
         yield
         return
 
-    def true() -> ModuleType:
-        if sys.modules.get(name) is stand_in:
+    def load() -> ModuleType:
+        if sys.modules.get(name) is placeholder:
             del sys.modules[name]
         return importlib.import_module(name)
 
-    def later(function: str) -> Callable[..., Any]:
+    def make_forwarder(function: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            return getattr(true(), function)(*arguments, **named)
+            return getattr(load(), function)(*arguments, **named)
 
         return call
 
-    def asked_for(attribute: str) -> Any:
-        if attribute.startswith("__"):  # the import system's own questions
+    def get_attribute(attribute: str) -> Any:
+        if attribute.startswith("__"):  # looked up by the import system
             raise AttributeError(attribute)
-        return getattr(true(), attribute)
+        return getattr(load(), attribute)
 
-    stand_in = ModuleType(name, f"Stands where {name} will stand.")
-    stand_in.__spec__ = ModuleSpec(name, None)
+    placeholder = ModuleType(name, f"Placeholder for {name}.")
+    placeholder.__spec__ = ModuleSpec(name, None)
     if path is not None:
-        stand_in.__path__ = path
-    vars(stand_in).update({function: later(function) for function in functions} | {"__getattr__": asked_for})
-    sys.modules[name] = stand_in
+        placeholder.__path__ = path
+    vars(placeholder).update(
+        {function: make_forwarder(function) for function in functions} | {"__getattr__": get_attribute}
+    )
+    sys.modules[name] = placeholder
     try:
         yield
     finally:
-        if sys.modules.get(name) is stand_in:
+        if sys.modules.get(name) is placeholder:
             del sys.modules[name]

@@ -1,6 +1,6 @@
-"""Which continuations are computed together: texts that begin alike share the computation of what they begin with.
+"""Computes log-probabilities of continuations after prompts; texts with a common prefix share its computation.
 
-A task asks for several continuations of one prompt, and all its prompts may begin with the same instruction: of four
+A task scores several continuations of one prompt, and all its prompts may start with the same instruction: with four
 short choices after a long text, three in four tokens need not be computed. The plan is made over all texts before the
 first is computed, and depends on nothing else.
 """
@@ -26,183 +26,197 @@ from ratchet.models.device import Model
 from ratchet.models.loss import pad_rows as padded
 from ratchet.storage import digests
 
-LEAST_HEADER_TOKENS = 16
-"""What all texts begin with is computed apart from this length on: it costs a pass of its own."""
+MIN_SHARED_PREFIX_TOKENS = 16
+"""Minimum length of a prefix common to all texts that is computed separately: it costs a pass."""
 
 BRANCH_TOKENS = 4
-"""What a branch costs beside its tokens, in tokens: its trunk's keys and values are copied for it."""
+"""Cost of a branch besides its tokens, in tokens: its trunk's keys and values are copied for it."""
 
 
 class CacheSharing(StrEnum):
-    """What a model's cache of keys and values can be used for."""
+    """How far a model's key-value cache can be shared between texts."""
 
     RAGGED = "ragged"
-    """Trunks of several lengths go on together: the model heeds a mask and positions."""
+    """Trunks of different lengths are continued together: the model respects the mask and position ids."""
     EVEN = "even"
-    """Only trunks of one length go on together."""
+    """Only trunks of one length are continued together."""
     NONE = "none"
-    """Nothing; every text is computed as a whole."""
+    """The cache is not shared; every text is computed whole."""
 
 
 @dataclass(frozen=True)
 class PromptContinuation:
-    """A prompt and its continuation, as a model reads them."""
+    """Token ids of a prompt and its continuation."""
 
     ids: tuple[int, ...]
-    """All tokens but the last, whose logits nobody asks for."""
+    """All tokens but the last, whose logits are not needed."""
     targets: tuple[int, ...]
-    """The continuation: what follows each of the last positions."""
+    """The continuation: the tokens that follow the last `len(targets)` positions."""
 
     @property
     def first(self) -> int:
-        """The position whose logits say how likely the continuation's first token is."""
+        """Position whose logits predict the continuation's first token."""
         return len(self.ids) - len(self.targets)
 
     @classmethod
-    def of(cls, prompt: Sequence[int], continuation: Sequence[int], most: int) -> "PromptContinuation":
-        """What is longer than the `most` tokens that a model reads loses its beginning.
+    def from_tokens(cls, prompt: Sequence[int], continuation: Sequence[int], max_tokens: int) -> "PromptContinuation":
+        """Build an instance; a text longer than `max_tokens` loses its beginning.
 
         Raises:
-            ValueError: an empty prompt or continuation, or a continuation that is longer by itself.
+            ValueError: prompt or continuation is empty, or the continuation alone is longer than `max_tokens`.
         """
         if not prompt or not continuation:
             raise ValueError("a prompt or a continuation has no tokens")
-        if len(continuation) > most:
-            raise ValueError(f"a continuation has {len(continuation)} tokens, and the model reads {most} at most")
-        return cls((*prompt, *continuation)[-(most + 1) : -1], tuple(continuation))
+        if len(continuation) > max_tokens:
+            raise ValueError(f"continuation has {len(continuation)} tokens, but the model reads at most {max_tokens}")
+        return cls((*prompt, *continuation)[-(max_tokens + 1) : -1], tuple(continuation))
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Texts that begin alike."""
+    """Texts with a common prefix (the trunk)."""
 
-    trunk: int
-    """How many tokens are computed once for all of them, what all texts begin with included."""
-    members: tuple[int, ...]
-    """Which texts; in the order of their tokens."""
+    trunk_length: int
+    """Tokens that are computed once for the group, including the prefix common to all texts."""
+    text_indices: tuple[int, ...]
+    """Indices of the texts, ordered by their tokens."""
 
 
 @dataclass(frozen=True)
 class LikelihoodPlan:
-    """What is computed, and in which order."""
+    """Batches to compute, in order."""
 
-    header: int
-    """How many tokens all texts begin with that are computed once for all of them."""
+    prefix_length: int
+    """Tokens common to all texts that are computed once for all of them."""
     batches: tuple[tuple[PrefixGroup, ...], ...]
-    shares: bool
-    """Whether anything is computed on top of what was computed before."""
+    shares_prefixes: bool
+    """True if any pass builds on cached keys and values."""
 
 
 def plan_batches(
     texts: Sequence[PromptContinuation], batch_rows: int, sharing: CacheSharing, window: int | None = None
 ) -> LikelihoodPlan:
-    """Batches of groups of like length, the longest first; those whose texts branch before all others.
+    """Groups texts and splits the groups into batches of similar length, longest first.
+
+    Groups with branches come before groups of whole texts.
 
     Args:
+        texts: the texts to score.
         batch_rows: trunks in a batch.
-        window: tokens that the model's narrowest sliding attention sees: what trunks of several lengths are filled
-            with would take some of it away from longer texts.
+        sharing: what the model's cache supports.
+        window: tokens that the model's narrowest sliding attention sees: padding between trunks of different lengths
+            would take some of it away from longer texts.
     """
-    header = _shared_header_length(texts) if sharing != CacheSharing.NONE else 0
+    prefix_length = _shared_prefix_length(texts) if sharing != CacheSharing.NONE else 0
     groups = sorted(
-        _group_by_prefix(texts, header, sharing != CacheSharing.NONE),
-        key=lambda group: (-group.trunk, texts[group.members[0]].ids),
+        _group_by_prefix(texts, prefix_length, sharing != CacheSharing.NONE),
+        key=lambda group: (-group.trunk_length, texts[group.text_indices[0]].ids),
     )
-    branching = [group for group in groups if len(texts[group.members[-1]].ids) > group.trunk]
-    whole = [group for group in groups if len(texts[group.members[-1]].ids) <= group.trunk]
-    rests = (len(texts[place].ids) - group.trunk for group in branching for place in group.members)
-    filled = max((group.trunk for group in branching), default=0) + max(rests, default=0)
-    even = sharing == CacheSharing.EVEN or (window is not None and filled >= window)
-    batches = [*_split_into_batches(branching, batch_rows, even), *_split_into_batches(whole, batch_rows, even=False)]
-    return LikelihoodPlan(header, tuple(batches), bool(header or branching))
+    branching = [group for group in groups if len(texts[group.text_indices[-1]].ids) > group.trunk_length]
+    whole = [group for group in groups if len(texts[group.text_indices[-1]].ids) <= group.trunk_length]
+    branch_lengths = (len(texts[index].ids) - group.trunk_length for group in branching for index in group.text_indices)
+    padded_length = max((group.trunk_length for group in branching), default=0) + max(branch_lengths, default=0)
+    equal_lengths = sharing == CacheSharing.EVEN or (window is not None and padded_length >= window)
+    batches = [
+        *_split_into_batches(branching, batch_rows, equal_lengths),
+        *_split_into_batches(whole, batch_rows, equal_lengths=False),
+    ]
+    return LikelihoodPlan(prefix_length, tuple(batches), bool(prefix_length or branching))
 
 
-def _shared_header_length(texts: Sequence[PromptContinuation]) -> int:
-    """Of the tokens that all texts begin with, those whose logits nobody asks for."""
+def _shared_prefix_length(texts: Sequence[PromptContinuation]) -> int:
+    """Return the length of the prefix common to all texts, without positions whose logits are needed."""
     if len({text.ids for text in texts}) < 2:
         return 0
-    least, most = min(text.ids for text in texts), max(text.ids for text in texts)
-    shared = min(_shared_prefix_length(least, most), *(text.first for text in texts))
-    return shared if shared >= LEAST_HEADER_TOKENS else 0
+    smallest, largest = min(text.ids for text in texts), max(text.ids for text in texts)
+    shared = min(_count_equal_tokens(smallest, largest), *(text.first for text in texts))
+    return shared if shared >= MIN_SHARED_PREFIX_TOKENS else 0
 
 
-def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the shared prefix."""
+def _count_equal_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _group_by_prefix(texts: Sequence[PromptContinuation], header: int, sharing: bool) -> list[PrefixGroup]:
-    """Each text in one group, such that few tokens are computed.
+def _group_by_prefix(texts: Sequence[PromptContinuation], prefix_length: int, sharing: bool) -> list[PrefixGroup]:
+    """Puts each text into one group such that few tokens are computed.
 
-    In the order of their tokens, texts that begin alike stand together: what they have in common makes a tree. From
-    its leaves on, each knot is the trunk of all texts below it, or leaves them the groups that they have.
+    Sorted by tokens, the texts form a prefix tree. From the leaves up, each node becomes the trunk of all texts below
+    it, unless keeping the groups of its children costs less.
     """
-    same: dict[tuple[int, ...], list[int]] = {}
-    for place, text in enumerate(texts):
-        same.setdefault(text.ids, []).append(place)
-    order = sorted(same)
+    indices_by_ids: dict[tuple[int, ...], list[int]] = {}
+    for index, text in enumerate(texts):
+        indices_by_ids.setdefault(text.ids, []).append(index)
+    order = sorted(indices_by_ids)
     if not sharing:
-        return [PrefixGroup(len(ids), tuple(same[ids])) for ids in order]
-    lengths = [0, *accumulate(len(ids) - header for ids in order)]
-    open_knots: list[_PrefixNode] = []
+        return [PrefixGroup(len(ids), tuple(indices_by_ids[ids])) for ids in order]
+    lengths = [0, *accumulate(len(ids) - prefix_length for ids in order)]
+    open_nodes: list[_PrefixNode] = []
     for i in range(len(order) + 1):
-        # Below the header nothing is shared any more: a knot of no depth gathers all that remains.
-        shared = max(0, _shared_prefix_length(order[i - 1], order[i]) - header) if 0 < i < len(order) else 0
-        while open_knots and open_knots[-1].depth > shared:
-            closed = open_knots.pop()
-            closed.settle(i, lengths)
-            if not open_knots or open_knots[-1].depth < shared:
-                open_knots.append(_PrefixNode(shared, closed.start, 0))
-            open_knots[-1].take(closed)
+        # Above the common prefix nothing is shared: a node of depth 0 collects the rest.
+        shared = max(0, _count_equal_tokens(order[i - 1], order[i]) - prefix_length) if 0 < i < len(order) else 0
+        while open_nodes and open_nodes[-1].depth > shared:
+            node = open_nodes.pop()
+            node.close(i, lengths)
+            if not open_nodes or open_nodes[-1].depth < shared:
+                open_nodes.append(_PrefixNode(shared, node.start, 0))
+            open_nodes[-1].absorb(node)
         if i < len(order):
-            open_knots.append(_PrefixNode(len(order[i]) - header, i, 1))
-    (root,) = open_knots
-    root.settle(len(order), lengths)
+            open_nodes.append(_PrefixNode(len(order[i]) - prefix_length, i, 1))
+    (root,) = open_nodes
+    root.close(len(order), lengths)
     return [
-        PrefixGroup(header + trunk, tuple(place for ids in order[start:stop] for place in same[ids]))
-        for trunk, start, stop in root.groups
+        PrefixGroup(
+            prefix_length + trunk_length, tuple(index for ids in order[start:stop] for index in indices_by_ids[ids])
+        )
+        for trunk_length, start, stop in root.groups
     ]
 
 
 @dataclass
 class _PrefixNode:
-    """What some texts, neighbours in the order of their tokens, have in common."""
+    """The common prefix of a range of texts (sorted by tokens)."""
 
     depth: int
-    """How many tokens, behind the header."""
+    """Tokens after the prefix common to all texts."""
     start: int
-    """Which text is the first of them."""
-    ends: int
-    """How many texts have no further token: one or none."""
+    """Index of the first text."""
+    ending_texts: int
+    """Number of texts that end at this node: 0 or 1."""
     cost: int = 0
-    """Tokens to be computed for all texts below that have groups already."""
+    """Tokens to compute for the texts below that already have groups."""
     groups: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of these: tokens of the trunk, first text, the one after the last."""
+    """Groups of these texts: tokens of the trunk, first text, end of the range."""
 
-    def take(self, below: "_PrefixNode") -> None:
-        self.cost += below.cost
-        self.groups += below.groups
+    def absorb(self, child: "_PrefixNode") -> None:
+        self.cost += child.cost
+        self.groups += child.groups
 
-    def settle(self, stop: int, lengths: Sequence[int]) -> None:
-        """Make one group of all texts up to `stop`, unless that costs more.
+    def close(self, stop: int, lengths: Sequence[int]) -> None:
+        """Make one group of all texts up to `stop`, unless separate groups cost less.
 
         Args:
-            lengths: tokens of all texts before each.
+            stop: end of the range of texts.
+            lengths: cumulative tokens of all texts before each text.
         """
         count = stop - self.start
-        branches = lengths[stop] - lengths[self.start] - count * self.depth + BRANCH_TOKENS * (count - self.ends)
-        apart = self.cost + self.ends * self.depth
-        if self.depth and (count == self.ends or self.depth + branches < apart):
-            self.cost, self.groups = self.depth + branches, [(self.depth, self.start, stop)]
-        elif self.ends:
-            self.cost, self.groups = apart, [(self.depth, self.start, self.start + 1), *self.groups]
+        branch_cost = (
+            lengths[stop] - lengths[self.start] - count * self.depth + BRANCH_TOKENS * (count - self.ending_texts)
+        )
+        separate_cost = self.cost + self.ending_texts * self.depth
+        if self.depth and (count == self.ending_texts or self.depth + branch_cost < separate_cost):
+            self.cost, self.groups = self.depth + branch_cost, [(self.depth, self.start, stop)]
+        elif self.ending_texts:
+            self.cost, self.groups = separate_cost, [(self.depth, self.start, self.start + 1), *self.groups]
 
 
-def _split_into_batches(groups: Sequence[PrefixGroup], count: int, even: bool) -> Iterator[tuple[PrefixGroup, ...]]:
-    """Groups in their order, `count` at a time; with `even`, never two lengths of trunk together."""
+def _split_into_batches(
+    groups: Sequence[PrefixGroup], count: int, equal_lengths: bool
+) -> Iterator[tuple[PrefixGroup, ...]]:
+    """Yield groups in order, `count` at a time; with `equal_lengths` a batch has trunks of one length."""
     batch: list[PrefixGroup] = []
     for group in groups:
-        if batch and (len(batch) == count or (even and batch[0].trunk != group.trunk)):
+        if batch and (len(batch) == count or (equal_lengths and batch[0].trunk_length != group.trunk_length)):
             yield tuple(batch)
             batch = []
         batch.append(group)
@@ -210,196 +224,199 @@ def _split_into_batches(groups: Sequence[PrefixGroup], count: int, even: bool) -
         yield tuple(batch)
 
 
-# How likely given continuations are: what several texts begin with is computed once, and logits only where they count.
+# Scoring: a common prefix is computed once, and logits only at positions of continuations.
 #
-# A batch is two passes: the trunks of its groups (model/prefixes.py), filled on the right; then all branches, on top
-# of
-# a copy of their trunk's keys and values. Where trunks differ in length, the filling lies between trunk and branch: a
-# mask hides it, and positions are told.
+# A batch takes two passes: first the trunks of its groups, padded on the right; then all branches, on a copy of their
+# trunk's keys and values. If trunks differ in length, the padding is between trunk and branch: a mask hides it, and
+# position ids are passed.
 
 BRANCH_BYTES = 2**29
-"""Keys and values that are copied for branches which are computed at once; or as many as their trunks have."""
+"""Keys and values that are copied for branches computed together; at least as many branches as trunks."""
 
 TOLERANCE_EPSILONS = 16
-LEAST_TOLERANCE = 1e-4
-"""How far sums of log-probabilities may be off, relative to them, before a way to compute them counts as wrong."""
+MIN_TOLERANCE = 1e-4
+"""Relative error of a sum of log-probabilities above which a cache-sharing method counts as wrong."""
 
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """A continuation after its prompt."""
+    """Score of a continuation after its prompt."""
 
     nats: float
-    """Log-probability of all its tokens together."""
-    greedy: bool
-    """Whether each of its tokens is the likeliest."""
+    """Sum of the log-probabilities of all its tokens."""
+    is_greedy: bool
+    """True if each of its tokens is the likeliest."""
 
 
 @dataclass(frozen=True)
 class ContinuationScorer:
-    """Reads texts with one model."""
+    """Scores batches of texts with one model."""
 
     model: Model
     texts: Sequence[PromptContinuation]
-    pad: int
-    """Token that rows are filled with."""
-    header: int
-    """Tokens that all texts begin with and that are computed once (Plan)."""
+    pad_token_id: int
+    """Padding token."""
+    prefix_length: int
+    """Tokens common to all texts that are computed once (`LikelihoodPlan.prefix_length`)."""
 
-    def batch(self, groups: Sequence[PrefixGroup]) -> dict[int, ContinuationScore]:
-        """Compute one batch of a plan; by place in `texts`."""
-        found = _LikelihoodSums()
+    def score_batch(self, groups: Sequence[PrefixGroup]) -> dict[int, ContinuationScore]:
+        """Scores one batch of a plan; returns scores by index in `texts`."""
+        sums = _LikelihoodSums()
         with torch.no_grad():
-            trunks = self._filled([self.texts[g.members[0]].ids[self.header : g.trunk] for g in groups])
+            trunks = self._pad([self.texts[g.text_indices[0]].ids[self.prefix_length : g.trunk_length] for g in groups])
             reads = [
-                (row, place, position)
+                (row, index, position)
                 for row, group in enumerate(groups)
-                for place in group.members
-                for position in range(self.texts[place].first, group.trunk)
+                for index in group.text_indices
+                for position in range(self.texts[index].first, group.trunk_length)
             ]
-            branches = list(self._branches(groups))
-            start = select_cache_rows(self._begun, [0] * len(groups)) if self.header else None
-            cache = self._read(
-                trunks, reads, [self.header] * len(groups), found, _PassContext(start, {}, bool(branches))
+            branches = list(self._find_branches(groups))
+            start = select_cache_rows(self._prefix_cache, [0] * len(groups)) if self.prefix_length else None
+            cache = self._run_pass(
+                trunks, reads, [self.prefix_length] * len(groups), sums, _PassContext(start, {}, bool(branches))
             )
-            for some in _split_branches(branches, len(groups), cache):
-                self._go_on(groups, some, cache, found)
-        return {place: ContinuationScore(nats, place not in found.misses) for place, nats in found.nats.items()}
+            for chunk in _split_branches(branches, len(groups), cache):
+                self._score_branches(groups, chunk, cache, sums)
+        return {index: ContinuationScore(nats, index not in sums.misses) for index, nats in sums.nats.items()}
 
-    def _filled(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        return padded(rows, self.pad, self.model.device)
+    def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return padded(rows, self.pad_token_id, self.model.device)
 
     @cached_property
-    def _begun(self) -> DynamicCache:
-        """Keys and values of what all texts begin with."""
-        rows = self._filled([self.texts[0].ids[: self.header]])
-        return self._read(rows, [], [0], _LikelihoodSums(), _PassContext(None, {}, True))
+    def _prefix_cache(self) -> DynamicCache:
+        """Keys and values of the prefix common to all texts."""
+        rows = self._pad([self.texts[0].ids[: self.prefix_length]])
+        return self._run_pass(rows, [], [0], _LikelihoodSums(), _PassContext(None, {}, True))
 
-    def _branches(self, groups: Sequence[PrefixGroup]) -> Iterator["_PrefixBranch"]:
+    def _find_branches(self, groups: Sequence[PrefixGroup]) -> Iterator["_PrefixBranch"]:
         for row, group in enumerate(groups):
-            alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for place in group.members:
-                if rest := self.texts[place].ids[group.trunk :]:
-                    alike[rest].append(place)
-            yield from (_PrefixBranch(row, rest, tuple(places)) for rest, places in alike.items())
+            indices_by_rest: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for index in group.text_indices:
+                if rest := self.texts[index].ids[group.trunk_length :]:
+                    indices_by_rest[rest].append(index)
+            yield from (_PrefixBranch(row, rest, tuple(indices)) for rest, indices in indices_by_rest.items())
 
-    def _go_on(
+    def _score_branches(
         self, groups: Sequence[PrefixGroup], branches: Sequence["_PrefixBranch"],
-        cache: DynamicCache, found: "_LikelihoodSums",
+        cache: DynamicCache, sums: "_LikelihoodSums",
     ) -> None:  # fmt: skip
-        """Branches, each on top of its trunk."""
-        rows = self._filled([branch.ids for branch in branches])
-        trunks = [groups[branch.trunk_row].trunk for branch in branches]
-        longest = max(group.trunk for group in groups)
+        """Scores branches, each on its trunk's keys and values."""
+        rows = self._pad([branch.ids for branch in branches])
+        trunks = [groups[branch.trunk_row].trunk_length for branch in branches]
+        longest = max(group.trunk_length for group in groups)
         reads = [
-            (row, place, position)
+            (row, index, position)
             for row, branch in enumerate(branches)
-            for place in branch.places
-            for position in range(max(self.texts[place].first, trunks[row]), len(self.texts[place].ids))
+            for index in branch.text_indices
+            for position in range(max(self.texts[index].first, trunks[row]), len(self.texts[index].ids))
         ]
-        given: dict[str, Tensor] = {}
-        if any(trunk != longest for trunk in trunks):
-            given = _branch_mask_and_positions(trunks, longest, rows.shape[1], self.model.device)
-        own = select_cache_rows(cache, [branch.trunk_row for branch in branches])
-        self._read(rows, reads, trunks, found, _PassContext(own, given, True))
+        forward_kwargs: dict[str, Tensor] = {}
+        if any(trunk_length != longest for trunk_length in trunks):
+            forward_kwargs = _branch_mask_and_positions(trunks, longest, rows.shape[1], self.model.device)
+        branch_cache = select_cache_rows(cache, [branch.trunk_row for branch in branches])
+        self._run_pass(rows, reads, trunks, sums, _PassContext(branch_cache, forward_kwargs, True))
 
-    def _read(
-        self, rows: Tensor, reads: Sequence[tuple[int, int, int]], starts: Sequence[int], found: "_LikelihoodSums",
-        before: "_PassContext",
+    def _run_pass(
+        self, rows: Tensor, reads: Sequence[tuple[int, int, int]], starts: Sequence[int], sums: "_LikelihoodSums",
+        context: "_PassContext",
     ) -> Any:  # fmt: skip
-        """One pass; notes how likely tokens are, and gives back the cache.
+        """Run one pass, add the token log-probabilities to `sums` and return the cache.
 
         Args:
-            reads: row, place of the text, position in the text, whose next token is asked for.
-            starts: position in the text of each row's first token.
+            rows: token ids, int64 [rows, columns].
+            reads: (row, text index, position in the text) of each logit that is needed.
+            starts: position in its text of each row's first token.
+            sums: receives the log-probabilities.
+            context: cache and arguments of the pass.
         """
         width = rows.shape[1]
-        wanted = [row * width + position - starts[row] for row, _, position in reads]
-        places = sorted({*wanted}) or [0]
-        picked = SelectedPositionsPass(
-            self.model, rows, torch.tensor(places, device=rows.device), before.given,
-            cache=before.cache, keep=before.keep,
+        flat_positions = [row * width + position - starts[row] for row, _, position in reads]
+        positions = sorted({*flat_positions}) or [0]
+        forward_pass = SelectedPositionsPass(
+            self.model, rows, torch.tensor(positions, device=rows.device), context.forward_kwargs,
+            cache=context.cache, make_cache=context.make_cache,
         )  # fmt: skip
         if not reads:
-            return picked.cache
-        at = {place: i for i, place in enumerate(places)}
-        tokens = [self.texts[place].targets[position - self.texts[place].first] for _, place, position in reads]
-        index, token = (
-            torch.tensor(numbers, device=rows.device) for numbers in ([at[place] for place in wanted], tokens)
+            return forward_pass.cache
+        position_index = {index: i for i, index in enumerate(positions)}
+        tokens = [self.texts[index].targets[position - self.texts[index].first] for _, index, position in reads]
+        index, target = (
+            torch.tensor(numbers, device=rows.device)
+            for numbers in ([position_index[index] for index in flat_positions], tokens)
         )
         nats = torch.empty(len(reads), dtype=torch.float64, device=rows.device)
-        greedy = torch.empty(len(reads), dtype=torch.bool, device=rows.device)
-        for start, logits in picked.pieces():
-            known = functional.log_softmax(logits[0].float(), dim=-1)
-            here = ((index >= start) & (index < start + len(known))).nonzero().squeeze(1)
-            local = index[here] - start
-            nats[here] = known[local, token[here]].double()
-            greedy[here] = known.argmax(dim=-1)[local] == token[here]
-        found.add([place for _, place, _ in reads], nats.tolist(), greedy.tolist())
-        return picked.cache
+        is_greedy = torch.empty(len(reads), dtype=torch.bool, device=rows.device)
+        for start, logits in forward_pass.pieces():
+            log_probabilities = functional.log_softmax(logits[0].float(), dim=-1)
+            selected = ((index >= start) & (index < start + len(log_probabilities))).nonzero().squeeze(1)
+            local = index[selected] - start
+            nats[selected] = log_probabilities[local, target[selected]].double()
+            is_greedy[selected] = log_probabilities.argmax(dim=-1)[local] == target[selected]
+        sums.add([index for _, index, _ in reads], nats.tolist(), is_greedy.tolist())
+        return forward_pass.cache
 
 
 @dataclass(frozen=True)
 class _PassContext:
-    """What a pass builds on."""
+    """Cache and arguments of a pass."""
 
     cache: Any
-    given: dict[str, Tensor]
-    keep: bool
+    forward_kwargs: dict[str, Tensor]
+    make_cache: bool
 
 
 @dataclass(frozen=True)
 class _PrefixBranch:
-    """What follows a trunk, and the texts that end with it."""
+    """Tokens after a trunk, and the texts that consist of trunk and branch."""
 
     trunk_row: int
     ids: tuple[int, ...]
-    places: tuple[int, ...]
+    text_indices: tuple[int, ...]
 
 
 @dataclass
 class _LikelihoodSums:
-    """Log-probabilities by text, while they are found token by token."""
+    """Sums of log-probabilities by text."""
 
     nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     misses: set[int] = field(default_factory=set)
 
-    def add(self, places: Sequence[int], nats: Sequence[float], greedy: Sequence[bool]) -> None:
-        for place, one, likeliest in zip(places, nats, greedy, strict=True):
-            self.nats[place] += one
-            if not likeliest:
-                self.misses.add(place)
+    def add(self, indices: Sequence[int], nats: Sequence[float], is_greedy: Sequence[bool]) -> None:
+        for index, value, is_likeliest in zip(indices, nats, is_greedy, strict=True):
+            self.nats[index] += value
+            if not is_likeliest:
+                self.misses.add(index)
 
 
 def _branch_mask_and_positions(
     trunks: Sequence[int], longest: int, width: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Mask and positions of branches whose trunks are filled up to `longest`."""
-    own = torch.tensor(trunks, device=device).unsqueeze(1)
-    before = torch.arange(longest, device=device) < own
-    mask = torch.cat([before, torch.ones(len(trunks), width, dtype=torch.bool, device=device)], dim=1)
-    return {"attention_mask": mask.long(), "position_ids": own + torch.arange(width, device=device)}
+    """Return mask and position ids of branches whose trunks are padded to `longest`."""
+    lengths = torch.tensor(trunks, device=device).unsqueeze(1)
+    is_trunk = torch.arange(longest, device=device) < lengths
+    mask = torch.cat([is_trunk, torch.ones(len(trunks), width, dtype=torch.bool, device=device)], dim=1)
+    return {"attention_mask": mask.long(), "position_ids": lengths + torch.arange(width, device=device)}
 
 
 def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
-    """A cache of some rows of another, which stays what it is. Raises TypeError: it holds more than keys and values."""
+    """Copy some rows of a cache, which is unchanged. Raises TypeError if it holds more than keys and values."""
     if not is_plain_kv_cache(cache):
-        raise TypeError(f"{type(cache).__name__} is no cache of keys and values alone")
-    own = copy.copy(cache)
-    own.layers = [copy.copy(layer) for layer in cache.layers]
-    own.batch_select_indices(torch.tensor(rows))  # on the CPU: layers may lie on several devices
-    return own
+        raise TypeError(f"{type(cache).__name__} holds more than keys and values")
+    selected = copy.copy(cache)
+    selected.layers = [copy.copy(layer) for layer in cache.layers]
+    selected.batch_select_indices(torch.tensor(rows))  # on the CPU: layers may be on several devices
+    return selected
 
 
 def _cache_keys(cache: DynamicCache) -> list[Tensor]:
-    """Of all layers that have keys of their own."""
+    """Return the keys of all layers that have their own."""
     return [layer.keys for layer in cache.layers if layer.get_seq_length() > 0]
 
 
 def _split_branches(
     branches: Sequence[_PrefixBranch], trunks: int, cache: DynamicCache
 ) -> Iterator[Sequence[_PrefixBranch]]:
-    """Branches of like length, longest first, as many at a time as their keys and values have room."""
+    """Yield chunks of branches of similar length, longest first, bounded by the size of their keys and values."""
     if not branches:
         return
     ordered = sorted(branches, key=lambda branch: (-len(branch.ids), branch.trunk_row, branch.ids))
@@ -410,47 +427,50 @@ def _split_branches(
 
 
 def is_plain_kv_cache(cache: Any) -> bool:
-    """Whether it holds keys and values alone: states of recurrent layers are of other kinds."""
-    known = DynamicLayer, DynamicSlidingWindowLayer
-    return isinstance(cache, DynamicCache) and all(type(layer) in known for layer in cache.layers)
+    """Return True if a cache holds only keys and values; recurrent layers have other states."""
+    plain_layers = DynamicLayer, DynamicSlidingWindowLayer
+    return isinstance(cache, DynamicCache) and all(type(layer) in plain_layers for layer in cache.layers)
 
 
 def narrowest_attention_window(model: Model) -> int | None:
-    """Tokens that the narrowest sliding attention of a model sees; None where all layers see everything."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = DynamicCache(config=whole.config).layers
+    """Return the tokens that the narrowest sliding attention of a model sees; None if all layers see everything."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = DynamicCache(config=base.config).layers
     return min((layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)), default=None)
 
 
 def probe_cache_sharing(
     model: Model, texts: Sequence[PromptContinuation], batch_rows: int, pad: int
 ) -> CacheSharing | None:
-    """What this model can share, tried out on the longest of these very texts; None: not even logits of its own body.
+    """Find what this model can share by testing it on the longest texts.
 
-    Each way is compared with the model's plain answer to whole texts. Tried are the longest trunk and one of another
-    length, so a cache that does not bear positions, masks or this length shows itself.
+    Each method is compared with the model's plain pass over whole texts. The test uses the longest trunk and one of
+    another length, so a cache that does not support positions, masks or this length is detected.
+
+    Returns:
+        None if even logits at single positions differ from those of the plain pass.
     """
-    for way in CacheSharing:
-        made = plan_batches(texts, batch_rows, way, narrowest_attention_window(model))
+    for sharing in CacheSharing:
+        plan = plan_batches(texts, batch_rows, sharing, narrowest_attention_window(model))
         if all(
-            _agrees_with_plain_pass(ContinuationScorer(model, texts, pad, made.header), groups)
-            for groups in _sample_groups(made)
+            _agrees_with_plain_pass(ContinuationScorer(model, texts, pad, plan.prefix_length), groups)
+            for groups in _sample_groups(plan)
         ):
-            return way
+            return sharing
     return None
 
 
-def _sample_groups(made: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
-    """Of the longest group two texts; and two of two groups of different length, if any go on together.
+def _sample_groups(plan: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
+    """Yield test batches: two texts of the longest group, and two texts of each of two groups of different length.
 
-    Of the shortest instead where nothing is shared: that says as much of reading single positions, and costs less.
+    If nothing is shared, the shortest group is used: it tests reading at single positions as well and costs less.
     """
-    if not made.shares:
-        yield [_first_two_members(made.batches[-1][-1])]
+    if not plan.shares_prefixes:
+        yield [_first_two_members(plan.batches[-1][-1])]
         return
-    longest = made.batches[0][0]
-    for batch in made.batches:
-        other = next((group for group in batch if group.trunk != batch[0].trunk), None)
+    longest = plan.batches[0][0]
+    for batch in plan.batches:
+        other = next((group for group in batch if group.trunk_length != batch[0].trunk_length), None)
         if other:
             yield [_first_two_members(batch[0]), _first_two_members(other)]
             if batch[0] is longest:
@@ -460,116 +480,126 @@ def _sample_groups(made: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
 
 
 def _first_two_members(group: PrefixGroup) -> PrefixGroup:
-    return PrefixGroup(group.trunk, tuple(dict.fromkeys((group.members[0], group.members[-1]))))
+    return PrefixGroup(group.trunk_length, tuple(dict.fromkeys((group.text_indices[0], group.text_indices[-1]))))
 
 
-def _agrees_with_plain_pass(reading: ContinuationScorer, groups: Sequence[PrefixGroup]) -> bool:
+def _agrees_with_plain_pass(scorer: ContinuationScorer, groups: Sequence[PrefixGroup]) -> bool:
     try:
-        found = reading.batch(groups)
-        return all(_is_near_plain_pass(found[group.members[-1]], reading, group.members[-1]) for group in groups)
-    except Exception as error:  # whatever a model's own code raises when it is asked what it cannot do
+        scores = scorer.score_batch(groups)
+        return all(
+            _is_near_plain_pass(scores[group.text_indices[-1]], scorer, group.text_indices[-1]) for group in groups
+        )
+    except Exception as error:  # a model's own code may raise anything for an unsupported call
         if oom.is_out_of_memory(error):
             raise
         return False
 
 
-def _is_near_plain_pass(found: ContinuationScore, reading: ContinuationScorer, place: int) -> bool:
-    text = reading.texts[place]
+def _is_near_plain_pass(score: ContinuationScore, scorer: ContinuationScorer, index: int) -> bool:
+    text = scorer.texts[index]
     with torch.no_grad():
-        ids = torch.tensor([text.ids], device=reading.model.device)
-        logits = reading.model(input_ids=ids, use_cache=False).logits[0, text.first :]
-    known = functional.log_softmax(logits.float(), dim=-1).double()
-    expected = float(known.gather(1, torch.tensor([text.targets], device=known.device).T).sum())
-    tolerance = max(LEAST_TOLERANCE, TOLERANCE_EPSILONS * torch.finfo(logits.dtype).eps)
-    return bool(abs(found.nats - expected) <= tolerance * max(1.0, abs(expected)))
+        ids = torch.tensor([text.ids], device=scorer.model.device)
+        logits = scorer.model(input_ids=ids, use_cache=False).logits[0, text.first :]
+    log_probabilities = functional.log_softmax(logits.float(), dim=-1).double()
+    expected = float(log_probabilities.gather(1, torch.tensor([text.targets], device=log_probabilities.device).T).sum())
+    tolerance = max(MIN_TOLERANCE, TOLERANCE_EPSILONS * torch.finfo(logits.dtype).eps)
+    return bool(abs(score.nats - expected) <= tolerance * max(1.0, abs(expected)))
 
 
-# Likelihoods of many continuations: planned over all of them, computed in chunks, each kept under all it was asked.
+# Pairs: planned over all of them, computed in chunks, each cached under a key of all its inputs.
 
 METHOD = "prefixes shared 1"
-"""Part of what results are kept under: another way to compute them rounds their sums otherwise."""
+"""Part of every cache key: another method would round its sums differently."""
 
 CHUNK_BATCHES = 4
-"""Batches that are kept, and lost by a kill, together."""
+"""Batches that are cached together; a kill loses at most this many."""
 
-Take = Callable[[str, Callable[[], Any]], Any]
-"""What is kept under a key, else what a function returns (JSON), kept from now on."""
+ResultCache = Callable[[str, Callable[[], Any]], Any]
+"""Returns the cached JSON value of a key; if absent, calls the function and caches its result."""
 
 
 class UnscorablePairError(ValueError):
-    """A pair that no model, or not this one, can be asked about."""
+    """A pair that cannot be scored, by no model or not by this one."""
 
-    def __init__(self, place: int, why: str) -> None:
+    def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
-        self.place = place
-        """Which of the pairs."""
+        self.index = index
+        """Index of the pair."""
 
 
 @dataclass(frozen=True)
 class LikelihoodLimits:
-    """What a model is given at once."""
+    """Limits and padding of a model's input."""
 
     batch_rows: int
-    """Texts, or beginnings of several texts, that are computed together."""
-    most_tokens: int
-    """Tokens that the model reads; what is longer loses its beginning."""
-    pad: int
-    """Token that rows are filled with."""
+    """Texts, or trunks of several texts, that are computed together."""
+    max_tokens: int
+    """Maximum tokens that the model reads; longer texts lose their beginning."""
+    pad_token_id: int
+    """Padding token."""
 
 
 def score_pairs(
-    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limits: LikelihoodLimits, take: Take
+    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limits: LikelihoodLimits, cached: ResultCache
 ) -> list[ContinuationScore] | None:
-    """How likely the second tokens of each pair are after the first, in the order of the pairs.
+    """Scores the second tokens of each pair after the first, in the order of the pairs.
 
     Args:
-        take: asked before anything is computed; its keys name all that is asked, but not the model.
+        model: the model that scores.
+        pairs: token ids of prompt and continuation.
+        limits: batch size and maximum length.
+        cached: result cache; its keys cover all inputs except the model.
 
     Returns:
-        None when not even whole texts can be read with this model's body apart from its head.
+        None if the model's body cannot be run separately from its head even for whole texts.
 
     Raises:
-        UnscorablePairError: an empty prompt or continuation, or a continuation longer than the model's window.
+        UnscorablePairError: prompt or continuation is empty, or the continuation is longer than the model's window.
     """
-    texts = [_build_prompt_continuation(place, *pair, limits.most_tokens) for place, pair in enumerate(pairs)]
-    asked = [METHOD, limits.batch_rows, limits.pad]
-    names = [_text_digest(text) for text in texts]
-    tried = digests.hash_json([*asked, "way", names])
-    way = take(tried, lambda: probe_cache_sharing(model, texts, limits.batch_rows, limits.pad))
-    if way is None:
+    texts = [_build_prompt_continuation(index, *pair, limits.max_tokens) for index, pair in enumerate(pairs)]
+    settings = [METHOD, limits.batch_rows, limits.pad_token_id]
+    text_digests = [_text_digest(text) for text in texts]
+    probe_key = digests.hash_json([*settings, "way", text_digests])
+    sharing = cached(probe_key, lambda: probe_cache_sharing(model, texts, limits.batch_rows, limits.pad_token_id))
+    if sharing is None:
         return None
-    plan = plan_batches(texts, limits.batch_rows, CacheSharing(way), narrowest_attention_window(model))
-    reading = ContinuationScorer(model, texts, limits.pad, plan.header)
+    plan = plan_batches(texts, limits.batch_rows, CacheSharing(sharing), narrowest_attention_window(model))
+    scorer = ContinuationScorer(model, texts, limits.pad_token_id, plan.prefix_length)
 
-    def make(batches: Sequence[Sequence[PrefixGroup]]) -> list[tuple[float, bool]]:
-        found: dict[int, ContinuationScore] = {}
+    def score_batches(batches: Sequence[Sequence[PrefixGroup]]) -> list[tuple[float, bool]]:
+        scores: dict[int, ContinuationScore] = {}
         for batch in batches:
-            found |= reading.batch(batch)
-        return [(found[place].nats, found[place].greedy) for place in _member_indices(batches)]
+            scores |= scorer.score_batch(batch)
+        return [(scores[index].nats, scores[index].is_greedy) for index in _member_indices(batches)]
 
-    found: dict[int, ContinuationScore] = {}
+    scores: dict[int, ContinuationScore] = {}
     for start in range(0, len(plan.batches), CHUNK_BATCHES):
         batches = plan.batches[start : start + CHUNK_BATCHES]
-        shape = [[[group.trunk, [names[place] for place in group.members]] for group in batch] for batch in batches]
-        key = digests.hash_json([*asked, way, plan.header, shape])
-        for place, (nats, greedy) in zip(_member_indices(batches), take(key, partial(make, batches)), strict=True):
-            found[place] = ContinuationScore(nats, greedy)
-    return [found[place] for place in range(len(texts))]
+        plan_shape = [
+            [[group.trunk_length, [text_digests[index] for index in group.text_indices]] for group in batch]
+            for batch in batches
+        ]
+        key = digests.hash_json([*settings, sharing, plan.prefix_length, plan_shape])
+        for index, (nats, is_greedy) in zip(
+            _member_indices(batches), cached(key, partial(score_batches, batches)), strict=True
+        ):
+            scores[index] = ContinuationScore(nats, is_greedy)
+    return [scores[index] for index in range(len(texts))]
 
 
 def _build_prompt_continuation(
-    place: int, prompt: Sequence[int], continuation: Sequence[int], most: int
+    index: int, prompt: Sequence[int], continuation: Sequence[int], max_tokens: int
 ) -> PromptContinuation:
     try:
-        return PromptContinuation.of(prompt, continuation, most)
+        return PromptContinuation.from_tokens(prompt, continuation, max_tokens)
     except ValueError as error:
-        raise UnscorablePairError(place, str(error)) from None
+        raise UnscorablePairError(index, str(error)) from None
 
 
 def _text_digest(text: PromptContinuation) -> str:
-    """Of all that a text asks; quicker than JSON, of millions of tokens."""
+    """Return a digest of the text; faster than JSON for millions of tokens."""
     return digests.hash_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes())
 
 
 def _member_indices(batches: Sequence[Sequence[PrefixGroup]]) -> list[int]:
-    return [place for batch in batches for group in batch for place in group.members]
+    return [index for batch in batches for group in batch for index in group.text_indices]

@@ -1,8 +1,8 @@
-"""Load a causal language model with its linear layers in 4 bits (bitsandbytes), or as it is, on GPU or CPU.
+"""Loads a causal language model on GPU or CPU, with its linear layers in 4 bits (bitsandbytes) or unquantized.
 
-Of the host's memory loading takes, beside what the model will hold there, one tensor at a time: as it is stored, in
-the type it is loaded in, and what bitsandbytes needs to quantise it on a CPU (12 bytes a weight). Without quantisation
-transformers reads with up to four threads, so as many tensors are under way at once. On a GPU the host holds those.
+Besides the model itself, loading needs host memory for one tensor at a time: as stored, in the dtype it is loaded in,
+and what bitsandbytes needs to quantize it on a CPU (12 bytes per weight). Without quantization transformers reads with
+up to four threads, so up to four tensors are in memory at once. For a model on a GPU these tensors are on the host.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError, first_line
-from ratchet.models import base_model, model_spec, prequantized, vocabulary, weights
+from ratchet.models import base_model, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
 from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
@@ -27,51 +27,52 @@ disable_progress_bar()
 
 
 def load(
-    path: Path, card: BaseCard | None, settings: Train, device: torch.device, place: torch.device | None = None
+    path: Path, card: BaseCard | None, settings: Train, device: torch.device, storage_device: torch.device | None = None
 ) -> Model:
-    """The frozen base as it is trained against, in evaluation mode, with a row for every token.
+    """Load the frozen base as training uses it, in evaluation mode, with an embedding row for every token.
 
     Args:
-        path: its directory.
-        card: says which tokens are added and whether code of its own may run; without one, none are, and none may.
-        settings: quantisation, types and attention.
-        device: where it is to compute.
-        place: where it is to lie meanwhile; None: there.
+        path: directory of the model.
+        card: names added tokens and states whether custom code may run; None: no added tokens, no custom code.
+        settings: quantization, dtypes and attention.
+        device: device of the computation.
+        storage_device: device that holds the weights meanwhile; None: `device`.
 
     Raises:
-        BaseModelError: the directory holds no causal model, or not all of its weights.
-        SettingsError: the model has no attention of the kind that `train.attention` asks for; its files are quantised
-            otherwise than `train` says; the device lacks bitsandbytes or the type that it is to compute in.
+        BaseModelError: the directory holds no causal model, or some weights are missing.
+        SettingsError: the model does not support `train.attention`; its files are quantized differently from section
+            `train`; the device does not support bitsandbytes or the compute dtype.
     """
     require_dtype(settings.compute_dtype, device)
     dtype = pick_dtype(settings.compute_dtype, device)
-    stored = prequantized.detect(base_model.read_config(path), str(path))
+    stored = base_model.detect_stored_quantization(base_model.read_config(path), str(path))
     if stored is not None:
-        prequantized.require_same_quantization(stored, settings, str(path))
-    plan = model_spec.load(path, card.remote_code if card else False)
-    plan.require_causal()
-    weights.check_stored_tensors(path, plan, stored)
+        base_model.require_same_quantization(stored, settings, str(path))
+    spec = model_spec.load(path, card.remote_code if card else False)
+    spec.require_causal()
+    weights.check_stored_tensors(path, spec, stored)
     try:
-        skeleton = plan.model(dtype, settings.attention)
-    except ValueError as error:  # transformers lists what the class has
+        meta_model = spec.model(dtype, settings.attention)
+    except ValueError as error:  # transformers lists the supported kinds
         raise SettingsError(
-            f"train.attention: {settings.attention}, but the model of {path} has none; set eager"
+            f"train.attention: {settings.attention}: not supported by the model of {path}; set eager"
         ) from error
-    if settings.quantization != "none" and not parameters.list_quantized_modules(skeleton):
+    if settings.quantization != "none" and not parameters.list_quantized_modules(meta_model):
         raise SettingsError(
-            f"train.quantization: {settings.quantization}, but transformers stores no layer of a {plan.class_name} in "
-            "4 bits: its linear layers are of a class of their own; set train.quantization: none (plain LoRA)"
+            f"train.quantization: {settings.quantization}: transformers cannot quantize any layer of a "
+            f"{spec.class_name}, because its linear layers have a custom class; set train.quantization: none (plain "
+            "LoRA)"
         )
     if settings.quantization != "none":
-        _require_four_bits(skeleton, settings, device)
+        _require_four_bits(meta_model, settings, device)
     model = _read_weights(
-        path, skeleton, dtype, place or device, None if stored else _quantization_config(settings, dtype)
+        path, meta_model, dtype, storage_device or device, None if stored else _quantization_config(settings, dtype)
     )
     if stored is not None:
-        _cast_unquantized(model, skeleton)
+        _cast_unquantized(model, meta_model)
     _keep_layout(model)
     if settings.quantization != "none":
-        _require_forward(model, settings, plan.class_name)
+        _require_forward(model, settings, spec.class_name)
     if card is not None:
         tokenizer = base_model.open_tokenizer(path, card.remote_code)
         pieces = vocabulary.add_tokens(tokenizer, card.added_tokens)
@@ -80,35 +81,35 @@ def load(
 
 
 def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False) -> Model:
-    """A model without quantisation, frozen, in evaluation mode, with the attention that transformers holds best.
+    """Load an unquantized model, frozen, in evaluation mode, with the attention that transformers prefers.
 
     Raises:
-        BaseModelError: the directory holds no causal model, or not all of its weights, or they are quantised.
+        BaseModelError: the directory holds no causal model, some weights are missing, or they are quantized.
     """
-    if prequantized.detect(base_model.read_config(path), str(path)) is not None:
-        raise BaseModelError(f"{path}: its weights are quantised in its own files; there are no plain ones to load")
-    plan = model_spec.load(path, remote_code)
-    plan.require_causal()
-    weights.check_stored_tensors(path, plan, None)
-    return _read_weights(path, plan.model(dtype), dtype, device, None).requires_grad_(False)
+    if base_model.detect_stored_quantization(base_model.read_config(path), str(path)) is not None:
+        raise BaseModelError(f"{path}: the stored weights are quantized; use the model from before it was quantized")
+    spec = model_spec.load(path, remote_code)
+    spec.require_causal()
+    weights.check_stored_tensors(path, spec, None)
+    return _read_weights(path, spec.model(dtype), dtype, device, None).requires_grad_(False)
 
 
-def _require_four_bits(skeleton: Model, settings: Train, device: torch.device) -> None:
-    """Raises SettingsError unless bitsandbytes reads what it has quantised here: it is tried, width by width."""
-    names = set(parameters.list_quantized_modules(skeleton))
-    widths = {layer.inputs for layer in model_spec.list_layers(skeleton) if layer.name in names}
+def _require_four_bits(meta_model: Model, settings: Train, device: torch.device) -> None:
+    """Raise SettingsError unless bitsandbytes quantizes correctly on this device; every layer width is tested."""
+    names = set(parameters.list_quantized_modules(meta_model))
+    widths = {layer.inputs for layer in model_spec.list_layers(meta_model) if layer.name in names}
     if fault := device_probe.find_four_bit_fault(device, widths, settings.quantization):
         raise SettingsError(
             f"train.quantization: {settings.quantization}: {fault}; set train.quantization: none (plain LoRA), or "
-            "install a build of bitsandbytes that is made for this device"
+            "install a bitsandbytes build for this device"
         )
 
 
 def _require_forward(model: Model, settings: Train, name: str) -> None:
-    """Two tokens through the model, for some (Mamba) read a layer's weights themselves, which in 4 bits are others.
+    """Run two tokens through the model: some models (Mamba) read a layer's weights directly, which fails in 4 bits.
 
     Raises:
-        SettingsError: they do not come through.
+        SettingsError: the forward pass fails.
     """
     try:
         with torch.inference_mode():
@@ -117,7 +118,7 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise SettingsError(
-            f"train.quantization: {settings.quantization}, but {name} does not compute with layers in 4 bits "
+            f"train.quantization: {settings.quantization}: {name} does not compute with layers in 4 bits "
             f"({first_line(error)}); set train.quantization: none (plain LoRA)"
         ) from error
 
@@ -135,23 +136,23 @@ def _quantization_config(settings: Train, dtype: torch.dtype) -> BitsAndBytesCon
 
 
 def _read_weights(
-    path: Path, skeleton: Model, dtype: torch.dtype, device: torch.device, wanted: BitsAndBytesConfig | None
+    path: Path, meta_model: Model, dtype: torch.dtype, device: torch.device, quantization: BitsAndBytesConfig | None
 ) -> Model:
-    """The weights of a directory in a model like `skeleton`, of its types; quantised as `wanted` or as they are."""
-    config = skeleton.config
+    """Load the weights of a directory into a model like `meta_model`, with its dtypes, quantized as configured."""
+    config = meta_model.config
     if getattr(config, "quantization_config", None):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
     reader = weights.WeightReader(path)
     try:
         with model_spec.use_plain_linears(config):
-            # No path: transformers would map the files, and load adapters and functions that it finds beside them.
-            model = type(skeleton).from_pretrained(
+            # Without a path: otherwise transformers maps the files and loads adapters and functions next to them.
+            model = type(meta_model).from_pretrained(
                 None,
                 config=config,
                 state_dict=reader.tensors(),
                 dtype=dtype,
                 device_map={"": device},
-                quantization_config=wanted,
+                quantization_config=quantization,
                 attn_implementation=config._attn_implementation,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -165,23 +166,23 @@ def _read_weights(
     return model.eval()
 
 
-def _cast_unquantized(model: Model, skeleton: Model) -> None:
-    """Give what is not in 4 bits the type that it was to have.
+def _cast_unquantized(model: Model, meta_model: Model) -> None:
+    """Cast parameters that are not in 4 bits to the intended dtype.
 
-    Of a checkpoint in 4 bits transformers 5.23 leaves `weight` of every module in the type of the file: it takes it for
-    packed, also that of a norm. Biases it casts; the two then do not go together.
+    For a 4-bit checkpoint transformers 5.23 leaves the `weight` of every module, even of a norm, in the dtype of the
+    file, because it treats it as packed. It casts biases, so the two do not match.
     """
-    wanted = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
+    dtypes = {name: parameter.dtype for name, parameter in meta_model.named_parameters()}
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "quant_state"):
-            parameter.data = parameter.data.to(wanted[name])
+            parameter.data = parameter.data.to(dtypes[name])
 
 
 def _keep_layout(model: Model) -> None:
-    """Stop 4-bit layers from repacking themselves at their first use in evaluation mode.
+    """Prevent 4-bit layers from repacking themselves at their first use in evaluation mode.
 
     On a CPU with AVX512-BF16, bitsandbytes 0.50 then converts the weights in place to a layout whose kernel rounds to
-    bfloat16 and has no gradient: training after the first validation would go on without an error, and wrongly.
+    bfloat16 and has no gradient: training after the first validation would silently continue with wrong results.
     """
     from bitsandbytes.nn import Linear4bit
 

@@ -1,4 +1,4 @@
-"""Loss on answer tokens: logits are computed only where they are learned from, and rows of a pack are kept apart."""
+"""Losses: negative log-likelihood of answer tokens and distillation loss; checks that packed rows do not interact."""
 
 import inspect
 from collections.abc import Sequence
@@ -10,34 +10,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models.loading import Model
 
-ROUNDING = {torch.float32: (1e-5, 1e-3)}
-"""How far logits of a row may differ for the company in its pack, and between pack and alone, by their type.
+MAX_ROUNDING_DEVIATION = {torch.float32: (1e-5, 1e-3)}
+"""Maximum difference of a row's logits by other rows in its pack, and between packed and unpacked, by dtype.
 
-Both in standard deviations of the logits. Measured on small models of up to 24 layers: the eleven architectures that
-keep rows apart show at most 2e-6 (0 but for mixtures of experts) and 4e-6 in float32, 0 and 0.04 in bfloat16; the seven
-that mix them (recurrent, hybrid, without position ids) show company of at least 2e-4 and 0.018.
+Both are in standard deviations of the logits. Measured on small models of up to 24 layers: the eleven architectures
+that keep rows separate show at most 2e-6 (0 except for mixtures of experts) and 4e-6 in float32, 0 and 0.04 in
+bfloat16; the seven that mix them (recurrent, hybrid, without position ids) show an influence of at least 2e-4 and
+0.018.
 """
-ROUNDING_OF_16_BITS = (5e-3, 0.1)
-"""The same for bfloat16 and float16."""
+MAX_ROUNDING_DEVIATION_16_BIT = (5e-3, 0.1)
+"""The same limits for bfloat16 and float16."""
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """A micro-batch: int64 tensors of [sequences, longest], filled on the right."""
+    """A micro-batch: int64 tensors [sequences, longest], padded on the right."""
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor | None
-    """Only where a sequence holds several rows."""
+    """None unless a sequence holds several rows."""
 
     @classmethod
-    def of(cls, rows: TokenRows, sequences: Sequence[Sequence[int]], device: torch.device) -> "SequenceBatch":
-        """The sequences (each the indices of its rows) on a device."""
-        batch = rows.padded(sequences)
+    def from_sequences(
+        cls, rows: TokenRows, sequences: Sequence[Sequence[int]], device: torch.device
+    ) -> "SequenceBatch":
+        """Build the batch of the sequences (each the indices of its rows) on a device."""
+        batch = rows.pad(sequences)
         packed = any(len(sequence) > 1 for sequence in sequences)
         return cls(
             torch.from_numpy(batch.input_ids).to(device),
@@ -47,43 +50,43 @@ class SequenceBatch:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-    """Rows of different length as one [rows, longest] tensor, filled on the right."""
+    """Pad rows of different lengths on the right to one tensor [rows, longest]."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], device=device)
 
 
 def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Negative log-likelihood in nats of each label, [sequences, positions - 1]; 0 where masked.
+    """Compute the negative log-likelihood in nats of each label, [sequences, positions - 1]; 0 where masked.
 
-    No attention mask is needed: sequences are filled on the right, where a causal model's positions do not look.
-    `position_ids` that begin again at 0 tell transformers to keep the rows of a pack apart.
-    Logits are computed for the columns in which any sequence is learned from, never for the whole batch x vocabulary.
+    No attention mask is needed: sequences are padded on the right, and causal attention does not see later positions.
+    `position_ids` that restart at 0 make transformers keep the rows of a pack separate. Logits are computed only for
+    columns in which any sequence is trained, never for the whole batch x vocabulary.
     """
     targets = labels[:, 1:]
-    columns = (targets != MASKED).any(dim=0).nonzero().squeeze(1)
+    columns = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
     logits = _compute_column_logits(model, input_ids, position_ids, columns)
-    chosen = targets[:, columns]
+    column_targets = targets[:, columns]
     nll_of_columns = functional.cross_entropy(
-        logits.float().flatten(0, 1), chosen.flatten(), ignore_index=MASKED, reduction="none"
+        logits.float().flatten(0, 1), column_targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     nll = torch.zeros(targets.shape, dtype=nll_of_columns.dtype, device=targets.device)
-    return nll.index_copy(1, columns, nll_of_columns.view(chosen.shape))
+    return nll.index_copy(1, columns, nll_of_columns.view(column_targets.shape))
 
 
 def forward_inputs(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """What a model is given, by its words for it."""
-    # transformers looks for packs only where there is neither a mask nor a cache (masking_utils, 5.23).
+    """Return the keyword arguments of a forward pass."""
+    # transformers detects packs only without mask and cache (masking_utils, 5.23).
     return {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
 
 
 def compute_all_logits(model: Model, batch: SequenceBatch) -> Tensor:
-    """Logits [sequences, positions, vocabulary], of every position."""
+    """Return logits [sequences, positions, vocabulary] of every position."""
     logits: Tensor = model(**forward_inputs(batch.input_ids, batch.position_ids), use_cache=False).logits
     return logits
 
 
 def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
-    """Logits [sequences, columns, vocabulary]."""
+    """Return logits [sequences, columns, vocabulary]."""
     inputs = forward_inputs(input_ids, position_ids)
     if "logits_to_keep" in _forward_parameter_names(model):
         logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
@@ -93,55 +96,58 @@ def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor
 
 
 def _forward_parameter_names(model: Model) -> set[str]:
-    """Names of what the model's forward pass takes."""
+    """Return the parameter names of the model's forward pass."""
     forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward
     return set(inspect.signature(forward).parameters)
 
 
 def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int], device: torch.device) -> None:
-    """Make sure on a real pack that the model keeps its rows apart. Draws no random number, changes nothing.
+    """Check on a real pack that the model keeps its rows separate. Draws no random numbers and changes nothing.
 
-    Models differ: recurrent layers, or attention of another kind, may carry one row into the next. So other tokens in
-    one row must not move the logits of the others, and the pack's logits must be those of its rows alone.
+    Recurrent layers, or attention of another kind, may carry one row into the next. So other tokens in one row must not
+    change the logits of the others, and the pack's logits must equal those of its rows alone.
 
     Raises:
-        SettingsError: the model mixes rows, or takes no position ids.
+        SettingsError: the model mixes rows, or does not accept position ids.
     """
-    refusal = "train.batching: packed, but this model {}; set by_length"
+    template = "train.batching: packed, but this model {}; set by_length"
     if "position_ids" not in _forward_parameter_names(model):
-        raise SettingsError(refusal.format("takes no position ids and would read the rows of a pack as one text"))
+        raise SettingsError(
+            template.format("does not accept position ids and would read the rows of a pack as one text")
+        )
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        batch = SequenceBatch.of(rows, [pack], device)
+        batch = SequenceBatch.from_sequences(rows, [pack], device)
         logits = _learned_logits(model, batch)
         influence, noise = _cross_row_influence(model, batch, logits, rows, pack)
         distance = _deviation_from_unpacked(model, logits, rows, pack)
     model.train(was_training)
-    of_company, of_packing = ROUNDING.get(logits.dtype, ROUNDING_OF_16_BITS)
-    if not influence <= max(of_company, 4 * noise):
+    max_influence, max_distance = MAX_ROUNDING_DEVIATION.get(logits.dtype, MAX_ROUNDING_DEVIATION_16_BIT)
+    if not influence <= max(max_influence, 4 * noise):
         text = (
-            f"mixes the rows of a pack: other tokens in the first of {len(pack)} rows move the logits of those after it"
+            f"mixes the rows of a pack: other tokens in the first of {len(pack)} rows change the logits of later rows"
         )
-        raise SettingsError(refusal.format(f"{text} by {influence:.2g} standard deviations"))
-    if not distance <= of_packing:
-        text = f"reads a row in a pack otherwise than alone: logits differ by {distance:.2g} standard deviations"
-        raise SettingsError(refusal.format(f"{text}, where {of_packing:g} would be rounding"))
+        raise SettingsError(template.format(f"{text} by {influence:.2g} standard deviations"))
+    if not distance <= max_distance:
+        text = f"computes a row differently in a pack: logits differ by {distance:.2g} standard deviations"
+        raise SettingsError(template.format(f"{text}, expected at most {max_distance:g}"))
 
 
 def _cross_row_influence(
     model: Model, batch: SequenceBatch, logits: Tensor, rows: TokenRows, pack: Sequence[int]
 ) -> tuple[float, float]:
-    """Greatest change of the later rows' logits by the first row's tokens, and of the earlier rows' by the last row's.
+    """Return the greatest change of later rows' logits by the first row's tokens, and of earlier rows' by the last row.
 
-    No causal model lets the last row change anything: that figure is noise (experts round by how many tokens they get).
+    No causal model lets the last row change anything, so the second number is noise (experts round depending on how
+    many tokens they get).
     """
-    first, last = rows.tokens(pack[:1]), rows.tokens(pack[:-1])
-    learned_first, learned_last = rows.trained(pack[:1]), rows.trained(pack[:-1])
-    moved = _learned_logits(model, _replace_tokens(batch, 0, first))
-    influence = _greatest_deviation(logits[learned_first:], moved[learned_first:])
-    moved = _learned_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
-    return influence, _greatest_deviation(logits[:learned_last], moved[:learned_last])
+    first, last = rows.count_tokens(pack[:1]), rows.count_tokens(pack[:-1])
+    learned_first, learned_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
+    changed = _learned_logits(model, _replace_tokens(batch, 0, first))
+    influence = _greatest_deviation(logits[learned_first:], changed[learned_first:])
+    changed = _learned_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
+    return influence, _greatest_deviation(logits[:learned_last], changed[:learned_last])
 
 
 def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatch:
@@ -152,69 +158,63 @@ def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatc
 
 
 def _greatest_deviation(logits: Tensor, others: Tensor) -> float:
-    """Greatest difference in standard deviations of the logits; 0 where there are none."""
+    """Return the greatest difference in standard deviations of the logits; 0 if there are none."""
     if not logits.numel():
         return 0.0
     return float((logits.float() - others.float()).abs().max() / logits.float().std())
 
 
 def _deviation_from_unpacked(model: Model, logits: Tensor, rows: TokenRows, pack: Sequence[int]) -> float:
-    """Greatest root mean square difference of a row's logits in the pack from those alone, in standard deviations."""
-    found, start = [0.0], 0
+    """Return the greatest RMS difference of a row's logits between packed and unpacked, in standard deviations."""
+    deviations, start = [0.0], 0
     for row in pack:
-        alone = _learned_logits(model, SequenceBatch.of(rows, [[row]], logits.device)).float()
+        alone = _learned_logits(model, SequenceBatch.from_sequences(rows, [[row]], logits.device)).float()
         if len(alone):
             difference = (logits[start : start + len(alone)].float() - alone).square().mean().sqrt()
-            found.append(float(difference / alone.std()))
+            deviations.append(float(difference / alone.std()))
         start += len(alone)
-    return float(torch.tensor(found).max())  # nan stays nan, unlike with Python's max
+    return float(torch.tensor(deviations).max())  # nan stays nan, unlike with Python's max
 
 
 def _learned_logits(model: Model, batch: SequenceBatch) -> Tensor:
-    """Logits [positions that are learned from, vocabulary] of a single sequence."""
-    columns = (batch.labels[0, 1:] != MASKED).nonzero().squeeze(1)
+    """Return logits [trained positions, vocabulary] of a single sequence."""
+    columns = (batch.labels[0, 1:] != IGNORE_INDEX).nonzero().squeeze(1)
     return _compute_column_logits(model, batch.input_ids, batch.position_ids, columns)[0]
 
 
-# The loss of learning from a larger model: cross entropy of the answers, and the distance of two distributions.
+# Distillation loss: cross entropy of the answers, and the divergence between student and teacher.
 #
-# At each learned position, with student's and teacher's distributions q and p of temperature T (softmax of logits /
-# T):
+# At each trained position, with student's and teacher's distributions q and p at temperature T (softmax of logits / T):
 #
-#     (1 - weight) x -log q_1(answer)  +  weight x T^2 x D,    D = KL(p || q), or KL(q || p) where `direction` is
-# reverse
+#     (1 - weight) x -log q_1(answer)  +  weight x T^2 x D,    D = KL(p || q), or KL(q || p) if `direction` is reverse
 #
-# T^2 keeps the second part's gradient of one size whatever T is (Hinton et al. 2015, arXiv 1503.02531, section 2); the
-# reverse direction is that of MiniLLM (Gu et al. 2024, arXiv 2306.08543), on given answers, not on the student's own.
+# T^2 makes the size of the second part's gradient independent of T (Hinton et al. 2015, arXiv 1503.02531, section 2).
+# The reverse direction is that of MiniLLM (Gu et al. 2024, arXiv 2306.08543), on given answers instead of the student's
+# own.
 #
-# Of p either every token is known, and then q is taken over these tokens too, without the padding that a student's
-# embedding may have beyond them. Or the `k` most probable tokens S are, and what all others have together. Then D is
-# of
-# the distributions over the k tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum
-# inequality (Cover and Thomas, theorem 2.7.1) this is never more than D of the whole, and 0 wherever that is. Cutting
-# p
-# off and scaling it up to 1 instead would teach probabilities that are too large (Anshumann et al. 2025, arXiv
-# 2503.16870).
+# Either p is known for every token; then q is normalized over these tokens too, without the padding that a student's
+# embedding may have beyond them. Or p is known for the `k` most probable tokens S, together with the rest's total. Then
+# D is computed over k tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality
+# (Cover and Thomas, theorem 2.7.1) this is never more than the full D, and 0 wherever the full D is 0. Truncating p and
+# rescaling it to 1 instead would teach probabilities that are too large (Anshumann et al. 2025, arXiv 2503.16870).
 #
-# The gradient is written by hand, since the logits of a micro-batch are never all there (heads.py). By u = logits / T
-# it
-# is, of a bucket b, `g_b = q_b - p_b` (forward), `g_b = q_b (log(q_b / p_b) - D)` (reverse); a token of S is a bucket
-# of
-# its own, and of the rest each token has the part of g_rest that it has of q_rest.
+# The gradient is computed by hand, because the logits of a micro-batch never exist as a whole (chunked_loss.py). With u
+# = logits / T, for a bucket b it is `g_b = q_b - p_b` (forward), `g_b = q_b (log(q_b / p_b) - D)` (reverse). A token of
+# S is its own bucket; each token of the rest has the share of g_rest that it has of q_rest.
 
-SOME, ALL = 2, 4
-"""Tensors of all logits that are there at a time, for each that there is without a teacher: where it says most probable
-tokens, and where it says all."""
+TOP_K_TENSORS, FULL_TENSORS = 2, 4
+"""Tensors of the logits' size that exist at a time, relative to training without a teacher: with the most probable
+tokens, and with all tokens."""
 
 
 @dataclass(frozen=True)
 class StoredTeacherTargets:
-    """What a teacher says at the learned positions of a micro-batch, row after row, and how much it counts."""
+    """Teacher distributions at the trained positions of a micro-batch, row after row, and their weight in the loss."""
 
     tokens: Tensor | None
-    """int64 [positions, k]: each once in a position. None: every token, in the order of their ids."""
+    """int64 [positions, k], unique per position. None: every token, ordered by id."""
     log_probabilities: Tensor
-    """float [positions, k + 1], at the temperature: of the tokens, and last of all others together. Of every token:
+    """float [positions, k + 1] at the temperature: of the tokens, then of all others together. With every token:
     [positions, tokens]."""
     weight: float
     temperature: float
@@ -223,91 +223,95 @@ class StoredTeacherTargets:
     @property
     def distributions(self) -> int:
         """See `TeacherTargets`."""
-        return ALL if self.tokens is None else SOME
+        return FULL_TENSORS if self.tokens is None else TOP_K_TENSORS
 
-    def some(self, positions: slice) -> "StoredTeacherTargets":
-        """Of a piece of the positions."""
+    def select(self, positions: slice) -> "StoredTeacherTargets":
+        """Return the targets of a range of positions."""
         tokens = None if self.tokens is None else self.tokens[positions]
         return replace(self, tokens=tokens, log_probabilities=self.log_probabilities[positions])
 
 
 class TeacherTargets(Protocol):
-    """What a teacher says of a micro-batch.
-
-    It is there (`StoredTeacherTargets`), or it is computed when a caller asks for a piece of it.
-    """
+    """Teacher distributions of a micro-batch, stored (`StoredTeacherTargets`) or computed on request."""
 
     @property
     def distributions(self) -> int:
-        """SOME or ALL: pieces are smaller by so much."""
+        """TOP_K_TENSORS or FULL_TENSORS: the divisor of the piece size."""
 
-    def some(self, positions: slice) -> StoredTeacherTargets:
-        """Of a piece of the positions."""
+    def select(self, positions: slice) -> StoredTeacherTargets:
+        """Return the targets of a range of positions."""
 
 
-def compute_loss_and_gradient(logits: Tensor, targets: Tensor, lesson: StoredTeacherTargets) -> tuple[Tensor, Tensor]:
-    """Sum over positions, in nats (float64), and its gradient by the logits, in float32 (float64 where they are).
+def compute_loss_and_gradient(
+    logits: Tensor, targets: Tensor, teacher_targets: StoredTeacherTargets
+) -> tuple[Tensor, Tensor]:
+    """Return the sum over positions in nats (float64) and its gradient by the logits (float32, or float64 like them).
 
     Args:
-        logits: [positions, vocabulary], of the student; the vocabulary may have tokens that the teacher never names.
+        logits: student logits [positions, vocabulary]; the vocabulary may have tokens that the teacher lacks.
         targets: int64 [positions]: the token of the answer.
-        lesson: of the same positions.
+        teacher_targets: teacher distributions of the same positions.
     """
     with torch.no_grad():
-        numbers = logits if logits.dtype == torch.float64 else logits.float()
-        share, temperature = lesson.weight, lesson.temperature
-        gradient = functional.log_softmax(numbers, dim=-1)
-        loss = -(1 - share) * gradient.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+        logits_float = logits if logits.dtype == torch.float64 else logits.float()
+        weight, temperature = teacher_targets.weight, teacher_targets.temperature
+        gradient = functional.log_softmax(logits_float, dim=-1)
+        loss = -(1 - weight) * gradient.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
         gradient = gradient.exp_()
         gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
-        gradient.mul_(1 - share)
+        gradient.mul_(1 - weight)
 
-        if lesson.tokens is None:
-            distance = _add_full_gradient(gradient, numbers, lesson)
+        if teacher_targets.tokens is None:
+            distance = _add_full_gradient(gradient, logits_float, teacher_targets)
         else:
-            distance = _add_top_k_gradient(gradient, numbers, lesson, lesson.tokens)
-        loss = loss + share * temperature**2 * distance.sum(dtype=torch.float64)
+            distance = _add_top_k_gradient(gradient, logits_float, teacher_targets, teacher_targets.tokens)
+        loss = loss + weight * temperature**2 * distance.sum(dtype=torch.float64)
     return loss, gradient
 
 
-def _add_top_k_gradient(gradient: Tensor, numbers: Tensor, lesson: StoredTeacherTargets, tokens: Tensor) -> Tensor:
-    """Add the distance's gradient, of some tokens and one bucket for the rest; returns the distances [positions, 1]."""
-    student = functional.log_softmax(numbers / lesson.temperature, dim=-1)
-    kept = student.gather(1, tokens)
+def _add_top_k_gradient(
+    gradient: Tensor, logits: Tensor, teacher_targets: StoredTeacherTargets, tokens: Tensor
+) -> Tensor:
+    """Add the divergence's gradient for k tokens and one bucket for the rest; return the divergences [positions, 1]."""
+    student = functional.log_softmax(logits / teacher_targets.temperature, dim=-1)
+    top_k = student.gather(1, tokens)
     rest = student.scatter_(1, tokens, -torch.inf).logsumexp(dim=1, keepdim=True)
-    own, theirs = torch.cat([kept, rest], dim=1), _normalize_probabilities(lesson.log_probabilities.to(numbers.dtype))
-    if lesson.direction == "forward":
-        distance = (theirs.exp() * (theirs - own)).sum(dim=1, keepdim=True)
-        by_bucket = own.exp() - theirs.exp()
+    student_log, teacher_log = (
+        torch.cat([top_k, rest], dim=1),
+        _normalize_probabilities(teacher_targets.log_probabilities.to(logits.dtype)),
+    )
+    if teacher_targets.direction == "forward":
+        distance = (teacher_log.exp() * (teacher_log - student_log)).sum(dim=1, keepdim=True)
+        by_bucket = student_log.exp() - teacher_log.exp()
     else:
-        terms = own - theirs
-        distance = (own.exp() * terms).sum(dim=1, keepdim=True)
-        by_bucket = own.exp() * (terms - distance)
-    by_bucket *= lesson.weight * lesson.temperature  # T^2, and 1 / T of u = logits / T
-    # A token of the rest: its part of them. Those of S are -inf here, so 0.
+        terms = student_log - teacher_log
+        distance = (student_log.exp() * terms).sum(dim=1, keepdim=True)
+        by_bucket = student_log.exp() * (terms - distance)
+    by_bucket *= teacher_targets.weight * teacher_targets.temperature  # T^2, and 1 / T of u = logits / T
+    # Tokens of the rest get their share. Those of S are -inf here, so their share is 0.
     gradient += student.sub_(rest).exp_().mul_(by_bucket[:, -1:])
-    # Each token is there once, so nothing is added up in an order that a GPU would choose.
+    # Each token is unique, so no sum depends on an order that a GPU would choose.
     gradient.scatter_(1, tokens, gradient.gather(1, tokens) + by_bucket[:, :-1])
     return distance
 
 
-def _add_full_gradient(gradient: Tensor, numbers: Tensor, lesson: StoredTeacherTargets) -> Tensor:
-    """The same of every token that the teacher knows; few tensors of their size are there at a time."""
-    theirs = lesson.log_probabilities
-    own = functional.log_softmax(numbers[:, : theirs.shape[1]] / lesson.temperature, dim=-1)
-    difference = own - theirs
-    own.exp_()
-    if lesson.direction == "forward":
-        probabilities = theirs.exp()
+def _add_full_gradient(gradient: Tensor, logits: Tensor, teacher_targets: StoredTeacherTargets) -> Tensor:
+    """Add the divergence's gradient for every token of the teacher; memory-saving in-place operations."""
+    teacher_log = teacher_targets.log_probabilities
+    student_log = functional.log_softmax(logits[:, : teacher_log.shape[1]] / teacher_targets.temperature, dim=-1)
+    difference = student_log - teacher_log
+    student_log.exp_()
+    if teacher_targets.direction == "forward":
+        probabilities = teacher_log.exp()
         distance = -difference.mul_(probabilities).sum(dim=1, keepdim=True)
-        by_token = own.sub_(probabilities)
+        by_token = student_log.sub_(probabilities)
     else:
-        distance = (own * difference).sum(dim=1, keepdim=True)
-        by_token = own.mul_(difference.sub_(distance))
-    gradient[:, : theirs.shape[1]].add_(by_token, alpha=lesson.weight * lesson.temperature)
+        distance = (student_log * difference).sum(dim=1, keepdim=True)
+        by_token = student_log.mul_(difference.sub_(distance))
+    gradient[:, : teacher_log.shape[1]].add_(by_token, alpha=teacher_targets.weight * teacher_targets.temperature)
     return distance
 
 
 def _normalize_probabilities(log_probabilities: Tensor) -> Tensor:
-    """Probabilities that sum to 1: in 16 bits, as they are stored, they did so but to rounding."""
+    """Normalize to a sum of 1: the stored 16-bit values have rounding errors."""
     return log_probabilities - log_probabilities.logsumexp(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Model cards: the README.md of an adapter and of an exported model, from facts alone.
+"""Renders model cards: the README.md of an adapter and of an exported model.
 
-Front matter is what the Hugging Face hub reads (https://huggingface.co/docs/hub/model-cards#model-card-metadata). Equal
-facts give equal bytes: a card holds no path of a machine, no time, and nothing that differs from one repetition to the
-next.
+The front matter is in the format of the Hugging Face hub
+(https://huggingface.co/docs/hub/model-cards#model-card-metadata). Equal inputs give equal bytes: a card holds no local
+paths, no times, and nothing else that differs between repetitions.
 """
 
 import json
@@ -18,16 +18,16 @@ from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 _METHODS = {
     "lora": "LoRA (Hu et al. 2021)",
     "dora": "DoRA: directions by LoRA, and magnitudes (Liu et al. 2024)",
-    "adalora": "AdaLoRA: ranks shared out by importance (Zhang et al. 2023)",
+    "adalora": "AdaLoRA: ranks allocated by importance (Zhang et al. 2023)",
 }
-_LISTED = 12
-"""Modules or tokens that are named one by one; of more, the number is given."""
+_MAX_LISTED = 12
+"""Maximum number of modules or tokens that are listed by name; the rest is counted."""
 
 
 def render_for_adapter(
-    base: BaseCard, train: Train, report: TrainReport, analysed: AdapterAnalysis | None = None
+    base: BaseCard, train: Train, report: TrainReport, analysis: AdapterAnalysis | None = None
 ) -> str:
-    """The card of an adapter as training leaves it, in the directory `adapter` beside the card."""
+    """Render the card of a trained adapter, which is in the directory `adapter` next to the card."""
     return _render(
         _front_matter(base, "peft", "adapter", [train.adapter, *(["qlora"] if train.quantization != "none" else [])]),
         _adapter_title(base),
@@ -36,54 +36,54 @@ def render_for_adapter(
             "The base": _base_rows(base, train, report),
             "Training": _training_rows(train, report),
         },
-        [*_training_effects(analysed), *_adapter_usage(base, train)],
+        [*_training_effects(analysis), *_adapter_usage(base, train)],
     )
 
 
 def render_for_model(
-    base: BaseCard, train: Train, report: TrainReport, export: Export, analysed: AdapterAnalysis | None = None
+    base: BaseCard, train: Train, report: TrainReport, export: Export, analysis: AdapterAnalysis | None = None
 ) -> str:
-    """The card of a merged model."""
-    whole = train.quantization == "none" and base.quantization is None
-    into = "base" if whole else f"{export.merge_base} base"
-    made = {
-        "Weights": f"{export.dtype}, the adapter merged into the {into}; sums in float32",
+    """Render the card of a merged model."""
+    is_unquantized = train.quantization == "none" and base.quantization is None
+    merged_into = "base" if is_unquantized else f"{export.merge_base} base"
+    model_rows = {
+        "Weights": f"{export.dtype}, the adapter merged into the {merged_into}; sums in float32",
         "Adapter, SHA-256": f"`{report.adapter_digest}`",
     }
     return _render(
         _front_matter(base, "transformers", "finetune", [train.adapter]),
         f"{_base_display_name(base)}, fine-tuned",
         {
-            "The model": made, "The adapter": _adapter_rows(train, report), "The base": _base_rows(base, train, report),
-            "Training": _training_rows(train, report),
+            "The model": model_rows, "The adapter": _adapter_rows(train, report),
+            "The base": _base_rows(base, train, report), "Training": _training_rows(train, report),
         },
-        [*_training_effects(analysed), *_model_usage()],
+        [*_training_effects(analysis), *_model_usage()],
     )  # fmt: skip
 
 
-def _render(front: str, title: str, tables: Mapping[str, Mapping[str, str]], rest: Sequence[str]) -> str:
-    lines = [front, f"# {title}", ""]
+def _render(front_matter: str, title: str, tables: Mapping[str, Mapping[str, str]], sections: Sequence[str]) -> str:
+    lines = [front_matter, f"# {title}", ""]
     for heading, rows in tables.items():
         lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {key} | {rows[key]} |" for key in rows), ""]
-    return "\n".join([*lines, *rest]).rstrip() + "\n"
+    return "\n".join([*lines, *sections]).rstrip() + "\n"
 
 
 def _front_matter(base: BaseCard, library: str, relation: str, tags: Sequence[str]) -> str:
-    """YAML between two lines of dashes. Texts are written as JSON strings, which YAML reads as what they are."""
-    front: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation"}
+    """Return YAML between two lines of dashes. Values are written as JSON, which is valid YAML."""
+    metadata: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation"}
     if base.revision is not None:
-        front |= {"base_model": base.source, "base_model_relation": relation}
+        metadata |= {"base_model": base.source, "base_model_relation": relation}
     if base.licence is not None:
-        front |= _license_fields(base.licence)
-    front["tags"] = [*tags, "ratchet"]
-    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""])
+        metadata |= _license_fields(base.licence)
+    metadata["tags"] = [*tags, "ratchet"]
+    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---", ""])
 
 
 def _license_fields(declared: str) -> dict[str, object]:
-    """As the hub wants it: an identifier in small letters, or `other` and a name (which may hold anything)."""
-    written = declared.lower()
-    if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", written):
-        return {"license": written}
+    """Return the license as the hub expects it: a lowercase identifier, or `other` and an arbitrary name."""
+    lowercase = declared.lower()
+    if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", lowercase):
+        return {"license": lowercase}
     return {"license": "other", "license_name": declared}
 
 
@@ -105,18 +105,20 @@ def _base_rows(base: BaseCard, train: Train, report: TrainReport) -> dict[str, s
         rows["Revision"] = f"`{base.revision}`"
     rows["Files, SHA-256"] = f"`{base.digest}`"
     rows["Licence"] = base.licence or "the base declares none"
-    rows["Held in training as"] = _describe_quantization(base, train, report)
+    rows["Quantization in training"] = _describe_quantization(base, train, report)
     if base.added_tokens:
-        shown = ", ".join(f"`{json.dumps(token, ensure_ascii=False)[1:-1]}`" for token in base.added_tokens[:_LISTED])
-        more = f" and {len(base.added_tokens) - _LISTED} more" if len(base.added_tokens) > _LISTED else ""
-        rows["Added tokens"] = f"{len(base.added_tokens)}: {shown}{more}; their rows of the embeddings were learned"
+        shown = ", ".join(
+            f"`{json.dumps(token, ensure_ascii=False)[1:-1]}`" for token in base.added_tokens[:_MAX_LISTED]
+        )
+        more = f" and {len(base.added_tokens) - _MAX_LISTED} more" if len(base.added_tokens) > _MAX_LISTED else ""
+        rows["Added tokens"] = f"{len(base.added_tokens)}: {shown}{more}; their embedding rows were trained"
     return {key: _escape_cell(text) for key, text in rows.items()}
 
 
 def _describe_quantization(base: BaseCard, train: Train, report: TrainReport) -> str:
     if train.quantization == "none":
-        return "not quantised"
-    constants = "quantised too (double quantisation)" if train.double_quantization else "in float32"
+        return "not quantized"
+    constants = "quantized too (double quantization)" if train.double_quantization else "in float32"
     return (
         f"{train.quantization.upper()}, 4 bits in {train.quantization_storage} tensors: "
         f"{report.quantized_parameters:,} of {base.parameters:,} weights; constants {constants}"
@@ -124,20 +126,20 @@ def _describe_quantization(base: BaseCard, train: Train, report: TrainReport) ->
 
 
 def _adapter_rows(train: Train, report: TrainReport) -> dict[str, str]:
-    scale = "alpha / sqrt(rank), rsLoRA" if train.rank_stabilized else "alpha / rank"
+    scale = "alpha / sqrt(rank), rsLoRA" if train.use_rslora else "alpha / rank"
     rows = {"Method": _METHODS[train.adapter], "Rank": f"{train.rank}{_format_pattern(train.rank_pattern)}"}
     if train.adapter == "adalora":
         rows["Rank"] = f"{train.rank} at first, {train.adalora.target_rank} on average at the end"
     rows["Alpha"] = f"{train.alpha:g}{_format_pattern(train.alpha_pattern)}; updates are multiplied by {scale}"
     if train.initialization == "pissa":
-        rows["Begun as"] = (
+        rows["Initialized as"] = (
             "principal singular vectors of the weights, PiSSA (Meng et al. 2024); saved at twice the rank"
         )
-    targets = [train.targets] if isinstance(train.targets, str) else train.targets
+    targets = [train.target_modules] if isinstance(train.target_modules, str) else train.target_modules
     rows["Targets"] = ", ".join(f"`{target}`" for target in targets)
     share = report.trainable_parameters / report.total_parameters
-    rows["Weights that learned"] = f"{report.trainable_parameters:,} of {report.total_parameters:,} ({share:.2%})"
-    rows["Their type"] = train.adapter_dtype
+    rows["Trained weights"] = f"{report.trainable_parameters:,} of {report.total_parameters:,} ({share:.2%})"
+    rows["Adapter dtype"] = train.adapter_dtype
     return {key: _escape_cell(text) for key, text in rows.items()}
 
 
@@ -148,13 +150,14 @@ def _format_pattern(pattern: Mapping[str, float]) -> str:
 def _training_rows(train: Train, report: TrainReport) -> dict[str, str]:
     rows = {
         "Steps": f"{report.steps:,} of {report.planned_steps:,}; the weights are those of step {report.kept_step:,}",
-        "Rows a step": f"{train.batch_rows:,}",
-        "Learning rate": f"{train.learning_rate:g}, {train.schedule}, after a warm-up of {train.warmup:g} of the steps",
+        "Rows per step": f"{train.batch_size:,}",
+        "Learning rate": f"{train.learning_rate:g}, {train.schedule}, after a warm-up of {train.warmup_ratio:g} of the "
+        "steps",
         "Optimizer": f"{train.optimizer}, weight decay {train.weight_decay:g}",
-        "Tokens": f"{report.trained_tokens:,} learned from, {report.input_tokens:,} read",
+        "Tokens": f"{report.trained_tokens:,} trained, {report.input_tokens:,} read",
     }
-    if train.rate_ratio != 1:
-        rows["Learning rate"] += f"; matrices B at {train.rate_ratio:g} times that, LoRA+ (Hayou et al. 2024)"
+    if train.loraplus_lr_ratio != 1:
+        rows["Learning rate"] += f"; matrices B at {train.loraplus_lr_ratio:g} times that, LoRA+ (Hayou et al. 2024)"
     if report.kept_step in report.validation_loss:
         rows["Validation loss"] = f"{report.validation_loss[report.kept_step]:.4f} nats per answer token"
     rows["Data, SHA-256"] = f"`{report.data_digest}`"
@@ -163,30 +166,34 @@ def _training_rows(train: Train, report: TrainReport) -> dict[str, str]:
 
 
 def _escape_cell(text: str) -> str:
-    """Text that stays in its cell of a table."""
+    """Escape text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _training_effects(analysed: AdapterAnalysis | None) -> Iterator[str]:
-    if analysed is None or not analysed.modules:
+def _training_effects(analysis: AdapterAnalysis | None) -> Iterator[str]:
+    if analysis is None or not analysis.modules:
         return
-    modules = list(analysed.modules.values())
+    modules = list(analysis.modules.values())
     ratios = [module.update_ratio for module in modules]
-    yield from ("## What training did", "")
+    yield from ("## Effects of training", "")
     yield (
-        f"{len(modules)} modules have an adapter. The update is {median(ratios):.2%} of a module's weights at the "
-        f"median, {max(ratios):.2%} at most (Frobenius norms). {_format_ranks(modules)}"
+        f"{len(modules)} modules have an adapter. The median update is {median(ratios):.2%} of a module's weights, the "
+        f"largest {max(ratios):.2%} (Frobenius norms). {_format_ranks(modules)}"
     )
-    if analysed.still:
-        names = ", ".join(f"`{name}`" for name in analysed.still[:_LISTED])
-        more = f" and {len(analysed.still) - _LISTED} more" if len(analysed.still) > _LISTED else ""
-        yield f"{len(analysed.still)} of them barely moved: {names}{more}."
+    if analysis.unchanged_modules:
+        names = ", ".join(f"`{name}`" for name in analysis.unchanged_modules[:_MAX_LISTED])
+        more = (
+            f" and {len(analysis.unchanged_modules) - _MAX_LISTED} more"
+            if len(analysis.unchanged_modules) > _MAX_LISTED
+            else ""
+        )
+        yield f"{len(analysis.unchanged_modules)} of them hardly changed: {names}{more}."
     yield ""
 
 
 def _format_ranks(modules: Sequence[ModuleAnalysis]) -> str:
     effective = median(module.effective_rank for module in modules)
-    return f"Its effective rank (Roy and Vetterli 2007) is {effective:.1f} of {median(m.rank for m in modules):g}."
+    return f"The effective rank (Roy and Vetterli 2007) is {effective:.1f} of {median(m.rank for m in modules):g}."
 
 
 def _adapter_usage(base: BaseCard, train: Train) -> Iterator[str]:
@@ -194,21 +201,21 @@ def _adapter_usage(base: BaseCard, train: Train) -> Iterator[str]:
     if base.added_tokens:
         yield "from tokenizers import AddedToken"
     yield from (f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if base.added_tokens else ''}", "")
-    where = (
+    source = (
         json.dumps(base.source) + f", revision={json.dumps(base.revision)}" if base.revision else '"PATH OF THE BASE"'
     )
-    yield f"base = AutoModelForCausalLM.from_pretrained({where})"
+    yield f"base = AutoModelForCausalLM.from_pretrained({source})"
     if base.added_tokens:
-        yield f"tokenizer = AutoTokenizer.from_pretrained({where})"
+        yield f"tokenizer = AutoTokenizer.from_pretrained({source})"
         added = json.dumps(list(base.added_tokens))
         yield f"tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in {added}])"
-        yield "if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # never make them fewer"
+        yield "if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # never shrink"
         yield "    base.resize_token_embeddings(len(tokenizer))"
     yield from ('model = PeftModel.from_pretrained(base, "adapter")', "```", "")
     if train.quantization != "none":
         yield (
-            f"It was trained against the base in {train.quantization.upper()}: on weights that are not quantised it "
-            "answers a little differently."
+            f"The adapter was trained on the base in {train.quantization.upper()}: on unquantized weights its answers "
+            "differ slightly."
         )
 
 

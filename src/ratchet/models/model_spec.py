@@ -1,10 +1,11 @@
-"""What a model is made of, read off its module graph on the meta device: no weight is ever loaded.
+"""Describes a model's layers from its module graph on the meta device, without loading weights.
 
-Roles come from where a layer stands, not from a table of models. Of the names and classes around a layer the innermost
-that says attention or MLP decides; a layer that stands in a decoder layer beside an attention belongs to the MLP (as
-fc1 and fc2 of OPT do). Linear attention (Gated DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention. The
-projections of state-space mixers (Mamba) are `other`, in no group: their fused kernels read weights past the layer,
-where an adapter would be left out, so only who names them gets them. So are vision and audio towers.
+Roles are derived from a layer's position, not from a table of models. The innermost name or class around a layer that
+indicates attention or MLP decides; a layer directly in a decoder layer next to an attention belongs to the MLP (like
+fc1 and fc2 of OPT). Linear attention (Gated DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention.
+Projections of state-space mixers (Mamba) have the role `other` and belong to no group: their fused kernels read weights
+directly and would skip an adapter, so they are adapted only if named explicitly. The same applies to vision and audio
+towers.
 """
 
 import copy
@@ -26,89 +27,89 @@ from ratchet.errors import BaseModelError, first_line
 from ratchet.models.device import Model
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
-"""What peft can put an adapter on. `conv1d` is GPT-2's linear layer with a transposed weight; `experts` is a parameter
-that holds the matrices of many experts as one tensor of three dimensions."""
+"""Kinds of layers that peft can adapt. `conv1d` is GPT-2's linear layer with a transposed weight; `experts` is a
+parameter that holds the matrices of many experts as one tensor of three dimensions."""
 Role = Literal["attention", "mlp", "router", "embedding", "head", "other"]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A matrix of the model that an adapter could stand beside, or as many of one shape as there are experts."""
+    """A matrix that can have an adapter, or equal-shaped matrices of several experts."""
 
     name: str
-    """Full name of the module; of experts, that of the parameter."""
+    """Full name of the module; for experts, of the parameter."""
     kind: Kind
     role: Role
     inputs: int
     outputs: int
     count: int
-    """Matrices: the number of experts, else 1."""
+    """Number of matrices: the number of experts, otherwise 1."""
     bias: bool
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its weights."""
+    """Structure of a model, without weights."""
 
     config: Any
     layers: tuple[LayerSpec, ...]
     others: dict[str, str]
-    """Modules that are no layers, and their classes: norms, activations, whole blocks."""
+    """Classes of modules that are not layers, by name: norms, activations, whole blocks."""
     parameters: int
-    """Weights, each once; tied ones once."""
+    """Number of weights; tied weights count once."""
     tied_head: bool
     is_causal: bool
-    """Whether it is trained to predict the next token from those before it."""
+    """True if the model predicts the next token from those before it."""
     class_name: str
     remote_code: bool = False
     directory: Path | None = field(default=None, compare=False)
 
     @property
     def embedding_rows(self) -> int:
-        """Tokens that it has an embedding for, padding included."""
+        """Rows of the embedding, including padding."""
         return int(self.config.get_text_config().vocab_size)
 
     def model(self, dtype: torch.dtype, attention: Literal["auto", "sdpa", "eager"] = "auto") -> Model:
-        """The model on the meta device, in evaluation mode, each weight of the type that it has when loaded."""
+        """Build the model on the meta device in evaluation mode, with the dtypes that the weights have when loaded."""
         model = _build_on_meta(self.config, dtype, attention, self.remote_code)
-        for name, wanted in _fixed_dtypes(model, dtype):
+        for name, fixed_dtype in _fixed_dtypes(model, dtype):
             parameter = model.get_parameter(name)
-            parameter.data = parameter.data.to(wanted)
+            parameter.data = parameter.data.to(fixed_dtype)
         return model.eval()
 
     def require_causal(self) -> None:
-        """Raises BaseModelError, naming the class, when the model is no causal language model."""
+        """Raise BaseModelError if the model is not a causal language model."""
         if not self.is_causal:
-            kind = "an encoder-decoder" if getattr(self.config, "is_encoder_decoder", False) else "no decoder"
+            kind = "an encoder-decoder" if getattr(self.config, "is_encoder_decoder", False) else "not a decoder"
             raise BaseModelError(
-                f"base.source: {self.class_name} ({self.config.model_type}) is {kind}; training is for causal language "
-                "models, which predict each token from those before it: take one such as Llama, Qwen or Mistral"
+                f"base.source: {self.class_name} ({self.config.model_type}) is {kind}; expected a causal language "
+                "model, such as Llama, Qwen or Mistral"
             )
 
 
 def load(path: Path, remote_code: bool = False) -> ModelSpec:
-    """Read the blueprint off a model directory or a bare config file, of any name.
+    """Read the spec of a model directory, or of a config file with any name.
 
     Raises:
-        BaseModelError: there is none, or transformers knows no such model.
+        BaseModelError: the config is missing, or transformers does not know the model.
     """
     file = path / "config.json" if path.is_dir() else path
-    written = _read_config(file)
-    config = _parse_config(file, written, remote_code)
+    raw = _read_config(file)
+    config = _parse_config(file, raw, remote_code)
     try:
         model = _build_on_meta(config, torch.float32, "auto", remote_code)
-    except Exception as error:  # a class's own arithmetic with figures of the file: it may raise anything
-        raise BaseModelError(f"{file}: transformers builds no model of it: {first_line(error)}") from error
+    except Exception as error:  # a class computes with values of the file and may raise anything
+        raise BaseModelError(f"{file}: transformers cannot build the model: {first_line(error)}") from error
     return describe(model, remote_code, file.parent)
 
 
 def from_config(config: Any) -> ModelSpec:
-    """The blueprint of a config that is at hand."""
+    """Build the spec of an existing config."""
     return describe(_build_on_meta(config, torch.float32, "auto", remote_code=False))
 
 
 def describe(model: Model, remote_code: bool = False, directory: Path | None = None) -> ModelSpec:
-    """The blueprint of a model without adapters that is at hand, on any device; not of one in 4 bits."""
+    """Build the spec of an existing model without adapters, on any device, not in 4 bits."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     return ModelSpec(
@@ -125,24 +126,24 @@ def describe(model: Model, remote_code: bool = False, directory: Path | None = N
 
 
 def list_layers(model: Model) -> tuple[LayerSpec, ...]:
-    """Every layer of a model without adapters, on any device, in 4 bits or not; in the order of its modules."""
+    """List every layer of a model without adapters, on any device, in 4 bits or not, in module order."""
     head = model.get_output_embeddings()
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             size, width = module.num_embeddings, module.embedding_dim
-            found.append(LayerSpec(name, "embedding", "embedding", size, width, 1, bias=False))
+            layers.append(LayerSpec(name, "embedding", "embedding", size, width, 1, bias=False))
         elif isinstance(module, nn.Linear | Conv1D):
             role = "head" if module is head else _classify_role(name, classes, model)
-            found.append(_matrix_spec(name, module, role))
+            layers.append(_matrix_spec(name, module, role))
         else:
-            found += _expert_specs(name, module, classes, model)
-    return tuple(found)
+            layers += _expert_specs(name, module, classes, model)
+    return tuple(layers)
 
 
 def list_other_modules(model: Model) -> dict[str, str]:
-    """Names and classes of all modules that are no layers."""
+    """Return names and classes of all modules that are not layers."""
     return {
         name: type(module).__name__
         for name, module in model.named_modules()
@@ -151,55 +152,62 @@ def list_other_modules(model: Model) -> dict[str, str]:
 
 
 def _matrix_spec(name: str, module: nn.Module, role: Role) -> LayerSpec:
-    bias = module.bias is not None
+    has_bias = module.bias is not None
     if isinstance(module, Conv1D):
         inputs, outputs = module.weight.shape
-        return LayerSpec(name, "conv1d", role, inputs, outputs, 1, bias)
-    # transformers notes on a 4-bit layer what it was made from.
+        return LayerSpec(name, "conv1d", role, inputs, outputs, 1, has_bias)
+    # transformers records the original class of a 4-bit layer.
     kind: Kind = "conv1d" if getattr(module, "source_cls", None) is Conv1D else "linear"
     linear = cast(nn.Linear, module)
-    return LayerSpec(name, kind, role, linear.in_features, linear.out_features, 1, bias)
+    return LayerSpec(name, kind, role, linear.in_features, linear.out_features, 1, has_bias)
 
 
 def _expert_specs(name: str, module: nn.Module, classes: dict[str, str], model: Model) -> Iterator[LayerSpec]:
-    """Fused experts among a module's own parameters. transformers stores them as [experts, outputs, inputs], or, where
-    the module says `is_transposed`, as [experts, inputs, outputs]; peft goes by the same word."""
+    """Yield fused experts among a module's own parameters.
+
+    transformers stores them as [experts, outputs, inputs], or as [experts, inputs, outputs] if the module has
+    `is_transposed`; peft uses the same attribute.
+    """
     if "expert" not in f"{name} {type(module).__name__}".lower():
         return
-    own = dict(module.named_parameters(recurse=False))
-    for leaf, parameter in own.items():
+    parameters = dict(module.named_parameters(recurse=False))
+    for parameter_name, parameter in parameters.items():
         if parameter.ndim != 3:
             continue
         count, outputs, inputs = parameter.shape
         if getattr(module, "is_transposed", False):
             inputs, outputs = outputs, inputs
-        full = f"{name}.{leaf}"
-        role = _classify_role(full, classes, model)
-        yield LayerSpec(full, "experts", role, inputs, outputs, count, bias=f"{leaf}_bias" in own)
+        full_name = f"{name}.{parameter_name}"
+        role = _classify_role(full_name, classes, model)
+        yield LayerSpec(full_name, "experts", role, inputs, outputs, count, bias=f"{parameter_name}_bias" in parameters)
 
 
-_TOWER = re.compile(r"vision|visual|image|audio|speech|multi_modal|mm_projector", re.IGNORECASE)
-_RECURRENCE = re.compile(r"mamba|ssm|mlstm|recurrent_block|(^|[a-z])Mixer$")
-_ATTENTION = re.compile(r"attn|attention|^mha$", re.IGNORECASE)
-_MLP = re.compile(r"(mlp|feed_?forward|moe|experts?|moe_?block)$|ffn|^ff$|denserelu", re.IGNORECASE)
-_WORDS: dict[Role, re.Pattern[str]] = {"attention": _ATTENTION, "other": _RECURRENCE, "mlp": _MLP}
+_TOWER_NAME = re.compile(r"vision|visual|image|audio|speech|multi_modal|mm_projector", re.IGNORECASE)
+_RECURRENCE_NAME = re.compile(r"mamba|ssm|mlstm|recurrent_block|(^|[a-z])Mixer$")
+_ATTENTION_NAME = re.compile(r"attn|attention|^mha$", re.IGNORECASE)
+_MLP_NAME = re.compile(r"(mlp|feed_?forward|moe|experts?|moe_?block)$|ffn|^ff$|denserelu", re.IGNORECASE)
+_ROLE_PATTERNS: dict[Role, re.Pattern[str]] = {
+    "attention": _ATTENTION_NAME,
+    "other": _RECURRENCE_NAME,
+    "mlp": _MLP_NAME,
+}
 _ATTENTION_LEAF = re.compile(
     r"([qkvo]_proj|w?_?(qkv|q|k|v)(_proj)?|query|key|value|query_key_value|c_attn)", re.IGNORECASE
 )
 _MLP_LEAF = re.compile(r"c?_?fc_?\w*|lin(ear)?_?\d?|dense_?\d?|w\d|wi\w*|wo|ff\w*|output|intermediate", re.IGNORECASE)
-_ROUTER = re.compile(r"router", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"router", re.IGNORECASE)
 
 
 def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
     segments = name.split(".")
-    if any(_TOWER.search(segment) for segment in segments):
+    if any(_TOWER_NAME.search(segment) for segment in segments):
         return "other"
     if _is_router(segments, model):
         return "router"
     for depth in range(len(segments) - 1, 0, -1):
-        said = segments[depth - 1], classes[".".join(segments[:depth])]
-        for role, word in _WORDS.items():
-            if any(word.search(text) for text in said):
+        names = segments[depth - 1], classes[".".join(segments[:depth])]
+        for role, pattern in _ROLE_PATTERNS.items():
+            if any(pattern.search(text) for text in names):
                 return role
     if _ATTENTION_LEAF.fullmatch(segments[-1]):
         return "attention"
@@ -207,26 +215,26 @@ def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
 
 
 def _is_router(segments: list[str], model: Model) -> bool:
-    """A `router`, or a `gate` (`shared_expert_gate`) in a module that has experts."""
-    if any(_ROUTER.search(segment) for segment in segments):
+    """Return True for a `router`, or a `gate` (`shared_expert_gate`) in a module that has experts."""
+    if any(_ROUTER_NAME.search(segment) for segment in segments):
         return True
     if segments[-1] != "gate" and not segments[-1].endswith("expert_gate"):
         return False
-    beside = model.get_submodule(".".join(segments[:-1]))
-    return any("expert" in name for name, _ in (*beside.named_children(), *beside.named_parameters(recurse=False)))
+    parent = model.get_submodule(".".join(segments[:-1]))
+    return any("expert" in name for name, _ in (*parent.named_children(), *parent.named_parameters(recurse=False)))
 
 
 def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bool:
-    """Whether a layer with a name of an MLP's is in a numbered block that has an attention as another child."""
-    numbered = [depth for depth in range(1, len(segments)) if segments[depth - 1].isdigit()]
-    if not numbered or not _MLP_LEAF.fullmatch(segments[numbered[-1]]):
+    """Return True if a layer with an MLP-like name is in a numbered block that has an attention as another child."""
+    depths = [depth for depth in range(1, len(segments)) if segments[depth - 1].isdigit()]
+    if not depths or not _MLP_LEAF.fullmatch(segments[depths[-1]]):
         return False
-    block = ".".join(segments[: numbered[-1]]) + "."
-    return any(_ATTENTION.search(name[len(block) :].split(".")[0]) for name in classes if name.startswith(block))
+    block = ".".join(segments[: depths[-1]]) + "."
+    return any(_ATTENTION_NAME.search(name[len(block) :].split(".")[0]) for name in classes if name.startswith(block))
 
 
 def _is_causal(model: Model) -> bool:
-    """Encoders have classes for causal models too, which only say `is_decoder` when they are meant so."""
+    """Return True for causal models. Encoders have causal classes too, which set `is_decoder` if used as such."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
@@ -235,117 +243,119 @@ def _is_causal(model: Model) -> bool:
 
 
 def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool) -> Model:
-    """The model in transformers' own way, which is how it is loaded; encoder-decoders as what they are."""
-    made: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
-    wanted = {} if attention == "auto" else {"attn_implementation": attention}
-    with torch.device("meta"), use_plain_linears(config):  # from_config writes into the config that it is given
-        model = made.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=remote_code, **wanted)
+    """Build the model as transformers loads it; encoder-decoders with their own class."""
+    auto_class: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    options = {} if attention == "auto" else {"attn_implementation": attention}
+    with torch.device("meta"), use_plain_linears(config):  # from_config modifies the config
+        model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=remote_code, **options)
     model.config.use_cache = False
     return model
 
 
 @contextmanager
 def use_plain_linears(config: Any) -> Iterator[None]:
-    """While a Falcon is made, its own class of linear layers is the plain one, which computes the same.
+    """Build Falcon models with plain `nn.Linear` layers, which compute the same as Falcon's own class.
 
-    transformers puts into 4 bits what is exactly a `nn.Linear`, so of a Falcon as it comes it would store nothing so.
+    transformers quantizes exactly `nn.Linear`, so it would not quantize any layer of an unmodified Falcon.
     """
     if config.model_type != "falcon":
         yield
         return
     from transformers.models.falcon import modeling_falcon
 
-    own = modeling_falcon.FalconLinear
+    original = modeling_falcon.FalconLinear
     modeling_falcon.FalconLinear = nn.Linear
     try:
         yield
     finally:
-        modeling_falcon.FalconLinear = own
+        modeling_falcon.FalconLinear = original
 
 
 def _fixed_dtypes(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
-    """Parameters that transformers loads in another type than `dtype`, whatever it is asked for."""
+    """Yield the parameters that transformers always loads in another dtype than `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(dtype)
-    if plan:
-        pattern, by_group, _ = build_glob_alternation(list(plan))
+    dtype_plan = model._get_dtype_plan(dtype)
+    if dtype_plan:
+        pattern, group_patterns, _ = build_glob_alternation(list(dtype_plan))
         for name, _ in model.named_parameters():
-            if (found := pattern.search(name)) and found.lastgroup:
-                yield name, plan[by_group[found.lastgroup]]
+            if (match := pattern.search(name)) and match.lastgroup:
+                yield name, dtype_plan[group_patterns[match.lastgroup]]
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise BaseModelError(f"{file}: no such file; give a model directory with a config.json, or a config file")
+        raise BaseModelError(f"{file}: no such file; expected a model directory with a config.json, or a config file")
     try:
-        written = json.loads(file.read_bytes())
+        raw = json.loads(file.read_bytes())
     except ValueError as error:
-        raise BaseModelError(f"{file}: not JSON ({error}); bring the model's original config.json") from None
-    if not isinstance(written, dict) or not isinstance(written.get("model_type"), str):
-        raise BaseModelError(f"{file}: no model_type in it, so it is no config of a transformers model")
-    return written
+        raise BaseModelError(f"{file}: not JSON ({error}); restore the model's original config.json") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise BaseModelError(f"{file}: model_type is missing; expected the config of a transformers model")
+    return raw
 
 
-def _parse_config(file: Path, written: dict[str, Any], remote_code: bool) -> Any:
-    """The config in the class of its model type. Only code that was asked for by name is run."""
-    kind = written["model_type"]
-    if kind not in CONFIG_MAPPING and not (remote_code and "auto_map" in written):
-        brings = "it brings code of its own" if "auto_map" in written else "a newer transformers may"
-        todo = "repeat base.source in base.trust_remote_code to let that run" if "auto_map" in written else "update it"
-        raise BaseModelError(f"{file}: this transformers knows no model_type {kind}; {brings}: {todo}")
-    if not remote_code and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not written.get("is_encoder_decoder"):
+def _parse_config(file: Path, raw: dict[str, Any], remote_code: bool) -> Any:
+    """Parse the config with the class of its model type. Custom code runs only if the settings allow it."""
+    model_type = raw["model_type"]
+    if model_type not in CONFIG_MAPPING and not (remote_code and "auto_map" in raw):
+        if "auto_map" in raw:
+            advice = "set base.trust_remote_code to the value of base.source to run the model's own code"
+        else:
+            advice = "install a newer transformers"
+        raise BaseModelError(f"{file}: the installed transformers does not know model_type {model_type}; {advice}")
+    if not remote_code and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not raw.get("is_encoder_decoder"):
         raise BaseModelError(
-            f"{file}: model_type {kind} ({', '.join(written.get('architectures') or ('no class named',))}) is no "
-            "causal language model; training is for those: take one such as Llama, Qwen or Mistral"
+            f"{file}: model_type {model_type} ({', '.join(raw.get('architectures') or ('no class named',))}) is not a "
+            "causal language model; use one such as Llama, Qwen or Mistral"
         )
-    place = file.parent if file.name == "config.json" else file
+    source = file.parent if file.name == "config.json" else file
     try:
-        return AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # as above
+        return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:  # a class computes with values of the file and may raise anything
         raise BaseModelError(f"{file}: transformers cannot read it: {first_line(error)}") from error
 
 
-# Which modules of a model are its decoder layers (blocks): what hidden states go through one after the other.
+# Modules that compute hidden states: the body and its blocks (decoder layers).
 
 
-def find_body(whole: Model) -> Model:
-    """What makes hidden states of tokens; the whole model where that cannot be told from its head.
+def find_body(model: Model) -> Model:
+    """Return the module that computes hidden states; the whole model if body and head cannot be separated.
 
     Args:
-        whole: without adapters around it (`get_base_model`).
+        model: model without adapters (`get_base_model`).
     """
-    body = whole.get_decoder()
-    # A plain module is what some classes (ModernBERT) call their decoder: a part of the head.
-    return body if any(True for _ in body.children()) else whole
+    body = model.get_decoder()
+    # Some classes (ModernBERT) return a part of the head, which is a plain module, as their decoder.
+    return body if any(True for _ in body.children()) else model
 
 
 def find_blocks(model: Model) -> tuple[str, nn.ModuleList]:
-    """The blocks and their name in the model; none where they cannot be told from other lists of modules.
+    """Return the name and the list of decoder layers; empty if they cannot be distinguished from other lists.
 
-    Of the decoder's lists whose members have modules in them, they are the one that stands highest. Experts stand
-    lower; lists of projections or rotations (Gemma 3n, Granite with sliding windows) have plain members. Where two
-    stand equally high (XLM: attentions, feed-forward parts; HRM: stacks run in turn), there is no one after the other.
+    The blocks are the highest list in the decoder whose members have submodules. Lists of experts are deeper; lists of
+    projections or rotations (Gemma 3n, Granite with sliding windows) have plain members. If two lists are at the same
+    level (XLM: attentions, feed-forward parts; HRM: stacks run in turn), no list is a sequence of blocks.
 
     Args:
-        model: with adapters or without; the name is the one that it has in this model.
+        model: model with or without adapters; the name is the one in this model.
     """
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    stacks = _highest_module_lists(find_body(whole)) or _highest_module_lists(whole)
-    if len(stacks) != 1:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lists = _highest_module_lists(find_body(base)) or _highest_module_lists(base)
+    if len(lists) != 1:
         return "", nn.ModuleList()
-    return next(name for name, module in model.named_modules() if module is stacks[0]), stacks[0]
+    return next(name for name, module in model.named_modules() if module is lists[0]), lists[0]
 
 
 def _highest_module_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Lists whose members have modules in them, of the highest level that has one."""
+    """Return the lists whose members have submodules, on the highest level that has any."""
     level = [module]
     while level:
-        if found := [one for one in level if isinstance(one, nn.ModuleList) and _is_block_stack(one)]:
-            return found
-        level = [child for one in level for child in one.children()]
+        if stacks := [item for item in level if isinstance(item, nn.ModuleList) and _is_block_stack(item)]:
+            return stacks
+        level = [child for item in level for child in item.children()]
     return []
 
 
 def _is_block_stack(modules: nn.ModuleList) -> bool:
-    return len(modules) > 0 and all(any(True for _ in one.children()) for one in modules)
+    return len(modules) > 0 and all(any(True for _ in member.children()) for member in modules)

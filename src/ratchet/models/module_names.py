@@ -1,28 +1,28 @@
-"""What a module's name in the base model says about where it stands. Names only: no torch."""
+"""Parses module names of a base model into layer number and kind. Imports no torch."""
 
 from typing import NamedTuple
 
 
 class ModuleLocation(NamedTuple):
-    """Where a module stands."""
+    """Position of a module in the model."""
 
     kind: str
-    """What it is in every layer, such as `self_attn.q_proj`; the whole name where there are no layers."""
-    numbers: tuple[int, ...]
-    """Of its layer, then of what is numbered within (experts); empty where there are no layers."""
+    """Name without indices, such as `self_attn.q_proj`; the whole name outside numbered layers."""
+    indices: tuple[int, ...]
+    """Layer index, then indices within the layer (experts); empty outside numbered layers."""
 
     @property
     def layer(self) -> int:
-        """Number of the layer, from 0; -1 outside all layers."""
-        return self.numbers[0] if self.numbers else -1
+        """Index of the layer, from 0; -1 outside numbered layers."""
+        return self.indices[0] if self.indices else -1
 
 
 def parse_module_name(name: str) -> ModuleLocation:
-    """`model.layers.3.mlp.experts.7.w1` is a `mlp.experts.w1` at (3, 7)."""
+    """Parse a name: `model.layers.3.mlp.experts.7.w1` has kind `mlp.experts.w1` and indices (3, 7)."""
     parts = name.split(".")
-    numbered = [part.isdecimal() for part in parts]
-    if not any(numbered):
+    is_index = [part.isdecimal() for part in parts]
+    if not any(is_index):
         return ModuleLocation(name, ())
-    within = parts[numbered.index(True) :]
+    within = parts[is_index.index(True) :]
     kind = ".".join(part for part in within if not part.isdecimal())
     return ModuleLocation(kind or name, tuple(int(part) for part in within if part.isdecimal()))

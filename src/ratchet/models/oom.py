@@ -1,4 +1,4 @@
-"""Memory that runs out: recognising it, giving it back, and saying what would need less."""
+"""Detects out-of-memory errors, releases memory, and suggests settings that need less."""
 
 import gc
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.config.units import format_bytes as size
 from ratchet.models import targets
@@ -16,10 +16,10 @@ from ratchet.models.model_spec import ModelSpec
 
 __all__ = ["describe_alternatives", "is_out_of_memory", "release_memory", "size"]
 
-_EXHAUSTED = (
+_OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
     "DefaultCPUAllocator: not enough memory",  # the same on Windows
-    "CUDA error: out of memory",  # what is allocated past torch's own allocator: pinned and paged memory
+    "CUDA error: out of memory",  # allocations outside torch's allocator: pinned and paged memory
     "CUDA out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -29,69 +29,71 @@ _EXHAUSTED = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on whatever device; every other failure is none that a smaller batch would mend."""
+    """Return True for an out-of-memory error of any device; a smaller batch would not avoid other errors."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _EXHAUSTED)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def release_memory() -> None:
-    """Give back what nothing refers to any more. To be called outside the `except` block: a traceback holds frames."""
+    """Release unreferenced memory. Call it outside the `except` block: a traceback holds frames."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def describe_alternatives(blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> str:
-    """What to change when micro-batches of this work do not fit, with what each change would save, best first.
+def describe_alternatives(spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> str:
+    """Describe changes with which micro-batches would fit and what each would save, best first.
 
     Args:
-        blueprint: of the base.
-        settings: section train as it is.
-        machine: activation_checkpointing and shard_base are read.
-        work: what does not fit, usually a single row.
+        spec: spec of the base.
+        settings: current section train.
+        machine: activation_checkpointing and shard_base are used.
+        work: the workload that does not fit, usually a single row.
     """
-    expected = forecast.forecast(blueprint, settings, machine, work)
-    peak, total = expected.peak, expected.needed_bytes(work.sharing)
+    expected = forecast.forecast(spec, settings, machine, work)
+    peak, total = expected.peak, expected.needed_bytes(work.local_ranks)
     parts = ", ".join(f"{name} {size(count)}" for name, count in peak.parts.items())
-    found = [f"Needed by our forecast: {size(peak.total_bytes)} ({parts})."]
+    sentences = [f"The forecast needs {size(peak.total_bytes)} ({parts})."]
     savings = [
-        (total - forecast.forecast(blueprint, *changed).needed_bytes(work.sharing), what)
-        for what, changed in _alternatives(settings, machine, work)
+        (total - forecast.forecast(spec, *arguments).needed_bytes(work.local_ranks), change)
+        for change, arguments in _alternatives(settings, machine, work)
     ]
-    listed = [f"{what} ({size(saved)} less)" for saved, what in sorted(savings, key=lambda s: -s[0]) if saved > 0]
-    if listed:
-        found.append(f"Change one or several of these: {'; '.join(listed)}.")
+    suggestions = [
+        f"{change} ({size(saved)} less)" for saved, change in sorted(savings, key=lambda s: -s[0]) if saved > 0
+    ]
+    if suggestions:
+        sentences.append(f"Change one or more of these settings: {'; '.join(suggestions)}.")
     else:
-        found.append("Take a smaller base model, or a machine with more memory.")
-    found.append("With changes to `machine` this run goes on; others begin a new one.")
-    return " ".join(found)
+        sentences.append("Use a smaller base model, or a machine with more memory.")
+    sentences.append("After changes to `machine` this run resumes; other changes start a new run.")
+    return " ".join(sentences)
 
 
 def _alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """Settings that may need less memory, each as it is written in params.yaml."""
+    """Yield settings that may need less memory, each as written in params.yaml."""
     if work.row_tokens >= 4:
         length = work.row_tokens // 2
         name = "prepare.max_tokens"
         if settings.batching == "packed":
-            name = f"train.pack_tokens (and if need be {name})"
+            name = f"train.pack_tokens (and {name} if necessary)"
         yield f"{name}: {length}", (settings, machine, _shorten_rows(work, length))
     if machine.activation_checkpointing is not True:
         changed = machine.model_copy(update={"activation_checkpointing": True})
         yield "machine.activation_checkpointing: true", (settings, changed, work)
     if settings.rank > 1:
-        half = settings.model_copy(update={"rank": settings.rank // 2})
-        yield f"train.rank: {half.rank}", (half, machine, work)
+        halved = settings.model_copy(update={"rank": settings.rank // 2})
+        yield f"train.rank: {halved.rank}", (halved, machine, work)
     if settings.quantization == "none" and settings.initialization == "zero":
         nf4 = settings.model_copy(update={"quantization": "nf4"})
         yield "train.quantization: nf4", (nf4, machine, work)
     if work.teacher is not None:
         yield from _teacher_alternatives(settings, machine, work)
     if settings.optimizer == "adamw":
-        eight = settings.model_copy(update={"optimizer": "adamw_8bit"})
-        yield "train.optimizer: adamw_8bit", (eight, machine, work)
+        eight_bit = settings.model_copy(update={"optimizer": "adamw_8bit"})
+        yield "train.optimizer: adamw_8bit", (eight_bit, machine, work)
     if targets.sharding_obstacle(settings) is None:
         yield _sharding_alternative(settings, machine, work)
 
@@ -99,23 +101,23 @@ def _alternatives(
 def _teacher_alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """A teacher in memory could be smaller, or not there."""
+    """Yield settings for a smaller teacher, or none in memory."""
     distill = settings.distill
     if distill.quantization == "none":
-        four = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
-        yield "train.distill.quantization: nf4", (four, machine, work)
-    yield "train.distill.asked: before", (settings, machine, replace(work, teacher=None))
+        quantized = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
+        yield "train.distill.quantization: nf4", (quantized, machine, work)
+    yield "train.distill.mode: offline", (settings, machine, replace(work, teacher=None))
 
 
 def _sharding_alternative(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> tuple[str, tuple[Train, Machine, MemoryWorkload]]:
-    """The base shared among the ranks that there are, or, where it is or there is one, among twice as many."""
-    shared = machine.model_copy(update={"shard_base": True})
+    """Shard the base among the current ranks; if it is sharded or there is one rank, among twice as many ranks."""
+    sharded = machine.model_copy(update={"shard_base": True})
     if work.ranks > 1 and machine.shard_base is not True:
-        return "machine.shard_base: true", (settings, shared, work)
-    ranks, where = 2 * work.ranks, "machine.nodes" if work.device == "cpu" else "machine.gpus, machine.nodes"
-    return f"{ranks} ranks ({where}) with machine.shard_base: true", (settings, shared, replace(work, ranks=ranks))
+        return "machine.shard_base: true", (settings, sharded, work)
+    ranks, setting = 2 * work.ranks, "machine.nodes" if work.device == "cpu" else "machine.gpus, machine.nodes"
+    return f"{ranks} ranks ({setting}) with machine.shard_base: true", (settings, sharded, replace(work, ranks=ranks))
 
 
 def _shorten_rows(work: MemoryWorkload, length: int) -> MemoryWorkload:

@@ -1,4 +1,4 @@
-"""What 4 bits cost: full precision against NF4 and FP4, on real rows and layer by layer, before any training."""
+"""Measures the error of 4-bit quantization: full precision against NF4 and FP4, on real rows and layer by layer."""
 
 import inspect
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ratchet.config.train import Train
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import frozen_weights, oom
 from ratchet.models.loading import Model
 from ratchet.models.memory import parameters
@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp4": {"quantization": "fp4", "double_quantization": False},
     "fp4+dq": {"quantization": "fp4", "double_quantization": True},
 }
-"""Ways to store the base (section train of params.yaml), beside full precision."""
+"""Quantization variants (settings of section train) that are compared with full precision."""
 
 CHUNK_POSITIONS = 256
 """Positions whose distributions are compared at once: 100 MB each at a vocabulary of 100,000."""
@@ -36,26 +36,26 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 def count_answer_tokens(rows: Sequence[Row]) -> int:
-    """Positions that are compared."""
-    return sum(label != MASKED for _, labels in rows for label in labels[1:])
+    """Return the number of positions that are compared."""
+    return sum(label != IGNORE_INDEX for _, labels in rows for label in labels[1:])
 
 
 @dataclass
 class _DivergenceSums:
-    """Of one model, over all answer positions seen; in nats."""
+    """Sums for one model over all answer positions, in nats."""
 
     positions: int = 0
     nll: float = 0.0
     kl: float = 0.0
-    agreeing: int = 0
+    agreements: int = 0
 
-    def cost(self, name: str, weight_bytes: int, layers: dict[str, LayerQuantizationCost]) -> QuantizationCost:
+    def to_cost(self, name: str, weight_bytes: int, layers: dict[str, LayerQuantizationCost]) -> QuantizationCost:
         return QuantizationCost(
             name=name,
             weight_bytes=weight_bytes,
             loss=self.nll / self.positions,
             kl=self.kl / self.positions,
-            greedy_agreement=self.agreeing / self.positions,
+            greedy_agreement=self.agreements / self.positions,
             layers=layers,
         )
 
@@ -63,45 +63,46 @@ class _DivergenceSums:
 def measure_cost(
     load: Callable[[Train], Model], settings: Train, rows: Sequence[Row], progress: Callable[[str], None]
 ) -> tuple[QuantizationCost, ...]:
-    """Compare the variants on rows that have at least one answer token each; full precision comes first.
+    """Compare the variants on rows with at least one answer token each; full precision comes first.
 
-    Two models are in memory at a time: that of full precision, and one in 4 bits.
+    Two models are in memory at a time: full precision and one in 4 bits.
 
     Args:
-        load: makes the frozen base for settings.
-        settings: of which those that VARIANTS names, and what 4 bits exclude, are replaced.
-        progress: told which variant is at work.
+        load: loads the frozen base for settings.
+        settings: section train; the settings of VARIANTS, and those that 4 bits exclude, are replaced.
+        rows: token ids and labels.
+        progress: receives the current variant.
     """
-    plain = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
+    unquantized = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
     progress(f"{FULL}: loading")
-    full = load(plain)
-    found = [_sum_divergences(full, full, rows).cost(FULL, _tensor_bytes(full), {})]
+    full = load(unquantized)
+    costs = [_sum_divergences(full, full, rows).to_cost(FULL, _tensor_bytes(full), {})]
     for name, update in VARIANTS.items():
         progress(f"{name}: loading")
-        model = load(plain.model_copy(update=update))
+        model = load(unquantized.model_copy(update=update))
         pairs = _pair_layers(full, model)
         progress(f"{name}: {len(rows)} rows, {len(pairs)} layers")
-        found.append(_compare_variant(full, model, pairs, rows, name))
+        costs.append(_compare_variant(full, model, pairs, rows, name))
         del model, pairs
         oom.release_memory()
-    return tuple(found)
+    return tuple(costs)
 
 
 def _compare_variant(
     full: Model, model: Model, pairs: dict[str, tuple[nn.Module, nn.Module]], rows: Sequence[Row], name: str
 ) -> QuantizationCost:
-    with _record_output_errors(pairs) as squares:
+    with _record_output_errors(pairs) as squared_errors:
         sums = _sum_divergences(full, model, rows)
     layers = {
         layer: LayerQuantizationCost(
-            bytes_full=_tensor_bytes(whole),
-            bytes_stored=_tensor_bytes(stored),
-            weight_error=_relative_error(*_weight_squared_norms(whole, stored)),
-            output_error=_relative_error(*(float(square) for square in squares[layer])),
+            bytes_full=_tensor_bytes(full_layer),
+            bytes_stored=_tensor_bytes(quantized_layer),
+            weight_error=_relative_error(*_weight_squared_norms(full_layer, quantized_layer)),
+            output_error=_relative_error(*(float(square) for square in squared_errors[layer])),
         )
-        for layer, (whole, stored) in pairs.items()
+        for layer, (full_layer, quantized_layer) in pairs.items()
     }
-    return sums.cost(name, _tensor_bytes(model), layers)
+    return sums.to_cost(name, _tensor_bytes(model), layers)
 
 
 def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _DivergenceSums:
@@ -110,7 +111,7 @@ def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _Diverge
     with torch.no_grad():
         for input_ids, labels in rows:
             targets = torch.tensor(labels, device=full.device)[1:]
-            columns = (targets != MASKED).nonzero().squeeze(1)
+            columns = (targets != IGNORE_INDEX).nonzero().squeeze(1)
             ids = torch.tensor([list(input_ids)], device=full.device)
             reference = _row_logits(full, ids, columns)
             logits = reference if model is full else _row_logits(model, ids, columns)
@@ -120,12 +121,12 @@ def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _Diverge
 
 
 def _row_logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
-    """Logits [columns, vocabulary] of one row."""
+    """Return logits [columns, vocabulary] of one row."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kept: Tensor = model(input_ids=ids, logits_to_keep=columns, use_cache=False).logits[0]
-        return kept
-    every: Tensor = model(input_ids=ids, use_cache=False).logits[0, columns]
-    return every
+        selected: Tensor = model(input_ids=ids, logits_to_keep=columns, use_cache=False).logits[0]
+        return selected
+    all_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, columns]
+    return all_logits
 
 
 def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
@@ -133,38 +134,41 @@ def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, tar
 
     KL(full || model) = sum of p log(p / q), with p the distribution of full precision.
     """
-    known = functional.log_softmax(reference.float(), dim=-1)
-    found = functional.log_softmax(logits.float(), dim=-1)
+    log_p = functional.log_softmax(reference.float(), dim=-1)
+    log_q = functional.log_softmax(logits.float(), dim=-1)
     sums.positions += len(targets)
-    sums.nll -= float(found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64))
-    sums.kl += float((known.exp() * (known - found)).sum(dtype=torch.float64))
-    sums.agreeing += int((known.argmax(-1) == found.argmax(-1)).sum())
+    sums.nll -= float(log_q.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64))
+    sums.kl += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+    sums.agreements += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
 
 
 def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """The layers that are stored in 4 bits, with those of full precision, by name."""
+    """Return the layers in 4 bits with their counterparts in full precision, by name."""
     from bitsandbytes.nn import Linear4bit
 
-    whole = dict(full.named_modules())
-    return {name: (whole[name], layer) for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
+    full_modules = dict(full.named_modules())
+    return {name: (full_modules[name], layer) for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
 
 
 @contextmanager
 def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """While it lasts, each layer in 4 bits is shown what its counterpart in full precision is; yields, by layer, the
-    sums of squares of the difference of their outputs and of the outputs in full precision."""
+    """Feed each 4-bit layer with the inputs of its counterpart in full precision.
+
+    Yields:
+        For each layer, the sum of squares of the difference of both outputs, and of the full-precision outputs.
+    """
     squares: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def watch(name: str, stored: nn.Module, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(name: str, quantized_layer: nn.Module, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         difference, size = squares[name]
-        difference += _squared_norm(stored(*inputs) - output)
+        difference += _squared_norm(quantized_layer(*inputs) - output)
         size += _squared_norm(output)
 
     hooks = []
-    for name, (whole, stored) in pairs.items():
-        zeros = torch.zeros(2, dtype=torch.float64, device=stored.weight.device)
+    for name, (full_layer, quantized_layer) in pairs.items():
+        zeros = torch.zeros(2, dtype=torch.float64, device=quantized_layer.weight.device)
         squares[name] = (zeros[0], zeros[1])
-        hooks.append(whole.register_forward_hook(partial(watch, name, stored)))
+        hooks.append(full_layer.register_forward_hook(partial(record, name, quantized_layer)))
     try:
         yield squares
     finally:
@@ -172,13 +176,13 @@ def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iter
             hook.remove()
 
 
-def _weight_squared_norms(whole: nn.Module, stored: nn.Module) -> tuple[float, float]:
-    weight = frozen_weights.dense_weight(whole)
-    return float(_squared_norm(frozen_weights.dense_weight(stored) - weight)), float(_squared_norm(weight))
+def _weight_squared_norms(full_layer: nn.Module, quantized_layer: nn.Module) -> tuple[float, float]:
+    weight = frozen_weights.dense_weight(full_layer)
+    return float(_squared_norm(frozen_weights.dense_weight(quantized_layer) - weight)), float(_squared_norm(weight))
 
 
 def _tensor_bytes(module: nn.Module) -> int:
-    """Of all tensors as they lie in memory, constants of quantisation included."""
+    """Return the bytes of all tensors in memory, including quantization constants."""
     return sum(tensor.nbytes for tensor in parameters.list_unique_tensors(module))
 
 
@@ -187,5 +191,5 @@ def _squared_norm(tensor: Tensor) -> Tensor:
 
 
 def _relative_error(difference: float, size: float) -> float:
-    """Root of the ratio; 0 for an expert that no token was sent to."""
+    """Return the square root of the ratio; 0 for an expert without tokens."""
     return math.sqrt(difference / size) if size else 0.0

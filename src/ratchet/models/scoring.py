@@ -1,4 +1,4 @@
-"""Score a model on rows, one batch at a time: likelihood of the true answers, and the answers it gives itself."""
+"""Scores rows with a model: likelihood of reference answers, generated answers, and likelihoods of labels."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.decoding.token_choice import GumbelLogitsWarper
 from ratchet.models.likelihoods import is_plain_kv_cache, select_cache_rows
@@ -21,110 +21,125 @@ from ratchet.models.loss import pad_rows as padded
 
 @dataclass(frozen=True)
 class RowLikelihood:
-    """How likely the tokens of one row are, each after those before it; in nats. Its first token counts nowhere."""
+    """Likelihood of one row's tokens, each given those before it, in nats. The first token has no likelihood."""
 
     nll: float
     """Negative log-likelihood of all answer tokens (those with a label) together."""
     tokens: int
     prompt_nll: float
-    """The same of all other tokens."""
+    """Negative log-likelihood of all other tokens."""
     prompt_tokens: int
 
 
 def score_rows(
-    model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], pad: int
+    model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], pad_token_id: int
 ) -> list[RowLikelihood]:
-    """Likelihood of rows that are computed at once, in their order.
+    """Compute the likelihoods of rows in one pass, in order.
 
-    Every token is a target, whatever the labels say, so answer and prompt cost one pass. No attention mask is needed:
-    rows are filled on the right, where a causal model does not look. Sums are of float64.
+    Every token is a target, whatever the labels are, so answer and prompt cost one pass. No attention mask is needed:
+    rows are padded on the right, and causal attention does not see later positions. Sums are in float64.
 
     Args:
-        labels: MASKED where a token belongs to no answer.
-        pad: token that rows are filled with.
+        model: the model that scores.
+        input_ids: token ids of each row.
+        labels: IGNORE_INDEX where a token does not belong to an answer.
+        pad_token_id: padding token.
     """
     lengths = [len(ids) for ids in input_ids]
     if max(lengths) < 2:
         return [RowLikelihood(0.0, 0, 0.0, 0) for _ in lengths]
     with torch.no_grad():
-        ids = padded(input_ids, pad, model.device)
+        ids = padded(input_ids, pad_token_id, model.device)
         nll = ForwardPass(model, ids, (0, ids.shape[1] - 1)).nll(ids[:, 1:]).double()
-        answers = (padded(labels, MASKED, model.device) != MASKED)[:, 1:]
-        inside = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
-        prompts = inside.to(model.device) & ~answers
-        # Not by multiplying with 0: what stands where rows are filled may be NaN.
-        sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (answers, prompts)]
-    counts = [mask.sum(dim=1).tolist() for mask in (answers, prompts)]
-    return [RowLikelihood(*found) for found in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
+        is_answer = (padded(labels, IGNORE_INDEX, model.device) != IGNORE_INDEX)[:, 1:]
+        is_real = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        is_prompt = is_real.to(model.device) & ~is_answer
+        # Multiplying by 0 would not work: values at padding may be NaN.
+        sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
+    counts = [mask.sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
+    return [RowLikelihood(*fields) for fields in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
 
 
 def list_end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
-    """Ids that end an answer: what was learned as end of turn, and what the model's own files name.
+    """Return ids that end an answer: the trained end of turn, and those in the model's own files.
 
     They may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
     """
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    known = tokenizer.get_vocab()
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named]), known.get(end_of_turn)}
-    return sorted(one for one in ids if one is not None)
+    model_ids = model.generation_config.eos_token_id if model.generation_config else None
+    vocabulary = tokenizer.get_vocab()
+    ids = {
+        tokenizer.eos_token_id,
+        *(model_ids if isinstance(model_ids, list) else [model_ids]),
+        vocabulary.get(end_of_turn),
+    }
+    return sorted(token for token in ids if token is not None)
 
 
 def generate(
-    model: Model, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int, pad: int,
-    draw: GumbelLogitsWarper | None = None,
+    model: Model, prompts: Sequence[Sequence[int]], end_token_ids: Sequence[int], max_new_tokens: int,
+    pad_token_id: int, sampler: GumbelLogitsWarper | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Tokens of the answer to each prompt (ids that end where the assistant begins), computed at once, in their order.
+    """Generate the answers to all prompts (ids that end where the assistant begins) in one batch, in order.
 
-    An answer ends with one of the tokens `ends`, which it holds, or after `max_new_tokens`. What a model's files say
-    about generation (a repetition penalty, say) is left out: all models answer in one way.
+    An answer ends with one of `end_token_ids`, which it includes, or after `max_new_tokens`. Generation settings in a
+    model's files (such as a repetition penalty) are ignored, so that all models answer in the same way.
 
     Args:
-        draw: chooses tokens at random; None takes the likeliest.
+        model: the model that answers.
+        prompts: token ids of each prompt.
+        end_token_ids: ids that end an answer.
+        max_new_tokens: maximum length of an answer.
+        pad_token_id: padding token.
+        sampler: adds noise to sample; None: greedy.
     """
     longest = max(map(len, prompts))
-    # On the left: all answers begin in the same column.
-    ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    # Padded on the left, so that all answers begin in the same column.
+    ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    wanted = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=pad, eos_token_id=list(ends)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=pad_token_id,
+        eos_token_id=list(end_token_ids),
     )
-    with torch.no_grad(), _ignore_generation_config(whole):
-        output = whole.generate(
+    with torch.no_grad(), _ignore_generation_config(base):
+        output = base.generate(
             input_ids=torch.tensor(ids, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
-            generation_config=wanted,
-            logits_processor=LogitsProcessorList([draw] if draw else []),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([sampler] if sampler else []),
         )
-    return [_cut_at_end_token(tokens, set(ends)) for tokens in output[:, longest:].tolist()]
+    return [_cut_at_end_token(tokens, set(end_token_ids)) for tokens in output[:, longest:].tolist()]
 
 
 @contextmanager
-def _ignore_generation_config(whole: Model) -> Iterator[None]:
-    """transformers takes from a model's generation_config what a call does not set."""
-    own = whole.generation_config
-    whole.generation_config = GenerationConfig()
+def _ignore_generation_config(base: Model) -> Iterator[None]:
+    """Hide a model's generation_config: transformers takes from it what a call does not set."""
+    original = base.generation_config
+    base.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        whole.generation_config = own
+        base.generation_config = original
 
 
-def _cut_at_end_token(tokens: list[int], ends: set[int]) -> list[int]:
-    """Up to the first end; what follows is filling, while others in the batch went on."""
-    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+def _cut_at_end_token(tokens: list[int], end_token_ids: set[int]) -> list[int]:
+    """Return the tokens up to the first end token; the rest is padding."""
+    stop = next((position + 1 for position, token in enumerate(tokens) if token in end_token_ids), len(tokens))
     return tokens[:stop]
 
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """Two models' logits on the same rows."""
+    """Differences between two models' logits on the same rows."""
 
     greatest: float
     mean: float
     positions: int
     agreeing: int
-    """Answer positions at which both find the same token most likely."""
+    """Answer positions at which both models have the same likeliest token."""
     answer_positions: int
 
 
@@ -139,86 +154,95 @@ def compare_logits(
         total += float(difference.double().sum())
         elements += difference.numel()
         positions += difference.shape[0]
-        learned = torch.tensor([label != MASKED for label in row_labels[1:]])
-        same = expected[:-1].argmax(-1) == found[:-1].argmax(-1)
-        agreeing += int((same & learned).sum())
-        answer_positions += int(learned.sum())
+        is_answer = torch.tensor([label != IGNORE_INDEX for label in row_labels[1:]])
+        is_same = expected[:-1].argmax(-1) == found[:-1].argmax(-1)
+        agreeing += int((is_same & is_answer).sum())
+        answer_positions += int(is_answer.sum())
     return LogitComparison(greatest, total / elements, positions, agreeing, answer_positions)
 
 
 def collect_logits(model: Model, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits [positions, vocabulary] of each row in float32, on the CPU."""
+    """Return logits [positions, vocabulary] of each row in float32, on the CPU."""
     with torch.no_grad():
         return [
             model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0].float().cpu() for ids in input_ids
         ]
 
 
-# How likely each of a fixed set of labels is as the whole answer: the prompt is computed once, for all of them.
+# Likelihood of each of a fixed set of labels as the whole answer: the prompt is computed once for all of them.
 
 Labels = Sequence[Sequence[int]]
-"""Token ids of each label, its end of turn included; at least one token each."""
+"""Token ids of each label, including its end of turn; at least one token each."""
 
 
 def score_labels(
-    model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad: int
+    model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad_token_id: int
 ) -> list[list[float]]:
-    """Log-probability in nats of each label as the whole answer to each prompt: [prompts][labels].
+    """Return the log-probability in nats of each label as the whole answer to each prompt: [prompts][labels].
 
-    The first token of a label is read off the prompt's last logits; for the others the cache of keys and values goes
-    on, `batch_rows` rows of (prompt, label) at a time. Models without such a cache (recurrent ones) read prompt and
-    label anew for each pair.
+    The prompt's last logits give the first token of a label; the others continue from the key-value cache,
+    `batch_rows` rows of (prompt, label) at a time. Models without such a cache (recurrent ones) read prompt and label
+    again for each pair.
 
     Args:
-        prompts: all of one length, so that nothing is filled.
-        pad: token that shorter labels are filled with, on the right.
+        model: the model that scores.
+        prompts: all of one length, so that no padding is needed.
+        labels: token ids of each label.
+        batch_rows: rows computed together.
+        pad_token_id: padding token for shorter labels, on the right.
 
     Raises:
-        ValueError: prompts of several lengths, an empty prompt, or an empty label.
+        ValueError: prompts differ in length, or a prompt or label is empty.
     """
     if len(set(map(len, prompts))) != 1 or not prompts[0] or not all(labels):
-        raise ValueError("label_scores takes prompts of one length, and no empty prompt or label")
+        raise ValueError("score_labels: expected prompts of one length, and no empty prompt or label")
     with torch.no_grad():
         ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-        begun = ForwardPass(model, ids, (ids.shape[1] - 1, ids.shape[1]), keep=True)
-        if not is_plain_kv_cache(begun.cache):
-            return _score_labels_without_cache(model, prompts, labels, batch_rows, pad)
-        ((_, logits),) = begun.pieces()
+        forward_pass = ForwardPass(model, ids, (ids.shape[1] - 1, ids.shape[1]), make_cache=True)
+        if not is_plain_kv_cache(forward_pass.cache):
+            return _score_labels_without_cache(model, prompts, labels, batch_rows, pad_token_id)
+        ((_, logits),) = forward_pass.pieces()
         first = functional.log_softmax(logits[:, 0].float(), dim=-1).double()
-        found = first[:, [label[0] for label in labels]]
-        for some in _group_by_length(labels, max(1, batch_rows // len(prompts))):
-            if len(labels[some[0]]) > 1:
-                found[:, some] -= _label_tail_nll(model, begun.cache, len(prompts), [labels[k] for k in some], pad)
-    scores: list[list[float]] = found.tolist()
+        nats = first[:, [label[0] for label in labels]]
+        for group in _group_by_length(labels, max(1, batch_rows // len(prompts))):
+            if len(labels[group[0]]) > 1:
+                nats[:, group] -= _label_tail_nll(
+                    model, forward_pass.cache, len(prompts), [labels[k] for k in group], pad_token_id
+                )
+    scores: list[list[float]] = nats.tolist()
     return scores
 
 
 def _group_by_length(labels: Labels, count: int) -> Iterator[list[int]]:
-    """Indices of labels in groups of at most `count`, those of like length together, longest first."""
+    """Yield indices of labels in groups of at most `count` with similar lengths, longest first."""
     order = sorted(range(len(labels)), key=lambda k: (-len(labels[k]), k))
     return (order[start : start + count] for start in range(0, len(order), count))
 
 
-def _label_tail_nll(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad: int) -> Tensor:
-    """Negative log-likelihood of all but the first tokens of labels after each prompt; float64 [prompts, labels]."""
-    own = select_cache_rows(cache, [row for row in range(prompts) for _ in labels])
+def _label_tail_nll(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad_token_id: int) -> Tensor:
+    """Compute the negative log-likelihood of all but the first tokens of labels; float64 [prompts, labels]."""
+    rows_cache = select_cache_rows(cache, [row for row in range(prompts) for _ in labels])
     ids, targets = (
         padded([label[part] for label in labels], fill, model.device).repeat(prompts, 1)
-        for part, fill in ((slice(None, -1), pad), (slice(1, None), MASKED))
+        for part, fill in ((slice(None, -1), pad_token_id), (slice(1, None), IGNORE_INDEX))
     )
-    known = targets != MASKED
-    nll = ForwardPass(model, ids, (0, ids.shape[1]), cache=own).nll(torch.where(known, targets, pad)).double()
-    return torch.where(known, nll, 0.0).sum(dim=1).view(prompts, len(labels))
+    is_real = targets != IGNORE_INDEX
+    nll = (
+        ForwardPass(model, ids, (0, ids.shape[1]), cache=rows_cache)
+        .nll(torch.where(is_real, targets, pad_token_id))
+        .double()
+    )
+    return torch.where(is_real, nll, 0.0).sum(dim=1).view(prompts, len(labels))
 
 
 def _score_labels_without_cache(
-    model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad: int
+    model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad_token_id: int
 ) -> list[list[float]]:
     pairs = [(prompt, labels[k]) for prompt in prompts for k in range(len(labels))]
-    found: list[float] = []
+    nats: list[float] = []
     for start in range(0, len(pairs), batch_rows):
-        some = pairs[start : start + batch_rows]
-        ids = [[*prompt, *label] for prompt, label in some]
-        learned = [[MASKED] * len(prompt) + list(label) for prompt, label in some]
-        found += [-one.nll for one in score_rows(model, ids, learned, pad)]
-    return [found[start : start + len(labels)] for start in range(0, len(found), len(labels))]
+        chunk = pairs[start : start + batch_rows]
+        ids = [[*prompt, *label] for prompt, label in chunk]
+        masked_labels = [[IGNORE_INDEX] * len(prompt) + list(label) for prompt, label in chunk]
+        nats += [-row.nll for row in score_rows(model, ids, masked_labels, pad_token_id)]
+    return [nats[start : start + len(labels)] for start in range(0, len(nats), len(labels))]

@@ -1,6 +1,7 @@
-"""`python -m ratchet.models.smoke_test DIR`: does a saved model load and answer in a process of its own?
+"""Checks in a separate process that a saved model loads and answers.
 
-Exit 0 with one line of what it answered, or 1 with one line of what is wrong.
+Run as `python -m ratchet.models.smoke_test DIR`. Exit code 0: one line with the answer. Exit code 1: one line with the
+reason.
 """
 
 import sys
@@ -13,10 +14,10 @@ NEW_TOKENS = 8
 
 
 def run_smoke_test(directory: Path) -> str:
-    """Load model and tokenizer from disk alone and answer one prompt greedily; returns the answer.
+    """Load model and tokenizer from local files and answer one prompt greedily; return the answer.
 
     Raises:
-        DamagedFileError: a logit is not finite, or nothing was generated.
+        DamagedFileError: a logit is not finite, or the model generated nothing.
         OSError, ValueError: transformers cannot load the directory.
     """
     import torch
@@ -40,10 +41,12 @@ def run_smoke_test(directory: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; `arguments` is the directory."""
+    """Run the command; `arguments` holds the directory."""
     try:
         print(f"answers {run_smoke_test(Path(arguments[0]))!r}")
-    except Exception as error:  # whatever it is, the model cannot be served: the caller needs the reason, not our trace
+    except (
+        Exception
+    ) as error:  # on any failure the model cannot be served; the caller needs the reason, not a traceback
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
     return 0

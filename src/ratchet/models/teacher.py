@@ -1,4 +1,4 @@
-"""A larger model that is asked about given answers: its most probable tokens at every position that is learned from."""
+"""Teacher models of distillation: their validation, and their probabilities at every trained position."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,289 +13,305 @@ from torch.nn import functional
 from ratchet.config.train import DistillSettings, Train
 from ratchet.config.units import format_bytes
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import MASKED
+from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import base_model, loading, model_spec, vocabulary
 from ratchet.models.chunked_loss import DeferredHeadPass, SelectedPositionsPass
 from ratchet.models.device import Model
-from ratchet.models.loss import ALL, SOME, SequenceBatch, StoredTeacherTargets
+from ratchet.models.loss import FULL_TENSORS, TOP_K_TENSORS, SequenceBatch, StoredTeacherTargets
 from ratchet.models.memory import capacity
 from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher_reference import KEY
 
-LEAST = -1e4
-"""Logarithm of a probability that is next to nothing. It must not be -inf: the reverse direction divides by it."""
-_BYTES = {"nf4": 0.53, "fp4": 0.53}
-"""Of a weight in 4 bits, with its constants; others have the size of their type."""
+MIN_LOG_PROBABILITY = -1e4
+"""Smallest log-probability. It must not be -inf, because the gradient of the reverse direction divides by it."""
+_BYTES_PER_WEIGHT = {"nf4": 0.53, "fp4": 0.53}
+"""Bytes of a 4-bit weight with its constants; other weights have the size of their dtype."""
 
 
 @dataclass(frozen=True)
 class TeacherCandidate:
-    """A teacher that may teach, before its weights are loaded."""
+    """A validated teacher whose weights are not loaded."""
 
     path: Path
-    blueprint: ModelSpec
+    spec: ModelSpec
     tokens: int
-    """Ids that both tokenizers give the same tokens: all of the base's. What a model has beyond them is padding."""
+    """Number of ids with equal tokens in both tokenizers, which are all of the base's; further rows are padding."""
     rows: int
-    """Of the teacher's embedding."""
+    """Rows of the teacher's embedding."""
 
     def weight_bytes(self, settings: DistillSettings, dtype: torch.dtype) -> int:
-        """About what its weights need in memory."""
-        return int(self.blueprint.parameters * _BYTES.get(settings.quantization, dtype.itemsize))
+        """Estimate the memory of the weights."""
+        return int(self.spec.parameters * _BYTES_PER_WEIGHT.get(settings.quantization, dtype.itemsize))
 
-    def require_room(self, settings: Train, device: torch.device) -> None:
-        """Raises SettingsError when its weights alone need more memory than there is."""
+    def require_memory(self, settings: Train, device: torch.device) -> None:
+        """Raise SettingsError if the weights alone need more memory than is available."""
         needed = self.weight_bytes(settings.distill, loading.pick_dtype(settings.compute_dtype, device))
-        if needed > (there := capacity.measure_device(device).available_bytes):
+        if needed > (available := capacity.measure_device(device).available_bytes):
             raise SettingsError(
-                f"{KEY}: its weights need about {format_bytes(needed)}, {format_bytes(there)} are at hand; set "
-                "train.distill.quantization: nf4, ask it on a larger machine, or take a smaller teacher"
+                f"{KEY}: its weights need about {format_bytes(needed)}, but {format_bytes(available)} are available; "
+                "set train.distill.quantization: nf4, run `ratchet distill` on a larger machine, or use a smaller "
+                "teacher"
             )
 
     def base_rows(self, base: ModelSpec) -> int:
-        """Of the base's embedding, with those that its added tokens need."""
+        """Return the rows of the base's embedding, including rows for its added tokens."""
         return max(base.embedding_rows, self.tokens)
 
-    def padding(self, base: ModelSpec) -> str | None:
-        """What is to be said where the embedding has another size than the base's."""
+    def describe_padding(self, base: ModelSpec) -> str | None:
+        """Describe the padding if the embeddings of teacher and base differ in size; None otherwise."""
         return describe_embedding_padding(self.rows, self.base_rows(base), self.tokens)
 
     def require_length(self, rows: TokenRows) -> None:
-        """Raises DataError when a row is longer than the teacher can read."""
-        most = getattr(self.blueprint.config.get_text_config(), "max_position_embeddings", None)
-        if most and len(rows) and int(rows.lengths.max()) > most:
+        """Raise DataError if a row is longer than the teacher's context."""
+        max_tokens = getattr(self.spec.config.get_text_config(), "max_position_embeddings", None)
+        if max_tokens and len(rows) and int(rows.lengths.max()) > max_tokens:
             raise DataError(
-                f"{KEY}: training row {int(rows.lengths.argmax())} has {int(rows.lengths.max())} tokens, and the "
-                f"teacher reads {most} at most; set prepare.max_tokens: {most}, or take another teacher"
+                f"{KEY}: training row {int(rows.lengths.argmax())} has {int(rows.lengths.max())} tokens, but the "
+                f"teacher reads at most {max_tokens}; set prepare.max_tokens: {max_tokens}, or use another teacher"
             )
 
 
 @dataclass(frozen=True)
 class TeacherPredictions:
-    """What it says at the learned positions of some rows, in the rows' order."""
+    """The teacher's outputs at the trained positions of some rows, in the order of the rows."""
 
     tokens: Tensor
     """int32 [positions, k], most probable first, on the CPU."""
     log_probabilities: Tensor
-    """float16 [positions, k + 1]: of the tokens, and of all others together, at the temperature."""
+    """float16 [positions, k + 1]: of the tokens, then of all others together, at the temperature."""
     loss: float
-    """Sum over positions of the given tokens' negative log-likelihood, in nats, at temperature 1."""
+    """Sum over positions of the negative log-likelihood of the rows' tokens, in nats, at temperature 1."""
     left_out: float
     """Sum over positions of the probability of all other tokens."""
 
 
-def inspect_teacher(path: Path, named: str, tokenizer: Any, settings: DistillSettings) -> TeacherCandidate:
-    """Look at a teacher without loading it.
+def inspect_teacher(path: Path, setting: str, tokenizer: Any, settings: DistillSettings) -> TeacherCandidate:
+    """Validate a teacher without loading its weights.
 
     Args:
         path: its directory.
-        named: as params.yaml has it.
-        tokenizer: of the base, with the tokens that were added to it.
-        settings: top_k is read.
+        setting: its value in params.yaml, for messages.
+        tokenizer: tokenizer of the base, with its added tokens.
+        settings: section train.distill; top_k is used.
 
     Raises:
-        BaseModelError: there is no model, or one that cannot be read.
-        SettingsError: its tokens are not those of the base, or fewer than top_k.
+        BaseModelError: the directory holds no model, or it cannot be read.
+        SettingsError: its tokens differ from the base's, or are fewer than top_k.
     """
     base_model.list_model_files(path)
-    plan = model_spec.load(path)
-    plan.require_causal()
-    known = vocabulary.required_rows(tokenizer)
-    _require_same_vocabulary(tokenizer.get_vocab(), base_model.open_tokenizer(path).get_vocab(), named)
-    rows = plan.embedding_rows
-    if rows < known:
+    spec = model_spec.load(path)
+    spec.require_causal()
+    required_rows = vocabulary.required_rows(tokenizer)
+    _require_same_vocabulary(tokenizer.get_vocab(), base_model.open_tokenizer(path).get_vocab(), setting)
+    rows = spec.embedding_rows
+    if rows < required_rows:
         raise SettingsError(
-            f"{KEY}: {named}: its tokenizer knows ids up to {known - 1}, but the model has {rows} rows of embedding; "
-            "bring the model that belongs to this tokenizer"
+            f"{KEY}: {setting}: its tokenizer has ids up to {required_rows - 1}, but the model has only {rows} "
+            "embedding rows; use the model that belongs to this tokenizer"
         )
-    if settings.top_k is not None and settings.top_k >= known:
-        raise SettingsError(f"train.distill.top_k: {settings.top_k}, but there are {known} tokens; set a smaller one")
-    return TeacherCandidate(path, plan, known, rows)
+    if settings.top_k is not None and settings.top_k >= required_rows:
+        raise SettingsError(f"train.distill.top_k: {settings.top_k}: expected less than the {required_rows} tokens")
+    return TeacherCandidate(path, spec, required_rows, rows)
 
 
-def _require_same_vocabulary(base: Mapping[str, int], teacher: Mapping[str, int], named: str) -> None:
-    """Raises SettingsError unless both tokenizers give the same ids to the same tokens."""
+def _require_same_vocabulary(base: Mapping[str, int], teacher: Mapping[str, int], setting: str) -> None:
+    """Raise SettingsError unless both tokenizers give the same ids to the same tokens."""
     if base == teacher:
         return
     different = sorted((id_, token) for token, id_ in base.items() if teacher.get(token) != id_)
-    further = sorted((id_, token) for token, id_ in teacher.items() if token not in base)
+    additional = sorted((id_, token) for token, id_ in teacher.items() if token not in base)
     if different:
         id_, token = different[0]
-        there = f"{teacher[token]} there" if token in teacher else "not known there"
-        found = (
-            f"{len(different)} of the base's {len(base):,} tokens are others, such as {token!r}: {id_} here, {there}"
+        teacher_id = f"{teacher[token]} in the teacher" if token in teacher else "not in the teacher"
+        difference = (
+            f"{len(different)} of the base's {len(base):,} tokens differ, such as {token!r}: id {id_} in the base, "
+            f"{teacher_id}"
         )
     else:
-        found = f"it has {len(further)} tokens that the base lacks, such as {further[0][1]!r}"
+        difference = f"it has {len(additional)} tokens that the base lacks, such as {additional[0][1]!r}"
     raise SettingsError(
-        f"{KEY}: {named} has another tokenizer, so its probabilities are not those of the base's tokens: {found}. "
-        "Name a teacher with the base's tokenizer (embeddings may be padded to another size), or let this one write "
-        "answers and learn from those: `ratchet generate`"
+        f"{KEY}: {setting} has another tokenizer, so its probabilities do not apply to the base's tokens: "
+        f"{difference}. Use a teacher with the base's tokenizer (its embedding may be padded), or generate answers "
+        "with this teacher and train on them: `ratchet generate`"
     )
 
 
 def describe_embedding_padding(teacher_rows: int, base_rows: int, tokens: int) -> str | None:
-    """What is to be said of two embeddings for the same tokens; None where both have as many rows."""
+    """Describe the padding of two embeddings for the same tokens; None if both have as many rows."""
     if teacher_rows == base_rows:
         return None
     return (
         f"embeddings have {teacher_rows:,} rows (teacher) and {base_rows:,} (base) for the same {tokens:,} tokens: the "
-        "rest is padding, and is left out"
+        "other rows are padding and are ignored"
     )
 
 
 def derive_teacher_settings(settings: Train) -> Train:
-    """How a teacher is held, in the words for a base: its own quantisation, the training's type."""
+    """Return the settings to load a teacher like a base: its own quantization, the training's compute dtype."""
     return Train(quantization=settings.distill.quantization, compute_dtype=settings.compute_dtype)
 
 
-def take_top_k(numbers: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens [positions, k], and logarithms [positions, k + 1] of theirs and of the rest's sum.
+def take_top_k(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k most probable tokens [positions, k], and log-probabilities of them and of the rest [positions, k +
+    1].
 
     Args:
-        numbers: logits [positions, tokens] in float32.
+        logits: [positions, tokens] in float32.
+        temperature: divisor of the logits.
+        k: number of tokens.
     """
-    soft = functional.log_softmax(numbers / temperature, dim=1)
-    best = soft.topk(k, dim=1)
-    rest = soft.scatter_(1, best.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
-    return best.indices, torch.cat([best.values, rest], dim=1).clamp_(min=LEAST)
+    log_probabilities = functional.log_softmax(logits / temperature, dim=1)
+    top = log_probabilities.topk(k, dim=1)
+    rest = log_probabilities.scatter_(1, top.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return top.indices, torch.cat([top.values, rest], dim=1).clamp_(min=MIN_LOG_PROBABILITY)
 
 
-def first_nonfinite_position(known: Tensor) -> int | None:
-    """The first position [positions, ...] with a number that is none; None when all are."""
-    if math.isfinite(float(known.sum())):
+def first_nonfinite_position(values: Tensor) -> int | None:
+    """Return the first index of `values` [positions, ...] with a number that is not finite; None if all are finite."""
+    if math.isfinite(float(values.sum())):
         return None
-    return int((~torch.isfinite(known)).any(dim=1).nonzero()[0])
+    return int((~torch.isfinite(values)).any(dim=1).nonzero()[0])
 
 
 def nonfinite_answer_error(row: int, path: Path) -> DataError:
-    """A teacher that answers a training row with NaN, as an error."""
+    """Build the error for a teacher whose output for a training row is NaN."""
     return DataError(
-        f"{KEY}: {path} answers training row {row} with numbers that are not finite; set train.compute_dtype: float32, "
-        "or take another teacher"
+        f"{KEY}: {path}: the output for training row {row} is not finite; set train.compute_dtype: float32, or use "
+        "another teacher"
     )
 
 
 class TeacherModel:
-    """A teacher in memory."""
+    """A teacher whose weights are loaded."""
 
-    def __init__(self, found: TeacherCandidate, settings: Train, device: torch.device) -> None:
-        """Load it.
+    def __init__(self, candidate: TeacherCandidate, settings: Train, device: torch.device) -> None:
+        """Load the model.
 
         Raises:
-            SettingsError: the device lacks what settings ask for, or the model cannot be held so.
+            SettingsError: the device or the model does not support the settings.
             BaseModelError: its files are damaged.
         """
-        self.found, self.settings, self.device = found, settings.distill, device
+        self.candidate, self.settings, self.device = candidate, settings.distill, device
         self.dtype = loading.pick_dtype(settings.compute_dtype, device)
         try:
-            self.model: Model = loading.load(found.path, None, derive_teacher_settings(settings), device)
+            self.model: Model = loading.load(candidate.path, None, derive_teacher_settings(settings), device)
         except SettingsError as error:
             text = str(error).replace("train.quantization", "train.distill.quantization").replace(" (plain LoRA)", "")
             raise SettingsError(f"{KEY}: {text}") from None
 
-    def say(self, rows: TokenRows, wanted: Sequence[int]) -> TeacherPredictions:
-        """What it says about these rows, computed at once.
+    def predict(self, rows: TokenRows, row_indices: Sequence[int]) -> TeacherPredictions:
+        """Compute the outputs for these rows in one batch.
 
         Raises:
-            DataError: it answers with NaN.
+            DataError: an output is NaN.
         """
-        batch = SequenceBatch.of(rows, [[row] for row in wanted], self.device)
-        targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
-        places = (targets != MASKED).nonzero().squeeze(1)
-        targets = targets[places]
-        k = self.settings.top_k or 0  # on disk there is always one
+        batch = SequenceBatch.from_sequences(rows, [[row] for row in row_indices], self.device)
+        targets = functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+        positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+        targets = targets[positions]
+        k = self.settings.top_k or 0  # stored outputs always have one
         tokens, values = [torch.empty((0, k), dtype=torch.int32)], [torch.empty((0, k + 1), dtype=torch.float16)]
-        if not len(places):
+        if not len(positions):
             return TeacherPredictions(tokens[0], values[0], 0.0, 0.0)
         loss = left_out = 0.0
         with torch.no_grad():
-            for some, numbers in self._logits(batch, places):
-                chosen = targets[some].unsqueeze(1)
-                loss += float((numbers.logsumexp(dim=1) - numbers.gather(1, chosen)[:, 0]).sum(dtype=torch.float64))
-                best, known = take_top_k(numbers, self.settings.temperature, k)
-                if (bad := first_nonfinite_position(known)) is not None:
+            for piece, logits in self._logits(batch, positions):
+                piece_targets = targets[piece].unsqueeze(1)
+                loss += float(
+                    (logits.logsumexp(dim=1) - logits.gather(1, piece_targets)[:, 0]).sum(dtype=torch.float64)
+                )
+                top_tokens, log_probabilities = take_top_k(logits, self.settings.temperature, k)
+                if (invalid := first_nonfinite_position(log_probabilities)) is not None:
                     raise nonfinite_answer_error(
-                        wanted[int(places[some][bad]) // batch.input_ids.shape[1]], self.found.path
+                        row_indices[int(positions[piece][invalid]) // batch.input_ids.shape[1]], self.candidate.path
                     )
-                left_out += float(known[:, -1].exp().sum(dtype=torch.float64))
-                tokens.append(best.to(torch.int32).cpu())
-                values.append(known.to(torch.float16).cpu())
+                left_out += float(log_probabilities[:, -1].exp().sum(dtype=torch.float64))
+                tokens.append(top_tokens.to(torch.int32).cpu())
+                values.append(log_probabilities.to(torch.float16).cpu())
         return TeacherPredictions(torch.cat(tokens), torch.cat(values), loss, left_out)
 
-    def _logits(self, batch: SequenceBatch, places: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Which of the places, and their logits [places, tokens] in float32, without the padding."""
-        seen = SelectedPositionsPass(self.model, batch.input_ids, places, {}, cache=None, keep=False)
-        for start, logits in seen.pieces():
-            yield slice(start, start + logits.shape[1]), logits[0, :, : self.found.tokens].float()
+    def _logits(self, batch: SequenceBatch, positions: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ranges of the positions with their logits [range, tokens] in float32, without padding."""
+        forward_pass = SelectedPositionsPass(self.model, batch.input_ids, positions, {}, cache=None, make_cache=False)
+        for start, logits in forward_pass.pieces():
+            yield slice(start, start + logits.shape[1]), logits[0, :, : self.candidate.tokens].float()
 
 
-# A teacher beside the student: what it says about a micro-batch is computed while the student learns from it.
+# A teacher that is evaluated during training.
 #
-# Its layers run once, before the student's, and leave the hidden states of the learned positions. Its head runs on as
-# many of them at a time as the student's does (heads.py), so the logits of neither are ever there as a whole.
+# Its layers run once, before the student's, and their hidden states at trained positions are kept. Its head runs on as
+# many of them at a time as the student's does (chunked_loss.py), so the logits of neither exist as a whole.
 #
-# What it says about a row depends on the micro-batch in its last bits, as the student's own sums do, and on nothing
-# that
-# was computed before: it is frozen, in evaluation mode, and keeps no cache.
+# Its outputs for a row depend on the other rows of the micro-batch only in their last bits, like the student's sums,
+# and not on earlier computations: it is frozen, in evaluation mode, and uses no cache.
 
 
 @dataclass(frozen=True)
 class OnlineTeacher:
-    """A teacher that is asked about each micro-batch."""
+    """A teacher that evaluates each micro-batch."""
 
     model: Model
     tokens: int
-    """Ids that it shares with the student; what its embedding has beyond them is padding."""
+    """Number of ids shared with the student; further embedding rows are padding."""
     settings: DistillSettings
     path: Path
-    """Where it lies, for messages."""
+    """Directory of the teacher, for messages."""
 
-    def lesson(self, batch: SequenceBatch, row_of: Callable[[int], int]) -> "OnlineTeacherTargets":
-        """Let it read a micro-batch.
+    def compute_targets(self, batch: SequenceBatch, row_of: Callable[[int], int]) -> "OnlineTeacherTargets":
+        """Compute the distillation targets of a micro-batch.
 
         Args:
-            batch: as the student gets it.
-            row_of: the training row of a learned position, by its number in the micro-batch.
+            batch: the student's micro-batch.
+            row_of: returns the training row of a trained position, by its index in the micro-batch.
         """
         return OnlineTeacherTargets(self, batch, row_of)
 
 
 class OnlineTeacherTargets:
-    """What it says at the learned positions of one micro-batch; see `TeacherTargets`."""
+    """The teacher's outputs at the trained positions of one micro-batch; see `TeacherTargets`."""
 
     def __init__(self, teacher: OnlineTeacher, batch: SequenceBatch, row_of: Callable[[int], int]) -> None:
         self._teacher, self._row_of = teacher, row_of
-        places = (functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten() != MASKED).nonzero().squeeze(1)
-        given = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-        self._nothing = torch.empty((0, teacher.tokens), device=batch.labels.device)
-        self._seen = None
-        if len(places):
+        trained_positions = (
+            (functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten() != IGNORE_INDEX)
+            .nonzero()
+            .squeeze(1)
+        )
+        forward_kwargs = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        self._no_logits = torch.empty((0, teacher.tokens), device=batch.labels.device)
+        self._pass = None
+        if len(trained_positions):
             with torch.no_grad():
-                self._seen = DeferredHeadPass(teacher.model, batch.input_ids, places, given, cache=None, keep=False)
+                self._pass = DeferredHeadPass(
+                    teacher.model, batch.input_ids, trained_positions, forward_kwargs, cache=None, make_cache=False
+                )
 
     @property
     def distributions(self) -> int:
         """See `TeacherTargets`."""
-        return ALL if self._teacher.settings.top_k is None else SOME
+        return FULL_TENSORS if self._teacher.settings.top_k is None else TOP_K_TENSORS
 
-    def some(self, positions: slice) -> StoredTeacherTargets:
-        """Of a piece of the positions, computed now.
+    def select(self, positions: slice) -> StoredTeacherTargets:
+        """Compute the targets of a range of positions.
 
         Raises:
-            DataError: the teacher answers with NaN.
+            DataError: an output is NaN.
         """
-        told, first = self._teacher.settings, int(positions.start)
+        settings, first = self._teacher.settings, int(positions.start)
         with torch.no_grad():
-            numbers = self._nothing
-            if self._seen is not None:
-                numbers = self._seen.between(first, int(positions.stop))[:, : self._teacher.tokens].float()
+            logits = self._no_logits
+            if self._pass is not None:
+                logits = self._pass.compute_logits(first, int(positions.stop))[:, : self._teacher.tokens].float()
             tokens = None
-            if told.top_k is None:
-                known = functional.log_softmax(numbers / told.temperature, dim=1).clamp_(min=LEAST)
+            if settings.top_k is None:
+                log_probabilities = functional.log_softmax(logits / settings.temperature, dim=1).clamp_(
+                    min=MIN_LOG_PROBABILITY
+                )
             else:
-                tokens, known = take_top_k(numbers, told.temperature, told.top_k)
-            if (bad := first_nonfinite_position(known)) is not None:
-                raise nonfinite_answer_error(self._row_of(first + bad), self._teacher.path)
-        return StoredTeacherTargets(tokens, known, told.weight, told.temperature, told.direction)
+                tokens, log_probabilities = take_top_k(logits, settings.temperature, settings.top_k)
+            if (invalid := first_nonfinite_position(log_probabilities)) is not None:
+                raise nonfinite_answer_error(self._row_of(first + invalid), self._teacher.path)
+        return StoredTeacherTargets(
+            tokens, log_probabilities, settings.weight, settings.temperature, settings.direction
+        )

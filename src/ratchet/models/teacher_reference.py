@@ -1,4 +1,4 @@
-"""Which teacher a training has: where it lies, and its identity, by content. Imports no torch: verbs ask it too."""
+"""Locates the teacher of a distillation and identifies it by content. Imports no torch."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -8,100 +8,100 @@ from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.data import AGAIN, CARD, DistillationCard
+from ratchet.storage.records.data import DISTILLATION_CARD, RERUN_HINT, DistillationCard
 
 KEY = "train.distill.teacher"
 
 Stamp = tuple[str, int, int, int]
-"""Name, bytes, time of the last change (ns) and inode of a file."""
+"""Name, size, modification time (ns) and inode of a file."""
 
 
 def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
-    """Directory of the teacher that is named.
+    """Return the directory of the configured teacher.
 
     Raises:
-        BaseModelError: there is none.
+        BaseModelError: it does not exist.
     """
-    named = str(train.distill.teacher)
-    path = (layout.root / Path(named).expanduser()).resolve()
+    setting = str(train.distill.teacher)
+    path = (layout.root / Path(setting).expanduser()).resolve()
     if not path.is_dir():
         raise BaseModelError(
-            f"{KEY}: {named}: no such directory ({path}); name one with a model in Hugging Face format"
+            f"{KEY}: {setting}: no such directory ({path}); set a directory with a model in Hugging Face format"
         )
     return path
 
 
 def digest_files(path: Path) -> dict[str, str]:
-    """SHA-256 of every file that makes up the teacher: weights, configuration, tokenizer.
+    """Return the SHA-256 of every file of the teacher: weights, configuration, tokenizer.
 
     Raises:
         BaseModelError: config, weights or tokenizer are missing.
     """
     stats = [(name, (path / name).stat()) for name in base_model.list_model_files(path)]
-    stamps = tuple((name, one.st_size, one.st_mtime_ns, one.st_ino) for name, one in stats)
+    stamps = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
     return dict(_digest_unchanged_files(path, stamps))
 
 
 @lru_cache(maxsize=4)
 def _digest_unchanged_files(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tuple[str, str], ...]:
-    """Read once by a process, as long as the files look the same: a sweep asks for every trial."""
+    """Hash the files once per process while their stamps are unchanged: a sweep asks for every trial."""
     return tuple((name, digests.hash_file(path / name)) for name, *_ in stamps)
 
 
 def require_files(path: Path, expected: dict[str, str]) -> None:
-    """Compare the bytes at hand with those that a run was started with.
+    """Compare the teacher's files with the digests of the start of the run.
 
     Raises:
-        BaseModelError: a file differs, is gone, or is new.
+        BaseModelError: a file differs, is missing, or is new.
     """
     found = digest_files(path)
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             state = "missing" if name not in found else "new" if name not in expected else "changed"
             raise BaseModelError(
-                f"{KEY}: {path / name}: {state} since this run was started, so it would go on with another teacher; "
-                "bring the file back, or start again: another teacher is another run"
+                f"{KEY}: {path / name}: {state} since the start of this run, which cannot resume with another teacher; "
+                "restore the file, or start a new run"
             )
 
 
 def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tuple[Train, str | None]:
-    """The settings as a run's spec holds them, and the digest of what decides about the teacher's part in it: of what
-    it has said, or, if it is asked during training, of its files. None without a teacher.
+    """Return section train as a run's spec contains it, and the digest of the teacher's part in the training.
 
-    Where the teacher lies does not change what is learned, so the spec has the beginning of its digest instead.
+    The digest is that of the stored teacher outputs or, if the teacher is evaluated during training, of its files; None
+    without a teacher. The teacher's path does not affect training, so the spec has the first digits of its digest
+    instead.
 
     Args:
         train: section train.
-        layout: of the project.
-        data_digest: of the prepared data.
+        layout: layout of the project.
+        data_digest: digest of the prepared data.
 
     Raises:
-        DataError: a teacher is named that is asked before training, and was not, or about other rows, or otherwise
-            than params.yaml says now.
-        BaseModelError: one that is asked during training is not there, or no model.
+        DataError: the stored outputs are missing, or belong to other data or settings.
+        BaseModelError: a teacher that is evaluated during training is missing or not a model.
     """
     settings = train.distill
     if settings.teacher is None:
         return train.model_copy(update={"distill": type(settings)()}), None
-    if settings.stays:
-        teaching = teacher = digests.hash_files(digest_files(teacher_directory(layout, train)))
+    if settings.is_online:
+        distillation_digest = teacher_digest = digests.hash_files(digest_files(teacher_directory(layout, train)))
     else:
-        card = _read_matching_teaching(train, layout.distill, data_digest)
-        teaching, teacher = card.digest, card.teacher_digest
-    distill = settings.model_copy(update={"teacher": teacher[: digests.SHORT]})
-    return train.model_copy(update={"distill": distill}), teaching
+        card = _load_matching_card(train, layout.distill, data_digest)
+        distillation_digest, teacher_digest = card.digest, card.teacher_digest
+    distill = settings.model_copy(update={"teacher": teacher_digest[: digests.SHORT]})
+    return train.model_copy(update={"distill": distill}), distillation_digest
 
 
-def _read_matching_teaching(train: Train, directory: Path, data_digest: str) -> DistillationCard:
-    """Of what the teacher has said, if it is what the settings ask for."""
+def _load_matching_card(train: Train, directory: Path, data_digest: str) -> DistillationCard:
+    """Load the card of the stored teacher outputs if they match data and settings."""
     settings = train.distill
-    if not (directory / CARD).is_file():
-        raise DataError(f"{KEY}: {settings.teacher}, but it was not asked yet ({directory}): {AGAIN}")
-    card = DistillationCard.load(directory / CARD)
+    if not (directory / DISTILLATION_CARD).is_file():
+        raise DataError(f"{KEY}: {settings.teacher}: found no teacher outputs in {directory}; {RERUN_HINT}")
+    card = DistillationCard.load(directory / DISTILLATION_CARD)
     if card.data_digest != data_digest:
-        raise DataError(f"{directory}: the teacher was asked about other data than is prepared now; {AGAIN}")
-    wanted = {name: getattr(settings, name) for name in ("teacher", "quantization", "temperature", "top_k")}
-    for name, value in wanted.items():
+        raise DataError(f"{directory}: the teacher outputs belong to other data than the prepared data; {RERUN_HINT}")
+    expected = {name: getattr(settings, name) for name in ("teacher", "quantization", "temperature", "top_k")}
+    for name, value in expected.items():
         if (found := getattr(card, name)) != value:
-            raise DataError(f"{directory}: made with {name} {found}, train.distill.{name} is {value} now; {AGAIN}")
+            raise DataError(f"{directory}: made with {name} {found}, but train.distill.{name} is {value}; {RERUN_HINT}")
     return card

@@ -1,15 +1,15 @@
-"""The embedded base model: a small decoder, pre-trained from scratch on the project's own texts.
+"""Builds the tiny base model: a small decoder, pre-trained from scratch on the project's own texts.
 
 Tests, demos and machines without a network need a base model that is real (an ordinary Hugging Face directory with
-tokenizer, chat template and weights) and that LoRA can teach something. Random weights cannot be taught: LoRA bends
-what a model already extracts from a text. So the model learns two things here, neither of which needs a label:
+tokenizer, chat template and weights) and that LoRA can fine-tune. Random weights cannot be fine-tuned, because LoRA
+adapts features that a model already extracts. So the model is trained on two things, neither of which needs labels:
 
 - the language of the texts: next-token prediction on packed documents;
-- to listen: in the chat template, the user says a text and the assistant names its topic, which is the few words that
+- topics: in the chat template, the user sends a text and the assistant names its topic, which is the few words that
   weigh most in the text *and its nearest neighbours* (TF-IDF). That makes the assistant's first position a summary of
-  the user's turn, which is what a fine-tune on top needs.
+  the user's turn, which a fine-tune needs.
 
-Everything is drawn from one seed, so the same texts, settings, number of threads and library versions give the same
+All random numbers come from one seed, so the same texts, settings, number of threads and library versions give the same
 bytes.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ratchet.config.schema import TinyModelSettings
+from ratchet.config.base import TinyModelSettings
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -38,51 +38,51 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(texts: Sequence[str], out: Path, settings: TinyModelSettings, progress: Callable[[str], None]) -> None:
-    """Train tokenizer and model on `texts` and save both in `out`, as plain transformers would.
+def build(texts: Sequence[str], output_dir: Path, settings: TinyModelSettings, progress: Callable[[str], None]) -> None:
+    """Train tokenizer and model on `texts` and save both to `output_dir` in transformers' format.
 
     Args:
         texts: paragraphs or lines; empty ones are skipped.
-        out: directory to write (made when missing): config, generation config, weights, tokenizer.
+        output_dir: receives config, generation config, weights and tokenizer; created if missing.
         settings: shape and schedule.
-        progress: told about the work in short sentences.
+        progress: receives short progress messages.
 
     Raises:
-        ValueError: there is no text at all.
+        ValueError: all texts are empty.
     """
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
-        raise ValueError("no text to pre-train on: give lines or paragraphs of text")
-    tokenizer = train_tokenizer(texts, settings.vocabulary)
+        raise ValueError("no text to pre-train on: provide lines or paragraphs of text")
+    tokenizer = train_tokenizer(texts, settings.vocab_size)
     progress(f"tokenizer: {len(tokenizer)} entries from {len(texts)} texts")
     documents = PretrainingDocuments(texts, tokenizer, settings)
     progress(f"pre-training: {documents.describe()}")
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays what it was
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is unchanged
         torch.manual_seed(settings.seed)
         model = LlamaForCausalLM(_model_config(tokenizer, settings))
         pretrain(model, documents, settings, progress)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
 
 
-def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (GPT-2's splitting rule, which GGUF knows as `gpt-2`) with ChatML turns.
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE (GPT-2's splitting rule, `gpt-2` in GGUF) with ChatML turns.
 
-    Every string can be encoded: all 256 bytes are entries. The end-of-turn token is the `eos_token`; padding has a
-    token of its own, so that masking the padding never masks the end of an answer.
+    Every string can be encoded, because all 256 bytes are entries. The end-of-turn token is the `eos_token`; padding
+    has its own token, so that masking the padding never masks the end of an answer.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         special_tokens=[PAD, END_OF_TEXT, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A word at the start of a text lacks the space that it has elsewhere: show it both ways, and the role names too.
+    # A word at the start of a text lacks its leading space: train on both forms, and on the role names.
     bpe.train_from_iterator([*texts, *(" " + text for text in texts), *["system user assistant\n"] * 20], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -95,22 +95,23 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> list[str]:
-    """For each text, the words that weigh most in it and its nearest neighbours, heaviest first: "card, arrive, order".
+    """Return the topic of each text, such as "card, arrive, order": its neighbourhood's heaviest words.
 
-    Weights are TF-IDF, nearness is their cosine. Words of fewer than two texts say nothing about neighbours and words
-    of more than a tenth of the texts nothing about a topic; neither is counted. The result is empty for a text without
-    any other word.
+    Weights are TF-IDF, the distance of texts is their cosine. Words in fewer than two texts or in more than a tenth of
+    the texts are ignored. The result is empty for a text without any other word.
     """
-    bags = [Counter(re.findall(r"[^\W\d_]+", text.lower())) for text in texts]
-    spread = Counter(word for bag in bags for word in bag)
-    known = sorted(word for word, n in spread.items() if 2 <= n <= max(2, len(texts) // 10))
-    column = {word: i for i, word in enumerate(sorted(known, key=lambda word: (-spread[word], word))[:4000])}
+    word_counts = [Counter(re.findall(r"[^\W\d_]+", text.lower())) for text in texts]
+    document_frequency = Counter(word for counts in word_counts for word in counts)
+    usable = sorted(word for word, n in document_frequency.items() if 2 <= n <= max(2, len(texts) // 10))
+    column = {
+        word: i for i, word in enumerate(sorted(usable, key=lambda word: (-document_frequency[word], word))[:4000])
+    }
     vocabulary = list(column)
     weights_nw = torch.zeros(len(texts), max(1, len(vocabulary)))
-    for row, bag in enumerate(bags):
-        for word, count in bag.items():
+    for row, counts in enumerate(word_counts):
+        for word, count in counts.items():
             if word in column:
-                weights_nw[row, column[word]] = (1 + math.log(count)) * math.log(len(texts) / spread[word])
+                weights_nw[row, column[word]] = (1 + math.log(count)) * math.log(len(texts) / document_frequency[word])
     weights_nw = functional.normalize(weights_nw, dim=1)
     topics = []
     for chunk_cw in weights_nw.split(512):
@@ -122,15 +123,15 @@ def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> li
 
 
 class PretrainingDocuments:
-    """The token ids that pre-training draws from: plain texts and conversations about their topics."""
+    """Token ids of the pre-training data: plain texts, and conversations about their topics."""
 
     def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings) -> None:
         self._rng = random.Random(settings.seed)
-        self._length = settings.sequence_tokens
+        self._length = settings.sequence_length
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        self.plain = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
-        # Neighbours cost texts squared: 2 s at 7,500.
+        self.texts = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
+        # Finding neighbours is quadratic in the texts: 2 s at 7,500.
         sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
             tokenizer(part)["input_ids"]
@@ -144,18 +145,18 @@ class PretrainingDocuments:
         ]
 
     def describe(self) -> str:
-        tokens = sum(map(len, self.plain)) + sum(map(len, self.conversations))
-        return f"{len(self.plain)} texts and {len(self.conversations)} conversations, {tokens} tokens"
+        tokens = sum(map(len, self.texts)) + sum(map(len, self.conversations))
+        return f"{len(self.texts)} texts and {len(self.conversations)} conversations, {tokens} tokens"
 
-    def batch(self, sequences: int) -> Tensor:
-        """The next batch, (sequences, sequence_tokens + 1): every row starts with the start of a document."""
-        return torch.tensor([self._row() for _ in range(sequences)])
+    def draw_batch(self, sequences: int) -> Tensor:
+        """Return the next batch [sequences, sequence_length + 1]; every row starts with the start of a document."""
+        return torch.tensor([self._draw_row() for _ in range(sequences)])
 
-    def _row(self) -> list[int]:
+    def _draw_row(self) -> list[int]:
         row: list[int] = []
         while len(row) <= self._length:
-            kind = self.conversations if self.conversations and self._rng.random() < 0.7 else self.plain
-            row += self._rng.choice(kind)
+            source = self.conversations if self.conversations and self._rng.random() < 0.7 else self.texts
+            row += self._rng.choice(source)
         return row[: self._length + 1]
 
 
@@ -170,17 +171,20 @@ def pretrain(
     settings: TinyModelSettings,
     progress: Callable[[str], None],
 ) -> None:
-    """Next-token loss on every position; Muon for the matrices of the blocks, AdamW for embeddings and norms.
+    """Train on the next-token loss of every position; Muon for matrices of blocks, AdamW for embeddings and norms.
 
-    Muon is what makes two minutes enough: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
-    learning rate (1e-3, of four tried), and a step cost about a fifth more time.
+    Muon makes two minutes sufficient: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
+    learning rate (1e-3, of four tried), and a step took about a fifth more time.
     """
     blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
-    muon, adamw = MuonOptimizer(blocks), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    other_parameters = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
+    muon, adamw = (
+        MuonOptimizer(blocks),
+        torch.optim.AdamW(other_parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    )
     model.train()
     for step in range(settings.steps):
-        ids_bt = documents.batch(settings.batch_sequences)
+        ids_bt = documents.draw_batch(settings.batch_size)
         logits_btv = model(input_ids=ids_bt[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt[:, 1:].flatten())
         loss.backward()
@@ -196,26 +200,26 @@ def pretrain(
 
 
 class MuonOptimizer:
-    """Momentum whose step is made orthogonal, so that it moves all directions of a matrix alike (Jordan et al. 2024).
+    """Muon: orthogonalized momentum, whose step has equal size in all directions of a matrix (Jordan et al. 2024).
 
-    The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalises in bfloat16,
-    which many CPUs only emulate; this one stays in float32.
+    The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalizes in bfloat16,
+    which many CPUs only emulate; this one uses float32.
     """
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         self._momenta = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
 
     def step(self, rate: float) -> None:
-        """Move every matrix against its gradient; the weights decay by a tenth of `rate`."""
+        """Update every matrix from its gradient; weights decay by a tenth of `rate`."""
         with torch.no_grad():
             for matrix, momentum in self._momenta:
                 momentum.lerp_(matrix.grad, 0.05)
-                change = _orthogonalize(matrix.grad.lerp(momentum, 0.95))
-                matrix.mul_(1 - 0.1 * rate).add_(change, alpha=-0.2 * rate * max(matrix.shape) ** 0.5)
+                update = _orthogonalize(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - 0.1 * rate).add_(update, alpha=-0.2 * rate * max(matrix.shape) ** 0.5)
 
 
 def _orthogonalize(matrix: Tensor) -> Tensor:
-    """Push all singular values towards 1, by five Newton-Schulz iterations with Jordan's quintic."""
+    """Move all singular values towards 1 with five Newton-Schulz iterations of Jordan's quintic."""
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
@@ -225,7 +229,8 @@ def _orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over a twentieth of the steps, then cosine to a twentieth of the peak."""
+    """Return the factor of the learning rate: linear warm-up over 1/20 of the steps, then cosine to 1/20 of the
+    peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return (step + 1) / warmup

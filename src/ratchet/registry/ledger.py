@@ -1,4 +1,9 @@
-"""Who promotes, and what people may write beside it."""
+"""The promotion ledger: one JSON line per promotion or rollback, each with the digest of the previous line.
+
+A changed, removed, inserted or moved line breaks the chain from there on. A truncated file is detected because the
+champion file names the newest entry. Lines are only appended, but the file is replaced as a whole: after a crash it
+contains the new line completely or not at all.
+"""
 
 import getpass
 import json
@@ -11,83 +16,79 @@ from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.storage import digests, files, html
 from ratchet.storage.records.gate import ChampionFile, Promotion
 
-VARIABLE = "RATCHET_ACTOR"
-"""Environment variable that says who promotes, such as a service's name and the person behind it."""
+ACTOR_VARIABLE = "RATCHET_ACTOR"
+"""Environment variable with the name of the person or service that promotes."""
 
-LONGEST_REASON = 2000
-"""Characters: it is kept in MLflow's tags, which have a limit."""
+MAX_REASON_CHARACTERS = 2000
+"""Limit of a reason, which is stored in MLflow tags."""
+
+_RESTORE = "compare the file with `git log -p`, and restore it from git"
 
 
 def current_actor(root: Path) -> str:
-    """RATCHET_ACTOR, else git's user.email, else the login name; in a container without names, the user's number."""
-    if named := _clean_line(os.environ.get(VARIABLE, "")):
+    """Name the actor: RATCHET_ACTOR, else git's user.email, else the login name, else the numeric user id."""
+    if named := _clean_line(os.environ.get(ACTOR_VARIABLE, "")):
         return named
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             ["git", "config", "user.email"], cwd=root, capture_output=True, text=True, errors="replace", check=False
         )
-        if email := _clean_line(asked.stdout):
+        if email := _clean_line(result.stdout):
             return email
     except OSError:
-        pass  # no git here: the login name says who, too
+        pass  # git is not installed
     try:
         return _clean_line(getpass.getuser()) or f"user {os.getuid()}"
-    except (KeyError, OSError):
+    except (KeyError, OSError):  # a container without user names
         return f"user {os.getuid()}"
 
 
 def normalize_reason(text: str | None) -> str | None:
-    """A reason as it is kept: one line. Raises SettingsError for one that says nothing, or too much."""
+    """Convert a reason to one line. Raises SettingsError if it is empty or too long."""
     if text is None:
         return None
-    said = _clean_line(text)
-    if not said:
-        raise SettingsError("--reason: is empty; say in a sentence why")
-    if len(said) > LONGEST_REASON:
-        raise SettingsError(f"--reason: {len(said):,} characters; say it in at most {LONGEST_REASON:,}")
-    return said
+    reason = _clean_line(text)
+    if not reason:
+        raise SettingsError("--reason: found an empty text; expected a sentence")
+    if len(reason) > MAX_REASON_CHARACTERS:
+        raise SettingsError(f"--reason: found {len(reason):,} characters; expected at most {MAX_REASON_CHARACTERS:,}")
+    return reason
 
 
 def _clean_line(text: str) -> str:
-    """One line without characters that a terminal or a page would obey."""
+    """Convert a text to one line without characters that terminals or HTML pages interpret."""
     return html.escape_invisible(" ".join(text.split()))
 
 
-# The promotion ledger: a JSON line for each promotion and rollback, each with the digest of the one before.
-#
-# A line that was changed, removed, added or moved breaks the chain from there on; a tail that was cut off is noticed
-# because the champion file names the newest entry. Lines are only ever added, but the file is replaced as a whole:
-# after
-# a crash it has the new line or not, never half of it.
-
-_CURE = "git has it as it was: compare with `git log -p` of it, and bring that back"
-
-
 def read_entries(path: Path) -> list[Promotion]:
-    """All entries, oldest first. Raises DamagedFileError naming the line that breaks the chain."""
+    """Read all entries, oldest first. Raises DamagedFileError with the line that breaks the chain."""
     if not path.exists():
         return []
     text = path.read_bytes()
     entries: list[Promotion] = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if problem := _find_problem(line, entries):
-            raise DamagedFileError(f"{path}:{number}: {problem}; {_CURE}")
+            raise DamagedFileError(f"{path}:{number}: {problem}; {_RESTORE}")
         entries.append(Promotion.model_validate_json(line))
     return entries
 
 
 def append_entry(path: Path, entry: Promotion) -> Promotion:
-    """Chain an entry to the newest one and add it; returns it with its digests. One that is there already is returned.
+    """Chain an entry to the newest one and append it; the caller holds the promotion lock.
 
-    The caller holds the promotion lock. Raises DamagedFileError when the chain is broken; nothing is appended then.
+    Returns:
+        The entry with its digests; an entry with the same id that is already in the ledger.
+
+    Raises:
+        DamagedFileError: the chain is broken; nothing is appended.
     """
     entries = read_entries(path)
-    if found := next((e for e in entries if e.id == entry.id), None):
-        return found
-    unsigned = entry.model_copy(update={"previous": entries[-1].digest if entries else None, "digest": ""})
-    signed = unsigned.model_copy(update={"digest": entry_digest(unsigned)})
-    files.write_atomic(path, (path.read_bytes() if entries else b"") + _encode_entry(signed))
-    return signed
+    if existing := next((e for e in entries if e.id == entry.id), None):
+        return existing
+    chained = entry.model_copy(update={"previous": entries[-1].digest if entries else None, "digest": ""})
+    chained = chained.model_copy(update={"digest": entry_digest(chained)})
+    files.write_atomic(path, (path.read_bytes() if entries else b"") + _encode_entry(chained))
+    return chained
 
 
 def entry_digest(entry: Promotion) -> str:
@@ -96,33 +97,37 @@ def entry_digest(entry: Promotion) -> str:
 
 
 def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile) -> None:
-    """Raise DamagedFileError unless the champion file names the newest entry, and that entry the champion.
+    """Check that the champion file names the newest entry, and that this entry names the champion.
 
-    A file that names neither champion nor entry was begun anew: its next champion is chained to what is there.
+    A champion file without champion and without entry is new: its first champion is chained to the existing entries.
+
+    Raises:
+        DamagedFileError: they do not match.
     """
     champion, head = file.champion, file.ledger
     if champion is None and head is None:
         return
     if head is None:
         if entries:
-            raise DamagedFileError(f"{path}: has {len(entries)} entries, but the champion file names none; {_CURE}")
-        return  # promoted before there was a ledger
+            raise DamagedFileError(f"{path}: has {len(entries)} entries, but the champion file names none; {_RESTORE}")
+        return  # promoted before the ledger existed
     numbers = {entry.digest: number for number, entry in enumerate(entries, start=1)}
     if head not in numbers:
         raise DamagedFileError(
-            f"{path}:{len(entries) + 1}: the champion file names entry {head[:12]}, which is not there: "
-            f"the tail was cut off, or the two files are of different commits; {_CURE}"
+            f"{path}:{len(entries) + 1}: the champion file names entry {head[:12]}, which is missing: the end of the "
+            f"ledger was removed, or the two files are from different commits; {_RESTORE}"
         )
     if numbers[head] != len(entries):
         raise DamagedFileError(
-            f"{path}:{numbers[head] + 1}: the champion file knows no entry after line {numbers[head]}: "
-            f"it is of an earlier commit, or lines were added by hand; {_CURE}"
+            f"{path}:{numbers[head] + 1}: the champion file ends at line {numbers[head]}: it is from an earlier "
+            f"commit, or lines were added by hand; {_RESTORE}"
         )
     newest = entries[-1]
     if champion is None or (champion.version, champion.model_digest) != (newest.version, newest.model_digest):
         named = "no champion" if champion is None else f"version {champion.version}"
         raise DamagedFileError(
-            f"{path}:{len(entries)}: version {newest.version} became champion, the champion file names {named}; {_CURE}"
+            f"{path}:{len(entries)}: version {newest.version} became champion, but the champion file names {named}; "
+            f"{_RESTORE}"
         )
 
 
@@ -130,32 +135,32 @@ def _encode_entry(entry: Promotion) -> bytes:
     return (digests.canonical_json(entry.model_dump(mode="json")) + "\n").encode()
 
 
-def _find_problem(line: bytes, before: Sequence[Promotion]) -> str | None:
-    """What is wrong with a line that follows these entries."""
+def _find_problem(line: bytes, previous: Sequence[Promotion]) -> str | None:
+    """Describe what is wrong with a line that follows these entries; None if it is valid."""
     try:
         entry = Promotion.model_validate(json.loads(line))
     except ValueError as error:
-        return f"no entry of the ledger ({' '.join(str(error).splitlines()[:2])})"
+        return f"not an entry of the ledger ({' '.join(str(error).splitlines()[:2])})"
     if _encode_entry(entry) != line:
-        return "not written as the ledger writes it"
+        return "not in the ledger's JSON layout, so it was edited"
     if entry.digest != entry_digest(entry):
-        return f"changed: its content has digest {entry_digest(entry)[:12]}, it says {entry.digest[:12] or 'none'}"
-    expected = before[-1].digest if before else None
+        return f"changed: its content has digest {entry_digest(entry)[:12]}, but it names {entry.digest[:12] or 'none'}"
+    expected = previous[-1].digest if previous else None
     if entry.previous != expected:
-        says, is_ = (entry.previous or "none")[:12], (expected or "none")[:12]
-        return f"the chain is broken: it follows entry {says}, but the line before is entry {is_}"
-    if any(entry.id == other.id for other in before):
-        return f"event {entry.id} is there twice"
+        found, wanted = (entry.previous or "none")[:12], (expected or "none")[:12]
+        return f"the chain is broken: it names previous entry {found}; expected {wanted}"
+    if any(entry.id == other.id for other in previous):
+        return f"event {entry.id} is in the ledger twice"
     return None
 
 
 def find_withdrawal(entries: Sequence[Promotion], model_digest: str) -> Promotion | None:
-    """The rollback by which this model ceased to be champion, unless it has become champion again since."""
+    """Find the rollback that replaced this model as champion, unless it became champion again later."""
     models: dict[int, str] = {}
-    back: dict[str, Promotion] = {}
+    withdrawals: dict[str, Promotion] = {}
     for entry in entries:
         models[entry.version] = entry.model_digest
-        if entry.action == "rollback" and entry.before in models:
-            back[models[entry.before]] = entry
-        back.pop(entry.model_digest, None)
-    return back.get(model_digest)
+        if entry.action == "rollback" and entry.previous_version in models:
+            withdrawals[models[entry.previous_version]] = entry
+        withdrawals.pop(entry.model_digest, None)
+    return withdrawals.get(model_digest)

@@ -1,4 +1,9 @@
-"""Where a model comes from, as one record: base, data, settings, run, code, libraries. No secret, and no row."""
+"""Records where a model comes from (base, data, settings, run, code, libraries), without secrets and without rows.
+
+Also writes the model's software bill of materials (SBOM) as CycloneDX 1.6. Equal inputs give equal bytes: it contains
+no time, and its serial number follows from its content. Libraries are Ratchet's installed dependencies, direct and
+indirect (importlib.metadata), with versions and licences as declared by their authors (PEP 639, or classifiers).
+"""
 
 import json
 import platform
@@ -20,7 +25,7 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import DISTRIBUTION, code_version
 from ratchet.storage.layout import ProjectLayout
@@ -29,40 +34,42 @@ from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import BaseScan, ModelLineage
 
 SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
-"""What says what is learned or made. `machine` says how, `promote` whom to tell, and its hooks hold addresses."""
+"""Sections of params.yaml that affect the model. `machine` and `promote` do not, and hooks contain addresses."""
 
 MASK = "***"
 
-_IN_ADDRESSES = re.compile(r"(?<=://)[^/\s?#]*@")
-"""User and password before the host (RFC 3986, 3.2.1)."""
-_IN_QUERIES = re.compile(
+_USER_INFO = re.compile(r"(?<=://)[^/\s?#]*@")
+"""User and password before the host of an address (RFC 3986, 3.2.1)."""
+_SECRET_PARAMETERS = re.compile(
     r"([?&#;](?:[\w.-]*(?:token|secret|password|passwd|signature|credential|api[_-]?key|access[_-]?key|authorization)"
     r"[\w.-]*|sig|key|auth|pwd)=)[^&#\s]+",
     re.IGNORECASE,
 )
-"""Values of parameters that are called like secrets, as in signed addresses of object stores."""
+"""Values of query parameters with names of secrets, as in signed addresses of object stores."""
 _TOKENS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
     r"|xox[abpros]-[\w-]{10,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
-"""How keys of well-known services begin, and JSON web tokens."""
+"""Keys of well-known services, recognized by their prefix, and JSON web tokens."""
+
+MAX_LICENCE_CHARACTERS = 100
+"""Limit of a licence name: some libraries declare the text of the licence instead."""
 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """What the stages before say."""
+    """Records of earlier stages."""
 
     base: BaseCard
     trained: TrainReport
     data: DatasetCard
     scan: BaseScan
     recipe: str
-    """Digest of all that identifies the run: RunSpec, as canonical JSON."""
+    """Digest of everything that identifies the run: RunSpec as canonical JSON."""
 
 
 def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
-    """The record. Whatever in the settings looks like a secret is masked, and where on this machine something lies:
-    params.yaml is no place for the one, but a bundle travels further than it."""
+    """Build the record. Values that look like secrets or absolute paths are masked, because bundles are published."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
     return ModelLineage(
         base=origin.base.model_copy(update={"source": mask_secrets(origin.base.source)}),
@@ -80,11 +87,11 @@ def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin
 
 
 def mask_secrets(text: str) -> str:
-    """A text without what looks like a secret in it; of a path on this machine, only the last name."""
+    """Mask everything in a text that looks like a secret; of an absolute path, only the last name remains."""
     if text.startswith(("/", "~")) and "/" in text[1:]:
         return f"{MASK}/{text.rstrip('/').rpartition('/')[2]}"
-    text = _IN_ADDRESSES.sub(f"{MASK}@", text)
-    text = _IN_QUERIES.sub(rf"\g<1>{MASK}", text)
+    text = _USER_INFO.sub(f"{MASK}@", text)
+    text = _SECRET_PARAMETERS.sub(rf"\g<1>{MASK}", text)
     return _TOKENS.sub(MASK, text)
 
 
@@ -98,121 +105,114 @@ def _mask_value(value: Any) -> Any:
     return value
 
 
-# The bill of materials of an exported model, as CycloneDX 1.6: libraries, base, data.
-#
-# Equal inputs give equal bytes: there is no time in it, and its serial number follows from what it says. Libraries are
-# those that are installed here and that Ratchet needs, with those that they need (importlib.metadata); versions and
-# licences as their authors declare them (PEP 639, or classifiers).
-
-LONGEST_LICENCE = 100
-"""Characters: some libraries put the text of the licence where its name belongs."""
+# --------------------------------------------------------------------------------------------------------------- SBOM
 
 
 @dataclass(frozen=True)
 class SbomContents:
-    """What the bill names beside libraries."""
+    """Contents of the bill of materials, apart from libraries."""
 
     name: str
-    """Of the model that is exported."""
+    """Name of the exported model."""
     model_digest: str
     base: BaseCard
     data_digest: str
     data_rows: Mapping[str, int]
-    """By split."""
+    """Rows by split."""
     data_licence: str | None
 
 
 @dataclass(frozen=True)
 class InstalledLibrary:
-    """What an installed library says of itself, read once."""
+    """Metadata of an installed library."""
 
     name: str
     version: str
-    declared: PackageMetadata
-    needs: tuple[Requirement, ...]
+    metadata: PackageMetadata
+    requirements: tuple[Requirement, ...]
 
     @property
     def ref(self) -> str:
         """Its package URL."""
-        found: str = PackageURL(type="pypi", name=self.name, version=self.version).to_string()
-        return found
+        url: str = PackageURL(type="pypi", name=self.name, version=self.version).to_string()
+        return url
 
-    def needed(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
-        """Names of what it needs on this machine, each with the extras that are asked for."""
-        for need in self.needs:
-            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-                yield canonicalize_name(need.name), frozenset(need.extras)
+    def required(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
+        """Yield the libraries that it requires on this machine, with the requested extras."""
+        for one in self.requirements:
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                yield canonicalize_name(one.name), frozenset(one.extras)
 
     def field(self, name: str) -> list[str]:
-        """Every value that it declares under a name."""
-        return self.declared.get_all(name) or []
+        """All values of a metadata field."""
+        return self.metadata.get_all(name) or []
 
 
 def write_sbom(contents: SbomContents, target: Path) -> str:
-    """Write the bill; returns the SHA-256 of its bytes."""
+    """Write the bill of materials, and return the SHA-256 of its bytes."""
     libraries = installed_libraries()
-    parts = {name: _library_component(found) for name, found in libraries.items()}
+    components = {name: _library_component(one) for name, one in libraries.items()}
     base, data, python = _base_component(contents.base), _data_component(contents), _python_component()
     subject = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL, name=contents.name, version=contents.model_digest[: digests.SHORT],
         bom_ref="model", properties=[Property(name="ratchet:digest", value=contents.model_digest)],
     )  # fmt: skip
-    bom = Bom(components=[base, data, python, *parts.values()])
+    bom = Bom(components=[base, data, python, *components.values()])
     bom.metadata.component = subject
-    bom.register_dependency(subject, [base, data, parts[DISTRIBUTION]])
-    for name, part in parts.items():
-        needed = sorted({other for other, _ in libraries[name].needed() if other in parts})
-        bom.register_dependency(part, [parts[other] for other in needed])
-    value = json.loads(JsonV1Dot6(bom).output_as_string())
-    del value["metadata"]["timestamp"], value["serialNumber"]
-    value["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.hash_json(value)).urn
-    written = files.json_bytes(value)
-    files.write_atomic(target, written)
-    return digests.hash_bytes(written)
+    bom.register_dependency(subject, [base, data, components[DISTRIBUTION]])
+    for name, component in components.items():
+        required = sorted({other for other, _ in libraries[name].required() if other in components})
+        bom.register_dependency(component, [components[other] for other in required])
+    document = json.loads(JsonV1Dot6(bom).output_as_string())
+    del document["metadata"]["timestamp"], document["serialNumber"]
+    document["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.hash_json(document)).urn
+    content = files.json_bytes(document)
+    files.write_atomic(target, content)
+    return digests.hash_bytes(content)
 
 
 def installed_libraries() -> dict[str, InstalledLibrary]:
-    """Every installed library that Ratchet needs, by name; itself included."""
-    found: dict[str, InstalledLibrary] = {}
-    left: list[tuple[str, frozenset[str]]] = [(DISTRIBUTION, frozenset())]
-    seen = set(left)
-    while left:
-        name, extras = left.pop()
+    """List Ratchet and all installed libraries that it requires, directly or indirectly, by name."""
+    libraries: dict[str, InstalledLibrary] = {}
+    queue: list[tuple[str, frozenset[str]]] = [(DISTRIBUTION, frozenset())]
+    seen = set(queue)
+    while queue:
+        name, extras = queue.pop()
         try:
-            one = found[name] if name in found else _read_library(name)
+            library = libraries[name] if name in libraries else _read_library(name)
         except PackageNotFoundError:
-            continue  # a library works without what it calls required more often than one would think
-        found[name] = one
-        fresh = [need for need in one.needed(extras) if need not in seen]
-        seen.update(fresh)
-        left += fresh
-    return dict(sorted(found.items()))
+            continue  # many libraries work without some of their declared requirements
+        libraries[name] = library
+        new = [one for one in library.required(extras) if one not in seen]
+        seen.update(new)
+        queue += new
+    return dict(sorted(libraries.items()))
 
 
 def _read_library(name: str) -> InstalledLibrary:
-    declared = distribution(name).metadata
-    needs = tuple(map(Requirement, declared.get_all("Requires-Dist") or []))
-    return InstalledLibrary(name, declared["Version"], declared, needs)
+    metadata = distribution(name).metadata
+    requirements = tuple(map(Requirement, metadata.get_all("Requires-Dist") or []))
+    return InstalledLibrary(name, metadata["Version"], metadata, requirements)
 
 
-def _library_component(one: InstalledLibrary) -> Component:
+def _library_component(library: InstalledLibrary) -> Component:
     return Component(
-        type=ComponentType.LIBRARY, name=one.name, version=one.version, bom_ref=one.ref,
-        purl=PackageURL.from_string(one.ref), licenses=_licences(one),
+        type=ComponentType.LIBRARY, name=library.name, version=library.version, bom_ref=library.ref,
+        purl=PackageURL.from_string(library.ref), licenses=_licences(library),
     )  # fmt: skip
 
 
-def _licences(one: InstalledLibrary) -> list[Any]:
-    """As declared: an SPDX expression (PEP 639), else classifiers, else what stands in the field `License`."""
-    make = LicenseFactory()
-    if expressions := one.field("License-Expression"):
-        return [make.make_from_string(expressions[0])]
-    classifiers = [text for text in one.field("Classifier") if text.startswith("License :: ")]
+def _licences(library: InstalledLibrary) -> list[Any]:
+    """Declared licences: an SPDX expression (PEP 639), else classifiers, else the field `License`."""
+    factory = LicenseFactory()
+    if expressions := library.field("License-Expression"):
+        return [factory.make_from_string(expressions[0])]
+    classifiers = [text for text in library.field("Classifier") if text.startswith("License :: ")]
     if names := sorted({text.rpartition(" :: ")[2] for text in classifiers} - {"OSI Approved"}):
         return [DisjunctiveLicense(name=name) for name in names]
-    plain = "".join(one.field("License")).strip()
-    if plain and plain != "UNKNOWN" and len(plain) <= LONGEST_LICENCE and "\n" not in plain:
-        return [make.make_from_string(plain)]
+    text = "".join(library.field("License")).strip()
+    if text and text != "UNKNOWN" and len(text) <= MAX_LICENCE_CHARACTERS and "\n" not in text:
+        return [factory.make_from_string(text)]
     return []
 
 
@@ -228,7 +228,7 @@ def _python_component() -> Component:
 
 
 def _base_component(card: BaseCard) -> Component:
-    """The base model. One of the hub has a package URL (purl-spec, type huggingface)."""
+    """The base model, with a package URL if it comes from the Hugging Face hub (purl-spec, type huggingface)."""
     purl, version = None, card.revision or card.digest[: digests.SHORT]
     if card.revision is not None:
         owner, _, name = card.source.rpartition("/")
@@ -245,7 +245,7 @@ def _base_component(card: BaseCard) -> Component:
 
 
 def _data_component(contents: SbomContents) -> Component:
-    """The rows: how many, and their fingerprint; nothing of what they say."""
+    """The training data: numbers of rows and a digest, but no content."""
     rows = [Property(name=f"ratchet:rows:{split}", value=str(rows)) for split, rows in contents.data_rows.items()]
     return Component(
         type=ComponentType.DATA, name="training data", version=contents.data_digest[: digests.SHORT], bom_ref="data",

@@ -1,9 +1,9 @@
-"""Folders of promoted models: the export, its adapter and what speaks for it, signed and sealed outside DVC's reach.
+"""Stores promoted models: a signed and sealed folder with the export, its adapter and its reports, outside DVC outputs.
 
     hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
 
-A folder is named by the model's digest, so nobody refers to it before a promotion does, and it may be made early. No
-row of the data is in it; the gate's page, which shows some, is kept beside the models (`ProjectLayout.evidence`).
+A folder is named by the model's digest. Nothing refers to it before a promotion, so it can be written early. It
+contains no row of the data; the gate's page, which shows rows, is stored separately (`ProjectLayout.evidence`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ratchet.errors import ChampionError, DamagedFileError, DataError
+from ratchet.registry.bundle_files import BUNDLE
 from ratchet.registry.promotion_record import version_label
 from ratchet.storage import digests, disk, files
 from ratchet.storage.layout import ProjectLayout
@@ -20,52 +21,52 @@ from ratchet.storage.records.gate import Champion, ForcedPromotion
 
 KIND = "model"
 FORCED = "forced.json"
-"""Who forced the promotion and why; only there if it was."""
-BUNDLE = "bundle.json"
+"""Record of who forced the promotion and why; only in folders of forced promotions."""
 
 BLOCK_BYTES = 8 * 2**20
 
 Content = Path | bytes
-"""What a file of the folder holds: that of another file, or these bytes."""
+"""Content of a file: a file to copy, or bytes."""
 
 
 class FolderSigner(Protocol):
-    """Who vouches for the folder."""
+    """Signs and verifies folders."""
 
     @property
-    def name(self) -> str:
-        """Of the signature's file in the folder."""
+    def signature_name(self) -> str:
+        """Name of the signature file."""
         ...
 
     def sign(self, folder: Path) -> None:
-        """Write the signature over every other file."""
+        """Write a signature over all other files."""
         ...
 
-    def holds(self, folder: Path) -> bool:
-        """Whether the folder is signed, by a key that is trusted."""
+    def is_signed(self, folder: Path) -> bool:
+        """Whether the folder has a trusted signature."""
         ...
 
 
 def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.Manifest) -> dict[str, Content]:
-    """What each file of the folder holds, by its name in the folder; all but what depends on how it is promoted.
+    """Collect the content of each file in the folder, apart from files that depend on how the model is promoted.
 
-    Raises DataError when the adapter is another one by now, or the gate's page is missing.
+    Raises:
+        DataError: the adapter has changed since the export, or the gate's page is missing.
     """
     adapter = sorted(p.name for p in layout.adapter.iterdir()) if layout.adapter.is_dir() else []
     if not adapter or digests.hash_tree(layout.adapter, adapter) != bundle.adapter_digest:
         raise DataError(
-            f"{layout.adapter}: not adapter {bundle.adapter_digest[:12]}, which the exported model was merged from; "
-            "run `dvc repro`"
+            f"{layout.adapter}: the exported model was merged from another adapter ({bundle.adapter_digest[:12]}); run "
+            "`dvc repro`"
         )
     if not layout.gate_page.is_file():
-        raise DataError(f"{layout.gate_page}: not there; run the stage that makes it (`dvc repro -f gate`)")
+        raise DataError(f"{layout.gate_page}: file not found; run `dvc repro -f gate`")
     evaluation, verdict = layout.eval_report.read_bytes(), layout.verdict.read_bytes()
-    whole = bundle.model_copy(
+    complete_bundle = bundle.model_copy(
         update={"evaluation": digests.hash_bytes(evaluation), "verdict": digests.hash_bytes(verdict)}
     ).model_dump(mode="json")
-    found: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
-    found |= {f"adapter/{file}": layout.adapter / file for file in adapter}
-    return found | {BUNDLE: files.json_bytes(whole), "verdict.json": verdict, "eval.json": evaluation}
+    sources: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
+    sources |= {f"adapter/{file}": layout.adapter / file for file in adapter}
+    return sources | {BUNDLE: files.json_bytes(complete_bundle), "verdict.json": verdict, "eval.json": evaluation}
 
 
 def store_model(
@@ -73,56 +74,60 @@ def store_model(
     bundle: ModelBundle,
     exported: files.Manifest,
     extra: Mapping[str, bytes],
-    signing: FolderSigner,
+    signer: FolderSigner,
 ) -> None:
-    """Seal the folder of this model; one that is whole, says the same and is signed is left as it is.
+    """Store a model. A complete and signed folder with the same content is left unchanged.
 
-    A model that is promoted again takes its newest verdict and evaluation with it, and is signed again.
+    A model that is promoted again gets its newest verdict and evaluation, and a new signature.
 
     Args:
-        exported: of the export, as it was verified.
-        extra: further files: what MLflow wants to find, forced.json (`forced_marker`).
-        signing: signs it, before it is sealed.
+        layout: the project.
+        bundle: the exported model.
+        exported: manifest of the verified export.
+        extra: further files: server files, and forced.json (`forced_marker`).
+        signer: signs the folder before it is sealed.
 
     Raises:
-        DamagedFileError: the export changed meanwhile.
-        OSError: the disk has no room for a copy.
+        DamagedFileError: the export changed during the copy.
+        OSError: the disk has too little free space.
     """
     folder = layout.promoted_model(bundle.model_digest)
-    wanted = {**collect_sources(layout, bundle, exported), **extra}
+    contents = {**collect_sources(layout, bundle, exported), **extra}
     files.remove_partials(layout.models)
     _store_gate_page(layout, bundle)
     if folder.exists():
-        with suppress(DamagedFileError):  # then it is made again
-            whole = dict(files.verify_sealed(folder, KIND).files)
-            whole.pop(signing.name, None)
-            same = whole.keys() == wanted.keys() and all(whole[n][0] == _content_digest(c) for n, c in wanted.items())
-            if same and signing.holds(folder):
+        with suppress(DamagedFileError):  # a damaged folder is written again
+            stored = dict(files.verify_sealed(folder, KIND).files)
+            stored.pop(signer.signature_name, None)
+            is_same = stored.keys() == contents.keys() and all(
+                stored[name][0] == _content_digest(content) for name, content in contents.items()
+            )
+            if is_same and signer.is_signed(folder):
                 return
-    disk.require_space(layout.mlruns, sum(_content_size(content) for content in wanted.values()))
+    disk.require_space(layout.mlruns, sum(_content_size(content) for content in contents.values()))
     with files.sealed_directory(folder, KIND) as scratch:
-        for file, content in wanted.items():
+        for file, content in contents.items():
             files.make_directory((scratch / file).parent)
             if isinstance(content, Path):
                 files.write_blocks(scratch / file, _read_blocks(content))
             else:
                 files.write_atomic(scratch / file, content)
-        signing.sign(scratch)
-    kept = files.read_manifest(folder).files
-    changed = [file for file in exported.files if file != BUNDLE and kept[file] != exported.files[file]]
+        signer.sign(scratch)
+    stored = dict(files.read_manifest(folder).files)
+    changed = [file for file in exported.files if file != BUNDLE and stored[file] != exported.files[file]]
     if changed:
         raise DamagedFileError(
-            f"{layout.export / changed[0]}: changed while it was promoted; run `dvc repro` and repeat"
+            f"{layout.export / changed[0]}: changed during the promotion; run `dvc repro`, and promote again"
         )
 
 
 def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
-    """The file by which a folder says that its promotion was forced; nothing when it was not."""
+    """The file that marks a folder as a forced promotion; nothing if it was not forced."""
     return {FORCED: files.json_bytes(forced.model_dump(mode="json"))} if forced else {}
 
 
 def gate_page_path(layout: ProjectLayout, model_digest: str) -> Path:
-    """Where the gate's page of a promoted model is kept."""
+    """Path of the stored gate page of a promoted model."""
     return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
 
 
@@ -134,7 +139,7 @@ def _store_gate_page(layout: ProjectLayout, bundle: ModelBundle) -> None:
 
 
 def _read_blocks(path: Path) -> Iterator[list[bytes]]:
-    """A file's content. A copy and no link: whoever writes into a stage's output must not write into the champion."""
+    """Read a file in blocks. Files are copied, not linked, so that changes of a stage's output leave the champion."""
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             yield [block]
@@ -149,13 +154,13 @@ def _content_digest(content: Content) -> str:
 
 
 def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
-    """The Hugging Face folder of a promoted version, every byte checked. Raises ChampionError if it is not whole."""
+    """Return a version's Hugging Face folder after checking every byte. Raises ChampionError if it is damaged."""
     folder = layout.promoted_model(champion.model_digest)
     try:
         files.verify_sealed(folder, KIND)
     except DamagedFileError as error:
         raise ChampionError(
-            f"{version_label(champion)} cannot be champion: {error}. Bring the folder back from a backup, "
-            "or choose another version: `ratchet rollback VERSION`"
+            f"{version_label(champion)} cannot be champion: {error}. Restore the folder from a backup, or choose "
+            "another version: `ratchet rollback VERSION`"
         ) from error
     return folder / "hf"

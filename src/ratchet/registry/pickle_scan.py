@@ -1,11 +1,11 @@
-"""Look through files that come from elsewhere for pickles, and for what those would run, before any is opened.
+"""Scans model files from other sources for pickles, and for the code that these would run, before any file is opened.
 
-A pickle is a program: opening one as such runs it. Ratchet never does (weights are safetensors, or are converted by
-torch's reader that builds tensors and runs nothing); this is the second wall, and the record of what lay there.
-picklescan judges the names of functions; which files, and which parts of archives, are looked at is decided here, by
-content as well as by name: whoever hides a program does not call it `model.pkl`.
+A pickle is a program, and opening it as one runs it. Ratchet never does: weights are safetensors, or are converted with
+torch's restricted reader, which builds tensors only. This scan is a second line of defense and a record. picklescan
+classifies the names of functions; this module chooses files and parts of archives by content as well as by name,
+because hidden programs are not named `model.pkl`.
 
-What it cannot show: that a file is harmless. A list of dangerous functions is never complete.
+A scan cannot prove that a file is harmless, because a list of dangerous functions is never complete.
 """
 
 import io
@@ -28,138 +28,140 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import BaseScan
 
 RECORD = "scan.json"
-"""Beside base.json: what was found when the base came in."""
+"""Scan result next to base.json."""
 
-_BY_NAME = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dat", ".data"}
-_TORCH = {".bin", ".pt", ".pth", ".ckpt"}
-_PICKLE = tuple(bytes([0x80, protocol]) for protocol in range(6))
-"""How pickles of protocol 2 and later begin (PEP 307, PEP 3154); earlier ones have no sign of their own."""
-_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-_NUMPY = b"\x93NUMPY"
-_TAR_AT, _TAR = 257, b"ustar"
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dat", ".data"}
+_TORCH_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+_PICKLE_MAGIC = tuple(bytes([0x80, protocol]) for protocol in range(6))
+"""First bytes of pickles since protocol 2 (PEP 307, PEP 3154); earlier protocols have no signature."""
+_ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
+_NUMPY_MAGIC = b"\x93NUMPY"
+_TAR_MAGIC_OFFSET, _TAR_MAGIC = 257, b"ustar"
 _HEAD_BYTES = 512
-_TRIED_BYTES = 2**20
-"""Of a file that has no sign of a pickle: so much is tried as one."""
+_UNMARKED_BYTES = 2**20
+"""Bytes of a file without a signature that are tried as a pickle."""
 _UNPACKED_BYTES = 256 * 2**20
-"""Of a part of an archive, or of a compressed file: so much is looked at."""
-_DEEPEST = 4
-"""Archives in archives."""
+"""Bytes of an archive member or of a compressed file that are scanned."""
+_MAX_DEPTH = 4
+"""Levels of archives in archives."""
 
 _WINDOW_BITS = {b"\x1f\x8b": 31, b"\x78\x01": 15, b"\x78\x5e": 15, b"\x78\x9c": 15, b"\x78\xda": 15}
-"""zlib's setting for what a compressed file begins with: gzip (RFC 1952), zlib (RFC 1950; joblib writes it)."""
-_OTHER_PACKERS = (b"BZh", b"\xfd7zXZ\x00", b"7z\xbc\xaf\x27\x1c")
-_UNREADABLE = (
+"""zlib window bits by the first bytes of a compressed file: gzip (RFC 1952), zlib (RFC 1950; joblib writes it)."""
+_OTHER_COMPRESSION_MAGIC = (b"BZh", b"\xfd7zXZ\x00", b"7z\xbc\xaf\x27\x1c")
+_READ_ERRORS = (
     OSError, EOFError, ValueError, LookupError, RuntimeError, AttributeError, TypeError, OverflowError, SyntaxError,
     zlib.error, tarfile.TarError, zipfile.BadZipFile, InvalidMagicError, scanner.GenOpsError,
 )  # fmt: skip
-"""What the readers of damaged archives and pickles raise."""
+"""Exceptions of readers for damaged archives and pickles."""
 
 
 @dataclass
 class _FileScan:
-    """What was seen of one file so far."""
+    """Findings in one file."""
 
     name: str
-    pickles: bool = False
+    has_pickles: bool = False
     suspicious: set[str] = field(default_factory=set)
     dangerous: set[str] = field(default_factory=set)
 
-    def take(self, where: str, result: scanner.ScanResult, only_danger: bool = False) -> None:
-        """Take over what picklescan says of a stream; with `only_danger`, what it surely says alone."""
+    def add(self, where: str, result: scanner.ScanResult, only_dangerous: bool = False) -> None:
+        """Add picklescan's result for a stream; with `only_dangerous`, only what is certainly dangerous."""
         for one in result.globals:
             text = f"{one.module} {one.name}"
-            if one.safety == scanner.SafetyLevel.Dangerous and not (only_danger and "unknown" in text):
+            if one.safety == scanner.SafetyLevel.Dangerous and not (only_dangerous and "unknown" in text):
                 self.dangerous.add(f"{where}: {text}")
-                self.pickles = True
-            elif one.safety == scanner.SafetyLevel.Suspicious and not only_danger:
+                self.has_pickles = True
+            elif one.safety == scanner.SafetyLevel.Suspicious and not only_dangerous:
                 self.suspicious.add(f"{where}: {text}")
 
 
 def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
-    """Look through every file of a directory.
+    """Scan every file of a directory.
 
     Args:
-        directory: of a base model, or of an adapter that somebody else trained.
-        card: the base's, where there is one already; it names the source in messages.
+        directory: directory of a base model, or of an adapter from another source.
+        card: card of the base, if available; messages then name its source.
 
     Raises:
-        BaseModelError: a file holds a pickle that would import something dangerous.
+        BaseModelError: a file contains a pickle that would import something dangerous.
     """
-    logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it prints what is said here, file by file
-    found = [_scan_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
-    bad = [text for one in found for text in sorted(one.dangerous)]
-    if bad:
-        more = f", and {len(bad) - 1} more of the kind" if len(bad) > 1 else ""
+    logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it logs each finding, which the record contains
+    scans = [_scan_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
+    dangerous = [text for one in scans for text in sorted(one.dangerous)]
+    if dangerous:
+        others = f" and {len(dangerous) - 1} similar functions" if len(dangerous) > 1 else ""
         raise BaseModelError(
-            f"{card.source if card else directory}: {bad[0]}: opening this file as a pickle would run that{more}; "
-            "nothing was opened. Take the model from where it is published as safetensors, or remove the file"
+            f"{card.source if card else directory}: {dangerous[0]}: loading this pickle would run that function"
+            f"{others}; no file was loaded. Use a safetensors version of the model, or delete the file"
         )
     return BaseScan(
-        files=len(found),
-        pickles=tuple(one.name for one in found if one.pickles),
-        suspicious=tuple(text for one in found for text in sorted(one.suspicious)),
+        files=len(scans),
+        pickles=tuple(one.name for one in scans if one.has_pickles),
+        suspicious=tuple(text for one in scans for text in sorted(one.suspicious)),
         scanner=f"picklescan {version('picklescan')}",
     )
 
 
-def load_scan(layout_base: Path) -> BaseScan | None:
-    """What stage base found, by its output directory; None where nothing came in, or an earlier version wrote it."""
-    path = layout_base / RECORD
+def load_scan(base_output: Path) -> BaseScan | None:
+    """Load the scan of stage base from its output directory; None if the base was not scanned."""
+    path = base_output / RECORD
     return BaseScan.load(path) if path.exists() else None
 
 
 def _scan_file(path: Path, directory: Path) -> _FileScan:
-    found = _FileScan(path.relative_to(directory).as_posix())
+    scan = _FileScan(path.relative_to(directory).as_posix())
     with path.open("rb") as stream:
-        _scan_stream(found, found.name, stream, 0)
-    return found
+        _scan_stream(scan, scan.name, stream, 0)
+    return scan
 
 
-def _scan_stream(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
-    """Look at one stream, by its content and its name."""
+def _scan_stream(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
+    """Scan a stream according to its content and name."""
     head = stream.read(_HEAD_BYTES)
     stream.seek(0)
     suffix = PurePosixPath(where.rpartition("!")[2]).suffix.lower()
     try:
         if head[8:9] == b"{" and suffix == ".safetensors":
             return
-        if head.startswith(_ZIP) or (suffix in _BY_NAME | {".zip", ".npz"} and zipfile.is_zipfile(stream)):
-            _scan_zip(found, where, stream, depth)
-        elif head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
-            _scan_tar(found, where, stream, depth)
-        elif head.startswith(_NUMPY):
-            _scan_array(found, where, stream)
-        elif head.startswith(_OTHER_PACKERS):
-            found.suspicious.add(f"{where}: compressed, and not looked into")
+        if head.startswith(_ZIP_MAGIC) or (
+            suffix in _PICKLE_SUFFIXES | {".zip", ".npz"} and zipfile.is_zipfile(stream)
+        ):
+            _scan_zip(scan, where, stream, depth)
+        elif head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + len(_TAR_MAGIC)] == _TAR_MAGIC:
+            _scan_tar(scan, where, stream, depth)
+        elif head.startswith(_NUMPY_MAGIC):
+            _scan_array(scan, where, stream)
+        elif head.startswith(_OTHER_COMPRESSION_MAGIC):
+            scan.suspicious.add(f"{where}: compressed; its content was not scanned")
         elif head[:2] in _WINDOW_BITS and (content := _decompress_head(head[:2], stream)) is not None:
-            _scan_part(found, f"{where}!unpacked", content, depth)
-        elif head.startswith(_PICKLE) or suffix in _BY_NAME:
-            _scan_pickle(found, where, stream, suffix)
+            _scan_member(scan, f"{where}!unpacked", content, depth)
+        elif head.startswith(_PICKLE_MAGIC) or suffix in _PICKLE_SUFFIXES:
+            _scan_pickle(scan, where, stream, suffix)
         else:
-            _scan_unmarked(found, where, stream)
-    except _UNREADABLE as error:
-        found.suspicious.add(f"{where}: cannot be read as what it begins like ({type(error).__name__})")
+            _scan_unmarked(scan, where, stream)
+    except _READ_ERRORS as error:
+        scan.suspicious.add(f"{where}: cannot be read as the format of its first bytes ({type(error).__name__})")
 
 
-def _scan_pickle(found: _FileScan, where: str, stream: IO[bytes], suffix: str) -> None:
+def _scan_pickle(scan: _FileScan, where: str, stream: IO[bytes], suffix: str) -> None:
     stream.seek(0)
-    result = scanner.scan_bytes(stream, where, suffix if suffix in _TORCH else None)
+    result = scanner.scan_bytes(stream, where, suffix if suffix in _TORCH_SUFFIXES else None)
     stream.seek(0)
-    found.pickles |= bool(result.globals) or stream.read(2).startswith(_PICKLE)
-    found.take(where, result)
+    scan.has_pickles |= bool(result.globals) or stream.read(2).startswith(_PICKLE_MAGIC)
+    scan.add(where, result)
 
 
-def _scan_array(found: _FileScan, where: str, stream: IO[bytes]) -> None:
+def _scan_array(scan: _FileScan, where: str, stream: IO[bytes]) -> None:
     stream.seek(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+        warnings.simplefilter("ignore")  # for headers from Python 2
         result = scanner.scan_numpy(stream, where)
-    found.pickles |= bool(result.globals)
-    found.take(where, result)
+    scan.has_pickles |= bool(result.globals)
+    scan.add(where, result)
 
 
-def _scan_zip(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
-    """Every file of an archive, torch's own format included; also of archives that only torch's reader would open."""
+def _scan_zip(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
+    """Scan every member of an archive, including torch's format and archives that only torch's reader opens."""
     stream.seek(0)
     with RelaxedZipFile(stream, "r") as archive:
         for name in archive.namelist():
@@ -168,54 +170,56 @@ def _scan_zip(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> No
             try:
                 with archive.open(name) as member:
                     head = member.read(_HEAD_BYTES)
-                    content = head + member.read(_TRIED_BYTES if _is_plain(head, name) else _UNPACKED_BYTES)
-            except _UNREADABLE as error:
-                found.suspicious.add(f"{where}!{name}: cannot be read ({type(error).__name__})")
+                    content = head + member.read(_UNMARKED_BYTES if _is_unmarked(head, name) else _UNPACKED_BYTES)
+            except _READ_ERRORS as error:
+                scan.suspicious.add(f"{where}!{name}: cannot be read ({type(error).__name__})")
                 continue
-            _scan_part(found, f"{where}!{name}", content, depth)
+            _scan_member(scan, f"{where}!{name}", content, depth)
 
 
-def _is_plain(head: bytes, name: str) -> bool:
-    """Whether a part of an archive has no sign of a pickle or an archive: such as the numbers of a tensor."""
-    signs = (*_ZIP, *_PICKLE, *_WINDOW_BITS, _NUMPY)
-    return not head.startswith(signs) and PurePosixPath(name).suffix.lower() not in _BY_NAME
+def _is_unmarked(head: bytes, name: str) -> bool:
+    """Whether an archive member has no signature of a pickle or an archive, like the values of a tensor."""
+    signatures = (*_ZIP_MAGIC, *_PICKLE_MAGIC, *_WINDOW_BITS, _NUMPY_MAGIC)
+    return not head.startswith(signatures) and PurePosixPath(name).suffix.lower() not in _PICKLE_SUFFIXES
 
 
-def _scan_tar(found: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
+def _scan_tar(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
     stream.seek(0)
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                _scan_part(found, f"{where}!{member.name}", content.read(_UNPACKED_BYTES), depth)
+                _scan_member(scan, f"{where}!{member.name}", content.read(_UNPACKED_BYTES), depth)
 
 
-def _decompress_head(sign: bytes, stream: IO[bytes]) -> bytes | None:
-    """The beginning of a compressed stream; None when it only begins like one."""
+def _decompress_head(magic: bytes, stream: IO[bytes]) -> bytes | None:
+    """Decompress the beginning of a stream; None if it is not compressed despite its first bytes."""
     stream.seek(0)
     try:
-        return zlib.decompressobj(_WINDOW_BITS[sign]).decompress(stream.read(_UNPACKED_BYTES), _UNPACKED_BYTES)
+        return zlib.decompressobj(_WINDOW_BITS[magic]).decompress(stream.read(_UNPACKED_BYTES), _UNPACKED_BYTES)
     except zlib.error:
         stream.seek(0)
         return None
 
 
-def _scan_part(found: _FileScan, where: str, content: bytes, depth: int) -> None:
-    """Look at what was inside something else."""
+def _scan_member(scan: _FileScan, where: str, content: bytes, depth: int) -> None:
+    """Scan the content of an archive member or of a compressed file."""
     if len(content) >= _UNPACKED_BYTES:
-        found.suspicious.add(f"{where}: longer than the {_UNPACKED_BYTES:,} bytes that were looked at")
-    if depth == _DEEPEST:
-        found.suspicious.add(f"{where}: archives in archives, and not looked into")
+        scan.suspicious.add(f"{where}: only the first {_UNPACKED_BYTES:,} bytes were scanned")
+    if depth == _MAX_DEPTH:
+        scan.suspicious.add(f"{where}: nested too deeply in archives; its content was not scanned")
         return
-    _scan_stream(found, where, io.BytesIO(content), depth + 1)
+    _scan_stream(scan, where, io.BytesIO(content), depth + 1)
 
 
-def _scan_unmarked(found: _FileScan, where: str, stream: IO[bytes]) -> None:
-    """A file without any sign: early protocols have none. Only what is surely dangerous counts; most files fail at once
-    as pickles, and a text may begin like one."""
+def _scan_unmarked(scan: _FileScan, where: str, stream: IO[bytes]) -> None:
+    """Scan a file without a signature as a pickle of an early protocol, and add only certain dangers.
+
+    Most files fail at once as pickles, but a text may begin like one.
+    """
     stream.seek(0)
-    start = io.BytesIO(stream.read(_TRIED_BYTES))
+    head = io.BytesIO(stream.read(_UNMARKED_BYTES))
     try:
-        found.take(where, scanner.scan_pickle_bytes(start, where, multiple_pickles=False), only_danger=True)
-    except _UNREADABLE:
-        return  # no pickle, as expected
+        scan.add(where, scanner.scan_pickle_bytes(head, where, multiple_pickles=False), only_dangerous=True)
+    except _READ_ERRORS:
+        return  # not a pickle

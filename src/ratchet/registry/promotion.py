@@ -1,8 +1,8 @@
-"""The road of a promotion, and of a rollback: intent → version → alias → ledger → champion file → outbox.
+"""Executes promotions and rollbacks: intent → version → alias → ledger → champion file → outbox.
 
-The alias is the moment of truth: it is moved by compare-and-set, and what comes before it can be forgotten, what comes
-after it can be done again. Steps after it ask nobody and refuse nothing; each looks first whether it is done. So there
-is one end state wherever a process dies: that of before (the intent is dropped), or that of after (it is finished).
+Moving the alias commits the promotion; it is a compare-and-set. Steps before it can be dropped, steps after it can be
+repeated: they cannot be refused, and each first checks whether it is done. So a process that dies anywhere leaves one
+of two states: the promotion did not happen (the intent is dropped), or the next command completes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,86 +11,90 @@ from typing import Protocol
 
 from ratchet.errors import ChampionError, TrackingError
 from ratchet.registry import ledger, outbox, promotion_record
-from ratchet.registry import promotion_record as intents
 from ratchet.registry.promotion_record import UNREGISTERED, PromotionIntent
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records.gate import Promotion, read_champion
 
 LOCK_WAIT_S = 60.0
-"""How long somebody else's promotion is waited for; most take seconds."""
+"""Maximum wait for another promotion; most take seconds."""
 
 
 def acquire_lock(layout: ProjectLayout) -> FileLock:
-    """The lock of whoever promotes, rolls back, or finishes what was left. Raises LockHeldError after a while."""
+    """Take the lock for promotions, rollbacks and their recovery. Raises LockHeldError after a timeout."""
     return FileLock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
 
 
 class ModelVersionRegistry(Protocol):
-    """The registered model: services.registry.Registry. Everything may raise TrackingError."""
+    """The registered model (`tracking.mlflow.registry.MlflowModelRegistry`). All methods may raise TrackingError."""
 
     def champion(self) -> int | None:
-        """The version that the alias points at."""
+        """The version that the alias names."""
 
-    def number_of(self, model_digest: str) -> int | None:
+    def find_version(self, model_digest: str) -> int | None:
         """The version of a model."""
 
     def set_champion(self, version: int, expected: int | None) -> None:
-        """Move the alias, unless it is no longer at `expected`: ChampionError."""
+        """Move the alias. Raises ChampionError if it is no longer at `expected`."""
 
-    def tell(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
-        """Write tags and words to a version, and the tags to the MLflow run of this run id."""
+    def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
+        """Write tags and a description to a version, and the tags to the MLflow run of this run id."""
 
 
-Registries = Callable[[str], ModelVersionRegistry]
-"""The registered model of a name."""
+OpenRegistry = Callable[[str], ModelVersionRegistry]
+"""Opens the registered model with this name."""
 
 
 @dataclass(frozen=True)
 class InterruptedPromotion:
-    """What a command that died has left."""
+    """An interrupted promotion or rollback."""
 
     intent: PromotionIntent
     version: int | None
-    """Of the model that it was about; None: not even registered."""
-    forward: bool
-    """It is finished, not dropped."""
+    """Version of its model; None: not registered yet."""
+    is_committed: bool
+    """Whether the alias moved, so that the promotion is completed instead of dropped."""
 
     def describe(self) -> str:
-        """For people."""
+        """Describe the recovery for the user."""
         intent = self.intent
-        about = (
-            f"the {_noun(intent)} of model {intent.champion.model_digest[:12]}, begun on {intent.time} by {intent.by}"
-        )
-        if self.forward:
-            return f"{about}, was interrupted when the alias was at version {self.version} already: finished"
-        return f"{about}, was interrupted before the alias moved: dropped, nothing of it happened"
+        noun = "promotion" if intent.action == "promote" else "rollback"
+        subject = f"the {noun} of model {intent.champion.model_digest[:12]}, started on {intent.time} by {intent.actor}"
+        if self.is_committed:
+            return f"{subject}, was interrupted after the alias had moved to version {self.version}: completed"
+        return f"{subject}, was interrupted before the alias moved: dropped without any effect"
 
 
 def execute_promotion(
     layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, register: Callable[[], int]
 ) -> tuple[Promotion, str]:
-    """Do it. Returns the ledger's entry and the name of the event.
+    """Execute a promotion or rollback.
 
     Args:
-        register: registers the model if it is not yet, and returns its version.
+        layout: the project.
+        registry: the registered model.
+        intent: the promotion or rollback.
+        register: registers the model if necessary, and returns its version.
+
+    Returns:
+        The ledger's entry, and the name of the event in the outbox.
 
     Raises:
-        ChampionError: somebody else moved the alias meanwhile; nothing happened.
-        TrackingError: MLflow's database cannot be used; repeating the command finishes it, or does it.
+        ChampionError: the alias was moved by another process; nothing happened.
+        TrackingError: MLflow's database is not available; repeat the command to complete the promotion.
     """
-    intent.save(layout.intent)
+    intent.save(layout.promotion_intent)
     version = intent.champion.version
     try:
         if version == UNREGISTERED:
             version = register()
     except TrackingError:
-        intents.remove_intent(layout.intent)
+        promotion_record.remove_intent(layout.promotion_intent)
         raise
     try:
         registry.set_champion(version, intent.alias)
     except ChampionError:
-        intents.remove_intent(layout.intent)
+        promotion_record.remove_intent(layout.promotion_intent)
         raise
     return finish_promotion(layout, registry, intent, version)
 
@@ -98,47 +102,48 @@ def execute_promotion(
 def finish_promotion(
     layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
 ) -> tuple[Promotion, str]:
-    """What follows the alias. May be repeated from any point; returns the ledger's entry and the name of the event."""
+    """Do all steps after the alias moved; this may be repeated. Returns as `execute_promotion`."""
     champion = intent.champion.model_copy(update={"version": version})
     entry = ledger.append_entry(layout.promotions, intent.entry(version))
-    before = read_champion(layout.champion)
-    if before.ledger != entry.digest:
-        after = promotion_record.champion_after(before, intent.action, champion, intent.anchored, entry.digest)
-        after.save(layout.champion)
+    current = read_champion(layout.champion)
+    if current.ledger != entry.digest:
+        promotion_record.update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(
+            layout.champion
+        )
     folder = layout.promoted_model(champion.model_digest)
-    registry.tell(version, champion.run_id, promotion_record.promotion_tags(intent), intent.description)
+    registry.annotate_version(version, champion.run_id, promotion_record.promotion_tags(intent), intent.description)
     line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
     event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
     name = outbox.add_event(layout.outbox, event, intent.hooks)
-    intents.remove_intent(layout.intent)
+    promotion_record.remove_intent(layout.promotion_intent)
     return entry, name
 
 
-def find_interrupted(layout: ProjectLayout, registries: Registries) -> InterruptedPromotion | None:
-    """What a command that died has left, and what is to become of it; None: nothing. Changes nothing."""
-    intent = intents.read_intent(layout.intent)
+def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> InterruptedPromotion | None:
+    """Find an interrupted promotion, and whether it is completed or dropped; None if there is none. Changes nothing."""
+    intent = promotion_record.read_intent(layout.promotion_intent)
     if intent is None:
         return None
-    registry = registries(intent.model_name)
-    version = intent.champion.version or registry.number_of(intent.champion.model_digest)
+    registry = open_registry(intent.model_name)
+    version = intent.champion.version or registry.find_version(intent.champion.model_digest)
     if version is None:
-        return InterruptedPromotion(intent, None, forward=False)
-    # The ledger is asked too: the alias may have been moved by hand since.
-    told = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
-    return InterruptedPromotion(intent, version, forward=told or registry.champion() == version)
+        return InterruptedPromotion(intent, None, is_committed=False)
+    # The ledger counts, too, because the alias may have been moved by hand since.
+    is_in_ledger = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
+    return InterruptedPromotion(intent, version, is_committed=is_in_ledger or registry.champion() == version)
 
 
-def recover_interrupted(layout: ProjectLayout, registries: Registries) -> str | None:
-    """Finish or drop what a command that died has left; returns what to tell. The caller holds the promotion lock."""
-    found = find_interrupted(layout, registries)
-    if found is None:
+def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> str | None:
+    """Complete or drop an interrupted promotion; the caller holds the promotion lock.
+
+    Returns:
+        A description for the user; None if there was none.
+    """
+    interrupted = find_interrupted(layout, open_registry)
+    if interrupted is None:
         return None
-    if found.forward and found.version is not None:
-        finish_promotion(layout, registries(found.intent.model_name), found.intent, found.version)
+    if interrupted.is_committed and interrupted.version is not None:
+        finish_promotion(layout, open_registry(interrupted.intent.model_name), interrupted.intent, interrupted.version)
     else:
-        intents.remove_intent(layout.intent)
-    return found.describe()
-
-
-def _noun(intent: PromotionIntent) -> str:
-    return "promotion" if intent.action == "promote" else "rollback"
+        promotion_record.remove_intent(layout.promotion_intent)
+    return interrupted.describe()

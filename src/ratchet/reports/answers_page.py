@@ -1,4 +1,4 @@
-"""A panel as a page: one HTML file that loads nothing and needs no script."""
+"""Renders the analysis of generated answers as one self-contained HTML page without scripts."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,92 +17,104 @@ from ratchet.storage.html import NONE, Html, bar, explanation, format_count, for
 from ratchet.storage.records.evaluation import MetricValue
 
 TEXT_SHOWN = 300
-"""Characters of an answer."""
+"""Maximum number of characters shown of an answer."""
 
 
-def render(panel: AnswerAnalysis) -> str:
-    """The page's text; equal panels give equal text."""
-    sections: dict[str, Body] = {"Figures": _render_figures(panel), "How answers ended": _render_finish_reasons(panel)}
-    if panel.labels is not None:
+def render(analysis: AnswerAnalysis) -> str:
+    """Render the page as text. Equal analyses give equal text."""
+    sections: dict[str, Body] = {
+        "Figures": _render_figures(analysis),
+        "How answers ended": _render_finish_reasons(analysis),
+    }
+    if analysis.labels is not None:
         sections |= {
-            "By label": _render_labels(panel.labels),
-            "Precision and recall": _render_curves(panel, panel.labels.likely),
-            "Calibration": _render_calibration(panel, panel.labels.likely),
+            "By label": _render_labels(analysis.labels),
+            "Precision and recall": _render_curves(analysis, analysis.labels.likelihoods),
+            "Calibration": _render_calibration(analysis, analysis.labels.likelihoods),
         }
-    if panel.unparseable is not None:
-        sections["Unparseable answers"] = _render_unparseable(panel.unparseable)
-    if panel.answers.judged:
-        sections["Errors by category"] = _render_categories(panel)
-    if panel.agreement is not None:
-        sections["Agreement among samples"] = _render_agreement(panel)
-    sections["Generation"] = _render_generation(panel)
+    if analysis.unparseable is not None:
+        sections["Unparseable answers"] = _render_unparseable(analysis.unparseable)
+    if analysis.answers.with_reference:
+        sections["Errors by category"] = _render_categories(analysis)
+    if analysis.agreement is not None:
+        sections["Agreement among samples"] = _render_agreement(analysis)
+    sections["Generation"] = _render_generation(analysis)
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
     style = "".join(path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE))
-    return html.document(f"Answers of generation {panel.answers.card.id}", style, _render_header(panel), contents, main)
+    return html.document(
+        f"Answers of generation {analysis.answers.card.id}", style, _render_header(analysis), contents, main
+    )
 
 
-def calibration_bins(likely: LikelihoodAnalysis) -> list[ReliabilityDiagramBin]:
-    """The bins of a calibration, to be drawn."""
+def calibration_bins(likelihoods: LikelihoodAnalysis) -> list[ReliabilityDiagramBin]:
+    """Return the bins of the reliability diagram."""
     return [
         ReliabilityDiagramBin(
-            one.low, one.high, one.confidence, one.right.value, one.right.low, one.right.high, one.right.n
+            one.low, one.high, one.confidence, one.accuracy.value, one.accuracy.low, one.accuracy.high, one.accuracy.n
         )
-        for one in likely.calibration.bins
+        for one in likelihoods.calibration.bins
     ]
 
 
-def _render_header(panel: AnswerAnalysis) -> Html:
-    card = panel.answers.card
+def _render_header(analysis: AnswerAnalysis) -> Html:
+    card = analysis.answers.card
 
-    def shown() -> Iterator[tuple[str, str, str]]:
+    def key_figures() -> Iterator[tuple[str, str, str]]:
         yield "Answers", f"{card.answers:,}", f"to {format_count(card.prompts, 'prompt')}"
-        main = _main_metric(panel)
+        main = _main_metric(analysis)
         if main is not None:
             name, metric = main
-            said = f"{_format_number(metric.low)} to {_format_number(metric.high)} (95 %), n {metric.n:,}"
-            yield name, _format_number(metric.value), said
-        if (found := panel.unparseable) is not None:
-            yield "Unparseable", f"{found.count:,}", f"{format_percentage(found.count, found.of)} of all answers"
-        if panel.labels is not None and panel.labels.likely is not None:
-            calibration = panel.labels.likely.calibration
-            said = f"sure by {calibration.confidence:.3f}, right {calibration.right.value:.3f}"
-            yield "Calibration error", f"{calibration.error:.3f}", said
-        if panel.tokens is not None:
-            yield "Tokens", f"{panel.tokens.median:,.0f}", f"in the median, {panel.tokens.greatest:,.0f} at most"
+            interval = f"{_format_number(metric.low)} to {_format_number(metric.high)} (95 %), n {metric.n:,}"
+            yield name, _format_number(metric.value), interval
+        if (unparseable := analysis.unparseable) is not None:
+            yield (
+                "Unparseable",
+                f"{unparseable.count:,}",
+                f"{format_percentage(unparseable.count, unparseable.total)} of all answers",
+            )
+        if analysis.labels is not None and analysis.labels.likelihoods is not None:
+            calibration = analysis.labels.likelihoods.calibration
+            interval = f"mean confidence {calibration.confidence:.3f}, accuracy {calibration.accuracy.value:.3f}"
+            yield "Calibration error", f"{calibration.error:.3f}", interval
+        if analysis.tokens is not None:
+            yield "Tokens", f"{analysis.tokens.median:,.0f}", f"median; maximum {analysis.tokens.maximum:,.0f}"
 
-    listed = [
+    items = [
         tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
-        for name, value, note in shown()
+        for name, value, note in key_figures()
     ]
-    title = tag("h1", panel.answers.path.name, tag("span", f"generation {card.id}, by {card.model_name}"))
-    return tag("header", tag("p", "Answers", class_="quiet"), title, tag("dl", *listed))
+    title = tag("h1", analysis.answers.path.name, tag("span", f"generation {card.id}, model {card.model_name}"))
+    return tag("header", tag("p", "Answers", class_="quiet"), title, tag("dl", *items))
 
 
-def _main_metric(panel: AnswerAnalysis) -> tuple[str, MetricValue] | None:
-    if panel.labels is not None:
-        return "Accuracy", panel.labels.figures["accuracy"]
-    return next(((name.replace("_", " ").capitalize(), one) for name, one in panel.right.items()), None)
+def _main_metric(analysis: AnswerAnalysis) -> tuple[str, MetricValue] | None:
+    if analysis.labels is not None:
+        return "Accuracy", analysis.labels.metrics["accuracy"]
+    return next(((name.replace("_", " ").capitalize(), one) for name, one in analysis.text_metrics.items()), None)
 
 
-def _render_figures(panel: AnswerAnalysis) -> Body:
-    rows = _metric_rows(panel.labels.figures if panel.labels else panel.right)
-    if panel.labels is not None and (likely := panel.labels.likely) is not None:
-        found = likely.calibration
+def _render_figures(analysis: AnswerAnalysis) -> Body:
+    rows = _metric_rows(analysis.labels.metrics if analysis.labels else analysis.text_metrics)
+    if analysis.labels is not None and (likelihoods := analysis.labels.likelihoods) is not None:
+        calibration = likelihoods.calibration
         rows += _metric_rows(
-            {"likeliest label is right": found.right, "mean average precision": likely.average_precision}
+            {
+                "most likely label is right": calibration.accuracy,
+                "mean average precision": likelihoods.average_precision,
+            }
         )
         unit = "mean distance, 0 to 1; lower is better"
-        rows.append(("expected calibration error", _format_number(found.error), f"{likely.n:,}", NONE, unit))
-        rows += _metric_rows({"Brier score": found.brier})
-    shown = [explanation(note) for note in answer_analysis.describe_omissions(panel)]
+        rows.append(("expected calibration error", _format_number(calibration.error), f"{likelihoods.n:,}", NONE, unit))
+        rows += _metric_rows({"Brier score": calibration.brier})
+    content = [explanation(note) for note in answer_analysis.describe_omissions(analysis)]
     if rows:
-        shown.append(_render_metrics("Figures", rows))
-    return shown or "Nothing was measured."
+        content.append(_render_metrics("Figures", rows))
+    return content or "Nothing was measured."
 
 
-def _metric_rows(found: Mapping[str, MetricValue]) -> list[Sequence[str]]:
+def _metric_rows(metrics: Mapping[str, MetricValue]) -> list[Sequence[str]]:
     return [
         (
             tag("bdi", name.replace("_", " ")),
@@ -111,17 +123,17 @@ def _metric_rows(found: Mapping[str, MetricValue]) -> list[Sequence[str]]:
             NONE if metric.chance is None else _format_number(metric.chance),
             f"{metric.unit}; {metric.better} is better" if metric.better != "unknown" else metric.unit,
         )
-        for name, metric in found.items()
+        for name, metric in metrics.items()
     ]
 
 
-def _render_metrics(what: str, rows: Sequence[Sequence[str]]) -> Html:
-    heads = ("figure", "value, 95 % interval", "n", "always the most frequent", "unit")
-    return html.table(what, "tnnnw", heads, rows)
+def _render_metrics(title: str, rows: Sequence[Sequence[str]]) -> Html:
+    heads = ("figure", "value, 95 % interval", "n", "most frequent label", "unit")
+    return html.table(title, "tnnnw", heads, rows)
 
 
 def _format_number(value: float) -> str:
-    """As the terminal has it."""
+    """Format a number with the same number of digits as in the terminal."""
     return f"{value:.{answer_analysis.PLACES}f}"
 
 
@@ -133,114 +145,129 @@ def _render_interval(metric: MetricValue) -> Html:
     )
 
 
-def _render_finish_reasons(panel: AnswerAnalysis) -> Body:
-    whole = panel.answers.card.answers
+def _render_finish_reasons(analysis: AnswerAnalysis) -> Body:
+    total = analysis.answers.card.answers
     rows = [
-        (name, bar(("train", count / max(1, whole))), f"{count:,}", format_percentage(count, whole),
+        (name, bar(("train", count / max(1, total))), f"{count:,}", format_percentage(count, total),
          NONE if right is None else _render_interval(right))
-        for name, (count, right) in panel.finishes.items()
+        for name, (count, right) in analysis.finishes.items()
     ]  # fmt: skip
-    heads = ("ended by", "", "answers", "of all", "right, of those with a reference")
-    shown = [html.table("How answers ended", "tsnnn", heads, rows)]
-    named = {"tokens of an answer": panel.tokens, "mean log-probability (nats)": panel.nats}
+    heads = ("ended by", "", "answers", "share", "right, of answers with a reference")
+    content = [html.table("How answers ended", "tsnnn", heads, rows)]
+    distributions = {"tokens of an answer": analysis.tokens, "mean log-probability (nats)": analysis.log_probabilities}
     lines = [
         (
             name,
-            *(format_significant(value) for value in (one.least, one.p5, one.median, one.p95, one.greatest)),
+            *(format_significant(value) for value in (one.minimum, one.p5, one.median, one.p95, one.maximum)),
             f"{one.n:,}",
         )
-        for name, one in named.items()
+        for name, one in distributions.items()
         if one is not None
     ]
     if lines:
-        names = ("of answers", "least", "5 % below", "median", "5 % above", "greatest", "n")
-        shown.append(html.table("Lengths and log-probabilities", "tnnnnnn", names, lines))
-    return shown
+        names = ("quantity", "least", "5 % below", "median", "5 % above", "greatest", "n")
+        content.append(html.table("Lengths and log-probabilities", "tnnnnnn", names, lines))
+    return content
 
 
 def _render_labels(labels: LabelAnalysis) -> Body:
     table = {"labels": labels.confusion.labels, "matrix": labels.confusion.matrix}
-    shown = verdict_page.render_label_tables("the first answers", labels.classes, None)
+    content = verdict_page.render_label_tables("the first answers", labels.classes, None)
     other = explanation(f"Column other: {answer_analysis.NO_REFERENCE}.")
-    return [*shown, run_page.render_confusion_matrix(table), other, *verdict_page.render_confusions(labels.pairs)]
+    return [
+        *content,
+        run_page.render_confusion_matrix(table),
+        other,
+        *verdict_page.render_confusions(labels.confused_pairs),
+    ]
 
 
-def _text_only_note(panel: AnswerAnalysis) -> str:
+def _text_only_note(analysis: AnswerAnalysis) -> str:
     return next(
-        (note for note in answer_analysis.describe_omissions(panel) if note.startswith("Only text")),
-        "No likelihoods are known.",
+        (note for note in answer_analysis.describe_omissions(analysis) if note.startswith("Only text")),
+        "No likelihoods are available.",
     )
 
 
-def _render_curves(panel: AnswerAnalysis, likely: LikelihoodAnalysis | None) -> Body:
-    if likely is None:
-        return _text_only_note(panel)
-    if not any(curve["precision"] for curve in likely.curves.values()):
-        return "No label has a curve."
-    said = f"From the log-probabilities of labels, of {format_count(likely.n, 'prompt')}, whatever was answered."
-    return [explanation(said), run_page.render_precision_recall(likely.curves)]
+def _render_curves(analysis: AnswerAnalysis, likelihoods: LikelihoodAnalysis | None) -> Body:
+    if likelihoods is None:
+        return _text_only_note(analysis)
+    if not any(curve["precision"] for curve in likelihoods.curves.values()):
+        return "No label has a precision-recall curve."
+    note = f"From the label log-probabilities of {format_count(likelihoods.n, 'prompt')}, whatever the model answered."
+    return [explanation(note), run_page.render_precision_recall(likelihoods.curves)]
 
 
-def _render_calibration(panel: AnswerAnalysis, likely: LikelihoodAnalysis | None) -> Body:
-    if likely is None:
-        return _text_only_note(panel)
-    found = likely.calibration
-    said = (
-        f"A label's probability is its share among all labels. Expected calibration error {found.error:.3f}: mean "
-        f"distance between how sure the model is and how often it is right, in ranges of a tenth. Brier score "
-        f"{found.brier.value:.3f} ({found.brier.low:.3f} to {found.brier.high:.3f}), from 0 to 2."
+def _render_calibration(analysis: AnswerAnalysis, likelihoods: LikelihoodAnalysis | None) -> Body:
+    if likelihoods is None:
+        return _text_only_note(analysis)
+    calibration = likelihoods.calibration
+    note = (
+        "A label's probability is its share among all labels. Expected calibration error "
+        f"{calibration.error:.3f}: the mean "
+        f"distance between confidence and accuracy, in bins of width 0.1. Brier score "
+        f"{calibration.brier.value:.3f} ({calibration.brier.low:.3f} to {calibration.brier.high:.3f}), on a scale "
+        "from 0 to 2."
     )
-    return [explanation(said), render_reliability_diagram(calibration_bins(likely), found.error)]
+    return [explanation(note), render_reliability_diagram(calibration_bins(likelihoods), calibration.error)]
 
 
-def _render_unparseable(found: UnparseableAnswers) -> Body:
-    if not found.count:
-        return f"All {format_count(found.of, 'answer')} are possible ones, without the white space around them."
+def _render_unparseable(unparseable: UnparseableAnswers) -> Body:
+    if not unparseable.count:
+        return f"All {format_count(unparseable.total, 'answer')} are valid labels, ignoring surrounding white space."
     rows = [
-        (tag("bdi", where), tag("bdi", said[:TEXT_SHOWN] or "(nothing)"), finish) for where, said, finish in found.first
+        (tag("bdi", where), tag("bdi", said[:TEXT_SHOWN] or "(nothing)"), finish)
+        for where, said, finish in unparseable.first
     ]
     said = (
-        f"{found.count:,} of {format_count(found.of, 'answer')} are none of the possible ones; "
-        "the first of them follow."
+        f"{unparseable.count:,} of {format_count(unparseable.total, 'answer')} are not valid labels. "
+        "The table lists the first ones."
     )
     heads = ("prompt", "answer", "ended by")
     return [explanation(said), html.table("The first unparseable answers", "twt", heads, rows)]
 
 
-def _render_categories(panel: AnswerAnalysis) -> Body:
-    if not panel.categories:
-        return "No field with few values was kept; generate.keep names fields of the prompts' records to be kept."
-    shown: list[Html] = []
-    for name, by_value in panel.categories.items():
+def _render_categories(analysis: AnswerAnalysis) -> Body:
+    if not analysis.categories:
+        return (
+            "No field with few distinct values is available. List fields of the prompt records in "
+            "generate.extra_fields to keep them."
+        )
+    content: list[Html] = []
+    for name, by_value in analysis.categories.items():
         rows = [
             (tag("bdi", value), bar(("lost", metric.value)), _render_interval(metric), f"{metric.n:,}")
             for value, metric in sorted(by_value.items(), key=lambda item: (-item[1].value, item[0]))
         ]
-        shown.append(tag("h3", tag("bdi", name)))
-        shown.append(html.table(f"Error rate by {name}", "tsnn", (name, "", "wrong, 95 % interval", "n"), rows))
-    return shown
+        content.append(tag("h3", tag("bdi", name)))
+        content.append(html.table(f"Error rate by {name}", "tsnn", (name, "", "error rate, 95 % interval", "n"), rows))
+    return content
 
 
-def _render_agreement(panel: AnswerAnalysis) -> Body:
-    if (found := panel.agreement) is None:
-        return "One answer was given to each prompt."
-    figures = {"pairs of answers that agree": found.agreement, "prompts with one answer only": found.unanimous}
-    if found.majority is not None:
-        figures["most frequent answer is right"] = found.majority
-    said = explanation(f"{found.samples} answers to each prompt, compared without the white space around them.")
-    return [said, _render_metrics("Agreement among samples", _metric_rows(figures))]
+def _render_agreement(analysis: AnswerAnalysis) -> Body:
+    if (agreement := analysis.agreement) is None:
+        return "Each prompt has one answer."
+    figures = {
+        "pairs of answers that agree": agreement.agreement,
+        "prompts whose answers all agree": agreement.unanimous,
+    }
+    if agreement.majority is not None:
+        figures["most frequent answer is right"] = agreement.majority
+    note = explanation(f"{agreement.samples} answers to each prompt, compared without surrounding white space.")
+    return [note, _render_metrics("Agreement among samples", _metric_rows(figures))]
 
 
-def _render_generation(panel: AnswerAnalysis) -> Body:
-    card = panel.answers.card
-    spec, asked = card.spec, card.spec.generate.model_dump(mode="json")
-    listed = {
-        "generation": card.id, "model": card.model_name, "its digest": spec.model.digest[:12], "held": spec.model.held,
-        "prompts": f"{card.prompts:,}", "their digest": spec.prompts_digest[:12],
-        "records left out": f"{card.faults:,}", "output, SHA-256": card.output,
+def _render_generation(analysis: AnswerAnalysis) -> Body:
+    card = analysis.answers.card
+    spec, generate_settings = card.spec, card.spec.generate.model_dump(mode="json")
+    facts = {
+        "generation": card.id, "model": card.model_name, "model digest": spec.model.digest[:12],
+        "weights": spec.model.weight_format,
+        "prompts": f"{card.prompts:,}", "prompts digest": spec.prompts_digest[:12],
+        "records skipped": f"{card.faults:,}", "output, SHA-256": card.output,
     }  # fmt: skip
-    settings = {f"generate.{name}": _format_setting(value) for name, value in asked.items()}
-    return [comparison_page.render_facts(listed | settings)]
+    settings = {f"generate.{name}": _format_setting(value) for name, value in generate_settings.items()}
+    return [comparison_page.render_facts(facts | settings)]
 
 
 def _format_setting(value: object) -> str:
@@ -249,47 +276,49 @@ def _format_setting(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-# The pictures of a panel as PNG, for slides and reviews.
+# Plots of the analysis as PNG files, for slides and reviews.
 
 CONFUSION, CURVES, RELIABILITY = "confusion.png", "precision_recall.png", "reliability.png"
 
 LABELS_DRAWN = 200
-"""Of a confusion matrix: with more the picture is larger than what reads it bears."""
+"""Largest confusion matrix that is plotted. Larger plots exceed the size limits of image viewers."""
 
 
-def write_plots(panel: AnswerAnalysis, folder: Path) -> list[Path]:
-    """Draw what there is: confusion.png, precision_recall.png, reliability.png; each is whole or not there.
+def write_plots(analysis: AnswerAnalysis, folder: Path) -> list[Path]:
+    """Write the plots that the analysis has data for: confusion.png, precision_recall.png, reliability.png.
+
+    Each file is written atomically.
 
     Raises:
-        SettingsError: the folder cannot be made.
+        SettingsError: The folder cannot be created.
     """
-    labels = panel.labels
+    labels = analysis.labels
     if labels is None:
         return []
-    wanted: dict[str, Callable[[Path], None]] = {}
+    draw_functions: dict[str, Callable[[Path], None]] = {}
     names, matrix = labels.confusion.labels, labels.confusion.matrix
     if len(names) <= LABELS_DRAWN:
-        shown = [*(answer_analysis.truncate_text(name) for name in names), OTHER]
-        wanted[CONFUSION] = lambda target: plots.draw_confusion_matrix(shown, matrix, target)
-    if (likely := labels.likely) is not None:
-        wanted[CURVES] = lambda target: plots.draw_precision_recall(likely.curves, target)
-        drawn, error = calibration_bins(likely), likely.calibration.error
-        wanted[RELIABILITY] = lambda target: plots.draw_reliability(drawn, error, target)
+        column_names = [*(answer_analysis.truncate_text(name) for name in names), OTHER]
+        draw_functions[CONFUSION] = lambda target: plots.draw_confusion_matrix(column_names, matrix, target)
+    if (likelihoods := labels.likelihoods) is not None:
+        draw_functions[CURVES] = lambda target: plots.draw_precision_recall(likelihoods.curves, target)
+        bins, error = calibration_bins(likelihoods), likelihoods.calibration.error
+        draw_functions[RELIABILITY] = lambda target: plots.draw_reliability(bins, error, target)
     try:
         files.make_directory(folder)
     except (FileExistsError, NotADirectoryError) as error:
-        raise SettingsError(f"{folder}: no folder can be made there for the pictures ({error.strerror})") from None
-    for name, draw in wanted.items():
+        raise SettingsError(f"{folder}: cannot create a folder for the plots ({error.strerror})") from None
+    for name, draw in draw_functions.items():
         aside = folder / f"{files.PARTIAL}{name}"
         draw(aside)
         files.publish_directory(aside, folder / name)
-    return [folder / name for name in wanted]
+    return [folder / name for name in draw_functions]
 
 
-def remove_plots(folder: Path, but: Collection[Path]) -> None:
-    """Remove those that an earlier `write_plots` drew, and the folder if nothing else is in it."""
+def remove_plots(folder: Path, keep: Collection[Path]) -> None:
+    """Remove the plots of an earlier `write_plots` call, and the folder if it is empty then."""
     for path in (folder / name for name in (CONFUSION, CURVES, RELIABILITY)):
-        if path not in but:
+        if path not in keep:
             path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""What is compared, by name: a run, a trial of a sweep, a promoted version, or several as one group of seeds."""
+"""Resolves names of runs, sweep trials and promoted versions, and compares them: settings, scores, significance."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,59 +21,59 @@ from ratchet.storage import files
 from ratchet.storage.digests import SHORT
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import (
-    LOSS,
+    VALIDATION_LOSS,
     EvaluationReport,
-    HeldOutScores,
     InferenceCost,
     MetricValue,
+    ModelRole,
     ModelScores,
-    Who,
+    ValidationScores,
 )
 from ratchet.storage.records.gate import Champion, ChampionFile, read_champion
 from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 
 JOINED = "+"
-"""Between members of a group of seeds."""
+"""Separates the members of a group of seeds."""
 LABELLED = "="
-"""After what a subject is to be called."""
+"""Separates a label from the name that it labels."""
 MOST = 12
-"""Subjects that a page can tell apart."""
+"""Maximum number of subjects on a page; more cannot be distinguished."""
 NAMED = 12
-"""Names that a message lists, at most."""
+"""Maximum number of names listed in a message."""
 
 HOW = (
-    "name a run by its id or its beginning, a trial as SWEEP/NUMBER, a promoted version as v3, champion or anchor, "
-    "and runs that differ in their seed only as A+B+C; LABEL= before any of these is what it is called"
+    "use a run id or its beginning, a trial as SWEEP/NUMBER, a promoted version as v3, champion or anchor, "
+    "or several runs that differ only in their seed as A+B+C; prefix any of these with LABEL= to set its label"
 )
 
 
 @dataclass(frozen=True)
 class ComparisonRun:
-    """One training."""
+    """A training run in a comparison."""
 
     run_id: str
     about: str
-    """What the name stood for, where it was not the run's: `version 3`, `trial 7 of lora`."""
+    """Meaning of a name that is not a run id: `version 3`, `trial 7 of lora`."""
     model_digest: str | None = None
-    """Of the version that was named."""
+    """Model digest of the promoted version, if the name is a version."""
 
 
 @dataclass(frozen=True)
 class ComparisonSubject:
-    """One of those that are compared: a training, or several that differ in their seed."""
+    """One side of a comparison: a run, or several runs that differ only in their seed."""
 
     name: str
-    """As it was given; what it is called on the page."""
+    """The name given by the user, or its label. The page shows it."""
     members: tuple[ComparisonRun, ...]
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """Of its trainings."""
+        """Ids of the subject's runs."""
         return tuple(member.run_id for member in self.members)
 
 
 class ComparisonIndex:
-    """Everything in a project that can be compared, by name."""
+    """Finds everything in a project that can be compared, by name."""
 
     def __init__(self, layout: ProjectLayout) -> None:
         self._layout = layout
@@ -83,42 +83,42 @@ class ComparisonIndex:
         self._reports: dict[str, SweepReport] = {}
 
     def subjects(self, names: Sequence[str]) -> list[ComparisonSubject]:
-        """Those of these names, in their order.
+        """Return the subjects with these names, in the given order.
 
         Raises:
-            DataError: a name that nothing has, or several have; it tells near ones.
-            SettingsError: one name twice, an empty one, or too many.
+            DataError: A name matches nothing, or several runs. The message lists similar names.
+            SettingsError: A name is empty or occurs twice, or there are too many names.
         """
         if len(names) > MOST:
-            raise SettingsError(f"{len(names)} to compare: more than {MOST} cannot be told apart; name fewer")
-        found: dict[tuple[str, ...], ComparisonSubject] = {}
+            raise SettingsError(f"{len(names)} names to compare; a page can show at most {MOST}; give fewer names")
+        by_name: dict[tuple[str, ...], ComparisonSubject] = {}
         for name in names:
             subject = self.subject(name)
-            if earlier := found.get(tuple(sorted(subject.run_ids))):
+            if earlier := by_name.get(tuple(sorted(subject.run_ids))):
                 same = "the same run" if len(subject.run_ids) == 1 else "the same runs"
                 raise SettingsError(
-                    f"{name}: is {same} as {earlier.name} ({', '.join(subject.run_ids)}); name different ones"
+                    f"{name}: is {same} as {earlier.name} ({', '.join(subject.run_ids)}); give different names"
                 )
-            if any(subject.name == one.name for one in found.values()):
-                raise SettingsError(f"{subject.name}: two of them are called so; give each a label of its own")
-            found[tuple(sorted(subject.run_ids))] = subject
-        return list(found.values())
+            if any(subject.name == one.name for one in by_name.values()):
+                raise SettingsError(f"{subject.name}: two subjects have this name; give each its own label")
+            by_name[tuple(sorted(subject.run_ids))] = subject
+        return list(by_name.values())
 
     def subject(self, name: str) -> ComparisonSubject:
-        """The one of this name, or of LABEL=NAME: then the label is what it is called. Raises as `subjects`."""
+        """Return the subject with this name. `LABEL=NAME` sets its label. Raises like `subjects`."""
         label, named, meant = name.rpartition(LABELLED)
         members = tuple(self._member(part.strip()) for part in meant.split(JOINED))
         if len({member.run_id for member in members}) < len(members):
-            raise SettingsError(f"{name}: names a run twice; a group has each of its runs once")
+            raise SettingsError(f"{name}: the group names a run twice; name each run once")
         if named and not label.strip():
             raise SettingsError(
-                f"{name}: nothing stands before {LABELLED}; write LABEL{LABELLED}NAME, or the name alone"
+                f"{name}: the label before {LABELLED} is empty; write LABEL{LABELLED}NAME, or only the name"
             )
         return ComparisonSubject(label.strip() or meant, members)
 
     def _member(self, name: str) -> ComparisonRun:
         if not name:
-            raise SettingsError(f"an empty name; {HOW}")
+            raise SettingsError(f"found an empty name; {HOW}")
         if name in ("champion", "anchor") or (name[:1] == "v" and name[1:].isdecimal()):
             return self._version(name)
         if "/" in name:
@@ -127,20 +127,22 @@ class ComparisonIndex:
         if len(matching) == 1:
             return ComparisonRun(matching[0], "")
         if matching:
-            raise DataError(f"{name}: {len(matching)} runs begin so: {_join_names(matching)}; write more of it")
-        raise DataError(f"{name}: nothing of that name in {self._layout.experiments}; {self._near(name)}{HOW}")
+            raise DataError(
+                f"{name}: {len(matching)} run ids begin with this: {_join_names(matching)}; give more characters"
+            )
+        raise DataError(f"{name}: found nothing with this name in {self._layout.experiments}; {self._near(name)}{HOW}")
 
     def _version(self, name: str) -> ComparisonRun:
         if name in ("champion", "anchor"):
             one: Champion | None = getattr(self._file, name)
             if one is None:
-                raise DataError(f"{name}: there is none yet; `ratchet promote` makes one")
+                raise DataError(f"{name}: does not exist yet; run `ratchet promote` to create it")
             number = one.version
         else:
             number = int(name[1:])
         if number not in self.versions:
             known = _join_names([f"v{one}" for one in self.versions]) or "none"
-            raise DataError(f"{name}: no such version was promoted here; there are: {known}")
+            raise DataError(f"{name}: this project has no such promoted version; versions: {known}")
         run_id, model_digest = self.versions[number]
         return ComparisonRun(run_id, f"version {number:,}", model_digest)
 
@@ -150,43 +152,43 @@ class ComparisonIndex:
         if number not in trials:
             raise DataError(
                 f"{name}: sweep {study} has no trial {number!r}; "
-                f"there are {_format_trial_range([int(one) for one in trials])}"
+                f"it has {_format_trial_range([int(one) for one in trials])}"
             )
         run_id = trials[number].run_id
         if run_id is None:
-            raise DataError(f"{name}: its values were refused, so nothing was trained ({trials[number].reason})")
+            raise DataError(f"{name}: this trial was rejected before training ({trials[number].reason})")
         return ComparisonRun(run_id, f"trial {number} of {study}")
 
     def trials(self, study: str) -> tuple[Trial, ...]:
-        """Of a sweep, as its report tells. Raises DataError where there is no such report."""
+        """Return the trials in a sweep's report. Raises DataError if the sweep has no report."""
         path = self._layout.sweep(study) / "report.json"
         if study not in self.studies():
             known = _join_names(self.studies()) or "none"
             near = _suggest_names(get_close_matches(study, self.studies(), n=3, cutoff=0.5))
             raise DataError(
-                f"{study}: no sweep of that name has a report ({path}); {near}there are: {known}; "
-                "`ratchet sweep --report` writes one"
+                f"{study}: no sweep with this name has a report ({path}); {near}known sweeps: {known}; "
+                "run `ratchet sweep --report` to write one"
             )
         if study not in self._reports:
             self._reports[study] = SweepReport.load(path)
         return self._reports[study].trials
 
     def studies(self) -> list[str]:
-        """Sweeps that have a report, by name."""
+        """Return the names of sweeps that have a report."""
         return sorted(path.parent.name for path in self._layout.sweeps.glob("*/report.json"))
 
     def trials_of(self, run_id: str) -> list[str]:
-        """Trials that were this run, as SWEEP/NUMBER; of reports that can be read."""
-        found = []
+        """Return the trials that used this run, as SWEEP/NUMBER. Unreadable reports are ignored."""
+        trials = []
         for study in self.studies():
             try:
-                found += [f"{study}/{trial.number}" for trial in self.trials(study) if trial.run_id == run_id]
+                trials += [f"{study}/{trial.number}" for trial in self.trials(study) if trial.run_id == run_id]
             except DamagedFileError:
                 continue
-        return found
+        return trials
 
     def versions_of(self, run_id: str) -> list[int]:
-        """Promoted versions that came of this run."""
+        """Return the promoted versions of this run."""
         return [number for number, (run, _) in self.versions.items() if run == run_id]
 
     def _near(self, name: str) -> str:
@@ -198,11 +200,11 @@ class ComparisonIndex:
 
 
 def _promoted_versions(layout: ProjectLayout, file: ChampionFile) -> dict[int, tuple[str, str]]:
-    """Run and model of each version that was ever promoted; what the ledger lacks is in the champion file."""
-    held = [one for one in (*file.previous, file.anchor, file.champion) if one is not None]
-    found = {one.version: (one.run_id, one.model_digest) for one in held}
-    found |= {one.version: (one.run_id, one.model_digest) for one in ledger.read_entries(layout.promotions)}
-    return dict(sorted(found.items()))
+    """Return run id and model digest of each promoted version, from the ledger and the champion file."""
+    champions = [one for one in (*file.previous, file.anchor, file.champion) if one is not None]
+    versions = {one.version: (one.run_id, one.model_digest) for one in champions}
+    versions |= {one.version: (one.run_id, one.model_digest) for one in ledger.read_entries(layout.promotions)}
+    return dict(sorted(versions.items()))
 
 
 def _suggest_names(near: Sequence[str]) -> str:
@@ -218,49 +220,49 @@ def _format_trial_range(numbers: Sequence[int]) -> str:
     return f"trials {min(numbers)} to {max(numbers)}" if numbers else "none"
 
 
-# Figures that were measured of a training: on test rows by stage evaluate, on validation rows for finalists.
+# Measured scores of runs: on test rows by stage evaluate, on validation rows for finalists of a sweep.
 
 CURRENT = "experiments/evaluate"
-OWN: tuple[Who, ...] = ("candidate", "merged")
-"""Names under which the model that an evaluation is about was scored."""
+OWN: tuple[ModelRole, ...] = ("candidate", "merged")
+"""Roles under which the evaluated model itself may be scored."""
 
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """One model's scores in one evaluation."""
+    """Scores of one model in one evaluation."""
 
     run_id: str
-    who: Who
-    """Under which it was scored."""
+    role: ModelRole
+    """Role under which the model was scored."""
     place: str
-    """Which evaluation."""
+    """Description of the evaluation."""
     report: EvaluationReport
     samples: Mapping[str, Samples] = field(default_factory=dict)
-    """Per-sample scores by metric; none where only the figures were kept."""
+    """Per-sample scores by metric. Empty if only the aggregate metrics were kept."""
     groups: Mapping[str, str | None] = field(default_factory=dict)
-    """Of the test rows: those of one group are no independent samples."""
+    """Group of each test row. Rows of one group are not independent samples."""
 
     @property
     def scores(self) -> ModelScores:
-        """Its figures."""
-        return self.report.scores[self.who]
+        """Aggregate scores of the model."""
+        return self.report.scores[self.role]
 
     @property
     def cost(self) -> InferenceCost | None:
-        """What answering costs, if that was measured."""
-        return self.report.costs.get(self.who)
+        """Inference cost, if it was measured."""
+        return self.report.costs.get(self.role)
 
     @property
     def contract(self) -> Mapping[str, Any]:
-        """What made the scores comparable."""
+        """Conditions under which the scores are comparable."""
         return self.report.contracts.get(self.scores.contract, {})
 
 
 class EvaluationIndex:
-    """What a project keeps of evaluations."""
+    """Reads all evaluations of a project."""
 
     def __init__(self, layout: ProjectLayout, names: ComparisonIndex) -> None:
-        """Raises DamagedFileError when a file of the evaluation is not as it was written."""
+        """Raises DamagedFileError if a file of the evaluation is damaged."""
         self._layout, self._names = layout, names
         self.current: EvaluationReport | None = None
         self.groups: Mapping[str, str | None] = {}
@@ -269,8 +271,8 @@ class EvaluationIndex:
             self.current = EvaluationReport.load(layout.eval_report)
             self.groups = {row.id: row.group for row in read_rows(layout)}
 
-    def of(self, run_id: str) -> list[ModelEvaluation]:
-        """Of one training: of the evaluation as it is now, else of those kept with its promoted versions."""
+    def for_run(self, run_id: str) -> list[ModelEvaluation]:
+        """Return a run's scores: from the current evaluation, or from those kept with its promoted versions."""
         digests = [self._names.versions[number][1] for number in self._names.versions_of(run_id)]
         found = self._current(run_id, digests)
         for model_digest in digests if not found else ():
@@ -285,124 +287,123 @@ class EvaluationIndex:
         report = self.current
         if report is None:
             return []
-        names: list[Who] = list(OWN) if report.run_id == run_id else []
+        names: list[ModelRole] = list(OWN) if report.run_id == run_id else []
         if not names and report.champion_digest in digests:
             names.append("champion")
         if not names and report.anchor_digest in digests:
             names.append("anchor")
-        return [self.scored(who, run_id) for who in names if who in report.scores]
+        return [self.role_scores(who, run_id) for who in names if who in report.scores]
 
-    def scored(self, who: Who, run_id: str = "") -> ModelEvaluation:
-        """One model of the evaluation as it is now, which must have been scored; the base is of no training."""
+    def role_scores(self, who: ModelRole, run_id: str = "") -> ModelEvaluation:
+        """Return one model's scores from the current evaluation, which must exist. The base model has no run id."""
         report = self.current
         if report is None:
-            raise ValueError("there is no evaluation")
+            raise ValueError("no evaluation found")
         return ModelEvaluation(run_id, who, CURRENT, report, self._samples(report.scores[who]), self.groups)
 
     def _samples(self, scores: ModelScores) -> dict[str, Samples]:
-        found: dict[str, Samples] = {}
+        samples: dict[str, Samples] = {}
         for metric, name in scores.samples.items():
             by_id, twice = read_samples(self._layout.evaluate / name)
             if twice is None:
-                found[metric] = by_id
-        return found
+                samples[metric] = by_id
+        return samples
 
 
-def read_validation_scores(account: RunSummary) -> dict[str, HeldOutScores]:
-    """Row by row scores of a run's adapter on validation rows, by question; what cannot be trusted is left out."""
-    found: dict[str, HeldOutScores] = {}
-    for path in sorted(account.paths.root.glob("held_out-*.json")):
+def read_validation_scores(account: RunSummary) -> dict[str, ValidationScores]:
+    """Read a run's per-row scores on validation rows, by question. Scores that cannot be verified are omitted."""
+    scores: dict[str, ValidationScores] = {}
+    for path in sorted(account.paths.root.glob("validation_scores-*.json")):
         try:
-            one = HeldOutScores.load(path)
+            one = ValidationScores.load(path)
         except (DataError, DamagedFileError):
             continue
         if account.report is not None and one.adapter_digest == account.report.adapter_digest:
-            found[one.question] = one
-    return found
+            scores[one.request_digest] = one
+    return scores
 
 
-# Which differences are more than chance: only where the same rows were scored under one contract.
-#
-# The statistics are the gate's (gate/paired_test) on test rows, and those of a sweep's finals (gate/finalists) on
-# validation
-# rows, where seeds count too. Of each pair the leader is picked by these very scores, so p-values are doubled; then
-# Holm's correction over everything that one page compares.
+# Significance of differences, tested only where the same rows were scored under one contract. Test rows use the gate's
+# statistics (gate/paired_test); validation rows use those of a sweep's final round (gate/finalists), which include the
+# variance of seeds. The leader of each pair is chosen by the same scores, so p-values are doubled. Holm's correction
+# then covers everything that one page compares.
 
 T = TypeVar("T")
 
 METRICS = 24
-"""Of one pair that are compared, at most: with each claim the others must be surer."""
+"""Maximum number of metrics compared per pair: each further claim requires more certainty from the others."""
 
 TEST, VALIDATION = "test rows", "validation rows"
 
 
 @dataclass(frozen=True)
 class SubjectScores:
-    """One subject's scores."""
+    """Scores of one subject."""
 
     name: str
-    examined: Sequence[ModelEvaluation]
-    held_out: Sequence[Mapping[str, HeldOutScores]]
-    """Of each of its trainings, by question."""
+    evaluations: Sequence[ModelEvaluation]
+    held_out: Sequence[Mapping[str, ValidationScores]]
+    """Validation scores of each run, by question."""
 
 
 @dataclass(frozen=True)
 class PairwiseTestResult:
-    """Two subjects on the same rows."""
+    """Result of a paired test of two subjects on the same rows."""
 
     metric: str
     rows: str
     leader: str
-    """Whose figure is better."""
+    """Name of the subject with the better score."""
     other: str
     values: tuple[float, float]
-    """The leader's and the other's."""
+    """Scores of the leader and of the other subject."""
     measured: MetricValue | None
-    """For its unit; None of validation rows."""
+    """Metric, for its unit. None for validation rows."""
     difference: float
-    """Positive: the leader is better; of perplexities the fraction by which it is lower."""
+    """Positive if the leader is better. For perplexities, the fraction by which the leader's is lower."""
     low: float
-    """Bound that it exceeds, with half the chance of error that a page has for one claim."""
+    """Lower confidence bound of the difference, at half the error rate that the page allows for one claim."""
     n: int
     p: float
-    """Two-sided."""
+    """Two-sided p-value."""
     method: str
     p_adjusted: float = 1.0
-    """After Holm's correction."""
-    is_real: bool = False
-    """Whether the leader is better beyond doubt."""
+    """p-value after Holm's correction."""
+    is_significant: bool = False
+    """Whether the leader is significantly better."""
 
 
 @dataclass(frozen=True)
 class IncomparablePair:
-    """Two subjects of which nothing can be said, and why."""
+    """Two subjects that cannot be compared, and the reason."""
 
     pair: tuple[str, str]
-    why: str
+    reason: str
 
 
 def compare_pairs(
     scored: Sequence[SubjectScores], gate: Gate, only: str | None = None
 ) -> tuple[list[PairwiseTestResult], list[IncomparablePair]]:
-    """Every comparison that can be made, and the pairs that allow none.
+    """Compare all pairs that can be compared, and list the pairs that cannot.
 
     Args:
-        scored: the subjects.
-        gate: confidence, resamples and seed of the bootstrap.
-        only: name of the one that each of the others is compared with; None: everybody is, with everybody.
+        scored: Scores of the subjects.
+        gate: Confidence, resamples and seed of the bootstrap.
+        only: Name of the subject that all others are compared with. None compares all pairs.
     """
-    found: list[PairwiseTestResult] = []
+    results: list[PairwiseTestResult] = []
     silent: list[IncomparablePair] = []
     pairs = (pair for pair in combinations(scored, 2) if only is None or only in (pair[0].name, pair[1].name))
     for first, second in pairs:
         made = [*_compare_on_test_rows(first, second, gate), *_compare_on_validation_rows(first, second, scored, gate)]
-        found += made
+        results += made
         if not made:
             silent.append(IncomparablePair((first.name, second.name), _explain_incomparable(first, second)))
     level = 1 - gate.confidence
-    adjusted = statistics.adjust_p_values([one.p for one in found])
+    adjusted = statistics.adjust_p_values([one.p for one in results])
     return [
-        replace(one, p_adjusted=p, is_real=p < level and one.low > 0) for one, p in zip(found, adjusted, strict=True)
+        replace(one, p_adjusted=p, is_significant=p < level and one.low > 0)
+        for one, p in zip(results, adjusted, strict=True)
     ], silent
 
 
@@ -413,7 +414,7 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
     names = [name for name in sorted(pair[0].samples) if name in pair[1].samples]
     for name in names[:METRICS]:
         metrics = [one.scores.metrics.get(name) for one in pair]
-        if metrics[0] is None or metrics[1] is None or metrics[0].better == "unknown" or metrics[0].kind == "figure":
+        if metrics[0] is None or metrics[1] is None or metrics[0].better == "unknown" or metrics[0].kind == "aggregate":
             continue
         if pair[0].samples[name].keys() != pair[1].samples[name].keys():
             continue
@@ -424,7 +425,7 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
             pairs = replace(pairs, new=pairs.old, old=pairs.new)
         try:
             one = paired_test.compare(pairs, 0.0, _test_plan(gate))
-        except ValueError:  # a score that is no number, or rows of no tokens: nothing to be said
+        except ValueError:  # a score that is not a number, or rows without tokens: no test is possible
             continue
         figures = (metrics[0].value, metrics[1].value)
         yield PairwiseTestResult(
@@ -436,12 +437,12 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
 def _comparable_evaluations(
     first: SubjectScores, second: SubjectScores
 ) -> tuple[ModelEvaluation, ModelEvaluation] | None:
-    """Scores of both in one evaluation under one contract, with all samples."""
+    """Return scores of both subjects from one evaluation under one contract, with all samples."""
     return next(
         (
             (one, other)
-            for one in first.examined
-            for other in second.examined
+            for one in first.evaluations
+            for other in second.evaluations
             if one.samples and other.samples and one.scores.contract == other.scores.contract
         ),
         None,
@@ -460,10 +461,10 @@ def _compare_on_validation_rows(
     for metric in known.values:
         if not all(metric in run[question].values for one in among for run in one.held_out):
             continue
-        contest = FinalistComparator(
-            measure=SweepObjective(metric=metric, direction="minimize" if metric == LOSS else "maximize"),
+        comparator = FinalistComparator(
+            objective=SweepObjective(metric=metric, direction="minimize" if metric == VALIDATION_LOSS else "maximize"),
             confidence=gate.confidence,
-            weights=known.tokens if metric == LOSS else None,
+            weights=known.tokens if metric == VALIDATION_LOSS else None,
             groups=known.groups if any(group is not None for group in known.groups) else None,
             resamples=gate.resamples,
             seed=gate.seed,
@@ -475,10 +476,10 @@ def _compare_on_validation_rows(
             )
             for number, one in enumerate(among)
         }  # fmt: skip
-        leader, other = sorted((first.name, second.name), key=lambda name: contest.order(contenders[name]))
+        leader, other = sorted((first.name, second.name), key=lambda name: comparator.sort_key(contenders[name]))
         pair = contenders[leader], contenders[other]
-        one = finalists.compare_pair(contest, pair, list(contenders.values()), (1 - gate.confidence) / 2)
-        values = contest.mean(pair[0].rows), contest.mean(pair[1].rows)
+        one = finalists.compare_pair(comparator, pair, list(contenders.values()), (1 - gate.confidence) / 2)
+        values = comparator.mean(pair[0].row_means), comparator.mean(pair[1].row_means)
         yield PairwiseTestResult(
             metric, VALIDATION, leader, other, values, None, one.value, one.low, len(known.ids),
             min(1.0, 2 * one.p), one.method,
@@ -486,16 +487,16 @@ def _compare_on_validation_rows(
 
 
 def _shared_questions(first: SubjectScores, second: SubjectScores) -> set[str]:
-    """Questions that every training of both has answered, computed alike."""
+    """Return the questions that every run of both subjects answered under the same conditions."""
     runs = [*first.held_out, *second.held_out]
     if not first.held_out or not second.held_out:
         return set()
     shared = set.intersection(*(set(run) for run in runs))
-    return {one for one in shared if all(run[one].arithmetic == runs[0][one].arithmetic for run in runs)}
+    return {one for one in shared if all(run[one].numerics == runs[0][one].numerics for run in runs)}
 
 
 def _test_plan(gate: Gate) -> PairedTestPlan:
-    return PairedTestPlan((1 + gate.confidence) / 2, gate.power, gate.discordance, gate.resamples, gate.seed)
+    return PairedTestPlan((1 + gate.confidence) / 2, gate.power, gate.expected_discordance, gate.resamples, gate.seed)
 
 
 def _order_pair(order: tuple[int, int], pair: tuple[T, T]) -> tuple[T, T]:
@@ -503,27 +504,27 @@ def _order_pair(order: tuple[int, int], pair: tuple[T, T]) -> tuple[T, T]:
 
 
 def _explain_incomparable(first: SubjectScores, second: SubjectScores) -> str:
-    """Why two subjects cannot be compared row by row."""
+    """Explain why two subjects cannot be compared row by row."""
     for one in (first, second):
-        if not one.examined and not any(one.held_out):
+        if not one.evaluations and not any(one.held_out):
             return f"{one.name} was not evaluated"
-    contracts = [{found.scores.contract for found in one.examined} for one in (first, second)]
+    contracts = [{evaluation.scores.contract for evaluation in one.evaluations} for one in (first, second)]
     if all(contracts) and not contracts[0] & contracts[1]:
-        data = [{found.report.data_digest for found in one.examined} for one in (first, second)]
+        data = [{evaluation.report.data_digest for evaluation in one.evaluations} for one in (first, second)]
         what = "on different data" if not data[0] & data[1] else "under different contracts"
-        shown = " and ".join(", ".join(sorted(name[:SHORT] for name in names)) for names in contracts)
-        return f"they were scored {what} ({shown}): their figures say nothing about each other"
+        digests = " and ".join(", ".join(sorted(name[:SHORT] for name in names)) for names in contracts)
+        return f"they were scored {what} ({digests}): their scores are not comparable"
     if _comparable_evaluations(first, second) is not None:
-        return "no figure was measured of both on the same single rows"
+        return "no metric has scores of single rows for both"
     if all(contracts):
-        return "only the figures of one of them were kept, not its scores of single rows"
+        return "one of them has only aggregate scores, no scores of single rows"
     return "they were not scored on the same rows"
 
 
-# Several trainings side by side: in what they differ, what came of each, and which differences are real.
+# Comparison of several runs: differing settings, results, and significant differences.
 
 POINTS, LEAST_POINTS = 3600, 150
-"""Of all curves of one kind on a page together; of one of them."""
+"""Maximum number of points of all curves of one kind on a page, and minimum number for each curve."""
 MOST_POINTS = 600
 SEED = "train.seed"
 NOTHING = "\u2013"
@@ -531,43 +532,43 @@ NOTHING = "\u2013"
 
 @dataclass(frozen=True)
 class ComparisonSide:
-    """One of those that are compared."""
+    """One side of a comparison with everything that was read about it."""
 
     subject: ComparisonSubject
-    accounts: tuple[RunSummary, ...]
-    """Of its trainings."""
+    runs: tuple[RunSummary, ...]
+    """Summaries of the side's runs."""
     steps: HistoryCurve
-    """Curves by step; of several trainings their mean, and a standard deviation on either side."""
+    """Curves by step. For several runs: their mean plus and minus one standard deviation."""
     validations: HistoryCurve
     members: tuple[HistoryCurve, ...]
-    """Steps of each training by itself: what a mean over several does not show."""
-    examined: tuple[ModelEvaluation, ...]
+    """Steps of each run separately, for details that a mean hides."""
+    evaluations: tuple[ModelEvaluation, ...]
     trials: tuple[str, ...]
-    """Trials of sweeps that were these trainings."""
-    standing: tuple[str, ...]
-    """What became of it: versions, verdicts; nothing where nobody promoted or judged it."""
+    """Sweep trials that used these runs."""
+    promotions: tuple[str, ...]
+    """Promoted versions and verdicts. Empty if the runs were neither promoted nor judged."""
 
     @property
     def name(self) -> str:
-        """As it was given."""
+        """Name of the subject."""
         return self.subject.name
 
     @property
     def is_group(self) -> bool:
-        """Whether it is several trainings."""
-        return len(self.accounts) > 1
+        """Whether the side consists of several runs."""
+        return len(self.runs) > 1
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One thing that may differ: its name, and what each side has."""
+    """A property and its value on each side."""
 
     name: str
     values: tuple[str, ...]
 
     @property
     def differs(self) -> bool:
-        """Whether the sides have not all the same."""
+        """Whether the sides have different values."""
         return len(set(self.values)) > 1
 
 
@@ -577,13 +578,13 @@ class RunComparison:
 
     sides: tuple[ComparisonSide, ...]
     settings: tuple[ComparisonRow, ...]
-    """What decides what is learned."""
-    manner: tuple[ComparisonRow, ...]
-    """How it was carried out."""
-    findings: tuple[PairwiseTestResult, ...]
-    silences: tuple[IncomparablePair, ...]
+    """Settings that affect learning."""
+    execution: tuple[ComparisonRow, ...]
+    """Settings of execution, which do not affect learning."""
+    test_results: tuple[PairwiseTestResult, ...]
+    incomparable_pairs: tuple[IncomparablePair, ...]
     notes: tuple[str, ...]
-    """What a reader should know before the figures."""
+    """Warnings shown before the metrics."""
 
 
 def compare_subjects(
@@ -592,20 +593,20 @@ def compare_subjects(
     """Read everything about these subjects.
 
     Raises:
-        DamagedFileError: a file of a run or of the evaluation is not as it was written.
+        DamagedFileError: A file of a run or of the evaluation is damaged.
     """
-    examinations = EvaluationIndex(layout, names)
+    evaluations = EvaluationIndex(layout, names)
     points = max(LEAST_POINTS, min(MOST_POINTS, POINTS // max(1, len(subjects))))
-    sides = tuple(read_side(layout, one, names, examinations, points) for one in subjects)
+    sides = tuple(read_side(layout, one, names, evaluations, points) for one in subjects)
     scored = [
-        SubjectScores(one.name, one.examined, [read_validation_scores(account) for account in one.accounts])
+        SubjectScores(one.name, one.evaluations, [read_validation_scores(account) for account in one.runs])
         for one in sides
     ]
     findings, silences = compare_pairs(scored, gate)
     return RunComparison(
         sides,
-        comparison_rows([[account.settings for account in one.accounts] for one in sides]),
-        comparison_rows([[account.manner for account in one.accounts] for one in sides]),
+        comparison_rows([[account.settings for account in one.runs] for one in sides]),
+        comparison_rows([[account.execution for account in one.runs] for one in sides]),
         tuple(findings),
         tuple(silences),
         tuple(_collect_notes(sides)),
@@ -616,36 +617,41 @@ def read_side(
     layout: ProjectLayout,
     subject: ComparisonSubject,
     names: ComparisonIndex,
-    examinations: EvaluationIndex,
+    evaluations: EvaluationIndex,
     points: int,
 ) -> ComparisonSide:
-    """Everything about one subject. Raises as `compare_subjects`."""
-    found = tuple(run_history.read_run_summary(RunPaths(layout.runs / run_id)) for run_id in subject.run_ids)
-    steps = [one.course.steps.line(points) for one in found]
+    """Read everything about one subject. Raises like `compare_subjects`."""
+    summaries = tuple(run_history.read_run_summary(RunPaths(layout.runs / run_id)) for run_id in subject.run_ids)
+    steps = [one.history.steps.line(points) for one in summaries]
     return ComparisonSide(
         subject,
-        found,
+        summaries,
         _mean_curve(steps, STEP_VALUES, points),
-        _mean_curve([one.course.validations.line(points) for one in found], VALIDATION_VALUES, points),
+        _mean_curve([one.history.validations.line(points) for one in summaries], VALIDATION_VALUES, points),
         tuple(steps),
-        tuple(one for run_id in subject.run_ids for one in examinations.of(run_id)),
+        tuple(one for run_id in subject.run_ids for one in evaluations.for_run(run_id)),
         tuple(trial for run_id in subject.run_ids for trial in names.trials_of(run_id)),
         tuple(standing for run_id in subject.run_ids for standing in _describe_standing(layout, run_id, names)),
     )
 
 
 def _mean_curve(lines: Sequence[HistoryCurve], names: Sequence[str], points: int) -> HistoryCurve:
-    there = [line for line in lines if len(line)]
-    if not there:
+    nonempty = [line for line in lines if len(line)]
+    if not nonempty:
         return run_history.empty_curve(names)
-    return there[0] if len(there) == 1 else run_history.average_curves(there, min(points, max(map(len, there))))
+    return (
+        nonempty[0]
+        if len(nonempty) == 1
+        else run_history.average_curves(nonempty, min(points, max(map(len, nonempty))))
+    )
 
 
-def comparison_rows(found: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[ComparisonRow, ...]:
-    """A row for each key: for each side what its trainings have, several values where these differ."""
-    keys = dict.fromkeys(key for group in found for one in group for key in one)
+def comparison_rows(values_by_side: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[ComparisonRow, ...]:
+    """Return a row for each key. A side whose runs differ has several values."""
+    keys = dict.fromkeys(key for group in values_by_side for one in group for key in one)
     return tuple(
-        ComparisonRow(key, tuple(_format_values(one.get(key) for one in group) for group in found)) for key in keys
+        ComparisonRow(key, tuple(_format_values(one.get(key) for one in group) for group in values_by_side))
+        for key in keys
     )
 
 
@@ -654,7 +660,7 @@ def _format_values(values: Iterable[Any]) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """A setting for people."""
+    """Format a setting as text."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -667,42 +673,45 @@ def format_setting(value: Any) -> str:
 
 
 def _describe_standing(layout: ProjectLayout, run_id: str, names: ComparisonIndex) -> list[str]:
-    """Champion, versions, and what the gate said of a run."""
+    """Return champion status, promoted versions and gate decisions of a run."""
     file = read_champion(layout.champion)
-    found = []
+    descriptions = []
     for number in names.versions_of(run_id):
         is_champion = file.champion is not None and file.champion.version == number
         is_anchor = file.anchor is not None and file.anchor.version == number
         titles = [title for title, holds in (("champion", is_champion), ("anchor", is_anchor)) if holds]
-        found.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted before"))
+        descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
     decisions = [
-        one.decision for one in test_set_reuse.read_looks(layout.lookups) if one.run_id == run_id and one.decision
+        one.decision
+        for one in test_set_reuse.read_test_set_uses(layout.test_set_uses)
+        if one.run_id == run_id and one.decision
     ]
-    return found + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
+    return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
 
 
 def _collect_notes(sides: Sequence[ComparisonSide]) -> Iterable[str]:
-    known = [account for one in sides for account in one.accounts if account.spec is not None]
+    known = [account for one in sides for account in one.runs if account.spec is not None]
     for what, digests in (
         ("data", {account.settings["data"] for account in known}),
         ("base models", {account.settings["base"] for account in known}),
     ):
         if len(digests) > 1:
             yield (
-                f"These are trainings on different {what} ({', '.join(sorted(digests))}): losses and scores of one "
-                "say nothing about the other, and no difference between them is tested."
+                f"These runs were trained on different {what} ({', '.join(sorted(digests))}): their losses and scores "
+                "are not comparable, and differences between them are not tested."
             )
     for one in sides:
         others = sorted(
-            {row.name for row in comparison_rows([[account.settings] for account in one.accounts]) if row.differs}
-            - {SEED}
+            {row.name for row in comparison_rows([[account.settings] for account in one.runs]) if row.differs} - {SEED}
         )
         if others:
-            yield f"{one.name}: its trainings differ in more than their seed: {', '.join(others)}."
-        for account in one.accounts:
-            if not account.is_here:
-                yield f"{one.name}: the directory of run {account.run_id} is not on this machine: no curves of it."
+            yield f"{one.name}: its runs differ in more than the seed: {', '.join(others)}."
+        for account in one.runs:
+            if not account.exists:
+                yield (
+                    f"{one.name}: the directory of run {account.run_id} is not on this machine; its curves are missing."
+                )
             elif account.report is None:
-                yield f"{one.name}: run {account.run_id} is {account.state}, at step {account.course.step:,}."
-            if account.course.damaged:
-                yield f"{one.name}: {account.course.damaged:,} damaged lines of its journal are left out."
+                yield f"{one.name}: run {account.run_id} is {account.state}, at step {account.history.step:,}."
+            if account.history.damaged:
+                yield f"{one.name}: ignored {account.history.damaged:,} damaged lines of its journal."

@@ -1,6 +1,6 @@
-"""Curves of trainings, one above the other: drawn by step as they are, and as data for reports/curves.js.
+"""Renders training curves of several runs as SVG, and as data for the interactive plots of curves.js.
 
-Colours are those of Okabe and Ito (Color Universal Design, 2008); each side has a pattern of dashes of its own, too.
+Colours are those of Okabe and Ito (Color Universal Design, 2008). Each side also has its own dash pattern.
 """
 
 import json
@@ -19,34 +19,35 @@ from ratchet.storage.html import NONE, Html, explanation, table, tag
 WIDE, HIGH = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
 COLOURS, DASHES = 7, 4
-"""Of lines, in reports/curves.css; each is used again once all are taken."""
+"""Numbers of line colours and dash patterns in curves.css. They are reused for further lines."""
 NUMBERS = 10
-"""Rows of the table behind a picture."""
+"""Number of rows in the table below a plot."""
 ROOM, FAR, BEYOND = 1.0, 0.25, 6
-"""How far a frame goes beyond the means where single steps do, and from where on those beyond it are told, in spans of
-the means; how many are told."""
+"""How far the frame extends beyond the means to show single steps, the distance beyond which outliers are listed
+(both in multiples of the range of the means), and the maximum number of listed outliers.
+"""
 SIGNS = {
     "resumed": "\u21bb", "died": "\u2715", "stopped": "\u25a0", "skipped": "\u2298", "rolled back": "\u21b6",
     "spike": "\u25b2", "repeated": "2", "shrunk": "\u25bd", "grown": "\u25b3", "alert": "!",
 }  # fmt: skip
-"""What happened to a training, on the axis of steps."""
+"""Symbol of each kind of event on the step axis."""
 SIGNS_SHOWN = 60
-"""Of one training in a picture."""
+"""Maximum number of symbols per run in a plot."""
 SIGN_WIDTH, HIGHEST_SIGN = 13, 3
-"""Signs nearer to each other than this stand above each other, so many at most above the lowest."""
+"""Symbols closer than this are stacked, at most so many levels above the lowest."""
 
 
 @dataclass(frozen=True)
 class CurveKind:
-    """What a picture shows."""
+    """A kind of plot: its title, unit and data."""
 
     name: str
     title: str
     note: str
     validated: bool
-    """At validations; else at every step."""
-    of: Callable[[Mapping[str, Any]], Any]
-    """The values from those of a line."""
+    """Whether values exist only at validations, not at every step."""
+    select: Callable[[Mapping[str, Any]], Any]
+    """Selects the plotted values from the values of a curve."""
     band: bool = True
     smooth: bool = True
 
@@ -62,64 +63,64 @@ KINDS = (
     ),
     CurveKind("gradient", "Gradient norm", "before clipping", False, lambda values: values["grad_norm"]),
     CurveKind("rate", "Learning rate", "", False, lambda values: values["learning_rate"], band=False, smooth=False),
-    CurveKind("speed", "Speed", "input tokens in a second of a step", False, _speed, band=False),
+    CurveKind("speed", "Speed", "input tokens per second of a step", False, _speed, band=False),
 )
 
 
 @dataclass(frozen=True)
 class CurveSeries:
-    """One curve in one picture."""
+    """One curve in one plot."""
 
     side: int
     width: int
-    """Steps that a point stands for."""
+    """Number of steps that a point summarizes."""
     step: Sequence[float]
     mean: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
     members: Sequence["CurveSeries"] = ()
-    """Of a group: each training by itself."""
+    """Curves of the single runs of a group."""
 
 
 @dataclass(frozen=True)
 class CurvePlot:
-    """All curves of one kind, and the frame that they are drawn in."""
+    """All curves of one kind and the frame of the plot."""
 
     kind: CurveKind
     curves: Sequence[CurveSeries]
     low: float
     high: float
-    beyond: Sequence[tuple[CurveSeries, float, float]]
-    """Curve, step and value of what lies outside of the frame, the farthest first."""
+    outliers: Sequence[tuple[CurveSeries, float, float]]
+    """Curve, step and value of points outside the frame, farthest first."""
 
 
 def side_classes(number: int) -> str:
-    """Classes of a side: its colour and its dashes."""
+    """Return the CSS classes of a side: colour and dashes."""
     return f"c{number % COLOURS} d{number % DASHES}"
 
 
 def render_swatch(number: int) -> Html:
-    """A short line as the side has it."""
+    """Render a short line in the style of the side."""
     line = tag("line", x1="0", x2="26", y1="5", y2="5", class_=f"curve {side_classes(number)}")
     return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="swatch")
 
 
 def build_plots(sides: Sequence[ComparisonSide]) -> list[CurvePlot]:
-    """The pictures that there is something for."""
-    found = []
+    """Return the plots that have data."""
+    plots = []
     for kind in KINDS:
         curves = [_build_series(number, side, kind) for number, side in enumerate(sides)]
-        there = [one for one in curves if one.step]
-        if there:
-            found.append(_build_plot(kind, there))
-    return found
+        nonempty = [one for one in curves if one.step]
+        if nonempty:
+            plots.append(_build_plot(kind, nonempty))
+    return plots
 
 
 def _build_series(number: int, side: ComparisonSide, kind: CurveKind) -> CurveSeries:
     line: HistoryCurve = side.validations if kind.validated else side.steps
     if not len(line):
         return CurveSeries(number, 1, (), (), (), ())
-    mean = kind.of(line.mean).tolist()
+    mean = kind.select(line.mean).tolist()
     if not kind.band or (line.width == 1 and not side.is_group):
         return CurveSeries(number, line.width, line.step.tolist(), mean, (), ())
     members = (
@@ -129,8 +130,8 @@ def _build_series(number: int, side: ComparisonSide, kind: CurveKind) -> CurveSe
 
 
 def _series_from_curve(number: int, line: HistoryCurve, kind: CurveKind) -> CurveSeries:
-    low, high = kind.of(line.low).tolist(), kind.of(line.high).tolist()
-    return CurveSeries(number, line.width, line.step.tolist(), kind.of(line.mean).tolist(), low, high)
+    low, high = kind.select(line.low).tolist(), kind.select(line.high).tolist()
+    return CurveSeries(number, line.width, line.step.tolist(), kind.select(line.mean).tolist(), low, high)
 
 
 def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
@@ -148,7 +149,7 @@ def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
         if not low - FAR * span <= value <= high + FAR * span and math.isfinite(value)
     ]
     beyond.sort(key=lambda found: -max(low - found[2], found[2] - high))
-    # Of seeds that have the same to tell of the same steps, one does.
+    # Seeds with the same event at the same steps share one symbol.
     beyond = list({(one.side, step): (one, step, value) for one, step, value in reversed(beyond)}.values())[::-1]
     room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
     low = 0.0 if low >= 0 and low < 0.25 * high else low - room
@@ -156,27 +157,27 @@ def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
 
 
 def render_figure(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
-    """A picture with its caption and its numbers."""
+    """Render a plot with its caption and its table of values."""
     kind = picture.kind
     names = [sides[one.side].name for one in picture.curves]
-    said = f"{kind.title} by optimizer step of {', '.join(names)}; the table below has numbers."
+    description = f"{kind.title} by optimizer step of {', '.join(names)}; the table below has numbers."
     caption = tag("figcaption", kind.title, tag("span", f" {kind.note}"))
     parts = [
         caption,
-        tag("div", _render_svg(picture, sides, said), class_="plot", data_chart=kind.name),
+        tag("div", _render_svg(picture, sides, description), class_="plot", data_chart=kind.name),
         _render_readout(),
     ]
-    if picture.beyond:
-        told = "; ".join(
+    if picture.outliers:
+        outliers = "; ".join(
             f"{sides[one.side].name}: {format_significant(value)} {_format_step_range(one, step)}"
-            for one, step, value in picture.beyond
+            for one, step, value in picture.outliers
         )
-        parts.append(explanation(f"Beyond the frame: {told}."))
+        parts.append(explanation(f"Outside the frame: {outliers}."))
     return tag("figure", *parts, _render_numbers(picture, sides), class_="curves")
 
 
 def _format_step_range(one: CurveSeries, last: float) -> str:
-    """Where a point lies, which is known by its last step."""
+    """Describe the steps that a point summarizes."""
     first = last // one.width * one.width
     return f"at step {last:,.0f}" if first == last else f"in steps {max(1.0, first):,.0f} to {last:,.0f}"
 
@@ -188,22 +189,22 @@ def _render_readout() -> Html:
 def _render_numbers(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
     first = min(one.step[0] for one in picture.curves)
     last = max(one.step[-1] for one in picture.curves)
-    asked = sorted({round(first + (last - first) * place / NUMBERS) for place in range(NUMBERS + 1)})
-    rows = [(f"{step:,}", *(_value_at_step(one, step) for one in picture.curves)) for step in asked]
+    steps = sorted({round(first + (last - first) * place / NUMBERS) for place in range(NUMBERS + 1)})
+    rows = [(f"{step:,}", *(_value_at_step(one, step) for one in picture.curves)) for step in steps]
     heads = ("step", *(sides[one.side].name for one in picture.curves))
-    numbers = table(f"{picture.kind.title} in numbers", "t" + "n" * len(picture.curves), heads, rows)
+    numbers = table(f"{picture.kind.title}: values", "t" + "n" * len(picture.curves), heads, rows)
     return tag("details", tag("summary", "Numbers"), numbers)
 
 
 def _value_at_step(curve: CurveSeries, step: float) -> str:
-    """The value of the bucket that a step is in."""
+    """Format the value of the bucket that contains a step."""
     place = bisect_left(curve.step, step)
     if place == len(curve.step) or step < curve.step[0]:
         return NONE
     return format_significant(curve.mean[place])
 
 
-def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], said: str) -> Html:
+def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], description: str) -> Html:
     last = max(one.step[-1] for one in picture.curves) or 1.0
     low, high = picture.low, picture.high
 
@@ -234,13 +235,13 @@ def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], said: str) 
                 for a, b in zip(one.step, one.mean, strict=True)
             ]
     parts += _render_event_marks(picture, sides, x)
-    return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=said)
+    return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=description)
 
 
 def _render_event_marks(
     picture: CurvePlot, sides: Sequence[ComparisonSide], x: Callable[[float], float]
 ) -> Iterator[Html]:
-    """What happened, on the axis; above each other where they would hide each other: a death and what follows it."""
+    """Draw the symbols of events on the step axis. Overlapping symbols are stacked."""
     places: list[float] = []
     for one in picture.curves:
         for mark in event_marks(sides[one.side]):
@@ -259,22 +260,22 @@ def _render_event_marks(
 
 
 def _polygon_points(one: CurveSeries, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    there = list(zip(one.step, one.low, one.high, strict=True))
-    along = [f"{x(a):.1f},{y(high):.1f}" for a, _, high in there if math.isfinite(high)]
-    back = [f"{x(a):.1f},{y(low):.1f}" for a, low, _ in reversed(there) if math.isfinite(low)]
+    points = list(zip(one.step, one.low, one.high, strict=True))
+    along = [f"{x(a):.1f},{y(high):.1f}" for a, _, high in points if math.isfinite(high)]
+    back = [f"{x(a):.1f},{y(low):.1f}" for a, low, _ in reversed(points) if math.isfinite(low)]
     return " ".join((*along, *back))
 
 
 def event_marks(side: ComparisonSide) -> list[tuple[float, float, float, str, str]]:
-    """What happened to a side: step, tokens, seconds, words and sign of each."""
-    found = []
-    for account in side.accounts:
-        for mark in account.course.marks:
+    """Return the events of a side: step, tokens, seconds, text and symbol of each."""
+    events = []
+    for account in side.runs:
+        for mark in account.history.marks:
             if mark.kind in SIGNS:
                 tokens, seconds = (_axis_position(side.steps, axis, mark.step) for axis in ("tokens", "seconds"))
                 words = f"step {mark.step:,}: {mark.kind}, {mark.text}"
-                found.append((float(mark.step), tokens, seconds, words, SIGNS[mark.kind]))
-    return found[:SIGNS_SHOWN]
+                events.append((float(mark.step), tokens, seconds, words, SIGNS[mark.kind]))
+    return events[:SIGNS_SHOWN]
 
 
 def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
@@ -284,11 +285,11 @@ def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
     return float(getattr(line, axis)[place])
 
 
-# Curves of trainings as reports/curves.js draws them, and what it lets a reader choose; legend and explanation.
+# Data for curves.js, controls, legend and explanation.
 
 
-def render_script_data(found: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:
-    """What the script draws from; nothing in it can end the element."""
+def render_script_data(plots: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:
+    """Render the data for the script as JSON that cannot close the element."""
     document = {
         "sides": [
             {
@@ -316,7 +317,7 @@ def render_script_data(found: Sequence[CurvePlot], sides: Sequence[ComparisonSid
                     for curve in one.curves
                 ],
             }
-            for one in found
+            for one in plots
         },
     }
     text = json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
@@ -334,10 +335,10 @@ def _round_values(values: Sequence[float]) -> list[float | None]:
 
 
 def render_controls(sides: Sequence[ComparisonSide]) -> Html:
-    """What the script lets a reader choose."""
+    """Render the controls of the plots."""
     axes = [
         tag("option", text, value=value)
-        for value, text in (("step", "optimizer steps"), ("tokens", "answer tokens"), ("seconds", "time in training"))
+        for value, text in (("step", "optimizer steps"), ("tokens", "answer tokens"), ("seconds", "training time"))
     ]
     along = tag("label", tag("span", "along"), tag("select", *axes, data_by="axis"))
     slider = Html('<input type="range" min="0" max="95" step="5" value="0" data-by="smooth" />')
@@ -355,12 +356,12 @@ def render_controls(sides: Sequence[ComparisonSide]) -> Html:
     ]
     parts = [tag("div", along, smooth, class_="selects")]
     if len(sides) > 1:
-        parts.append(tag("div", *buttons, class_="kinds", role="group", aria_label="Curves that are shown"))
+        parts.append(tag("div", *buttons, class_="kinds", role="group", aria_label="Visible curves"))
     return tag("div", *parts, class_="controls", hidden="")
 
 
 def render_legend(sides: Sequence[ComparisonSide]) -> Html:
-    """Which line is whose."""
+    """Render the legend."""
     return tag(
         "p",
         *(tag("span", render_swatch(number), tag("bdi", side.name)) for number, side in enumerate(sides)),
@@ -369,21 +370,22 @@ def render_legend(sides: Sequence[ComparisonSide]) -> Html:
 
 
 def describe_legend(sides: Sequence[ComparisonSide]) -> str:
-    """What stands for what in the pictures, in words."""
+    """Explain the elements of the plots as text."""
     width = max((side.steps.width for side in sides), default=1)
     parts = []
     if width > 1:
         parts.append(
-            f"A point stands for up to {width:,} steps: the line is their mean, the band their least and greatest, so "
-            "that no spike is lost."
+            f"A point summarizes up to {width:,} steps: the line is their mean, the band their minimum and "
+            "maximum, so that "
+            "every spike is visible."
         )
     if any(side.is_group for side in sides):
         parts.append(
-            "Of trainings with several seeds: their mean, and one standard deviation on either side; single steps that "
-            "lie beyond the frame are named below it."
+            "For several seeds: the mean plus and minus one standard deviation. Single steps outside the frame are "
+            "listed below it."
         )
-    kinds = {mark.kind for side in sides for one in side.accounts for mark in one.course.marks}
+    kinds = {mark.kind for side in sides for one in side.runs for mark in one.history.marks}
     if signs := [f"{sign} {kind}" for kind, sign in SIGNS.items() if kind in kinds]:
-        parts.append(f"Signs on the axis: {', '.join(signs)}.")
-    parts.append("Steps that were done again after a crash are shown once; time is that of steps and validations.")
+        parts.append(f"Symbols on the axis: {', '.join(signs)}.")
+    parts.append("Steps repeated after a crash are shown once. Time counts steps and validations.")
     return " ".join(parts)

@@ -1,4 +1,4 @@
-"""How the gate's figures are written for people: models, units, amounts, and outcomes as word, colour and shape."""
+"""Formats the gate's values and renders its comparisons as a forest plot with a table."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from ratchet.storage import html
 from ratchet.storage.html import NONE, Html, explanation, tag
-from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, Who
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole
 from ratchet.storage.records.gate import ModelComparison, RuleResult, Verdict
 
-WHO: tuple[Who, ...] = ("base", "candidate", "merged", "champion", "anchor")
+WHO: tuple[ModelRole, ...] = ("base", "candidate", "merged", "champion", "anchor")
 
-REFERENCES: tuple[Who, ...] = ("champion", "base", "anchor")
-"""What a candidate is compared with, in the order in which people ask."""
+REFERENCES: tuple[ModelRole, ...] = ("champion", "base", "anchor")
+"""Reference models of the comparisons, in display order."""
 
 MINUS = "\u2212"
 
@@ -23,27 +23,27 @@ SHAPES = {
     "undecided": ("M0-8 8 0 0 8-8 0z", "M-3.4 0h6.8"),
     "invalid": ("M0-8 8 6.4h-16z", "M0-3.6V1.6M0 3.8v.4"),
 }
-"""Outline and sign of an outcome: each is known without its colour."""
+"""Outline and symbol of each outcome, so that it is recognizable without colour."""
 
 SAID = {"pass": "holds", "fail": "fails", "undecided": "undecided", "invalid": "invalid"}
-"""Outcomes as they are read."""
+"""Text of each outcome."""
 
 
 @dataclass(frozen=True)
 class MetricScale:
-    """How differences of one kind of metric are written; only those of one scale share an axis."""
+    """Unit and format of the differences of a metric. Comparisons with the same scale share an axis."""
 
     unit: str
     factor: float
     places: int | None
-    """After the decimal point; None: as many as four digits need."""
+    """Digits after the decimal point. None: enough for four significant digits."""
 
     def signed(self, amount: float) -> str:
-        """A number with its sign; infinity, too."""
+        """Format an amount with its sign, including infinity."""
         return ("+" if amount > 0 else MINUS if amount < 0 else "") + self.plain(amount)
 
     def plain(self, amount: float) -> str:
-        """The amount without its sign."""
+        """Format an amount without its sign."""
         if math.isnan(amount):
             return NONE
         amount = abs(amount) * self.factor
@@ -56,34 +56,34 @@ POINTS, PERCENT = MetricScale("percentage points", 100.0, 2), MetricScale("per c
 
 
 def metric_scale(metric: MetricValue | None) -> MetricScale:
-    """Of a metric's paired differences; one that nobody measured has no unit."""
+    """Return the scale of a metric's paired differences. A metric without a value has no unit."""
     if metric is None:
-        return MetricScale("no unit known", 1.0, None)
+        return MetricScale("unknown unit", 1.0, None)
     if metric.kind == "perplexity":
         return PERCENT
     return POINTS if metric.unit == "proportion" else MetricScale(metric.unit, 1.0, None)
 
 
 def find_metric(report: EvaluationReport, name: str) -> MetricValue | None:
-    """A metric as one of the models shows it: unit and direction are those of all."""
-    found = (scores.metrics[name] for scores in report.scores.values() if name in scores.metrics)
-    return next(found, None)
+    """Find a metric in the scores of any model. Unit and direction are the same for all models."""
+    metrics = (scores.metrics[name] for scores in report.scores.values() if name in scores.metrics)
+    return next(metrics, None)
 
 
 def format_significant(amount: float) -> str:
-    """Four digits, or all before the point: `0.01234`, `12.35`, `12,346`."""
+    """Format with four significant digits, or all digits before the point: `0.01234`, `12.35`, `12,346`."""
     if not math.isfinite(amount):
         return NONE if math.isnan(amount) else f"{MINUS if amount < 0 else ''}\u221e"
     return f"{amount:,.0f}" if abs(amount) >= 1000 else f"{amount:.4g}"
 
 
 def format_metric(metric: MetricValue, value: float) -> str:
-    """A value of a metric."""
+    """Format a value of a metric."""
     return f"{value:.1%}".replace("%", "\u00a0%") if metric.unit == "proportion" else format_significant(value)
 
 
 def render_interval(metric: MetricValue | None) -> Html:
-    """Value, and below it the 95 % interval; a dash for what was not measured."""
+    """Render a value with its 95 % interval below, or a dash if it was not measured."""
     if metric is None:
         return Html(NONE)
     return tag(
@@ -94,42 +94,42 @@ def render_interval(metric: MetricValue | None) -> Html:
 
 
 def format_p_value(p: float | None) -> str:
-    """A p-value."""
+    """Format a p-value."""
     return NONE if p is None or math.isnan(p) else "<\u00a00.001" if p < 0.001 else f"{p:.3f}"
 
 
 def render_outcome(outcome: str, word: str) -> Html:
-    """An outcome as coloured shape and word."""
+    """Render an outcome as coloured shape and word."""
     outline, inner = SHAPES[outcome]
-    drawn = tag("svg", tag("path", d=outline), tag("path", d=inner, class_="sign"), viewBox="-8 -8 16 16", width="16",
+    icon = tag("svg", tag("path", d=outline), tag("path", d=inner, class_="sign"), viewBox="-8 -8 16 16", width="16",
                 height="16", aria_hidden="true")  # fmt: skip
-    return tag("span", drawn, word, class_=f"outcome {outcome}")
+    return tag("span", icon, word, class_=f"outcome {outcome}")
 
 
 def render_digest(fingerprint: str | None) -> Html:
-    """The beginning of a digest, the whole of it on demand."""
+    """Render the beginning of a digest, with the full digest as tooltip."""
     return tag("code", fingerprint[:12], title=fingerprint) if fingerprint else Html(NONE)
 
 
-# The gate's comparisons as a forest plot, one axis a unit, and the same numbers as a table.
+# The comparisons as a forest plot, one axis per unit, and the same values as a table.
 
 STRIP_PX, AXIS_PX = 44, 30
-"""Height of one comparison's picture, and of the axis."""
+"""Height of one comparison's plot, and of the axis."""
 
 END_PX = 5
-"""Half the height of an interval's ends."""
+"""Half the height of the caps of an interval."""
 
 PADDING = 0.05
-"""Of the range, left free on both sides."""
+"""Padding on both sides, as a fraction of the range."""
 
 TICKS = 5
-"""Numbers on an axis, about."""
+"""Approximate number of ticks."""
 
 EXPLAINED = (
-    "Every line is one comparison on the same samples, pair by pair. Right of zero the candidate is better. "
-    "The line goes from the lower to the upper one-sided bound; dashed is what the rule holds it against (the margin, "
-    "or what it must improve by); shaded is what so few samples cannot tell from zero at the planned power. "
-    "A margin that may be lost, inside the shade, means HOLD."
+    "Each line is one paired comparison on the same samples. To the right of zero the candidate is better. "
+    "The line spans the lower and upper one-sided bounds. The dashed line is the threshold of the rule (the margin, "
+    "or the required improvement). The shaded area is too small to detect with this many samples at the planned power. "
+    "A margin inside the shaded area gives HOLD."
 )
 
 
@@ -144,22 +144,22 @@ class ForestPlotRow:
 
 @dataclass(frozen=True)
 class ForestPlotAxis:
-    """What a picture shows from left to right, in units of the metric."""
+    """Range of the horizontal axis, in units of the metric."""
 
     low: float
     high: float
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; what lies outside lies at the end."""
+        """Return the position of a value from 0 to 1, clipped to the axis."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def place(self, value: float) -> str:
-        """The same as a percentage of the width."""
+        """Return the position as a percentage of the width."""
         return f"{100 * self.share(value):.3f}%"
 
 
 def render_comparisons(verdict: Verdict, report: EvaluationReport) -> Sequence[Html] | str:
-    """The section: pictures by unit, then the table."""
+    """Render the section: one plot per unit, then the table."""
     lines = [
         ForestPlotRow(reason, found, metric_scale(find_metric(report, found.metric)))
         for reason in verdict.reasons
@@ -167,37 +167,37 @@ def render_comparisons(verdict: Verdict, report: EvaluationReport) -> Sequence[H
     ]
     if not lines:
         return "No rule compares two models."
-    shown = [explanation(EXPLAINED)]
+    content = [explanation(EXPLAINED)]
     for unit in dict.fromkeys(line.scale for line in lines):
-        shown.append(_render_plot(unit, [line for line in lines if line.scale == unit]))
-    heads = ("comparison", "difference", "held against", "n", "p", "detectable", "samples needed", "method")
+        content.append(_render_plot(unit, [line for line in lines if line.scale == unit]))
+    heads = ("comparison", "difference", "threshold", "n", "p", "detectable", "samples needed", "method")
     table = html.table("Comparisons", "tnnnnnnt", heads, [_format_numbers(line) for line in lines])
-    return [*shown, tag("h3", "The same in numbers"), table]
+    return [*content, tag("h3", "Values"), table]
 
 
 def _render_plot(unit: MetricScale, lines: Sequence[ForestPlotRow]) -> Html:
     axis = _build_axis([line.found for line in lines])
     rows = [part for line in lines for part in _render_row(line, axis)]
-    drawn = tag("div", *rows, tag("span", class_="tick"), _render_axis_line(unit, axis), class_="forest")
-    return tag("figure", tag("figcaption", f"Difference in {unit.unit}"), drawn)
+    plot = tag("div", *rows, tag("span", class_="tick"), _render_axis_line(unit, axis), class_="forest")
+    return tag("figure", tag("figcaption", f"Difference in {unit.unit}"), plot)
 
 
-def _build_axis(found: Sequence[ModelComparison]) -> ForestPlotAxis:
+def _build_axis(comparisons: Sequence[ModelComparison]) -> ForestPlotAxis:
     values = [0.0]
-    for one in found:
+    for one in comparisons:
         values += [value for value in (one.difference, one.low, one.high, one.bound) if math.isfinite(value)]
     low, high = min(values), max(values)
     if low == high:
-        # Models that differ nowhere: what they could be told apart by gives the picture a scale.
+        # If no models differ, the detectable difference sets the scale.
         low, high = -1.0, 1.0
-        if seen := [one.detectable for one in found if 0 < one.detectable < math.inf]:
+        if seen := [one.detectable for one in comparisons if 0 < one.detectable < math.inf]:
             low, high = -2 * max(seen), 2 * max(seen)
     room = PADDING * (high - low)
     return ForestPlotAxis(low - room, high + room)
 
 
 def _render_row(line: ForestPlotRow, axis: ForestPlotAxis) -> Iterator[Html]:
-    """Name, picture and the main numbers of one comparison."""
+    """Render name, plot and main values of one comparison."""
     found, unit = line.found, line.scale
     yield tag("div", tag("strong", tag("bdi", found.metric)), tag("small", _describe_comparison(line)), class_="name")
     yield _render_strip(line, axis)
@@ -210,7 +210,7 @@ def _render_row(line: ForestPlotRow, axis: ForestPlotAxis) -> Iterator[Html]:
 
 
 def _render_strip(line: ForestPlotRow, axis: ForestPlotAxis) -> Html:
-    """The picture of one comparison; as high as its row, so that the lines at zero join."""
+    """Render the plot of one comparison, as high as its row so that the zero lines connect."""
     found, unit = line.found, line.scale
     parts = []
     if math.isfinite(found.detectable):
@@ -224,21 +224,21 @@ def _render_strip(line: ForestPlotRow, axis: ForestPlotAxis) -> Html:
         parts.append(tag("line", x1=bound, x2=bound, y1="0", y2="100%", class_="dashed"))
     if not math.isnan(found.difference):
         parts += _draw_interval(line, axis, f"{STRIP_PX / 2:g}")
-    said = (
+    description = (
         f"{found.metric} against {found.against}: {unit.signed(found.difference)} {unit.unit}, "
-        f"bounds {unit.signed(found.low)} and {unit.signed(found.high)}, held against {unit.signed(found.bound)}; "
+        f"bounds {unit.signed(found.low)} and {unit.signed(found.high)}, threshold {unit.signed(found.bound)}; "
         f"the rule {SAID[line.reason.outcome]}"
     )
-    return tag("svg", *parts, width="100%", height=str(STRIP_PX), role="img", aria_label=said, class_="strip")
+    return tag("svg", *parts, width="100%", height=str(STRIP_PX), role="img", aria_label=description, class_="strip")
 
 
 def _draw_interval(line: ForestPlotRow, axis: ForestPlotAxis, y: str) -> Iterator[Html]:
-    """Both bounds, and the difference between them in the shape of the outcome."""
+    """Draw both bounds and the difference, in the shape of the outcome."""
     found, outcome = line.found, line.reason.outcome
     low, high = axis.place(found.low), axis.place(found.high)
     yield tag("line", x1=low, x2=high, y1=y, y2=y, class_="bounds")
     for value, place in ((found.low, low), (found.high, high)):
-        # Where there is no bound the line ends in an arrow.
+        # A missing bound is drawn as an arrow.
         end = f"M0-{END_PX}V{END_PX}" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
         yield _place_content(place, y, tag("path", d=end, class_="end"))
     outline, inner = SHAPES[outcome]
@@ -247,7 +247,7 @@ def _draw_interval(line: ForestPlotRow, axis: ForestPlotAxis, y: str) -> Iterato
 
 
 def _place_content(x: str, y: str, *content: Html, kind: str = "") -> Html:
-    """Content around a place that is given in per cent."""
+    """Place content at a position given in per cent."""
     return tag("svg", tag("g", *content, class_=kind), x=x, y=y, width="1", height="1")
 
 
@@ -263,7 +263,7 @@ def _render_axis_line(unit: MetricScale, axis: ForestPlotAxis) -> Html:
 
 
 def _axis_ticks(axis: ForestPlotAxis) -> list[float]:
-    """Round numbers of 1, 2 or 5 times a power of ten; zero is among them."""
+    """Return round tick values of 1, 2 or 5 times a power of ten, including zero."""
     rough = (axis.high - axis.low) / TICKS
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= rough * (1 - 1e-9))
@@ -292,17 +292,17 @@ def _format_numbers(line: ForestPlotRow) -> list[str]:
 
 
 def _format_threshold(line: ForestPlotRow) -> str:
-    """What is held against zero has no margin from which a number of samples would follow."""
-    needed = line.found.needed
+    """Format the threshold. With a threshold of zero, no number of samples can be derived."""
+    needed = line.found.required_samples
     if line.reason.outcome == "pass" or needed is None:
-        return "these suffice" if line.found.bound else NONE
+        return "sufficient" if line.found.bound else NONE
     return f"{needed:,}"
 
 
 def _render_pair(first: str, second: str) -> Html:
-    """A number and, small, what belongs to it."""
+    """Render a value with a smaller value below."""
     return tag("span", first, tag("small", second))
 
 
 def _describe_comparison(line: ForestPlotRow) -> str:
-    return f"against {line.found.against}, {line.found.form}, {line.reason.rule.replace('_', ' ')}"
+    return f"against {line.found.against}, {line.found.role}, {line.reason.rule.replace('_', ' ')}"

@@ -1,8 +1,8 @@
-"""A journal as columns, block by block: steps, validations and checkpoints as arrays, everything else as events.
+"""Reads a journal block by block: steps, validations and checkpoints as arrays, all other events as objects.
 
-A journal may hold millions of lines, and somebody waits. Nearly all are steps that one program has written, so all are
-laid out alike, and Arrow reads them as a table, two blocks at once. Other lines, and blocks that hold anything that is
-not as expected, are read line by line, with the same outcome.
+A journal may have millions of lines. Nearly all are steps written by one program with the same layout, so Arrow parses
+them as a table, two blocks in parallel. Other lines, and blocks with unexpected content, are parsed line by line with
+the same result.
 """
 
 import json
@@ -24,43 +24,44 @@ from pyarrow import csv
 from ratchet.runs.journal import JournalEvent, parse_line
 
 BLOCK_BYTES = 1 << 23
-"""Read at once, by each of the readers; what is held at any time is a small multiple of it."""
+"""Bytes that each reader parses at a time. Peak memory is a small multiple of it."""
 READERS = 2
-"""Threads that parse; Arrow lets go of the interpreter's lock."""
+"""Number of parser threads. Arrow releases the GIL."""
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "learning_rate", "grad_norm", "trained_tokens", "input_tokens", "step_s"),
     "validation": ("step", "loss", "seconds"),
-    "checkpoint": ("step", "seconds", "block_s"),
+    "checkpoint_saved": ("step", "seconds", "blocked_s"),
 }
-"""Events that come as columns. The first column, and a loss, must be a finite number, or the event is damaged."""
+"""Event kinds that are read as columns. The first column and a loss must be finite; otherwise the event is damaged."""
 
 Numbers = NDArray[np.float64]
 Columns = Mapping[str, Numbers]
 
 _MARKS = bytes.maketrans(b",{}", b":::")
-"""With these, a line of flat JSON is keys and values in turn, between colons."""
+"""Structural characters. Between them, a line of flat JSON is an alternation of keys and values, separated by
+colons."""
 _STEP, _OTHER = b'"event":"step"', re.compile(rb'"event":(?!"step")')
-"""Where another event has as many keys as a step, one colon more keeps them apart."""
+"""Where another event has as many keys as a step, one extra colon distinguishes them."""
 
 
 @dataclass(frozen=True)
 class JournalBlock:
-    """Some lines of a journal."""
+    """A block of journal lines."""
 
     columns: Mapping[str, Columns]
-    """By kind of event, in their order; NaN where an event lacks a value."""
+    """Columns by event kind, in journal order. NaN marks a missing value."""
     others: Sequence[tuple[JournalEvent, int]]
-    """All other events, each with the number of steps of the block that stand before it."""
+    """All other events, each with the number of steps before it in the block."""
     lines: int
     damaged: int
-    """Lines that are no event, or lack what their kind has."""
-    singly: int
-    """Lines that were read one by one, which takes five times as long."""
+    """Number of lines that are not valid events, or lack fields of their kind."""
+    single_lines: int
+    """Number of lines parsed one by one, which takes five times as long."""
 
 
 def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBlock]:
-    """The whole lines of a journal, in order; a journal that is not there has none."""
+    """Yield the complete lines of a journal in blocks, in order. A missing journal yields none."""
     try:
         stream = path.open("rb")
     except FileNotFoundError:
@@ -76,7 +77,7 @@ def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBl
 
 
 def _read_complete_lines(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    """Whole lines; one that is not finished yet is left out."""
+    """Yield complete lines. An unfinished last line is omitted."""
     rest = b""
     while data := stream.read(size_bytes):
         end = data.rfind(b"\n") + 1
@@ -99,23 +100,27 @@ def _parse_block(text: bytes) -> JournalBlock:
 
     others = np.delete(np.arange(len(ends)), rows)
     before = np.searchsorted(rows, others).tolist()
-    found = _JournalLineParser()
+    parser = _JournalLineParser()
     for row, count in zip(others.tolist(), before, strict=True):
-        found.add(line(row), count)
-    # Lines are laid out alike as long as one program writes them, and another one says that it begins.
-    begins = {count for event, count in found.others if event.kind in ("attempt", "ready") and count < len(rows)}
-    if found.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in begins):
+        parser.add(line(row), count)
+    # Lines have one layout as long as one program writes them. The next program begins with its own event.
+    begins = {
+        count
+        for event, count in parser.others
+        if event.kind in ("attempt_started", "worker_ready") and count < len(rows)
+    }
+    if parser.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in begins):
         return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
-    return _build_block(found, steps)
+    return _build_block(parser, steps)
 
 
 def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
-    """Steps that are laid out as the first one, as CSV: their columns, the numbers of their lines, and their keys.
+    """Parse steps with the layout of the first one as CSV: columns, line numbers, and keys.
 
-    None where the first one is not laid out so, or the block holds what cannot be read so. Arrow reads CSV twice as
-    fast as JSON: 0.7 s of a processor for a million steps.
+    Returns None if the first line has another layout, or the block has values that do not fit. Arrow reads CSV twice as
+    fast as JSON: 0.7 s of CPU time for a million steps.
     """
-    if not _is_text(text):  # Arrow tells of odd rows as texts
+    if not _is_text(text):  # Arrow reports deviating rows as text
         return None
     place = text.find(_STEP)
     first = text[text.rfind(b"\n", 0, place) + 1 : text.find(b"\n", place) + 1] if place >= 0 else b""
@@ -125,10 +130,10 @@ def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.i
     if not {"event", *KINDS["step"]} <= set(keys):
         return None
     columns = {name: f"{2 * keys.index(name) + 2}" for name in ("event", *KINDS["step"])}
-    found = _parse_table(text, columns, len(keys)) or _parse_table(_OTHER.sub(b'"event"::', text), columns, len(keys))
-    if found is None:
+    parsed = _parse_table(text, columns, len(keys)) or _parse_table(_OTHER.sub(b'"event"::', text), columns, len(keys))
+    if parsed is None:
         return None
-    table, odd = found
+    table, odd = parsed
     rows = np.delete(np.arange(table.num_rows + len(odd)), odd)
     if len(rows) + len(odd) != lines:
         return None
@@ -141,12 +146,14 @@ def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.i
 
 
 def _parse_table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa.Table, list[int]] | None:
-    """Lines that have so many keys, as a table, and the numbers of the others; None where a value is no number.
+    """Parse lines with a fixed number of keys as a table. Also return the numbers of the other lines.
+
+    Returns None if a value is not a number.
 
     Args:
-        text: of the block.
-        columns: name of the column of each key that is wanted.
-        keys: how many a line has.
+        text: Bytes of the block.
+        columns: Column name of each required key.
+        keys: Number of keys of a line.
     """
     odd: list[int] = []
 
@@ -182,16 +189,16 @@ def _is_text(data: bytes) -> bool:
 
 
 def _line_keys(line: bytes) -> Sequence[str] | None:
-    """Keys of a line that is a flat object, in their order."""
+    """Return the keys of a line that is a flat object, in order."""
     try:
-        found = json.loads(line)
+        document = json.loads(line)
     except ValueError:
         return None
-    return tuple(found) if isinstance(found, dict) else None
+    return tuple(document) if isinstance(document, dict) else None
 
 
 class _JournalLineParser:
-    """Lines that are read one by one."""
+    """Parses lines one by one."""
 
     def __init__(self) -> None:
         self.columns: dict[str, dict[str, list[float]]] = {
@@ -201,13 +208,13 @@ class _JournalLineParser:
         self.lines = self.damaged = 0
 
     def read(self, lines: Sequence[bytes]) -> "_JournalLineParser":
-        """All lines of a block."""
+        """Parse all lines of a block."""
         for line in lines:
             self.add(line + b"\n", len(self.columns["step"]["step"]))
         return self
 
     def add(self, line: bytes, steps_before: int) -> None:
-        """One line."""
+        """Parse one line."""
         self.lines += 1
         event, is_damaged = parse_line(line)
         self.damaged += is_damaged
@@ -224,17 +231,17 @@ def _parse_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _build_block(found: _JournalLineParser, steps: Columns | None = None) -> JournalBlock:
-    """The block, without events that lack what they are about."""
+def _build_block(parser: _JournalLineParser, steps: Columns | None = None) -> JournalBlock:
+    """Build the block, without events that lack required fields."""
     columns: dict[str, Columns] = {
         kind: {name: np.asarray(values, dtype=np.float64) for name, values in by_name.items()}
-        for kind, by_name in found.columns.items()
+        for kind, by_name in parser.columns.items()
     }
     if steps is not None:
         columns["step"] = steps
-    others, lines, damaged = found.others, found.lines, found.damaged
+    others, lines, damaged = parser.others, parser.lines, parser.damaged
     lines += len(steps["step"]) if steps is not None else 0
-    whole: dict[str, Columns] = {}
+    columns_by_kind: dict[str, Columns] = {}
     for kind, by_name in columns.items():
         sound = np.isfinite(by_name["step"]) & (by_name["step"] >= 0)
         if "loss" in by_name:
@@ -243,5 +250,5 @@ def _build_block(found: _JournalLineParser, steps: Columns | None = None) -> Jou
         if kind == "step" and not sound.all():
             kept = np.cumsum(sound)
             others = [(event, int(kept[count - 1]) if count else 0) for event, count in others]
-        whole[kind] = {name: values[sound] for name, values in by_name.items()}
-    return JournalBlock(whole, others, lines, damaged, found.lines)
+        columns_by_kind[kind] = {name: values[sound] for name, values in by_name.items()}
+    return JournalBlock(columns_by_kind, others, lines, damaged, parser.lines)

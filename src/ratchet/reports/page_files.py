@@ -1,4 +1,4 @@
-"""Puts a page where somebody wants it, and takes the place of nothing but pages."""
+"""Writes HTML pages, and overwrites only files that are pages of ratchet."""
 
 from pathlib import Path
 
@@ -7,29 +7,31 @@ from ratchet.storage import disk, files, html
 
 ENDING = ".html"
 OPENING = html.document("", "").partition("style-src")[0].encode()
-"""How every page begins, whatever its kind and whichever version wrote it."""
+"""First bytes of every page, whatever its kind or version."""
 
 
 def require_writable_target(target: Path) -> None:
-    """See that a page may be written there, before time is spent on it.
+    """Check that a page can be written to this path, before expensive work starts.
 
     Raises:
-        SettingsError: a folder is there, or a file that is no page; the name does not end in .html; or nothing can be
-            made there.
+        SettingsError: The path is a folder or a file that is not a page, its name does not end in .html, or the folder
+            cannot be created.
     """
-    said = f"--output {target}: cannot be written"
+    message = f"--output {target}: cannot be written"
     if target.suffix.lower() != ENDING:
-        raise SettingsError(f"{said} (a page is a file whose name ends in {ENDING}); name such a file")
+        raise SettingsError(f"{message} (the name of a page must end in {ENDING}); choose such a name")
     disk.require_writable(target, "--output")
     if target.is_file() and not _is_page(target):
-        raise SettingsError(f"{said} (the file that is there is no page of `ratchet`); name another, or remove it")
+        raise SettingsError(
+            f"{message} (the existing file is not a page of `ratchet`); choose another name, or remove the file"
+        )
 
 
 def write(target: Path, text: str) -> None:
-    """Write a page, complete or not at all, making the folder that it lies in.
+    """Write a page atomically. Creates its folder.
 
     Raises:
-        SettingsError: it cannot lie there, see `require_writable_target`.
+        SettingsError: The path is not writable, see `require_writable_target`.
     """
     require_writable_target(target)
     try:
@@ -37,8 +39,8 @@ def write(target: Path, text: str) -> None:
         files.write_atomic(target, text)
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise SettingsError(
-            f"--output {target}: cannot be written ({error.filename or target}: {error.strerror}); name a file in a "
-            "folder that is there or can be made"
+            f"--output {target}: cannot be written ({error.filename or target}: {error.strerror}); choose a file in a "
+            "folder that exists or can be created"
         ) from None
 
 

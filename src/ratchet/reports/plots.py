@@ -1,4 +1,4 @@
-"""Drawings for people, as PNG. Figures are made without pyplot, which keeps global state and is for one thread."""
+"""Draws plots as PNG. Figures are created without pyplot, which keeps global state and is not thread-safe."""
 
 import io
 import math
@@ -16,35 +16,35 @@ from ratchet.runs.journal import JournalReader, ReplayFilter
 from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, QuantizationCost, QuantizationReport
 
 DPI = 120
-CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points
+CELL_INCHES = 0.28  # size of one cell of a confusion matrix: a label is readable at 7 points
 NUMBERS_UP_TO = 20  # labels; with more, counts in the cells are unreadable
 
-LANE_INCHES = 0.42  # of one training in a timeline: bar, curve of steps and marks are told apart
+LANE_INCHES = 0.42  # height of one run in a timeline, so that bar, step curve and symbols are distinguishable
 MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-"""Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
+"""Colours for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
 PANELS = 4
-"""Side by side, of one picture."""
+"""Panels per row of a figure."""
 PANEL_INCHES = (2.7, 2.6)
 SHOWN = (0.02, 0.98)
-"""Quantiles of gradient norms that the first and the last colour stand for."""
+"""Quantiles of gradient norms at the ends of the colour scale."""
 LABELS = 12
-"""On an axis of modules, at most."""
+"""Maximum number of labels on an axis of modules."""
 
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """One training in a timeline; times in seconds since it began."""
+    """One run in a timeline. Times are seconds since its start."""
 
     name: str
     attempts: Sequence[tuple[float, float]]
-    """Begin and end of each worker."""
+    """Start and end of each worker."""
     steps: Sequence[tuple[float, int]]
     checkpoints: Sequence[float]
     marks: Sequence[tuple[float, str]]
-    """What happened to it, by kind."""
-    well: bool
-    """Ended as it should."""
+    """Time and kind of each event."""
+    succeeded: bool
+    """Whether the run ended as expected."""
 
 
 def draw_loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
@@ -54,7 +54,7 @@ def draw_loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
     curves: dict[str, list[tuple[int, float]]] = {"step": [], "validation": []}
     replay = ReplayFilter()
     for event in JournalReader(journal).read():
-        if event.kind in curves and replay.new(event):
+        if event.kind in curves and replay.is_new(event):
             curves[event.kind].append((event.data["step"], event.data["loss"]))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per answer token)")
@@ -68,23 +68,23 @@ def draw_loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
 
 
 def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], target: Path) -> None:
-    """Draw counts of answers.
+    """Draw a confusion matrix.
 
     Args:
-        labels: in the order of rows and columns.
-        matrix: matrix[i][j] counts rows of true label i that were answered j; more columns than labels are allowed
-            (answers that are no label), and are called `other`.
-        target: the PNG to write.
+        labels: Labels in the order of rows and columns.
+        matrix: matrix[i][j] counts rows of true label i that were answered j. More columns than labels are allowed
+            for answers that are not labels; they are named `other`.
+        target: PNG file to write.
     """
     from matplotlib.figure import Figure
 
     columns = len(matrix[0]) if matrix else len(labels)
-    labels = [label.replace("$", r"\$") for label in labels]  # which would begin a formula
+    labels = [label.replace("$", r"\$") for label in labels]  # a dollar sign would start a formula
     answers = [*labels, *["other"] * (columns - len(labels))]
     side = max(4.0, CELL_INCHES * len(answers))
     figure = Figure(figsize=(side + 2, side + 1), layout="constrained")
     axes = figure.add_subplot(xlabel="answer", ylabel="truth")
-    # Coloured by share of the row, so that rare labels are seen as well as frequent ones.
+    # Colours show the share of the row, so that rare labels are as visible as frequent ones.
     shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     axes.set_xticks(range(len(answers)), answers, rotation=90, fontsize=7)
@@ -100,16 +100,17 @@ def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]]
 
 
 def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
-    """Draw what happened to several trainings, one above the other.
+    """Draw the timelines of several runs, one above the other.
 
-    Bars are workers, the line in a bar is the step (it falls back where steps are done again), ticks below are
-    checkpoints, signs are faults by kind.
+    Bars are workers. The line in a bar is the step, which falls back where steps are repeated. Ticks below are
+    checkpoints,
+    symbols are faults by kind.
     """
     from matplotlib.figure import Figure
 
     last_step = max((step for lane in lanes for _, step in lane.steps), default=1)
     figure = Figure(figsize=(11, 1.6 + LANE_INCHES * len(lanes)), layout="constrained")
-    axes = figure.add_subplot(xlabel="seconds since the training began")
+    axes = figure.add_subplot(xlabel="seconds since the start of training")
     kinds: dict[str, list[tuple[float, float]]] = {}
     for row, lane in enumerate(lanes):
         axes.broken_barh([(a, b - a) for a, b in lane.attempts], (row - 0.3, 0.6), color="#d9d9d9", zorder=1)
@@ -125,7 +126,7 @@ def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
             *zip(*places, strict=True), linestyle="", label=kind, zorder=3, markersize=6, markeredgecolor="white",
             marker=MARKERS[number % len(MARKERS)], color=COLOURS[number % len(COLOURS)],
         )  # fmt: skip
-    axes.set_yticks(range(len(lanes)), [lane.name if lane.well else f"{lane.name} (not well)" for lane in lanes])
+    axes.set_yticks(range(len(lanes)), [lane.name if lane.succeeded else f"{lane.name} (failed)" for lane in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(axis="x", alpha=0.3)
@@ -135,16 +136,17 @@ def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
 
 
 def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
-    """How large the gradient of every module was over time, as PNG.
+    """Draw the gradient norm of every module over time, as PNG.
 
-    A panel for each kind of module, a line in it for each layer: a model of 32 layers with seven kinds is seven
-    panels of 32 lines. All are on one logarithmic scale; what had no gradient is left grey.
+    One panel per kind of module, one line per layer: a model of 32 layers with seven kinds gives seven panels of 32
+    lines.
+    All share one logarithmic scale. Modules without a gradient are grey.
     """
     from matplotlib.colors import LogNorm
 
     kinds = _group_modules_by_kind(analysis)
     norms = sorted(norm for one in analysis.modules.values() for norm in one.gradient_norms if norm > 0) or [1.0]
-    # Without the outermost: a few modules without a gradient would leave one colour to all others.
+    # Extreme values are clipped: a few modules without a gradient would compress the scale of all others.
     least, most = (norms[int(share * (len(norms) - 1))] for share in SHOWN)
     scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
     figure, panels = _create_panels(len(kinds))
@@ -168,7 +170,7 @@ def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
 
 
 def draw_updates(analysis: AdapterAnalysis) -> bytes:
-    """How far every module moved and how many directions it used, by depth, and each kind's spectrum, as PNG."""
+    """Draw update size, effective rank and singular values of the modules by depth and kind, as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.4), layout="constrained")
@@ -183,7 +185,9 @@ def draw_updates(analysis: AdapterAnalysis) -> bytes:
         rank.plot(depths, [one.effective_rank for _, one in members], **style)
         if values := _typical_spectrum([one.singular_values for _, one in members]):
             spectrum.plot(range(1, len(values) + 1), values, **style)
-    quiet = [(parse_module_name(name).layer, analysis.modules[name].update_ratio) for name in analysis.still]
+    quiet = [
+        (parse_module_name(name).layer, analysis.modules[name].update_ratio) for name in analysis.unchanged_modules
+    ]
     rings = [(max(0, layer), value) for layer, value in quiet if value > 0]
     if rings:
         ratio.plot(
@@ -198,7 +202,7 @@ def draw_updates(analysis: AdapterAnalysis) -> bytes:
     spectrum.set_ylim(0, 1.05)
     ratio.set(title="update over weight", xlabel="layer", ylabel="Frobenius norms")
     rank.set(title="effective rank (dashed: rank)", xlabel="layer")
-    spectrum.set(title="singular values over the first", xlabel="direction", ylabel="median of the layers")
+    spectrum.set(title="singular values relative to the first", xlabel="direction", ylabel="median over layers")
     for axes in (ratio, rank, spectrum):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -208,16 +212,16 @@ def draw_updates(analysis: AdapterAnalysis) -> bytes:
 
 
 def _group_modules_by_kind(analysis: AdapterAnalysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
-    """Modules of each kind by their numbers (layer first), in the order in which kinds come in the model."""
-    found: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
+    """Group modules by kind. Each module has its numbers (layer first); kinds are in model order."""
+    groups: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
     for name, one in analysis.modules.items():
         kind, numbers = parse_module_name(name)
-        found.setdefault(kind, []).append((numbers, one))
-    return {kind: sorted(members, key=lambda member: member[0]) for kind, members in found.items()}
+        groups.setdefault(kind, []).append((numbers, one))
+    return {kind: sorted(members, key=lambda member: member[0]) for kind, members in groups.items()}
 
 
 def _create_panels(count: int) -> tuple[Any, list[Any]]:
-    """A figure and so many axes in it, on rows of PANELS."""
+    """Create a figure with this many axes, PANELS per row."""
     from matplotlib.figure import Figure
 
     columns = max(1, min(PANELS, count))
@@ -233,14 +237,14 @@ def _create_panels(count: int) -> tuple[Any, list[Any]]:
 
 
 def _step_edges(steps: Sequence[int]) -> list[float]:
-    """Borders of the columns that stand for steps: half-way to their neighbours."""
+    """Return the borders between the columns of steps: the midpoints to their neighbours."""
     between = [(a + b) / 2 for a, b in pairwise(steps)]
     return [steps[0] - 0.5, *between, steps[-1] + 0.5]
 
 
-def _typical_spectrum(found: Sequence[Sequence[float]]) -> list[float]:
-    """Median over modules of each singular value in proportion to the module's first."""
-    moved = [values for values in found if values and values[0] > 0]
+def _typical_spectrum(spectra: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median over modules of each singular value, relative to the module's first."""
+    moved = [values for values in spectra if values and values[0] > 0]
     longest = max(map(len, moved), default=0)
     return [statistics.median(values[k] / values[0] for values in moved if k < len(values)) for k in range(longest)]
 
@@ -251,14 +255,14 @@ def _encode_png(figure: Any) -> bytes:
     return written.getvalue()
 
 
-# The picture of what 4 bits cost: bytes against divergence, and the error of the layers by kind.
+# Cost of 4-bit quantization: size against divergence, and error of the layers by kind.
 
 COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
-"""Okabe and Ito, Color Universal Design, 2008: NF4 blue, FP4 orange, paler with double quantisation."""
+"""Okabe and Ito, Color Universal Design, 2008: NF4 blue, FP4 orange, lighter with double quantization."""
 KINDS_AT_MOST = 16
-"""Kinds of layers that are told apart on the axis: a projection's name is readable at 7 points."""
+"""Maximum number of layer kinds on the axis: the name of a projection is readable at 7 points."""
 DOT_SHARE = 0.18
-"""Of the place of one kind, for one variant."""
+"""Width of one variant's dots, as a share of the width of one kind."""
 
 
 def draw_quantization_report(report: QuantizationReport, target: Path) -> None:
@@ -278,7 +282,7 @@ def _draw_sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationC
     for colour, cost in zip(COST_COLOURS, variants, strict=False):
         share = 100 * cost.weight_bytes / full.weight_bytes
         axes.plot(share, cost.kl, "o", color=colour, markersize=9, label=cost.name)
-    axes.set_xlabel("size of the model, % of full precision")
+    axes.set_xlabel("model size, % of full precision")
     axes.set_ylabel("KL divergence from full precision (nats)")
     axes.set_ylim(0, 1.1 * max(cost.kl for cost in variants) or 1)
     axes.margins(x=0.2)
@@ -288,42 +292,42 @@ def _draw_sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationC
 
 def _draw_layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
     kinds = list(dict.fromkeys(parse_module_name(name).kind for cost in variants for name in cost.layers))
-    shown = kinds[:KINDS_AT_MOST]
+    visible = kinds[:KINDS_AT_MOST]
     for number, (colour, cost) in enumerate(zip(COST_COLOURS, variants, strict=False)):
         shift = DOT_SHARE * (number - (len(variants) - 1) / 2)
         dots = [
-            (shown.index(kind) + shift, layer.output_error)
+            (visible.index(kind) + shift, layer.output_error)
             for name, layer in cost.layers.items()
-            if (kind := parse_module_name(name).kind) in shown
+            if (kind := parse_module_name(name).kind) in visible
         ]
         axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, alpha=0.6, label=cost.name)
-    axes.set_xticks(range(len(shown)), shown, rotation=45, ha="right", fontsize=7)
-    more = f" (the first {len(shown)} of {len(kinds)} kinds)" if len(shown) < len(kinds) else ""
-    axes.set_xlabel(f"layers by name, a dot each{more}")
-    axes.set_ylabel("error of the output, relative")
+    axes.set_xticks(range(len(visible)), visible, rotation=45, ha="right", fontsize=7)
+    more = f" (the first {len(visible)} of {len(kinds)} kinds)" if len(visible) < len(kinds) else ""
+    axes.set_xlabel(f"layers by name, one dot each{more}")
+    axes.set_ylabel("relative output error")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
 
 
-# Precision-recall curves of labels, and how far their probabilities can be relied on, as PNG.
+# Precision-recall curves of labels, and reliability diagrams, as PNG.
 
 SHOWN_CURVES = 12
-"""Labels, at most: those with the lowest average precision, which are where a model goes wrong."""
+"""Maximum number of labels. Those with the lowest average precision are shown."""
 CURVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-"""Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
+"""Colours for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
 STYLES = ("-", "--")
-"""Of lines, one for each round of the colours."""
+"""Line styles, one for each pass through the colours."""
 GRID = 100
 LONGEST = 28
-"""Characters of a label in the legend."""
+"""Maximum number of characters of a label in the legend."""
 
 
 def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
     """Draw the curves of the worst labels, and the mean over all labels in black.
 
     Args:
-        curves: per label `precision`, `recall` (from the lowest threshold on) and `average_precision`.
-        target: the PNG to write. Labels without points (scores that are no number) are left out.
+        curves: `precision`, `recall` (from the lowest threshold on) and `average_precision` of each label.
+        target: PNG file to write. Labels without points (scores that are not numbers) are omitted.
     """
     from matplotlib.figure import Figure
 
@@ -352,38 +356,40 @@ def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path 
 
 
 def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target: Path | IO[bytes]) -> None:
-    """Draw how often the likeliest label is right by its probability, and below it how many prompts there are.
+    """Draw the accuracy of the most likely label by its probability, and the number of prompts per bin below.
 
     Args:
-        bars: of ranges of probability that are not empty.
-        error: expected calibration error.
-        target: the PNG to write.
+        bars: Bins of probability that are not empty.
+        error: Expected calibration error.
+        target: PNG file to write.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     middles, widths = [(bar.low + bar.high) / 2 for bar in bars], [0.94 * (bar.high - bar.low) for bar in bars]
-    upper.bar(middles, [bar.right for bar in bars], widths, color=CURVE_COLOURS[0], alpha=0.6)
-    off = [[bar.right - bar.least for bar in bars], [bar.most - bar.right for bar in bars]]
-    upper.errorbar(middles, [bar.right for bar in bars], off, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    upper.bar(middles, [bar.accuracy for bar in bars], widths, color=CURVE_COLOURS[0], alpha=0.6)
+    off = [[bar.accuracy - bar.accuracy_low for bar in bars], [bar.accuracy_high - bar.accuracy for bar in bars]]
+    upper.errorbar(middles, [bar.accuracy for bar in bars], off, fmt="none", ecolor="black", elinewidth=1, capsize=2)
     upper.plot([0, 1], [0, 1], "--", color="black", linewidth=1)
-    upper.plot([bar.confidence for bar in bars], [bar.right for bar in bars], "o", color=CURVE_COLOURS[3], markersize=4)
-    upper.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="share that is right")
+    upper.plot(
+        [bar.confidence for bar in bars], [bar.accuracy for bar in bars], "o", color=CURVE_COLOURS[3], markersize=4
+    )
+    upper.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
     upper.set_title(f"expected calibration error {error:.3f}", fontsize=10)
     lower.bar(middles, [bar.n for bar in bars], widths, color="#808080")
-    lower.set(xlabel="probability of the likeliest label", ylabel="prompts")
+    lower.set(xlabel="probability of the most likely label", ylabel="prompts")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.savefig(target, format="png", dpi=DPI)
 
 
 def _shorten_label(label: str) -> str:
-    """For a legend; a dollar sign would begin a formula."""
+    """Shorten a label for a legend, and escape dollar signs, which would start a formula."""
     text = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
-    return text.replace("$", r"\$").removeprefix("_")  # matplotlib leaves names with _ out of legends
+    return text.replace("$", r"\$").removeprefix("_")  # matplotlib omits names with a leading _ from legends
 
 
 def _precision_at_recall(curve: Mapping[str, Any], recall: float) -> float:
-    """Highest precision at this recall or a higher one, which is what can be had by choosing a threshold."""
+    """Return the highest precision at this recall or higher, which a threshold can achieve."""
     return max((p for p, r in zip(curve["precision"], curve["recall"], strict=True) if r >= recall), default=0.0)

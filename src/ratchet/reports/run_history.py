@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory: mean, least and greatest of each bucket of steps."""
+"""Reads the history of a run from its journal in bounded memory: curves, events and totals."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,31 +18,31 @@ from ratchet.storage.records.base import Record, TrainReport
 from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast
 
 MOST = 1024
-"""Buckets; when more are needed, each becomes twice as wide."""
+"""Maximum number of buckets. When more are needed, the bucket width doubles."""
 
 
 @dataclass(frozen=True)
 class HistoryCurve:
-    """A curve. Of each bucket: the last step, and where it stands on the other axes; and its values."""
+    """A curve in buckets of steps: the last step of each bucket, its tokens and seconds, and its values."""
 
     width: int
-    """Steps of a bucket; 1: nothing was summarised."""
+    """Steps per bucket. 1 means that nothing was aggregated."""
     step: Numbers
     tokens: Numbers
-    """Answer tokens learned from until then."""
+    """Cumulative trained answer tokens."""
     seconds: Numbers
-    """Spent in steps and validations until then."""
+    """Cumulative seconds in steps and validations."""
     mean: Columns
     low: Columns
     high: Columns
-    """By name of the value."""
+    """Values by name."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 class BucketedSeries:
-    """Buckets of steps, all of one width; `add` puts further steps in. Steps must rise from one call to the next."""
+    """Buckets of steps with equal width; `add` appends steps. Steps must increase from one call to the next."""
 
     def __init__(self, names: Sequence[str], most: int = MOST) -> None:
         self._names, self._most, self.width = tuple(names), most, 1
@@ -53,11 +53,11 @@ class BucketedSeries:
         self._high = {name: np.full(most, np.nan) for name in names}
 
     def add(self, axes: Columns, values: Columns) -> None:
-        """Put steps in.
+        """Append steps.
 
         Args:
-            axes: step (from 0 on, rising), tokens, seconds of each.
-            values: by name, of each step.
+            axes: Step (from 0 on, increasing), tokens and seconds of each step.
+            values: Values of each step, by name.
         """
         if not len(axes["step"]):
             return
@@ -69,32 +69,32 @@ class BucketedSeries:
         ends = np.r_[starts[1:], len(bucket)]
         place = bucket[starts]
         self._count[place] += ends - starts
-        for axis, found in self._ends.items():
-            found[place] = axes[axis][ends - 1]
+        for axis, stored in self._ends.items():
+            stored[place] = axes[axis][ends - 1]
         for name in self._names:
             self._sums[name][place] += np.add.reduceat(values[name], starts)
-            for kept, join in ((self._low[name], np.fmin), (self._high[name], np.fmax)):
-                kept[place] = join(kept[place], join.reduceat(values[name], starts))
+            for extremes, join in ((self._low[name], np.fmin), (self._high[name], np.fmax)):
+                extremes[place] = join(extremes[place], join.reduceat(values[name], starts))
 
     def _widen(self) -> None:
         """Join each bucket with its neighbour."""
         half = self._most // 2
         self.width *= 2
         second = self._count[1::2] > 0
-        for found in self._ends.values():
-            found[:half] = np.where(second, found[1::2], found[::2])
-        for found in (self._count, *self._sums.values()):
-            found[:half] = found[::2] + found[1::2]
+        for array in self._ends.values():
+            array[:half] = np.where(second, array[1::2], array[::2])
+        for array in (self._count, *self._sums.values()):
+            array[:half] = array[::2] + array[1::2]
         for name in self._names:
             self._low[name][:half] = np.fmin(self._low[name][::2], self._low[name][1::2])
             self._high[name][:half] = np.fmax(self._high[name][::2], self._high[name][1::2])
-        for found in (self._count, *self._ends.values(), *self._sums.values()):
-            found[half:] = 0.0
-        for found in (*self._low.values(), *self._high.values()):
-            found[half:] = np.nan
+        for array in (self._count, *self._ends.values(), *self._sums.values()):
+            array[half:] = 0.0
+        for array in (*self._low.values(), *self._high.values()):
+            array[half:] = np.nan
 
     def line(self, most: int | None = None) -> HistoryCurve:
-        """The curve as it is, or of so many buckets at most (two at least)."""
+        """Return the curve, reduced to at most `most` buckets (at least two)."""
         while most is not None and (self._count > 0).sum() > max(2, most):
             self._widen()
         there = self._count > 0
@@ -107,20 +107,20 @@ class BucketedSeries:
 
 
 def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
-    """Several runs as one: at each of so many steps their mean, and one standard deviation on either side of it.
+    """Average several runs: at each of `points` steps their mean plus and minus one standard deviation.
 
-    It reaches as far as all of them do. Between its points a line is straight.
+    The result ends where the shortest run ends. Values between points are interpolated linearly.
 
     Args:
-        lines: two at least, none of them empty.
-        points: of the result.
+        lines: At least two curves, none of them empty.
+        points: Number of points of the result.
     """
     first, last = max(line.step[0] for line in lines), min(line.step[-1] for line in lines)
     grid = np.unique(np.linspace(first, max(first, last), points).round())
 
     def at(line: HistoryCurve, values: Numbers) -> Numbers:
-        found: Numbers = np.interp(grid, line.step, values)
-        return found
+        interpolated: Numbers = np.interp(grid, line.step, values)
+        return interpolated
 
     axes = {name: np.mean([at(line, getattr(line, name)) for line in lines], axis=0) for name in ("tokens", "seconds")}
     mean, low, high = {}, {}, {}
@@ -132,30 +132,30 @@ def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
 
 
 def empty_curve(names: Sequence[str]) -> HistoryCurve:
-    """A curve without a point."""
+    """Return a curve without points."""
     nothing = np.zeros(0)
     values: Mapping[str, Numbers] = dict.fromkeys(names, nothing)
     return HistoryCurve(1, nothing, nothing, nothing, values, values, values)
 
 
-# How a training went: its curves, what happened to it and what it came to, from one pass over its journal.
+# History of a run: curves, events and totals, from one pass over its journal.
 
 MOST_MARKS = 40
-"""Of one kind that are kept; all are counted."""
+"""Maximum number of stored events per kind. All are counted."""
 
 STEP_VALUES = ("loss", "grad_norm", "learning_rate", "input_tokens", "step_s")
 VALIDATION_VALUES = ("loss",)
 
 TEXT_SHOWN = 300
-"""Characters of what a mark says."""
+"""Maximum number of characters of an event's text."""
 
 
 @dataclass(frozen=True)
 class HistoryEvent:
-    """Something that happened to a training."""
+    """An event of a run."""
 
     step: int
-    """After which it happened."""
+    """Last step before the event."""
     kind: str
     """`resumed`, `skipped`, `rolled back`, `repeated`, `spike`, `shrunk`, `grown`, `died`, `stopped` or `alert`."""
     text: str
@@ -163,41 +163,41 @@ class HistoryEvent:
 
 @dataclass
 class RunHistory:
-    """What a journal tells; `see` folds one more block in."""
+    """Content of a journal. `add` appends one block."""
 
     steps: BucketedSeries = field(default_factory=lambda: BucketedSeries(STEP_VALUES))
     validations: BucketedSeries = field(default_factory=lambda: BucketedSeries(VALIDATION_VALUES))
     progress: RunProgress = field(default_factory=RunProgress)
-    """Of everything but steps, validations and checkpoints."""
+    """Progress from all events except steps, validations and checkpoints."""
     ready: Mapping[str, Any] = field(default_factory=dict)
-    """What the last worker said of itself."""
+    """Data of the last `worker_ready` event."""
     marks: list[HistoryEvent] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Marks by kind, those included that were not kept."""
+    """Events by kind, including those that were not stored."""
     lines: int = 0
     damaged: int = 0
     step: int = 0
-    """The last one that was done."""
+    """Last completed step."""
     loss: float | None = None
-    """Of that step."""
+    """Loss of the last step."""
     trained_tokens: float = 0.0
     input_tokens: float = 0.0
     step_s: float = 0.0
-    """Spent in steps, each counted once."""
+    """Seconds in steps, each counted once."""
     seconds: float = 0.0
-    """The same, with validations."""
-    again: int = 0
-    """Steps that were done again after an attempt had ended."""
+    """Seconds in steps and validations."""
+    repeated_steps: int = 0
+    """Number of steps repeated after an attempt had ended."""
     validation: tuple[int, float] | None = None
-    """Step and loss of the last one."""
+    """Step and loss of the last validation."""
     best: tuple[int, float] | None = None
-    """Step and loss of the lowest one."""
+    """Step and loss of the lowest validation."""
     checkpoints: int = 0
     blocked_s: float = 0.0
-    """For which training stood still while checkpoints were made."""
+    """Seconds for which checkpoints blocked training."""
 
-    def see(self, block: JournalBlock) -> None:
-        """Fold some lines in."""
+    def add(self, block: JournalBlock) -> None:
+        """Append the lines of a block."""
         self.lines += block.lines
         self.damaged += block.damaged
         steps, validations = block.columns["step"], block.columns["validation"]
@@ -205,22 +205,22 @@ class RunHistory:
         for event, count in block.others:
             self._happened(event, int(before[count]))
         self._steps(steps, validations)
-        saved = block.columns["checkpoint"]
+        saved = block.columns["checkpoint_saved"]
         self.checkpoints += len(saved["step"])
-        # Format 1 had no block_s: it saved in the training thread.
-        waits = np.where(np.isfinite(saved["block_s"]), saved["block_s"], np.nan_to_num(saved["seconds"]))
+        # Format 1 had no blocked_s: it saved in the training thread.
+        waits = np.where(np.isfinite(saved["blocked_s"]), saved["blocked_s"], np.nan_to_num(saved["seconds"]))
         self.blocked_s += float(waits.sum())
 
     def _steps(self, raw: Columns, raw_validations: Columns) -> None:
         new = _find_new_steps(raw["step"], self.step)
         steps = {name: values[new] for name, values in raw.items()}
-        self.again += int((~new).sum())
+        self.repeated_steps += int((~new).sum())
         last = self.validation[0] if self.validation else -1
         checked = _find_new_steps(raw_validations["step"], last)
         validations = {name: values[checked] for name, values in raw_validations.items()}
-        trained, inputs, taken = (np.nan_to_num(steps[name]) for name in ("trained_tokens", "input_tokens", "step_s"))
-        # A validation's time stands before the step that follows it.
-        pauses, spent = np.nan_to_num(validations["seconds"]), np.append(taken, 0.0)
+        trained, inputs, columns = (np.nan_to_num(steps[name]) for name in ("trained_tokens", "input_tokens", "step_s"))
+        # A validation's time is counted before the step that follows it.
+        pauses, spent = np.nan_to_num(validations["seconds"]), np.append(columns, 0.0)
         follows = np.searchsorted(steps["step"], validations["step"], side="right")
         np.add.at(spent, follows, pauses)
         tokens, seconds = self.trained_tokens + np.cumsum(trained), self.seconds + np.cumsum(spent)
@@ -230,7 +230,7 @@ class RunHistory:
             {
                 "step": validations["step"],
                 "tokens": until,
-                "seconds": seconds[follows] - np.append(taken, 0.0)[follows],
+                "seconds": seconds[follows] - np.append(columns, 0.0)[follows],
             },
             validations,
         )
@@ -238,7 +238,7 @@ class RunHistory:
             self.step, self.loss = int(steps["step"][-1]), float(steps["loss"][-1])
         self.trained_tokens += float(trained.sum())
         self.input_tokens += float(inputs.sum())
-        self.step_s += float(taken.sum())
+        self.step_s += float(columns.sum())
         self.seconds = float(seconds[-1])
         self._validated(validations["step"], validations["loss"])
 
@@ -251,26 +251,27 @@ class RunHistory:
             self.best = int(steps[lowest]), float(losses[lowest])
 
     def _happened(self, event: JournalEvent, step: int) -> None:
-        """An event that is no column; `step` is the last one before it."""
-        self.progress.see(event)
+        """Record an event that is not a column. `step` is the last step before it."""
+        self.progress.update(event)
         data = event.data
-        if event.kind == "ready":
+        if event.kind == "worker_ready":
             self.ready = data
             start = data.get("start_step")
             if event.attempt > 1 and isinstance(start, int):
-                self._mark(start, "resumed", f"attempt {event.attempt} went on after step {start:,}")
-        elif event.kind == "skipped":
+                self._mark(start, "resumed", f"attempt {event.attempt} resumed after step {start:,}")
+        elif event.kind == "step_skipped":
             kind = "rolled back" if data.get("action") == "roll_back" else "skipped"
             self._mark(_event_step(data, step), kind, str(data.get("reason", "")))
-        elif event.kind == "budget":
+        elif event.kind == "microbatch_budget":
             kind = "grown" if data.get("action") == "grow" else "shrunk"
             self._mark(_event_step(data, step), kind, f"micro-batches of phase {data.get('phase', '?')}")
-        elif event.kind in ("repeated", "spike"):
-            self._mark(_event_step(data, step), event.kind, str(data.get("reason", "")))
-        elif event.kind == "died":
-            kind = str(data.get("class", "")).replace("_", " ")
+        elif event.kind in ("step_repeated", "gradient_spike"):
+            kind = "repeated" if event.kind == "step_repeated" else "spike"
+            self._mark(_event_step(data, step), kind, str(data.get("reason", "")))
+        elif event.kind == "worker_exited":
+            kind = str(data.get("failure_class", "")).replace("_", " ")
             self._mark(step, "died", f"attempt {event.attempt}: {kind}, {data.get('text', '')}")
-        elif event.kind in ("stopped", "ended_early", "alert"):
+        elif event.kind in ("interrupted", "pruned", "alert"):
             kind = "alert" if event.kind == "alert" else "stopped"
             self._mark(_event_step(data, step), kind, str(data.get("text", "on request")))
 
@@ -286,131 +287,131 @@ def _event_step(data: Mapping[str, Any], otherwise: int) -> int:
 
 
 def _find_new_steps(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Which of these were not told before: a resumed run does some again, with equal numbers."""
+    """Return a mask of the steps that are new. A resumed run repeats some steps with equal numbers."""
     reached = np.maximum.accumulate(np.r_[float(last), steps])
-    found: np.ndarray[Any, np.dtype[np.bool_]] = steps > reached[:-1]
-    return found
+    is_new: np.ndarray[Any, np.dtype[np.bool_]] = steps > reached[:-1]
+    return is_new
 
 
 def read_history(journal: Path) -> RunHistory:
-    """The course of a training; a journal that is not there tells of one that has not begun."""
+    """Read the history of a run. A missing journal gives an empty history."""
     course = RunHistory()
     for block in read_blocks(journal):
-        course.see(block)
+        course.add(block)
     return course
 
 
-# All that is known of one training: its settings, its course, its result; whatever is there of them.
+# Summary of a run: settings, history and result, as far as they exist.
 
 T = TypeVar("T", bound=Record)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One training. What its directory lacks is None."""
+    """Summary of one run. Files missing in its directory are None."""
 
     paths: RunPaths
     spec: RunSpec | None
     launch: TrainingLaunchSpec | None
-    """Of the last attempt."""
+    """Launch settings of the last attempt."""
     report: TrainReport | None
     analysis: AdapterAnalysis | None
     forecast: MemoryForecast | None
-    course: RunHistory
+    history: RunHistory
     running: bool
 
     @property
     def run_id(self) -> str:
-        """Of the training."""
+        """Id of the run."""
         return self.paths.root.name
 
     @property
-    def is_here(self) -> bool:
-        """Whether there is a directory of this run."""
+    def exists(self) -> bool:
+        """Whether the run directory exists on this machine."""
         return self.paths.root.is_dir()
 
     @property
     def state(self) -> str:
-        """Where it stands, for people."""
-        progress = self.course.progress
-        if not self.is_here:
-            return "its directory is not here"
+        """State of the run as text."""
+        progress = self.history.progress
+        if not self.exists:
+            return "directory not found"
         if self.report is not None:
             return "finished" if self.report.steps >= self.report.planned_steps else "finished (stopped early)"
         if self.running:
             return "running"
-        if not self.course.lines:
-            return "not begun"
+        if not self.history.lines:
+            return "not started"
         return "stopped on request" if progress.stopped else "not finished"
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """What decides what is learned, by dotted key."""
+        """Return the settings that affect learning, by dotted key."""
         if self.spec is None:
             return {}
-        found = {
+        flat = {
             f"train.{key}": value for key, value in _flatten_settings(self.spec.train.model_dump(mode="json")).items()
         }
-        found |= {"data": self.spec.data_digest[: digests.SHORT], "base": self.spec.base_digest[: digests.SHORT]}
-        return found | {"recipe version": self.spec.recipe_version}
+        flat |= {"data": self.spec.data_digest[: digests.SHORT], "base": self.spec.base_digest[: digests.SHORT]}
+        return flat | {"recipe version": self.spec.recipe_version}
 
     @cached_property
-    def manner(self) -> Mapping[str, Any]:
-        """How it was carried out, as far as it may round figures otherwise or cost something; no addresses."""
-        ready = self.course.ready
-        found = {name: ready[key] for key, name in _READY.items() if ready.get(key) is not None}
+    def execution(self) -> Mapping[str, Any]:
+        """Return the settings of execution that may affect rounding or cost. Addresses are omitted."""
+        ready = self.history.ready
+        execution = {name: ready[key] for key, name in _READY.items() if ready.get(key) is not None}
         if self.launch is not None:
             machine = self.launch.machine
-            found |= {
+            execution |= {
                 "base model": self.launch.base.source,
-                "rows at once": machine.micro_batch_rows,
-                "tokens at once": machine.micro_batch_tokens,
+                "rows per micro-batch": machine.micro_batch_size,
+                "tokens per micro-batch": machine.micro_batch_tokens,
                 "checkpoint every": machine.checkpoint_every,
             }
-        return found | ({"code": version} if (version := self.course.progress.code_version) else {})
+        return execution | ({"code": version} if (version := self.history.progress.code_version) else {})
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and lowest validation loss: of the report, else of the journal."""
+        """Step and value of the lowest validation loss, from the report if it exists, else from the journal."""
         if self.report is not None and self.report.best_step in self.report.validation_loss:
             return self.report.best_step, self.report.validation_loss[self.report.best_step]
-        return self.course.best
+        return self.history.best
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Input tokens in a second of a step, over all steps."""
-        return self.course.input_tokens / self.course.step_s if self.course.step_s else None
+        """Input tokens per second of a step, over all steps."""
+        return self.history.input_tokens / self.history.step_s if self.history.step_s else None
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that any phase was measured to hold."""
-        return max(self.course.progress.memory.peaks.values(), default=None)
+        """Largest measured memory of any phase."""
+        return max(self.history.progress.memory.peaks.values(), default=None)
 
     @property
     def forecast_bytes(self) -> int | None:
-        """What the forecast said of that."""
+        """Forecast peak memory of any phase."""
         return self.forecast.peak.total_bytes if self.forecast else None
 
     @property
     def trainable_parameters(self) -> int | None:
-        """That learn; of the report, else as the last worker said."""
+        """Number of trainable parameters, from the report, else from the last worker."""
         if self.report is not None:
             return self.report.trainable_parameters
-        found = self.course.ready.get("trainable_parameters")
-        return found if isinstance(found, int) else None
+        count = self.history.ready.get("trainable_parameters")
+        return count if isinstance(count, int) else None
 
 
 _READY = {
-    "device": "device", "compute_dtype": "computed in", "threads": "threads", "ranks": "ranks", "torch": "torch",
+    "device": "device", "compute_dtype": "compute dtype", "threads": "threads", "ranks": "ranks", "torch": "torch",
 }  # fmt: skip
-"""What a worker says of itself, and what it is called."""
+"""Fields of the `worker_ready` event, and their names."""
 
 
 def read_run_summary(paths: RunPaths) -> RunSummary:
-    """The account of a run, also of one that is not finished, or not there.
+    """Read the summary of a run, which may be unfinished or missing.
 
     Raises:
-        DamagedFileError: a file is not as it was written, or of a newer version; it names the file.
+        DamagedFileError: A file is damaged or of a newer version. The message names the file.
     """
     paths.require_known_format()
     return RunSummary(
@@ -420,8 +421,8 @@ def read_run_summary(paths: RunPaths) -> RunSummary:
         report=_load_record(TrainReport, paths.result / "train.json"),
         analysis=_load_record(AdapterAnalysis, paths.result / "analysis.json"),
         forecast=_load_record(MemoryForecast, paths.forecast),
-        course=read_history(paths.journal),
-        running=paths.root.is_dir() and paths.lock().held_elsewhere(),
+        history=read_history(paths.journal),
+        running=paths.root.is_dir() and paths.lock().is_held(),
     )
 
 

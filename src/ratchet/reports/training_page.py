@@ -1,4 +1,4 @@
-"""Where a step's time goes, on a page of plain text: Markdown that a terminal shows as well."""
+"""Renders the pages of one training: profile (Markdown), memory forecast, and training report."""
 
 import base64
 import statistics
@@ -18,29 +18,30 @@ MEANT = {
     "forward": "body of the model",
     "loss": "head and cross entropy, gradient of the head",
     "backward": "gradient of the body",
-    "optimizer": "clipping, step",
+    "optimizer": "clipping, optimizer step",
     "snapshot": "copy of the state for a checkpoint",
     "evaluation": "all validation rows",
-    "waiting": "everything between: journal, guards, Python",
+    "waiting": "everything else: journal, guards, Python",
 }
 UNEVEN = 0.3
-"""Distance of the quartiles, as a share of the median, from which on figures say more of the machine than of a step."""
+"""Ratio of interquartile range to median above which step times reflect the machine more than the step."""
 LONGEST_NAME = 60
-"""Characters of an operator's name."""
+"""Maximum number of characters of an operator's name."""
 
 
 def format_profile(profile: TrainingProfile) -> str:
-    """The whole page."""
+    """Format the profile as Markdown."""
     return "\n".join(_profile_lines(profile)) + "\n"
 
 
 def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
-    floors = profile.floors
-    yield f"# Where the time goes: run {profile.run_id}"
+    limits = profile.limits
+    yield f"# Step time profile: run {profile.run_id}"
     yield ""
     yield (
         f"{profile.device}, {profile.compute_dtype}, {profile.threads} threads, torch {profile.torch}: "
-        f"{profile.measured_steps} steps measured, after {profile.warm_steps} to warm up; {profile.traced_steps} more "
+        f"{profile.measured_steps} steps measured after {profile.warmup_steps} warm-up steps; "
+        f"{profile.traced_steps} more "
         "traced."
     )
     yield ""
@@ -50,50 +51,59 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
         f"(median; quartiles {_format_duration(first)} to {_format_duration(third)})"
     )
     if third - first > UNEVEN * profile.step_s:
-        yield "- **steps differ much: rows of very different lengths, or a busy machine: measure again when it is not**"
+        yield (
+            "- **step times vary a lot: rows of very different lengths, or a busy machine; measure again on an "
+            "idle machine**"
+        )
     if profile.synchronised_step_s is not None:
-        yield f"- waiting for the GPU between the parts, as below: {_format_duration(profile.synchronised_step_s)}"
+        yield f"- with GPU synchronization between the parts, as below: {_format_duration(profile.synchronised_step_s)}"
     yield (
         f"- {profile.input_tokens / profile.step_s:,.0f} input tokens/s, "
         f"{profile.trained_tokens / profile.step_s:,.0f} trained tokens/s"
     )
     yield (
         f"- a step has {profile.micro_batches:,.1f} micro-batches, {profile.input_tokens:,.0f} input tokens, "
-        f"{profile.trained_tokens:,.0f} of them learned from; {profile.padding:.1%} of what is computed is padding"
+        f"{profile.trained_tokens:,.0f} of them trained; {profile.padding_share:.1%} of the computed tokens are padding"
     )
     yield (
-        f"- memory: {format_bytes(profile.peak_bytes)} at most; "
-        f"{format_bytes(profile.saved_activation_bytes)} of it kept for the backward pass"
+        f"- peak memory: {format_bytes(profile.peak_bytes)}; "
+        f"{format_bytes(profile.saved_activation_bytes)} of it saved for the backward pass"
     )
     yield ""
     yield from _format_table(
-        ("part", "one takes", "one in", "a step", "share", "what it is"), "lrrrrl", map(_profile_row, profile.parts)
+        ("part", "time", "every", "a step", "share", "description"), "lrrrrl", map(_profile_row, profile.parts)
     )
     yield ""
-    yield f"A snapshot is sealed as a checkpoint in {_format_duration(profile.save_s)}, in a thread beside training."
+    yield (
+        f"Writing a snapshot as a checkpoint takes {_format_duration(profile.save_s)}, in a thread parallel to "
+        "training."
+    )
     yield ""
     yield "## Floors"
     yield ""
     rows = [
         (
-            "operations", f"{floors.flops / 1e9:,.3g} GFLOP", _format_flops(floors.shapes_flops_s),
-            _format_duration(floors.flops_s), f"{floors.flops_s / profile.step_s:.0%}",
+            "operations", f"{limits.flops / 1e9:,.3g} GFLOP", _format_flops(limits.model_flops_per_s),
+            _format_duration(limits.compute_s), f"{limits.compute_s / profile.step_s:.0%}",
         ),
         (
-            "bytes moved", format_bytes(sum(floors.moved_bytes.values())),
-            f"{format_bytes(floors.bandwidth_bytes_s)}/s", _format_duration(floors.bytes_s),
-            f"{floors.bytes_s / profile.step_s:.0%}",
+            "bytes moved", format_bytes(sum(limits.moved_bytes.values())),
+            f"{format_bytes(limits.bandwidth_bytes_per_s)}/s", _format_duration(limits.transfer_s),
+            f"{limits.transfer_s / profile.step_s:.0%}",
         ),
     ]  # fmt: skip
-    yield from _format_table(("of a step", "how many", "measured rate", "takes", "of the step"), "lrrrr", rows)
+    yield from _format_table(("share of step", "count", "measured rate", "takes", "share of step"), "lrrrr", rows)
     yield ""
     yield (
-        f"The step takes {profile.step_s / floors.floor_s:.2f} times the greater floor. The rate is that of torch.mm "
-        f"on the model's own shapes; on large square matrices it is {_format_flops(floors.square_flops_s)}."
+        f"The step takes {profile.step_s / limits.min_step_s:.2f} times the greater lower bound. The rate is that "
+        "of torch.mm "
+        f"with the model's shapes; for large square matrices it is {_format_flops(limits.square_flops_per_s)}."
     )
-    if (of_sheet := profile.of_sheet) is not None and floors.sheet_flops_s is not None:
-        yield f"Model FLOP utilisation: {of_sheet:.1%} of the {_format_flops(floors.sheet_flops_s)} of the data sheet."
-    yield from (f"- {name}: {format_bytes(amount)}" for name, amount in floors.moved_bytes.items())
+    if (of_sheet := profile.flops_utilization) is not None and limits.datasheet_flops_per_s is not None:
+        yield (
+            f"Model FLOP utilization: {of_sheet:.1%} of the datasheet's {_format_flops(limits.datasheet_flops_per_s)}."
+        )
+    yield from (f"- {name}: {format_bytes(amount)}" for name, amount in limits.moved_bytes.items())
     yield ""
     yield "## Operators"
     yield ""
@@ -101,7 +111,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
         (one.name[:LONGEST_NAME], f"{one.calls:,.0f}", _format_duration(one.self_s), f"{one.share:.1%}")
         for one in profile.operators
     )
-    yield from _format_table(("by time in itself", "calls a step", "a step", "share"), "lrrr", operators)
+    yield from _format_table(("self time", "calls per step", "a step", "share"), "lrrr", operators)
     yield ""
     yield from profile.notes
 
@@ -110,7 +120,7 @@ def _profile_row(part: StepPart) -> Sequence[str]:
     often = "" if part.every_steps == 1 else f"{part.every_steps:,.0f}"
     return (
         part.name,
-        _format_duration(part.each_s),
+        _format_duration(part.duration_s),
         often,
         _format_duration(part.step_s),
         f"{part.share:.1%}",
@@ -127,7 +137,7 @@ def _format_flops(flops_s: float) -> str:
 
 
 def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns of equal width; `sides`: l or r for each."""
+    """Yield a table with padded columns. `sides` has l or r for each column."""
     all_rows = [heads, *rows]
     widths = [max(3, *(len(row[place]) for row in all_rows)) for place in range(len(heads))]
 
@@ -141,14 +151,14 @@ def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]
     yield from map(line, all_rows[1:])
 
 
-# Memory of a training as it was forecast and as it was measured, phase by phase.
+# Forecast and measured memory of a training, by phase.
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
-"""Of parts of memory, light page or dark; told apart with every kind of colour vision (Okabe and Ito 2008)."""
+"""Colours of memory parts for light and dark pages and all kinds of colour vision (Okabe and Ito 2008)."""
 
 STYLE = "".join(
     f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
-    # Once the colours are taken they come again, striped.
+    # Further parts reuse the colours with stripes.
     if number < len(COLOURS)
     else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
     "transparent 4px 6px); }\n"
@@ -157,10 +167,10 @@ STYLE = "".join(
 
 
 def render_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
-    """A bar for each phase, all on one scale; a table of phases and parts; what was measured beside it."""
+    """Render a bar for each phase on one scale, and a table of phases and parts with measured values."""
     if forecast is None:
         if not measured:
-            return "Nothing was forecast or measured."
+            return "No memory was forecast or measured."
         alone = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
         return [html.table("Measured memory", "tn", ("phase", "measured"), alone)]
     parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
@@ -169,18 +179,24 @@ def render_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) 
     size, unit = choose_unit(most)
     bars = []
     for one in forecast.phases:
-        found = measured.get(one.phase)
+        measured_bytes = measured.get(one.phase)
         shares = [(classes[part], one.parts.get(part, 0) / most) for part in parts]
-        drawn = bar(*shares, mark=None if found is None else found / most)
-        known = (format_bytes(found), f"{one.total_bytes / found - 1:+.1%}") if found else (NONE, NONE)
-        bars.append((one.phase.replace("_", " "), drawn, format_bytes(one.total_bytes), *(known if measured else ())))
-    heads = ("phase", "", "forecast", *(("measured", "forecast is off by") if measured else ()))
+        phase_bar = bar(*shares, mark=None if measured_bytes is None else measured_bytes / most)
+        known = (
+            (format_bytes(measured_bytes), f"{one.total_bytes / measured_bytes - 1:+.1%}")
+            if measured_bytes
+            else (NONE, NONE)
+        )
+        bars.append(
+            (one.phase.replace("_", " "), phase_bar, format_bytes(one.total_bytes), *(known if measured else ()))
+        )
+    heads = ("phase", "", "forecast", *(("measured", "forecast error") if measured else ()))
     rows = [(part, *(_format_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
-    rows.append(("in all", *(_format_amount(one.total_bytes, size) for one in forecast.phases)))
+    rows.append(("total", *(_format_amount(one.total_bytes, size) for one in forecast.phases)))
     names = [one.phase.replace("_", " ") for one in forecast.phases]
-    line = ", and a line where it was measured" if measured else ""
+    line = ", with a line at the measured value" if measured else ""
     return [
-        explanation(f"Held at the moment when the sum is greatest in each phase{line}."),
+        explanation(f"Memory at the peak of each phase{line}."),
         html.legend(*((classes[part], part) for part in parts)),
         html.table("Phases", "tbnnn"[: len(heads)], heads, bars),
         html.table("Parts by phase", "t" + "n" * len(names), (unit, *names), rows),
@@ -191,35 +207,34 @@ def _format_amount(count: int, size: int) -> str:
     return f"{count / size:,.2f}" if count else NONE
 
 
-# What training made and what memory it needs, as pages: one HTML file each, that needs no network and no script.
-#
-# Pictures come as PNG from reports/plots.py, by whoever asks for the page, and are written into it.
+# Pages of a training and of a memory forecast: single HTML files without external resources or scripts. Callers draw
+# the plots with reports/plots.py; the pages embed them as PNG.
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 ROWS_OPEN = 8
-"""Validations in a table that is seen before it is opened."""
+"""Number of validations visible before the table is expanded."""
 
 PAGE_STYLE = Path(__file__).with_name("page.css")
 
 PICTURES = {
     "loss": "Training and validation loss by optimizer step",
-    "gradients": "Gradient norm of every module over time, a panel for each kind of module, a line for each layer",
+    "gradients": "Gradient norm of every module over time, one panel per kind of module, one line per layer",
     "updates": "Update over weight and effective rank of every module by layer, and singular values by kind of module",
 }
-"""What each picture of a training shows, for those who hear it."""
+"""Description of each plot for screen readers."""
 
 OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{STYLE}"
 
 
 @dataclass(frozen=True)
 class MemoryHeadroom:
-    """Memory at hand, and the largest that fits into it, each for itself, by what it is called in params.yaml."""
+    """Available memory, and the largest value of each setting of params.yaml that fits, with all others unchanged."""
 
     available_bytes: int
     largest: Mapping[str, int | None]
-    sharing: int = 1
-    """Ranks that live in the same memory, of which `available_bytes` is the part of one."""
+    local_ranks: int = 1
+    """Ranks that share the same memory. `available_bytes` is the share of one rank."""
 
 
 def write_train_page(
@@ -229,19 +244,21 @@ def write_train_page(
     measured: Mapping[str, int],
     pictures: Mapping[str, bytes],
 ) -> str:
-    """The page of one training. Equal facts give equal bytes.
+    """Write the page of one training. Equal arguments give equal bytes.
 
     Args:
-        report: of stage train.
-        analysis: made after it.
-        forecast: made before it, if one was.
-        measured: most bytes held in each phase.
-        pictures: PNG, by the names of PICTURES; those that are missing are left out.
+        report: Report of stage train.
+        analysis: Analysis of the adapter after training.
+        forecast: Memory forecast before training, if available.
+        measured: Peak bytes of each phase.
+        pictures: PNG by the names of PICTURES. Missing plots are omitted.
     """
     sections = {
         "Loss": [*_render_picture("loss", pictures), _render_losses(report)],
-        "Advice for the next run": [_render_list(analysis.advice)] if analysis.advice else "Nothing stands out.",
-        "Gradients": _render_picture("gradients", pictures) or "There is no picture.",
+        "Recommendations for the next run": [_render_list(analysis.advice)]
+        if analysis.advice
+        else "No recommendations.",
+        "Gradients": _render_picture("gradients", pictures) or "No plot is available.",
         "Updates": [*_render_picture("updates", pictures), explanation(UPDATES)],
         "Modules": _render_modules(analysis),
         "Memory": render_memory(forecast, measured),
@@ -250,17 +267,18 @@ def write_train_page(
 
 
 UPDATES = (
-    "Update: what was added to the weights, scale\u00b7B\u00b7A (of DoRA with its magnitudes), as Frobenius norms. "
-    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007): how many "
-    "directions are really used."
+    "Update: the change of the weights, scale\u00b7B\u00b7A (for DoRA including magnitudes), as Frobenius norm. "
+    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007), that is, the "
+    "number "
+    "of directions in use."
 )
 
 
 def write_forecast_page(forecast: MemoryForecast, room: MemoryHeadroom | None, about: Sequence[str]) -> str:
-    """The page of a forecast: the table, a stacked bar for each phase, what fits, and remarks."""
+    """Render the page of a forecast: table, a stacked bar for each phase, maximum settings, and notes."""
     sections = {
         "Memory": render_memory(forecast, {}),
-        "What fits": _render_headroom(room),
+        "Maximum settings": _render_headroom(room),
         "Notes": [_render_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
     }
     return _render_page("Memory forecast", _render_forecast_header(forecast, room), sections)
@@ -272,12 +290,12 @@ def _render_page(title: str, header: Html, sections: Mapping[str, Sequence[Html]
     return html.document(title, style, header, main, images=True)
 
 
-def _render_header(what: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
-    shown = [
+def _render_header(kind: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
+    items = [
         tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", more)))
         for name, value, more in figures
     ]
-    return tag("header", tag("p", what, class_="quiet"), tag("h1", title, tag("span", note)), tag("dl", *shown))
+    return tag("header", tag("p", kind, class_="quiet"), tag("h1", title, tag("span", note)), tag("dl", *items))
 
 
 def _render_train_header(report: TrainReport, analysis: AdapterAnalysis) -> Html:
@@ -288,9 +306,13 @@ def _render_train_header(report: TrainReport, analysis: AdapterAnalysis) -> Html
         yield "Steps", f"{report.steps:,}", f"of {report.planned_steps:,} planned" if early else "as planned"
         share = format_percentage(report.trainable_parameters, report.total_parameters)
         yield "Trained", share, f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters"
-        yield "Barely moved", f"{len(analysis.still):,}", f"of {format_count(len(analysis.modules), 'module')}"
+        yield (
+            "Barely moved",
+            f"{len(analysis.unchanged_modules):,}",
+            f"of {format_count(len(analysis.modules), 'module')}",
+        )
 
-    title = f"{format_count(report.trained_tokens, 'answer token')} learned from"
+    title = f"{format_count(report.trained_tokens, 'answer token')} trained"
     note = f"adapter {report.adapter_digest[:12]}, of step {report.kept_step:,}"
     return _render_header(f"Training {report.run_id}", title, note, figures())
 
@@ -299,9 +321,9 @@ def _render_forecast_header(forecast: MemoryForecast, room: MemoryHeadroom | Non
     def figures() -> Iterator[tuple[str, str, str]]:
         yield "Peak", format_bytes(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
         if room:
-            fits = forecast.needed_bytes(room.sharing) <= room.available_bytes
-            yield "At hand", format_bytes(room.available_bytes), "it fits" if fits else "it does not fit"
-        yield "Host", format_bytes(forecast.host_bytes), "memory of the machine, at any time"
+            fits = forecast.needed_bytes(room.local_ranks) <= room.available_bytes
+            yield "Available", format_bytes(room.available_bytes), "it fits" if fits else "it does not fit"
+        yield "Host", format_bytes(forecast.host_bytes), "memory of the machine"
         share = format_percentage(forecast.trainable_parameters, forecast.total_parameters)
         yield "Trained", share, f"{forecast.trainable_parameters:,} of {forecast.total_parameters:,} parameters"
 
@@ -309,13 +331,13 @@ def _render_forecast_header(forecast: MemoryForecast, room: MemoryHeadroom | Non
 
 
 def describe_forecast(forecast: MemoryForecast) -> tuple[str, str]:
-    """For what a forecast was made, in a title and a line."""
+    """Return title and description of a forecast."""
     size = f"{format_count(forecast.rows, 'row')} of {format_count(forecast.row_tokens, 'token')}"
     title = f"{size} on a {DEVICES[forecast.device]}"
     how = "with" if forecast.activation_checkpointing else "without"
     ranks = f", on each of {forecast.ranks} ranks" if forecast.ranks > 1 else ""
     shared = ", with a share of the base" if forecast.shard_base else ""
-    return title, f"{forecast.learned_tokens:,} of them learned from, {how} activation checkpointing{ranks}{shared}"
+    return title, f"{forecast.learned_tokens:,} of them trained, {how} activation checkpointing{ranks}{shared}"
 
 
 def _render_picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
@@ -350,7 +372,7 @@ def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
     kinds: dict[str, list[str]] = {}
     for name in analysis.modules:
         kinds.setdefault(parse_module_name(name).kind, []).append(name)
-    still = set(analysis.still)
+    still = set(analysis.unchanged_modules)
     rows = [_module_kind_row(kind, [analysis.modules[name] for name in names], still & set(names))
             for kind, names in kinds.items()]  # fmt: skip
     heads = ("kind of module", "modules", "rank", "effective rank", "update over weight", "barely moved")
@@ -358,7 +380,7 @@ def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
     of_each = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
     every = html.table("All modules", "tnnnnnt", of_each, each)
     return [
-        explanation("Medians of each kind; below, module by module."),
+        explanation("Medians of each kind, followed by all modules."),
         html.table("Kinds of modules", "tnnnnn", heads, rows),
         tag("details", tag("summary", format_count(len(each), "module")), every),
     ]
@@ -388,11 +410,14 @@ def _module_row(name: str, one: ModuleAnalysis, still: bool) -> tuple[str, ...]:
 
 def _render_headroom(room: MemoryHeadroom | None) -> Sequence[Html] | str:
     if room is None:
-        return "The memory of the device is not known here; name it with --memory."
+        return "The memory of the device is unknown; set it with --memory."
     rows = [
         (tag("code", name), "not even one" if count is None else f"{count:,}") for name, count in room.largest.items()
     ]
     return [
-        explanation(f"Into {format_bytes(room.available_bytes)}, each for itself, the others as they are set."),
-        html.table("What fits", "tn", ("setting", "largest"), rows),
+        explanation(
+            f"Fits into {format_bytes(room.available_bytes)}. Each maximum assumes that the other settings are "
+            "unchanged."
+        ),
+        html.table("Maximum settings", "tn", ("setting", "largest"), rows),
     ]

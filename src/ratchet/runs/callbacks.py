@@ -1,6 +1,6 @@
-"""Observers of a run: told what its journal says, each in a thread of its own with a place of its own in the journal.
+"""Callbacks of a run: each reads the journal in a thread of its own, at its own position.
 
-One that is slow, or fails, delays neither training nor the other observers.
+A callback that is slow or fails delays neither training nor the other callbacks.
 """
 
 import threading
@@ -12,111 +12,114 @@ from typing import Literal, Protocol
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 
-POLL_S = 0.05  # a sweep ends a trial by what an observer finds: soon after the validation that tells it
-PATIENT_POLL_S = 2.0
-"""Of observers to whom each telling costs something: MLflow took 17 % of a CPU at 8 steps a second, told at once."""
+POLL_S = 0.05  # a sweep ends a trial by what a callback finds, so it should learn of a validation soon
+DEFERRED_POLL_S = 2.0
+"""Interval for deferred callbacks, whose calls are expensive: MLflow took 17 % of a CPU when it was called at once, at
+8 steps/s."""
 RETRY_S = 5.0
 
-STARTING = {"attempt", "forecast", "memory", "notice", "alert", "budget", "ready", "system"}
-"""Events of a worker that loads."""
+STARTUP_EVENTS = {
+    "attempt_started", "memory_forecast", "memory_peak", "notice", "alert", "microbatch_budget", "worker_ready",
+    "system_metrics",
+}  # fmt: skip
+"""Events that occur while a worker loads."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class RunCallback(Protocol):
-    """Somebody who is told what the journal says. Called in a thread of its own.
+    """Receives the events of a journal, in a thread of its own.
 
-    One that has an attribute `patient` which is true is told nothing before the first step, or the end: what it loads
-    to begin with would compete with the worker's loading for the machine (MLflow: 2 s of a CPU). After that it is told
-    every PATIENT_POLL_S.
+    A callback with a true attribute `is_deferred` is not called before the first step or the end of the run, because
+    its own start-up would compete with that of the worker (MLflow: 2 s of a CPU). Later it is called every
+    DEFERRED_POLL_S.
 
-    One that has an attribute `offset` is told nothing of what stands in the journal before it, in bytes.
+    A callback with an attribute `offset` receives no events before that byte of the journal.
     """
 
     name: str
 
-    def see(self, events: Sequence[JournalEvent]) -> None:
-        """Take the next events. May raise: it is then given the same events again later, with newer ones after them."""
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        """Take the next events. If it raises, it gets the same events again later, followed by newer ones."""
 
-    def finish(self, status: Status) -> None:
-        """The run has ended for now; no more events come."""
+    def on_end(self, status: Status) -> None:
+        """The supervision has ended; no more events come."""
 
 
 class RunPruner(Protocol):
-    """Somebody who may end a run before its end, as a sweep does with a trial that is not worth going on with."""
+    """May end a run early, as a sweep does with an unpromising trial. No method blocks."""
 
-    def verdict(self) -> str | None:
-        """Why the run is to end now, a checkpoint sealed; None: it goes on. Asked a few times a second; never waits."""
+    def prune_reason(self) -> str | None:
+        """Why the run should end now, with a checkpoint saved; None: it continues. Called a few times a second."""
 
-    def signalled(self) -> None:
-        """A signal has asked this process to stop: the run ends, and nothing is to come after it. Never waits."""
+    def on_stop_signal(self) -> None:
+        """A signal asked this process to stop: the run ends, and nothing should follow it."""
 
 
 class _CallbackThread(threading.Thread):
-    """Feeds one observer from the journal until told to stop and the journal is drained."""
+    """Passes the journal to one callback until it is ended and the journal is read to its end."""
 
-    def __init__(self, observer: RunCallback, journal: Path, notices: Journal) -> None:
-        super().__init__(name=f"observer-{observer.name}", daemon=True)
-        self._observer = observer
-        self._reader = JournalReader(journal, getattr(observer, "offset", 0))
+    def __init__(self, callback: RunCallback, journal: Path, notices: Journal) -> None:
+        super().__init__(name=f"callback-{callback.name}", daemon=True)
+        self._callback = callback
+        self._reader = JournalReader(journal, getattr(callback, "offset", 0))
         self._notices = notices
         self._status: Status | None = None
         self._ended = threading.Event()
         self._pending: list[JournalEvent] = []
-        self._complained = False
-        self._waits = bool(getattr(observer, "patient", False))
-        self._poll_s = PATIENT_POLL_S if self._waits else POLL_S
+        self._is_failure_reported = False
+        self._waits = bool(getattr(callback, "is_deferred", False))
+        self._poll_s = DEFERRED_POLL_S if self._waits else POLL_S
 
     def end(self, status: Status) -> None:
-        """Drain what is left, then finish with this status."""
+        """Ask the thread to pass on the remaining events and then to end the callback with this status."""
         self._status = status
         self._ended.set()
 
     def run(self) -> None:
         while True:
-            last_round = self._ended.is_set()
+            is_last_round = self._ended.is_set()
             try:
                 self._pending += self._reader.read()
-                self._waits = self._waits and not last_round and {e.kind for e in self._pending} <= STARTING
+                self._waits = self._waits and not is_last_round and {e.kind for e in self._pending} <= STARTUP_EVENTS
                 if self._pending and not self._waits:
-                    self._observer.see(self._pending)
+                    self._callback.on_events(self._pending)
                     self._pending = []
-                if last_round:
-                    self._observer.finish(self._status or "FAILED")
+                if is_last_round:
+                    self._callback.on_end(self._status or "FAILED")
                     return
-            except Exception as error:  # an observer's failure is reported, and must never become the run's
-                self._complain(error)
+            except Exception as error:  # the failure of a callback is reported and must never end the run
+                self._report(error)
                 self._ended.wait(RETRY_S)
-                if last_round:
+                if is_last_round:
                     return
             self._ended.wait(self._poll_s if not self._waits else POLL_S)
 
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
+    def _report(self, error: Exception) -> None:
+        if not self._is_failure_reported:
+            self._is_failure_reported = True
             cause = " ".join(str(error).splitlines()[:2])
-            what = f"{self._observer.name} failed ({type(error).__name__}: {cause})"
-            self._notices.append("notice", text=f"{what}; tried again, training goes on")
+            failure = f"{self._callback.name} failed ({type(error).__name__}: {cause})"
+            self._notices.append("notice", text=f"{failure}; retrying, training continues")
 
 
 class CallbackList:
-    """All observers of a run."""
+    """All callbacks of a run."""
 
-    def __init__(self, observers: Sequence[RunCallback], journal: Journal) -> None:
-        self._followers = [_CallbackThread(observer, journal.path, journal) for observer in observers]
+    def __init__(self, callbacks: Sequence[RunCallback], journal: Journal) -> None:
+        self._threads = [_CallbackThread(callback, journal.path, journal) for callback in callbacks]
 
     def start(self) -> None:
-        """Tell them the journal from its beginning, and go on."""
-        for follower in self._followers:
-            follower.start()
+        """Start passing events, from the beginning of the journal."""
+        for thread in self._threads:
+            thread.start()
 
     def end(self, status: Status, grace_s: float) -> None:
-        """Let them finish, and wait for that no longer than `grace_s` in all."""
-        for follower in self._followers:
-            follower.end(status)
+        """End all callbacks; wait at most `grace_s` for them in all."""
+        for thread in self._threads:
+            thread.end(status)
         deadline_s = time.monotonic() + grace_s
-        for follower in self._followers:
-            follower.join(max(0.0, deadline_s - time.monotonic()))
-            if follower.is_alive():
-                lacks = "what it lacks is in the journal"
-                print_message(f"{follower.name} is not done after {grace_s:g} s; {lacks}")
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                print_message(f"{thread.name} did not finish within {grace_s:g} s; the journal has what it lacks")

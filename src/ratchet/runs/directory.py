@@ -1,7 +1,8 @@
-"""What every kind of run has: a spec whose digest is its id, and a start that says how and where its worker runs.
+"""Run directories: specs, launch settings, paths, and opening a run under its lock.
 
-A training is one kind (RunSpec and TrainingLaunchSpec), a generation another (inference/spec.py). Supervisor,
-journal, lock and recovery know no more of a run than stands here.
+A run has a spec, whose digest is its id, and launch settings, which say how and where its worker runs. Trainings are
+one kind of run (RunSpec, TrainingLaunchSpec), generations another (inference/spec.py). Supervisor, journal, lock and
+restart policy know nothing more specific than the base classes here.
 """
 
 import errno
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ratchet.config import train as config_train
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, StorageError
 from ratchet.runs.journal import Journal, read_last_event
@@ -28,93 +29,91 @@ from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_dif
 
 
 class BaseRunSpec(Record):
-    """Everything that decides what comes of a run."""
+    """Everything that determines the result of a run."""
 
-    folders: ClassVar[tuple[str, ...]] = ("checkpoints",)
-    """Made in the run directory before any worker starts."""
+    subdirectories: ClassVar[tuple[str, ...]] = ("checkpoints",)
+    """Directories that are created in the run directory before a worker starts."""
 
     @property
     def run_id(self) -> str:
-        """Identity by content: same inputs, same run, whoever starts it."""
+        """Identity by content: equal inputs give the same run, on any machine and for any user."""
         return compute_run_id(self.model_dump(mode="json"))
 
 
 def spec_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a spec, as JSON, decides: of a training without a teacher nothing that is said of teachers."""
+    """The part of a spec (as JSON) that determines its identity; without a teacher, its settings are left out."""
     found, train = dict(spec), spec.get("train")
     if isinstance(train, dict):
         found["train"] = config_train.train_identity(train)
-    if found.get("teaching") is None:
-        found.pop("teaching", None)
+    if found.get("distillation_digest") is None:
+        found.pop("distillation_digest", None)
     return found
 
 
 def compute_run_id(spec: Mapping[str, Any]) -> str:
-    """The id of the run of a spec, given as JSON, also of one that a newer version may have written."""
+    """Id of the run of a spec (as JSON), which a newer version may have written."""
     return digests.hash_json(spec_identity(spec))[: digests.SHORT]
 
 
 class LaunchSpec(Record):
-    """How and where this attempt runs; rewritten at every start, so that a project may move between attempts."""
+    """How and where this attempt runs. Rewritten at every start, so that a project may move between attempts."""
 
     worker: ClassVar[str | None] = None
-    """Module that is started as the worker; None: that of a training (run/attempt.py)."""
+    """Module that is started as the worker; None: that of a training (runs/worker_process.py)."""
 
     machine: Machine
 
     @property
-    def retries(self) -> int | None:
-        """Attempts after one that died without progress; None: none, whatever the settings say."""
-        return self.machine.retries
+    def max_restarts(self) -> int | None:
+        """Restarts without progress before the supervisor gives up; None: never restart, whatever the settings say."""
+        return self.machine.max_restarts
 
-    counted_in: ClassVar[Mapping[str, str]] = {}
-    """`unit` of the run's work, where that is not steps; stands in its journal's `stopped`."""
+    work_unit: ClassVar[Mapping[str, str]] = {}
+    """`unit` of the work if it is not steps; part of the journal event `interrupted`."""
 
-    def kept_step(self, root: Path, told: int) -> int:
-        """How much of the work in a run directory is safe, where the journal has told of so much."""
-        return told
+    def saved_step(self, root: Path, reported: int) -> int:
+        """How much work in a run directory is durable; `reported` is the amount according to the journal."""
+        return reported
 
-    def kept(self, step: int) -> str:
-        """What of the run's work is safe after `step` of it, in words."""
-        return f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
+    def describe_saved(self, step: int) -> str:
+        """Describe what is saved after `step` units of work."""
+        return f"a checkpoint of step {step} is saved" if step else "no checkpoint was saved yet"
 
 
-# A run is a directory: format.json, spec.json, journal.jsonl, checkpoints/, result/.
-#
-# Who wants to train opens the run (taking its lock); starting and resuming are the same thing.
+# A run is a directory: format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/, worker.log.
+# Opening it takes its lock; starting and resuming are the same operation.
 
 FORMAT = 2
-"""Of a run directory. 1 (no format.json) had checkpoints without identity; those are passed over, the rest goes on."""
+"""Format of a run directory. Format 1 (no format.json) had checkpoints without identity; they are ignored."""
 
 RECIPE_VERSION = 1
-"""Raised when a change of code changes what the same settings learn; part of every RunId."""
+"""Increased when a code change alters what the same settings learn; part of every RunId."""
 
 LOCK_WAIT_S = 5.0
-"""A worker whose supervisor was killed is killed with it, but takes a moment to be gone."""
+"""A worker whose supervisor was killed is killed too, but needs a moment to end."""
 
-NAMED = 6
-"""Ids that a message lists, of the many that a sweep leaves."""
+MAX_LISTED = 6
+"""Number of ids that an error message lists."""
 
 CHECKPOINT = "checkpoint"
 RESULT = "result"
 
 
 class RunSpec(BaseRunSpec):
-    """Everything that decides what a run learns; its digest is the RunId."""
+    """Everything that determines what a run learns; its digest is the RunId."""
 
     recipe_version: int = RECIPE_VERSION
     train: Train
     data_digest: str
     base_digest: str
-    teaching: str | None = None
-    """Where there is a teacher: digest of its probabilities (records_distill.Teaching), or of its files if it is asked
-    during training."""
+    distillation_digest: str | None = None
+    """Digest of the teacher outputs (DistillationCard), or of the teacher's files if it runs during training."""
 
     def require(self, report: TrainReport) -> None:
-        """Raise DataError unless the report is of this very run: settings, data or base may have changed since."""
+        """Raise DataError unless the report is of this run: settings, data or base may have changed since."""
         if report.run_id != self.run_id:
             raise DataError(
-                f"run {report.run_id} was trained, but params.yaml, data and base now mean run {self.run_id}: "
+                f"run {report.run_id} was trained, but params.yaml, data and base now define run {self.run_id}: "
                 "run `dvc repro`"
             )
 
@@ -124,26 +123,26 @@ class TrainingLaunchSpec(LaunchSpec):
 
     base_path: str
     data_path: str
-    teaching_path: str | None = None
-    """Of what the teacher has said, if one was asked before training."""
+    distillation_path: str | None = None
+    """Directory of the teacher outputs, if they were computed before training."""
     teacher_path: str | None = None
-    """Of the teacher itself, if it is asked during training."""
+    """Directory of the teacher model, if it runs during training."""
     teacher_files: dict[str, str] | None = None
-    """SHA-256 of its files, which the worker checks."""
+    """SHA-256 of the teacher's files, which the worker verifies."""
     base: BaseCard
-    """The worker checks its files."""
+    """The worker verifies its files."""
     profile_steps: int | None = None
-    """Measure so many steps instead of training; the result is then a profile (training/profile.py)."""
+    """Profile this many steps instead of training; the result is then a profile (training/profiler.py)."""
 
     @property
-    def retries(self) -> int | None:
-        """Attempts after one that died without progress; None of a profile: a second would be measured with it."""
-        return self.machine.retries if self.profile_steps is None else None
+    def max_restarts(self) -> int | None:
+        """None for a profile: a second attempt would be measured as part of it."""
+        return self.machine.max_restarts if self.profile_steps is None else None
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The names inside a run directory."""
+    """Paths inside a run directory."""
 
     root: Path
 
@@ -161,12 +160,12 @@ class RunPaths:
 
     @property
     def forecast(self) -> Path:
-        """How much memory the run was said to need (MemoryForecast), on the machine of its first attempt."""
+        """MemoryForecast of the run, made on the machine of its first attempt."""
         return self.root / "forecast.json"
 
     @property
     def page(self) -> Path:
-        """What a finished run did, for people."""
+        """HTML report of a finished run."""
         return self.root / "report.html"
 
     @property
@@ -174,9 +173,9 @@ class RunPaths:
         return self.root / "journal.jsonl"
 
     @property
-    def mirror(self) -> Path:
-        """What of the run lies in its mirror, and under which token (run/mirrored.py)."""
-        return self.root / "mirror.json"
+    def replication_state(self) -> Path:
+        """How much of the run is in its replica (ReplicationState)."""
+        return self.root / "replication.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -184,58 +183,58 @@ class RunPaths:
 
     @property
     def result(self) -> Path:
-        """Sealed when training is over: train.json, adapter/, checkpoints/best and checkpoints/last."""
+        """Sealed at the end of training: train.json, adapter/, checkpoints/best and checkpoints/last."""
         return self.root / "result"
 
     @property
     def worker_log(self) -> Path:
-        """What the workers printed."""
+        """Standard output and error of the workers."""
         return self.root / "worker.log"
 
     @property
     def logs(self) -> Path:
-        """What supervisor and workers have said, as JSON lines (docs/logs.md)."""
+        """Logs of supervisor and workers, as JSON lines."""
         return self.root / "logs"
 
     @property
     def stacks(self) -> Path:
-        """What the threads of a worker were doing when it was found without a sign of life."""
+        """Stacks of the threads of a worker that stalled."""
         return self.root / "stacks.txt"
 
     def lock(self) -> FileLock:
-        """The lock that a writer of this run holds."""
+        """The lock that the writer of this run holds."""
         return FileLock(self.root / "lock", f"run {self.root.name}")
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint after `step` optimizer steps lies."""
+        """Directory of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint directory, ascending; `files.verify_sealed` says whether one is valid."""
+        """Steps that have a checkpoint directory, ascending; `files.verify_sealed` checks whether one is valid."""
         if not self.checkpoints.is_dir():
             return []
         numbers = (re.fullmatch(r"step-([0-9]{8,})", p.name) for p in self.checkpoints.iterdir())
         return sorted(int(number[1]) for number in numbers if number)
 
     def require_known_format(self) -> None:
-        """Raise DamagedFileError if a newer version of Ratchet wrote this directory, or format.json is unreadable."""
+        """Raise DamagedFileError if a newer version of ratchet wrote this directory, or format.json is unreadable."""
         try:
             found = json.loads(self.format.read_bytes())["format"]
         except FileNotFoundError:
             return  # format 1
         except (ValueError, KeyError, TypeError):
             raise DamagedFileError(
-                f"{self.format}: unreadable; if this version wrote the run, remove the file and repeat, "
-                f"else `ratchet reset {self.root.name}`"
+                f"{self.format}: unreadable; if this version of ratchet wrote the run, remove the file and run the "
+                f"command again, otherwise run `ratchet reset {self.root.name}`"
             ) from None
         if not isinstance(found, int) or found > FORMAT:
             raise DamagedFileError(
-                f"{self.root}: written by a newer version of ratchet (format {found}, this one knows {FORMAT}): "
-                f"use that version, or `ratchet reset {self.root.name}`"
+                f"{self.root}: written by a newer version of ratchet (format {found}; this version reads up to "
+                f"{FORMAT}); use that version, or run `ratchet reset {self.root.name}`"
             )
 
     def is_finished(self) -> bool:
-        """Whether a sealed, undamaged result is there."""
+        """Whether there is a sealed, undamaged result."""
         try:
             files.verify_sealed(self.result, RESULT)
         except DamagedFileError:
@@ -244,7 +243,7 @@ class RunPaths:
 
 
 class Run:
-    """A run that this process may write to: it holds the lock."""
+    """A run that this process may write: it holds the lock."""
 
     def __init__(self, paths: RunPaths, spec: BaseRunSpec, lock: FileLock, journal: Journal) -> None:
         self.paths = paths
@@ -254,12 +253,12 @@ class Run:
 
     @classmethod
     def open(cls, runs: Path, spec: BaseRunSpec) -> "Run":
-        """Take the run of this spec, making its directory at the first time.
+        """Open the run of this spec; create its directory if there is none.
 
         Raises:
             LockHeldError: another process is training it; nothing was changed.
-            DamagedFileError: the directory holds another run's spec, or is of a newer version.
-            StorageError: it cannot be written; a directory that was not there is not there.
+            DamagedFileError: the directory has another run's spec, or was written by a newer version.
+            StorageError: the directory cannot be written; if it did not exist before, it does not exist afterwards.
         """
         paths = RunPaths(runs / spec.run_id)
         with storage_errors(paths.root):
@@ -270,7 +269,7 @@ class Run:
                 return cls(paths, spec, lock, _prepare_directory(paths, spec))
             except BaseException as error:
                 if is_new and isinstance(error, OSError):
-                    # While it is locked: who waits for the lock finds the directory gone, and starts anew.
+                    # Removed under the lock: a process that waits for the lock notices and creates it again.
                     shutil.rmtree(paths.root, ignore_errors=True)
                 lock.release()
                 raise
@@ -281,13 +280,13 @@ class Run:
 
 
 def _acquire_lock(paths: RunPaths) -> FileLock:
-    """The lock of a directory that is still in its place: while we waited, it may have been removed."""
+    """Lock a directory that still exists: it may have been removed while this process waited."""
     while True:
         try:
             lock = paths.lock().acquire(wait_s=LOCK_WAIT_S)
         except OSError:
             with suppress(OSError):
-                paths.root.rmdir()  # if it was made for the lock, it is empty
+                paths.root.rmdir()  # it is empty if it was created only for the lock
             raise
         if is_lock_current(lock):
             return lock
@@ -295,7 +294,7 @@ def _acquire_lock(paths: RunPaths) -> FileLock:
 
 
 def is_lock_current(lock: FileLock) -> bool:
-    """Whether the lock that was taken is of the file that now bears its name."""
+    """Whether the lock that is held belongs to the file that now has its name."""
     try:
         return os.path.samestat(lock.path.stat(), os.fstat(lock.fd))
     except FileNotFoundError:
@@ -303,8 +302,8 @@ def is_lock_current(lock: FileLock) -> bool:
 
 
 def _prepare_directory(paths: RunPaths, spec: BaseRunSpec) -> Journal:
-    """Make or complete a run directory that we hold the lock of."""
-    for folder in (paths.root, *(paths.root / name for name in spec.folders)):
+    """Create or complete a run directory whose lock is held."""
+    for folder in (paths.root, *(paths.root / name for name in spec.subdirectories)):
         files.make_directory(folder)
         files.remove_partials(folder)
     if paths.spec.exists():
@@ -314,7 +313,7 @@ def _prepare_directory(paths: RunPaths, spec: BaseRunSpec) -> Journal:
     if not paths.format.exists():
         files.write_json(paths.format, {"format": FORMAT})
     journal = Journal(paths.journal, attempt=0)
-    for folder in (paths.root, paths.root.parent):  # the lock has made them; now their names are to last
+    for folder in (paths.root, paths.root.parent):  # make the names durable that the lock has created
         files.fsync_directory(folder)
     return journal
 
@@ -327,12 +326,14 @@ def _require_same(path: Path, spec: BaseRunSpec) -> None:
         reset = f"`ratchet reset {path.parent.name}`"
         if unknown := _unknown_keys(path, spec):
             raise DamagedFileError(
-                f"{path}: settings that this version does not know: {', '.join(unknown)}; most likely a newer version "
-                f"of ratchet wrote the run: use that version, or {reset}"
+                f"{path}: unknown settings: {', '.join(unknown)}; a newer version of ratchet probably wrote the run: "
+                f"use that version, or run {reset}"
             ) from None
-        text = str(error).removesuffix("; make it again")
-        raise DamagedFileError(f"{text}; remove this file and repeat (it is written anew), or {reset}") from None
-    if found.run_id != spec.run_id:  # settings that nobody reads may differ
+        text = str(error).removesuffix("; create it again")
+        raise DamagedFileError(
+            f"{text}; remove this file and run the command again (it is rewritten), or run {reset}"
+        ) from None
+    if found.run_id != spec.run_id:  # settings that do not affect the result may differ
         names = find_differing_keys(found.model_dump(mode="json"), spec.model_dump(mode="json"))
         raise DamagedFileError(f"{path}: differs in {', '.join(names)}; move the directory away")
 
@@ -355,39 +356,39 @@ _ADVICE = {
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the place (`path` if the error does not) and says what to do."""
+    """Turn an OSError into a StorageError that names the path (`path` if the error has none) and the remedy."""
     try:
         yield
     except OSError as error:
-        what = error.strerror or str(error)
-        advice = _ADVICE.get(error.errno or 0, "look at the disk")
+        problem = error.strerror or str(error)
+        advice = _ADVICE.get(error.errno or 0, "check the disk")
         raise StorageError(
-            f"{error.filename or path}: {what}; {advice}, or keep runs elsewhere with {RUNS_VARIABLE}=DIR"
+            f"{error.filename or path}: {problem}; {advice}, or set {RUNS_VARIABLE}=DIR to keep runs elsewhere"
         ) from error
 
 
 def list_runs(*places: Path) -> list[RunPaths]:
-    """Every run directory in these folders, by name; those that are being removed are none."""
+    """Every run directory in these folders, by name; directories that are being removed are not included."""
     folders = (p for runs in places for p in sorted(runs.iterdir() if runs.is_dir() else ()))
-    whole = (RunPaths(p) for p in folders if not p.name.startswith(files.PARTIAL))
-    return [run for run in whole if run.journal.is_file() or run.spec.is_file()]
+    runs_found = (RunPaths(p) for p in folders if not p.name.startswith(files.PARTIAL))
+    return [run for run in runs_found if run.journal.is_file() or run.spec.is_file()]
 
 
 def find_newest_run(*places: Path) -> RunPaths | None:
-    """The run that somebody trains, else the one whose journal was written last, by its own last line: for people.
+    """The run in training, otherwise the one with the most recent last journal event.
 
-    Times of files say nothing: copying a project changes them.
+    File times are not used, because copying a project changes them.
     """
 
     def rank(run: RunPaths) -> tuple[bool, float, str]:
         last = read_last_event(run.journal)
-        return run.lock().held_elsewhere(), last.t if last else -math.inf, run.root.name
+        return run.lock().is_held(), last.t if last else -math.inf, run.root.name
 
     return max(list_runs(*places), key=rank, default=None)
 
 
 def find_run(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
-    """The one run, in this folder or these, whose id begins with `prefix`. Raises as `match_prefix` does."""
+    """The one run in this folder (or these) whose id begins with `prefix`. Raises as `match_prefix` does."""
     places = [runs] if isinstance(runs, Path) else list(runs)
     found = list_runs(*places)
     names = [run.root.name for run in found]
@@ -395,12 +396,11 @@ def find_run(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
 
 
 def match_prefix(names: Sequence[str], prefix: str, where: str) -> str:
-    """The one run's id that begins with `prefix`. Raises DataError, with a few ids, when there is none, or more than
-    one."""
+    """The one id that begins with `prefix`. Raises DataError, listing some ids, if there is none or more than one."""
     matching = [name for name in names if name.startswith(prefix)]
     if len(matching) == 1:
         return matching[0]
-    state, there = (f"{len(matching)} runs", matching) if matching else ("no run", names)
-    listed = (", ".join(there[:NAMED]) or "none") + (f" and {len(there) - NAMED} more" if len(there) > NAMED else "")
-    todo = "; write more of the id" if matching else ""
-    raise DataError(f"{prefix}: {state} of that name in {where}; there are: {listed}{todo}")
+    state, listed = (f"matches {len(matching)} runs", matching) if matching else ("matches no run", names)
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    todo = "; give more of the id" if matching else ""
+    raise DataError(f"{prefix}: {state} in {where}; found: {', '.join(listed[:MAX_LISTED]) or 'none'}{more}{todo}")

@@ -1,8 +1,9 @@
-"""A worker's sign of life: a page of memory that it shares with its supervisor. A full or dead disk has no part in it.
+"""Heartbeat of a worker: a page of memory that it shares with its supervisor, and the detection of stalls.
 
-The page has two places, written in turn. A record is (number, time of the beat, deadline, phase) and its CRC-32: a
-writer that is stopped in the middle of one leaves the other whole, and a reader takes the newer one whose sum is right.
-Times are CLOCK_MONOTONIC: the same for all processes of a machine, never set back, and it stands still during suspend.
+The page is independent of any disk. It has two slots, which are written in turn. A record is (number, time of the beat,
+deadline, phase) and its CRC-32: if a writer is stopped in the middle of one, the other stays intact, and a reader takes
+the newer one with a valid checksum. Times are CLOCK_MONOTONIC: equal for all processes of a machine, never set back,
+and stopped during suspend.
 """
 
 import contextlib
@@ -22,40 +23,41 @@ from typing import Literal, get_args
 Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-SLOWER = 10
-"""How many times longer than the longest unit so far one may take before it counts as a stall."""
+STALL_FACTOR = 10
+"""A unit of work is a stall if it takes this many times longer than the longest one so far."""
 
 _RECORD = struct.Struct("<QddQ")  # number, beat_s, deadline_s, phase
-_SUM = struct.Struct("<Q")
-_PLACE = _RECORD.size + _SUM.size
-_READS = 1000
+_CHECKSUM = struct.Struct("<Q")
+_SLOT_BYTES = _RECORD.size + _CHECKSUM.size
+_READ_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """The last sign of life."""
+    """The last heartbeat."""
 
     number: int
-    """Counts the beats."""
+    """Number of the beat."""
     phase: Phase
-    """What was begun with it."""
+    """Phase of the unit that began with it."""
     age_s: float
     deadline_s: float
-    """Age from which on the worker counts as dead; 0: never."""
+    """Age from which on the worker counts as stalled; 0: never."""
 
 
 class Heartbeat:
-    """One page. The worker beats at the start of every unit of work; the unit ends at the next beat.
+    """One heartbeat page. The worker beats at the start of every unit of work; the unit ends at the next beat.
 
     Args:
-        fd: of the shared memory, or None for a page that nobody else sees.
-        stall_s: shortest deadline of a unit whose kind was seen before, in seconds; 0: none.
-        stall_first_s: deadline of the first unit of each kind (compilation) and of every unit of loading; 0: none.
+        fd: of the shared memory; None for a private page.
+        stall_timeout_s: shortest deadline of a unit whose phase has occurred before, in seconds; 0: none.
+        first_stall_timeout_s: deadline of the first unit of each phase (compilation) and of every unit of loading;
+            0: none.
     """
 
-    def __init__(self, fd: int | None, stall_s: float, stall_first_s: float) -> None:
+    def __init__(self, fd: int | None, stall_timeout_s: float, first_stall_timeout_s: float) -> None:
         self._fd = fd
-        self._stall_s, self._stall_first_s = stall_s, stall_first_s
+        self._stall_s, self._stall_first_s = stall_timeout_s, first_stall_timeout_s
         self._page = mmap.mmap(-1 if fd is None else fd, mmap.PAGESIZE)
         self._mutex = threading.Lock()
         self._longest_s: dict[Phase, float] = {}
@@ -63,122 +65,120 @@ class Heartbeat:
         self._begun: tuple[Phase, float] | None = None
 
     @classmethod
-    def create(cls, stall_s: float, stall_first_s: float) -> "Heartbeat":
-        """A page to pass on to a worker, with the deadline of its start running."""
+    def create(cls, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
+        """Create a page to pass to a worker, with the deadline of its start-up running."""
         fd = os.memfd_create("ratchet-heartbeat")
         os.truncate(fd, mmap.PAGESIZE)
-        made = cls(fd, stall_s, stall_first_s)
-        made.beat("load")
-        return made
+        page = cls(fd, stall_timeout_s, first_stall_timeout_s)
+        page.beat("load")
+        return page
 
     @classmethod
-    def attach(cls, fd: int, stall_s: float, stall_first_s: float) -> "Heartbeat":
-        """The supervisor's page, in a worker that inherited `fd`. Raises OSError or ValueError when it is none."""
-        return cls(fd, stall_s, stall_first_s)
+    def attach(cls, fd: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
+        """Open the supervisor's page in a worker that inherited `fd`. Raises OSError or ValueError if it is invalid."""
+        return cls(fd, stall_timeout_s, first_stall_timeout_s)
 
     @classmethod
     def private(cls) -> "Heartbeat":
-        """A page that nobody watches: for work without a supervisor."""
+        """A page that no process watches, for work without a supervisor."""
         return cls(None, 0.0, 0.0)
 
     @classmethod
-    def attach_at(cls, address: str, place: int, stall_s: float, stall_first_s: float) -> "Heartbeat":
-        """The page of one of several workers, whose parent did not inherit them.
+    def attach_at(cls, address: str, index: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
+        """Open the page of one of several workers, whose parent did not inherit the descriptors.
 
         Args:
-            address: as `address_of` makes it.
-            place: of the worker, from 0.
-            stall_s: see the class.
-            stall_first_s: see the class.
+            address: made by `address_of`.
+            index: of the worker, from 0.
+            stall_timeout_s: see the class.
+            first_stall_timeout_s: see the class.
         """
         pid, descriptors = address.split(":")
-        fd = os.open(f"/proc/{pid}/fd/{descriptors.split(',')[place]}", os.O_RDWR | os.O_CLOEXEC)
-        return cls(fd, stall_s, stall_first_s)
+        fd = os.open(f"/proc/{pid}/fd/{descriptors.split(',')[index]}", os.O_RDWR | os.O_CLOEXEC)
+        return cls(fd, stall_timeout_s, first_stall_timeout_s)
 
     @staticmethod
     def address_of(pages: Sequence["Heartbeat"]) -> str:
-        """Where the pages of this process are found by others of this user: PID:FD,FD,..."""
+        """Address of pages of this process for other processes of this user: PID:FD,FD,..."""
         return f"{os.getpid()}:{','.join(str(page.fd) for page in pages)}"
 
     @property
     def fd(self) -> int:
-        """The descriptor that a child must inherit. Raises RuntimeError for a page that is not shared."""
+        """The descriptor that a child must inherit. Raises RuntimeError for a private page."""
         if self._fd is None:
             raise RuntimeError("this heartbeat is not shared")
         return self._fd
 
     def beat(self, phase: Phase) -> None:
-        """I live, and begin a unit of this phase. For the thread that does the work, or one that it waits for."""
+        """Beat at the start of a unit of this phase. Call it in the thread that works, or one that waits for it."""
         with self._mutex:
             now_s = time.monotonic()
             if self._begun is not None:
                 before, since_s = self._begun
                 self._longest_s[before] = max(self._longest_s.get(before, 0.0), now_s - since_s)
             self._begun = (phase, now_s)
-            # A worker that attaches goes on counting where the supervisor's first record stands.
+            # A worker that attaches continues the numbers of the supervisor's first record.
             self._number = max(self._number, self._newest()[0]) + 1
             record = _RECORD.pack(self._number, now_s, self._deadline_s(phase), PHASES.index(phase))
-            start = self._number % 2 * _PLACE
-            self._page[start : start + _PLACE] = record + _SUM.pack(zlib.crc32(record))
+            start = self._number % 2 * _SLOT_BYTES
+            self._page[start : start + _SLOT_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
 
     def _deadline_s(self, phase: Phase) -> float:
         longest_s = self._longest_s.get(phase)
         if not self._stall_s:
             return 0.0
-        if longest_s is None or phase == "load":  # units of loading are unlike each other: a check, then the weights
+        if longest_s is None or phase == "load":  # units of loading differ: a check, then the weights
             return self._stall_first_s
-        return max(self._stall_s, SLOWER * longest_s)
+        return max(self._stall_s, STALL_FACTOR * longest_s)
 
     def read(self) -> HeartbeatReading:
-        """The last beat, whole, whatever the writer is doing now."""
+        """Read the last complete beat, whatever the writer is doing now."""
         number, beat_s, deadline_s, phase = self._newest()
         return HeartbeatReading(number, PHASES[phase], max(0.0, time.monotonic() - beat_s), deadline_s)
 
     def _newest(self) -> tuple[int, float, float, int]:
-        for _ in range(_READS):
-            content = self._page[: 2 * _PLACE]
-            found: list[tuple[int, float, float, int]] = []
-            for start in (0, _PLACE):
+        for _ in range(_READ_ATTEMPTS):
+            content = self._page[: 2 * _SLOT_BYTES]
+            valid: list[tuple[int, float, float, int]] = []
+            for start in (0, _SLOT_BYTES):
                 record = content[start : start + _RECORD.size]
-                if _SUM.unpack_from(content, start + _RECORD.size)[0] == zlib.crc32(record):
-                    found.append(_RECORD.unpack(record))
-            if found:
-                return max(found)
-        return 0, time.monotonic(), 0.0, 0  # nobody has beaten yet
+                if _CHECKSUM.unpack_from(content, start + _RECORD.size)[0] == zlib.crc32(record):
+                    valid.append(_RECORD.unpack(record))
+            if valid:
+                return max(valid)
+        return 0, time.monotonic(), 0.0, 0  # no beat yet
 
     def close(self) -> None:
-        """Give the page back; the other side keeps its own."""
+        """Close the page; the other process keeps its own mapping."""
         self._page.close()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
-# Is the worker alive? Reads its heartbeat, and puts down one that has stalled, after it has told what it was doing.
-
 STOP_EXTRA_S = 15.0
-"""Beyond the grace: a worker that was asked to stop, and neither ends nor shows life for so long, is killed."""
+"""A worker that was asked to stop is killed if it neither ends nor beats for this long beyond the grace period."""
 
-BLIND_S = 2.0
-"""When we have not looked for longer than this, we were stopped ourselves, and perhaps the worker with us."""
+SUSPENDED_S = 2.0
+"""If the last check is longer ago than this, the supervisor was suspended, and perhaps the worker with it."""
 
 DUMP_WAIT_S = 2.0
 DUMP_POLL_S = 0.05
 
 _STATES = {
     "T": "it was stopped by a signal",
-    "t": "a debugger holds it",
+    "t": "it is held by a debugger",
     "D": "it waits for a disk or a device",
     "Z": "it had ended",
 }
 
 
 class HangDetector:
-    """Judges one worker's heartbeat.
+    """Decides from its heartbeat whether one worker has stalled.
 
     Args:
-        heartbeat: of the worker.
-        grace_s: `machine.grace_s`.
+        heartbeat: page of the worker.
+        grace_s: `machine.grace_period_s`.
         clock: monotonic seconds.
     """
 
@@ -186,46 +186,46 @@ class HangDetector:
         self._heartbeat = heartbeat
         self._grace_s = grace_s
         self._clock = clock
-        self._looked_s = clock()
-        self._blind_s = 0.0
+        self._checked_s = clock()
+        self._suspended_s = 0.0
         self._number = 0
 
     def overdue(self, asked_s: float | None = None) -> str:
-        """Why the worker has to be given up, or nothing.
+        """Why the worker must be killed; empty if it need not be.
 
-        Time in which nobody looked is not held against it: a container that was paused stops both of us.
+        Time in which this was not called does not count: a container that is paused stops both processes.
 
         Args:
-            asked_s: when it was asked to stop, by the same clock.
+            asked_s: when the worker was asked to stop, by the same clock.
         """
         now_s = self._clock()
-        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        gap_s, self._checked_s = now_s - self._checked_s, now_s
         beat = self._heartbeat.read()
         if beat.number != self._number:
-            self._number, self._blind_s = beat.number, 0.0
-        if gap_s > BLIND_S:
-            self._blind_s += min(gap_s, beat.age_s)
-        silent_s = beat.age_s - self._blind_s
-        silence = f"no sign of life for {silent_s:.3g} s in phase {beat.phase}"
+            self._number, self._suspended_s = beat.number, 0.0
+        if gap_s > SUSPENDED_S:
+            self._suspended_s += min(gap_s, beat.age_s)
+        silent_s = beat.age_s - self._suspended_s
+        silence = f"no heartbeat for {silent_s:.3g} s in phase {beat.phase}"
         if beat.deadline_s and silent_s > beat.deadline_s:
             return f"{silence} (deadline {beat.deadline_s:.3g} s)"
         if asked_s is not None:
-            waited_s = now_s - asked_s - self._blind_s
+            waited_s = now_s - asked_s - self._suspended_s
             if waited_s > self._grace_s + STOP_EXTRA_S and silent_s > STOP_EXTRA_S:
                 return f"asked to stop {waited_s:.3g} s ago; {silence}"
         return ""
 
 
 def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
-    """Let the worker write what its threads are doing (training/start.py: faulthandler on SIGUSR1), then kill it.
+    """Let the worker write the stacks of its threads (training/worker_main.py: faulthandler on SIGUSR1), then kill it.
 
-    faulthandler needs no interpreter lock, so a thread that holds it for ever is shown too. A stopped process takes
-    signals only when it goes on, hence SIGCONT.
+    faulthandler needs no interpreter lock, so a thread that holds it forever is shown too. A stopped process handles
+    signals only after SIGCONT.
 
     Args:
-        worker: to be killed; what it has started dies with it.
-        stacks: where those of its threads are written.
-        rank: the process that is to tell is its child of this LOCAL_RANK; None: the worker itself.
+        worker: to be killed; its children die with it.
+        stacks: file to which the worker writes them.
+        rank: LOCAL_RANK of the child that has stalled; None: the worker itself.
 
     Returns:
         What was found, such as `it was stopped by a signal; stacks in PATH`.
@@ -237,24 +237,24 @@ def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: in
         os.kill(pid, signal.SIGUSR1)
         if state == "T":
             os.kill(pid, signal.SIGCONT)
-    told = _wait_for_growth(worker, stacks, size)
+    has_stacks = _wait_for_growth(worker, stacks, size)
     worker.kill()
     found = [_STATES[state]] if state in _STATES else []
-    found.append(f"stacks in {stacks}" if told else "it wrote no stacks")
+    found.append(f"stacks in {stacks}" if has_stacks else "it wrote no stacks")
     return "; ".join(found)
 
 
 def read_process_state(pid: int) -> str:
-    """The letter for a process's state in /proc/PID/stat (proc_pid_stat(5)); nothing when it is gone."""
+    """Letter of the process state in /proc/PID/stat (proc_pid_stat(5)); empty if the process is gone."""
     try:
-        # The name in brackets may hold anything, also brackets: the state follows the last one.
+        # The process name in parentheses may contain any character, also parentheses; the state follows the last one.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def _find_child(parent: int, rank: int) -> int:
-    """The child with this LOCAL_RANK in its environment; 0 when there is none."""
+    """Process id of the child with this LOCAL_RANK in its environment; 0 if there is none."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         for pid in map(int, children.read_text(encoding="ascii").split()):
             with contextlib.suppress(OSError):
@@ -271,13 +271,13 @@ def _file_size(path: Path) -> int:
 
 
 def _wait_for_growth(worker: subprocess.Popen[bytes], path: Path, size: int) -> bool:
-    """Whether the file grows within DUMP_WAIT_S; waits until it has stopped growing."""
+    """Wait until the file has grown and stopped growing, at most DUMP_WAIT_S; return whether it has grown."""
     deadline_s = time.monotonic() + DUMP_WAIT_S
     seen = size
     while time.monotonic() < deadline_s and worker.poll() is None:
         time.sleep(DUMP_POLL_S)
-        now = _file_size(path)
-        if now > size and now == seen:
+        current = _file_size(path)
+        if current > size and current == seen:
             break
-        seen = now
+        seen = current
     return _file_size(path) > size

@@ -1,52 +1,71 @@
-"""The run's journal: one JSON object a line, appended by supervisor and worker, replayed by everybody else.
+"""The journal of a run: one JSON object per line, appended by supervisor and worker, replayed by all readers.
 
-Events, each with `t` (Unix time, for people only; no decision uses it) and `attempt`:
+Each line has `event` (its kind), `t` (Unix time; shown to people, used by no decision), `attempt`, and the keys of its
+kind. The supervisor writes start_refused, attempt_started, worker_exited, pruned, replicated and system_metrics; the
+worker writes the others, and both write alert, notice and interrupted.
 
-    refused     text: why this machine may not train the run now, by what keeps its mirror; no attempt was begun
-    attempt     pid, code_version, threads?        supervisor, before it starts a worker
-    ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads,
-                ranks, hosts: of each rank, leads: whether rank 0 of them all is on this machine, machines: those that
-                keep a mirror, by their names in its claims, flops_per_token: operations that a token of input takes,
-                peak_flops_s: what all devices can do by their data sheets; both null where it is not known
-    step        step, loss, learning_rate, grad_norm, trained_tokens, input_tokens, step_s,
-                batch: first 12 hex digits of digest.of_json(row indices of the step, in order)
-    ranks       step, steps (since the last such event), seconds (of them), busy_s (by rank, of those: in micro-batches
-                of its own); every few seconds, where there are several
-    skipped     step, action (skip | roll_back), reason (text), rows (ids of the batch), rate_scale, to_step (roll_back:
-                the step whose weights go on, else null); stands in the place of `step`: nothing was learned
-    repeated    step, reason: the step is computed once more
-    spike       step, grad_norm, median, deviations, rows: reported only, the `step` event follows
-    budget      step, phase (train | validation), action (shrink | grow), failed_tokens,
-                budget {tokens, failed_tokens, good_steps, wait_steps, grown}: holds from this step on (validation: from
-                the validation after this step on), and a resumed worker takes it again (`read_decisions`)
-    scale       step, loss_scale: its gradient overflowed in float16 and is computed again with a smaller loss scale
-    forecast    forecast (MemoryForecast), available_bytes: what the training will need, before anything is loaded
-    memory      phase, peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (of all there
-                is): the most that a phase held; a phase that comes again is told again when it held more
-    answered    step (answers that are kept), tokens, seconds (both since the last such event), rows, budget_tokens,
-                available_bytes, chosen, doubted (see model/decoding.py; null where nothing tells): of a generation
-    shard       step, answers (sealed with it), seconds: of a generation
-    decoding    about (way | bound), ...: how a model in memory decodes rows together (model/decoding.py)
-    validation  step, loss, tokens, seconds, improved
-    checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
-    mirror      step, what (checkpoint | result), bytes_sent, bytes_skipped (the mirror had them), seconds, bytes_s: all
-                of it is in the mirror (supervisor)
-    system      sample (1, 2, ... over all attempts), cpu_percent (of all CPUs), memory_bytes, memory_percent,
-                disk_used_percent (of the run directory's disk), network_received_bytes, network_sent_bytes (since the
-                machine has started), worker_cpu_percent (100: one CPU), worker_memory_bytes (of the worker and its
-                children), gpus [{index, utilization_percent, memory_bytes, memory_total_bytes, power_w,
-                temperature_c}]: what is used; null: not known. Supervisor, every machine.system_every_s
-    alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice
-    notice      text: a fall-back, a damaged checkpoint, a changed code version, a lost observer
-    failure     class, text: what the worker knows about its own end; of class too_large also needed_bytes (with one
-                row at a time) and available_bytes
-    died        exit_code, class, decision, text   supervisor, after a worker ended without a result
-    finished    step, reason (completed | early_stopped), adapter_digest
-    stopped     step: asked to stop, checkpoint sealed
-    ended_early text: why a sweep has asked it to                     supervisor
+Attempts
+    start_refused       The run may not start on this machine, because another machine holds its replica. No attempt
+                        begins. Keys: text.
+    attempt_started     A worker is about to start. Keys: pid (of the supervisor), code_version.
+    worker_ready        The worker has loaded everything. Keys: start_step, planned_steps, device, compute_dtype,
+                        threads, ranks; of a training also trainable_parameters, total_parameters, torch, hosts (of each
+                        rank), has_rank_zero (whether rank 0 runs on this machine), shares_base, replicators (machines
+                        that replicate the run, by their names in its leases), flops_per_token (null if unknown) and
+                        peak_flops_per_s (of all devices, from their data sheets; null if unknown).
+    worker_error        The worker reports why it ends. Keys: failure_class, text; for class too_large also
+                        needed_bytes (with one row per micro-batch) and available_bytes.
+    worker_exited       The worker ended without a result. Keys: exit_code, failure_class, text, decision (Retry,
+                        GiveUp or Interrupted).
+    interrupted         The run was asked to stop and saved its progress. Keys: step, and unit where work is not counted
+                        in steps.
+    interrupted_by_peer Another rank was asked to stop; this one saved its progress. Keys: step.
+    pruned              A sweep ends the trial early. Keys: text.
+    finished            The result is complete. Keys: step, reason (completed | early_stopped), adapter_digest.
 
-`step` counts optimizer steps, those that were left out included, from 1. After a crash, steps beyond the checkpoint are
-done and written again with equal numbers; readers keep the first (`ReplayFilter`).
+Steps
+    step                An optimizer step is done. Keys: step, loss, learning_rate, grad_norm, trained_tokens,
+                        input_tokens, step_s, batch (first 12 hex digits of the digest of the row indices, in order).
+    step_skipped        Replaces `step` where nothing was learned. Keys: step, action (skip | roll_back), reason, rows
+                        (ids of the batch), learning_rate_scale, rollback_step (the step whose weights are restored;
+                        null for skip).
+    step_repeated       The step is computed a second time. Keys: step, reason.
+    gradient_spike      The gradient norm is unusually large; `step` follows. Keys: step, grad_norm, median, deviations,
+                        rows.
+    loss_scale          A float16 gradient overflowed; the step is computed again. Keys: step, loss_scale.
+    microbatch_budget   The limit of a micro-batch changed. It holds from this step on (validation: from the validation
+                        after this step on), and a resumed worker applies it again (`read_decisions`). Keys: step, phase
+                        (train | validation | generate), action (shrink | grow), failed_tokens, budget.
+    rank_timings        Every few seconds with several ranks. Keys: step, steps and seconds since the last such event,
+                        busy_s (by rank: seconds spent in its own micro-batches).
+    validation          Keys: step, loss, tokens, seconds, improved.
+    checkpoint_saved    Keys: step, is_best, size_bytes, bytes_written, bytes_linked, blocked_s (training waited),
+                        seconds (in all).
+    replicated          A checkpoint or the result is complete in the replica. Keys: step, artifact (checkpoint |
+                        result), bytes_sent, bytes_skipped (already there), seconds, bytes_per_s.
+
+Generation
+    generation_progress Keys: step (answers that are durable), tokens and seconds since the last such event, finish
+                        (answers by the reason they ended), rows, waiting, held_tokens, budget_tokens, available_bytes,
+                        device_bytes, held_bytes, forecast_bytes, tokens_chosen, tokens_rechecked (null if unknown).
+    answers_saved       A shard of answers is sealed. Keys: step, answers, seconds.
+    decoding            How a model in memory decodes rows together. Keys: topic (method | bound) and its figures.
+
+Machine
+    memory_forecast     Before anything is loaded. Keys: forecast (MemoryForecast), available_bytes.
+    memory_peak         The most that a phase has held; repeated when the phase later holds more. Keys: phase,
+                        peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (in all).
+    system_metrics      Every machine.system_metrics_interval_s. Keys: sample (1, 2, ... over all attempts), cpu_percent
+                        (of all CPUs), memory_bytes, memory_percent, disk_used_percent (disk of the run directory),
+                        network_received_bytes, network_sent_bytes (since boot), worker_cpu_percent (100: one CPU),
+                        worker_memory_bytes (worker and children), gpus [{index, utilization_percent, memory_bytes,
+                        memory_total_bytes, power_w, temperature_c}]; null if unknown.
+    alert               A person should look: failing storage, a stalled worker, a late save, a preemption notice.
+                        Keys: text.
+    notice              A fallback, a damaged checkpoint, a changed code version, a failing callback. Keys: text.
+
+`step` counts optimizer steps from 1, skipped ones included. After a crash, the steps after the checkpoint are computed
+and written again with equal numbers; readers keep the first of each (`ReplayFilter`).
 """
 
 import json
@@ -69,12 +88,12 @@ from ratchet.storage import digests
 
 TAIL_BYTES = 1 << 16
 _SALVAGE_TRIES = 16
-TEXTS = {"text", "reason"}
-"""What of an event may repeat the words of an exception: secrets are taken out."""
+REDACTED_KEYS = {"text", "reason"}
+"""Keys whose text may quote an exception: secrets are removed from them."""
 
 
 class JournalEvent(NamedTuple):
-    """One line of the journal. A tuple, for it is made in a third of the time that a frozen dataclass takes."""
+    """One line of the journal. A named tuple, because building one takes a third of the time of a frozen dataclass."""
 
     kind: str
     t: float
@@ -82,89 +101,90 @@ class JournalEvent(NamedTuple):
     data: dict[str, Any]
 
     def line(self) -> bytes:
-        """The line as it stands in the file. Raises ValueError for a value that JSON cannot hold, such as NaN."""
+        """Encode the event as a line of the file. Raises ValueError for a value that JSON cannot hold, such as NaN."""
         return (
             digests.canonical_json({"event": self.kind, "t": self.t, "attempt": self.attempt, **self.data}) + "\n"
         ).encode()
 
 
 class Journal:
-    """Append to a journal, from any thread. Each event is one `write` on an O_APPEND descriptor: writers mix no lines.
+    """Appends to a journal, from any thread. Each event is one `write` to an O_APPEND descriptor, so that lines of
+    several processes never mix.
 
-    A disk that takes nothing (full, broken, read-only) stops nobody: lines wait in memory, and are written in their
-    order before later ones. `sync` says when something still waits.
+    A disk that accepts nothing (full, failing, read-only) stops no training: lines wait in memory and are written in
+    order before later ones. `sync` raises while lines wait.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self.attempt = attempt
         self._mutex = threading.Lock()
-        self._waiting: deque[bytes] = deque()
-        self._fd, self._torn = self._open()
+        self._unwritten: deque[bytes] = deque()
+        self._fd, self._is_torn = self._open()
 
     def _open(self) -> tuple[int, bool]:
-        """The file, and whether its last line is torn: by a machine that died, or a full disk. Such a line is closed
-        before the next one; readers count it."""
+        """Open the file; also return whether its last line is cut off, by a dead machine or a full disk. Such a line is
+        terminated before the next one is written, and readers count it as damaged."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(fd).st_size
         return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
 
     def append(self, kind: str, **data: Any) -> JournalEvent:
-        """Tell one event; once written it survives the death of the process (not of the machine: `sync` does that).
+        """Append one event. Once written it survives the death of the process; `sync` makes it survive a power loss.
 
         Raises ValueError for values that JSON cannot hold, and nothing else.
         """
-        for name in TEXTS & data.keys():
+        for name in REDACTED_KEYS & data.keys():
             if isinstance(data[name], str):
                 data[name] = redact(data[name])
         event = JournalEvent(kind, round(time.time(), 3), self.attempt, data)
         line = event.line()
         with self._mutex:
-            self._waiting.append(line)
+            self._unwritten.append(line)
             self._write()
         return event
 
     def sync(self) -> None:
-        """Make everything told so far survive the death of the machine. Raises OSError if some of it is not written."""
+        """Flush all events to the disk. Raises OSError if some of them cannot be written."""
         with self._mutex:
             if error := self._write():
                 raise error
             os.fsync(self._fd)
 
     def reopen(self) -> None:
-        """Go on in the file that has the journal's name now: another one was put in its place."""
+        """Continue in the file that now has the journal's name, after it was replaced."""
         with self._mutex:
             os.close(self._fd)
-            self._fd, self._torn = self._open()
+            self._fd, self._is_torn = self._open()
 
     def close(self) -> None:
-        """Try once more to write what waits, and say so if that is lost."""
+        """Try once more to write the lines that wait, and print a message if they are lost."""
         with self._mutex:
             if error := self._write():
-                print_message(f"{len(self._waiting)} lines of {self.path} are lost: {error}")
+                print_message(f"{len(self._unwritten)} lines of {self.path} are lost: {error}")
             os.close(self._fd)
             self._fd = -1
 
     def _write(self) -> OSError | None:
-        """Write what waits. A line that was cut off stays in the file as damage, and is written again as a whole:
-        somebody else may have appended in between."""
-        while self._waiting:
-            line = b"\n" + self._waiting[0] if self._torn else self._waiting[0]
+        """Write the lines that wait. A line that was cut off stays in the file as damage and is written again in full,
+        because another process may have appended in between."""
+        while self._unwritten:
+            line = b"\n" + self._unwritten[0] if self._is_torn else self._unwritten[0]
             try:
                 written = os.write(self._fd, line)
             except OSError as error:
                 return OSError(error.errno, error.strerror, str(self.path))
             if written == len(line):
-                self._waiting.popleft()
-                self._torn = False
+                self._unwritten.popleft()
+                self._is_torn = False
             else:
-                self._torn = line[:written] != b"\n" if written else self._torn
+                self._is_torn = line[:written] != b"\n" if written else self._is_torn
                 return OSError(EIO, f"only {written} of {len(line)} bytes were written", str(self.path))
         return None
 
 
 class JournalReader:
-    """Follow a journal from a byte offset; a line that is not finished yet is left for the next call."""
+    """Follows a journal from a byte offset. An unfinished line is left for the next call."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -172,9 +192,9 @@ class JournalReader:
         self.damaged_lines = 0
 
     def read(self) -> Iterator[JournalEvent]:
-        """Events that have become complete since the last call, in order. Damaged lines are counted and skipped."""
+        """Yield the events that were completed since the last call, in order. Damaged lines are counted and skipped."""
         try:
-            if self.path.stat().st_size == self.offset:  # asked many times a second: mostly there is nothing
+            if self.path.stat().st_size == self.offset:  # called many times per second, mostly without news
                 return
             stream = self.path.open("rb")
         except FileNotFoundError:
@@ -192,7 +212,7 @@ class JournalReader:
 
 
 def read_last_event(path: Path) -> JournalEvent | None:
-    """The last whole event of a journal, read from its end; None when there is none."""
+    """The last intact event of a journal, read from the end of the file; None if there is none."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -210,7 +230,10 @@ def read_last_event(path: Path) -> JournalEvent | None:
 
 
 def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
-    """The event of a whole line, and whether the line is damaged: then it is the whole event at its end, if any."""
+    """Parse a complete line: the event (None if there is none), and whether the line is damaged.
+
+    A damaged line may end with an intact event of another writer; that event is returned.
+    """
     event = _parse_event(line)
     if event is not None or not line.strip():
         return event, False
@@ -218,12 +241,12 @@ def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
 
 
 def _parse_event(line: bytes) -> JournalEvent | None:
-    """The event of a line, None when it is none. Read by pydantic's parser, five times as fast as `json`: 100,000
-    lines are read while somebody waits."""
+    """The event of a line, or None. pydantic's parser is five times as fast as `json`, and a command may read 100,000
+    lines while its user waits."""
     try:
         try:
             raw = from_json(line)
-        except ValueError:  # it refuses a little more than `json` does: halves of surrogate pairs, 200 brackets deep
+        except ValueError:  # it rejects a little more than `json`: lone surrogates, 200 nested brackets
             raw = json.loads(line)
         t = float(raw.pop("t"))
         return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
@@ -232,7 +255,7 @@ def _parse_event(line: bytes) -> JournalEvent | None:
 
 
 def _salvage(line: bytes) -> JournalEvent | None:
-    """The whole event at the end of a damaged line: another writer's, glued to one that was cut off."""
+    """The intact event at the end of a damaged line, written by another process after a line that was cut off."""
     start = 0
     for _ in range(_SALVAGE_TRIES):
         start = line.find(b'{"', start + 1)
@@ -244,17 +267,17 @@ def _salvage(line: bytes) -> JournalEvent | None:
 
 
 class ReplayFilter:
-    """Lets each step and each validation through once: a resumed run does some again, with equal numbers.
+    """Passes each step and each validation once: a resumed run computes some again, with equal numbers.
 
-    A step is told by `step`, or by `skipped` when it was left out.
+    A step is recorded by `step`, or by `step_skipped`.
     """
 
     def __init__(self, after_step: int = 0, after_validation: int = 0) -> None:
         self._last = {"step": after_step, "validation": after_validation}
 
-    def new(self, event: JournalEvent) -> bool:
-        """Whether the event tells something that was not told before. A step without a number tells nothing."""
-        kind = "step" if event.kind == "skipped" else event.kind
+    def is_new(self, event: JournalEvent) -> bool:
+        """Whether the event was not seen before. A step or validation without a number is never new."""
+        kind = "step" if event.kind == "step_skipped" else event.kind
         last = self._last.get(kind)
         if last is None:
             return True
@@ -267,37 +290,34 @@ class ReplayFilter:
 
 @dataclass(frozen=True)
 class RunDecisions:
-    """What a run has decided on its way, and a resumed worker must decide again, or it would learn something else.
-
-    The data of the events that told it.
-    """
+    """Decisions that depended on the machine, as event data. A resumed worker must repeat them to learn the same."""
 
     budgets: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    """By (phase, step): the last `budget` event, for it holds what all of that step came to."""
-    skipped: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step: the `skipped` event that stands in the place of the step."""
+    """By (phase, step): the last `microbatch_budget` event. It includes all changes of that step."""
+    skipped_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By step: its `step_skipped` event."""
 
 
-def read_decisions(path: Path, after_step: int) -> RunDecisions:
-    """Decisions about everything that follows the checkpoint of `after_step`.
+def read_decisions(path: Path, checkpoint_step: int) -> RunDecisions:
+    """Read the decisions about everything that follows a checkpoint.
 
     Args:
-        path: a journal; one that is not there has decided nothing. Damaged lines are passed over.
-        after_step: a budget of training and a skipped step count when they are of a later step; a budget of
-            validation also when it is of this very step, for its validation may come after the checkpoint.
+        path: journal; if it does not exist, there are no decisions. Damaged lines are skipped.
+        checkpoint_step: step of the checkpoint. Training budgets and skipped steps count if they are of a later step;
+            validation budgets also if they are of this step, because its validation may follow the checkpoint.
     """
-    found = RunDecisions()
+    decisions = RunDecisions()
     for event in JournalReader(path).read():
         step = event.data.get("step")
         if not isinstance(step, int):
             continue
-        if event.kind == "skipped" and step > after_step:
-            found.skipped[step] = event.data
-        elif event.kind == "budget" and _is_budget(event) and step >= after_step:
+        if event.kind == "step_skipped" and step > checkpoint_step:
+            decisions.skipped_steps[step] = event.data
+        elif event.kind == "microbatch_budget" and _is_budget(event) and step >= checkpoint_step:
             phase = str(event.data["phase"])
-            if phase == "validation" or step > after_step:
-                found.budgets[phase, step] = event.data
-    return found
+            if phase == "validation" or step > checkpoint_step:
+                decisions.budgets[phase, step] = event.data
+    return decisions
 
 
 def _is_budget(event: JournalEvent) -> bool:

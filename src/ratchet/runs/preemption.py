@@ -1,4 +1,4 @@
-"""One question to a metadata server: it is on the machine itself, behind no proxy, and answers at once or never."""
+"""Preemption notices: a file that appears, or the metadata server of a cloud, asked every two seconds."""
 
 import json
 import threading
@@ -8,106 +8,106 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-LONGEST_ANSWER_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 16
 LINK_LOCAL = "http://169.254.169.254"
-"""Where all three clouds have theirs. No name is used: resolvers can take long to say that there is none."""
+"""Metadata server of all three clouds. No host name is used, because resolvers may need long to fail."""
 
 
 class MetadataResponse(NamedTuple):
-    """An answer 200."""
+    """A response with status 200."""
 
     text: str
-    """The body without white space around it; may be empty."""
+    """Body without surrounding white space; may be empty."""
     headers: Mapping[str, str]
-    """By name in small letters."""
+    """By lower-case name."""
 
 
 def query_metadata(
     url: str, headers: Mapping[str, str], timeout_s: float, method: str = "GET"
 ) -> MetadataResponse | None:
-    """What is at a URL; None for 404.
+    """Query a metadata server, which is on the machine itself and behind no proxy. Returns None for 404.
 
     Args:
         url: http or https.
         headers: of the request.
-        timeout_s: for each wait: to connect, and between two bytes.
+        timeout_s: for connecting, and between two bytes.
         method: `GET` or `PUT`.
 
     Raises:
-        OSError: every other answer (urllib.error.HTTPError has its number), or none.
-        ValueError: a URL that is none.
+        OSError: another status (urllib.error.HTTPError has its number), or no answer.
+        ValueError: invalid URL.
     """
-    from urllib.error import HTTPError  # not for workers, who import this room too
+    from urllib.error import HTTPError  # imported late: workers import this package too and do not need it
     from urllib.request import ProxyHandler, Request, build_opener
 
     opener = build_opener(ProxyHandler({}))
     try:
         with opener.open(Request(url, method=method, headers=dict(headers)), timeout=timeout_s) as reply:  # noqa: S310 (http, by our callers)
-            content: bytes = reply.read(LONGEST_ANSWER_BYTES)
-            told = {name.lower(): value for name, value in reply.headers.items()}
+            content: bytes = reply.read(MAX_ANSWER_BYTES)
+            received = {name.lower(): value for name, value in reply.headers.items()}
     except HTTPError as error:
         error.close()
         if error.code == 404:
             return None
         raise
-    return MetadataResponse(content.decode(errors="replace").strip(), told)
+    return MetadataResponse(content.decode(errors="replace").strip(), received)
 
 
 def get_http_status(error: OSError) -> int | None:
-    """The number of the answer that an error is about; None when there was no answer."""
+    """HTTP status of an error; None if there was no response."""
     code = getattr(error, "code", None)
     return code if isinstance(code, int) else None
 
 
-# What clouds tell their spot machines before they take them away, each in its own way.
+# Notices of the clouds for spot machines.
 #
 # Amazon EC2      "Spot Instance interruption notices", "EC2 instance rebalance recommendations", "Use the Instance
-#                 Metadata Service" (Amazon EC2 User Guide). Two minutes before; IMDSv2 wants a session token.
+#                 Metadata Service" (Amazon EC2 User Guide). Two minutes ahead; IMDSv2 requires a session token.
 # Google Compute  "Spot VMs: preemption process" and "Query a VM's host maintenance event" (Compute Engine
-#                 documentation). Thirty seconds before.
-# Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). Thirty seconds before; the
-#                 first question of a machine's life may take minutes. An event is for the machines that it names.
+#                 documentation). Thirty seconds ahead.
+# Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). Thirty seconds ahead; the
+#                 first request of a machine may take minutes. An event applies to the machines that it names.
 
 TIMEOUT_S = 1.0
 FIRST_EVENT_TIMEOUT_S = 10.0
-"""For Azure's list of events, which has to be set up when it is asked for the first time."""
-FOUND_WITHIN_S = 2.0
-"""How long `find_provider` waits for a cloud to say that it is there."""
+"""Timeout for Azure's list of events, which is set up at the first request."""
+FIND_TIMEOUT_S = 2.0
+"""How long `find_provider` waits for a cloud to identify itself."""
 _TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
 _TOKEN_LIFE_S = 21600
 
 
 class PreemptionPoll(NamedTuple):
-    """What one question has found."""
+    """Result of one request."""
 
     notice: str = ""
-    """Why this machine is about to be taken away; empty: it is not."""
+    """Why this machine is about to be preempted; empty if it is not."""
     remark: str = ""
-    """What else a person should know, such as that it may happen soon."""
+    """Other information for a person, such as an increased risk of preemption."""
 
 
 class PreemptionProvider(Protocol):
-    """The metadata server of one cloud. Both questions raise OSError or ValueError when the answer is none."""
+    """Metadata server of one cloud. Both methods raise OSError or ValueError for an invalid answer or none."""
 
-    def is_here(self) -> bool:
-        """Whether this machine is one of that cloud's."""
+    def is_current(self) -> bool:
+        """Whether this machine belongs to the cloud."""
 
-    def look(self) -> PreemptionPoll:
+    def poll(self) -> PreemptionPoll:
         """Ask once."""
 
 
 class AwsPreemptionProvider:
-    """EC2: 404 while there is nothing, then JSON."""
+    """EC2: 404 without a notice, JSON with one."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._address = address
         self._token = ""
 
-    def is_here(self) -> bool:
+    def is_current(self) -> bool:
         self._renew()
         return bool(self._token)
 
-    def look(self) -> PreemptionPoll:
+    def poll(self) -> PreemptionPoll:
         action = self._ask("spot/instance-action")
         if action is not None:
             found = _parse_object(action)
@@ -117,12 +117,12 @@ class AwsPreemptionProvider:
         if (advice := self._ask("events/recommendations/rebalance")) is not None:
             since = _parse_object(advice).get("noticeTime", "?")
             return PreemptionPoll(
-                remark=f"EC2 has told at {since} that this spot instance is at a higher risk to be taken back"
+                remark=f"EC2 reported at {since} that this spot instance has a higher risk of interruption"
             )
         return PreemptionPoll()
 
     def _ask(self, path: str) -> str | None:
-        """The answer below latest/meta-data. A token that has expired is replaced once."""
+        """Get a path below latest/meta-data. An expired token is renewed once."""
         if not self._token:
             self._renew()
         url = f"{self._address}/latest/meta-data/{path}"
@@ -142,60 +142,58 @@ class AwsPreemptionProvider:
 
 
 class GcpPreemptionProvider:
-    """Google: a word that changes."""
+    """Google Compute Engine: a value that changes."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._instance = f"{address}/computeMetadata/v1/instance"
 
-    def is_here(self) -> bool:
+    def is_current(self) -> bool:
         answer = query_metadata(f"{self._instance}/id", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
         return answer is not None and answer.headers.get("metadata-flavor") == "Google"
 
-    def look(self) -> PreemptionPoll:
-        if self._word("preempted").upper() == "TRUE":
+    def poll(self) -> PreemptionPoll:
+        if self._get("preempted").upper() == "TRUE":
             return PreemptionPoll("Google Compute Engine has preempted this machine: it ends in 30 s")
-        event = self._word("maintenance-event").upper()
+        event = self._get("maintenance-event").upper()
         if event.startswith("TERMINATE"):
             return PreemptionPoll(f"Google Compute Engine is about to stop this machine for maintenance ({event})")
         if event not in ("", "NONE"):
-            return PreemptionPoll(remark=f"Google Compute Engine has told of maintenance: {event[:100]}")
+            return PreemptionPoll(remark=f"Google Compute Engine reports maintenance: {event[:100]}")
         return PreemptionPoll()
 
-    def _word(self, name: str) -> str:
+    def _get(self, name: str) -> str:
         answer = query_metadata(f"{self._instance}/{name}", {"Metadata-Flavor": "Google"}, TIMEOUT_S)
         return answer.text if answer else ""
 
 
 class AzurePreemptionProvider:
-    """Azure: a list of events, each with the machines that it is about."""
+    """Azure: a list of events, each with the machines that it applies to."""
 
     ENDS = ("Preempt", "Terminate")
-    """Events after which the machine is gone. Others (Freeze, Reboot, Redeploy) leave it, and come minutes before."""
+    """Events that end the machine. Others (Freeze, Reboot, Redeploy) do not, and are announced minutes ahead."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._metadata = f"{address}/metadata"
         self._name = ""
 
-    def is_here(self) -> bool:
-        self._name = self._own_name()
+    def is_current(self) -> bool:
+        self._name = self._machine_name()
         return bool(self._name)
 
-    def look(self) -> PreemptionPoll:
-        self._name = self._name or self._own_name()
-        told = self._ask("scheduledevents?api-version=2020-07-01", FIRST_EVENT_TIMEOUT_S)
-        sighting = PreemptionPoll()
-        for event in told.get("Events") or []:
+    def poll(self) -> PreemptionPoll:
+        self._name = self._name or self._machine_name()
+        answer = self._ask("scheduledevents?api-version=2020-07-01", FIRST_EVENT_TIMEOUT_S)
+        found = PreemptionPoll()
+        for event in answer.get("Events") or []:
             if not isinstance(event, dict) or self._name not in (event.get("Resources") or []):
                 continue
             kind, when = str(event.get("EventType")), event.get("NotBefore") or "now"
             if kind in self.ENDS:
                 return PreemptionPoll(f"Azure will take away this machine: {kind}, not before {when}")
-            sighting = PreemptionPoll(
-                remark=f"Azure has told of an event for this machine: {kind[:100]}, not before {when}"
-            )
-        return sighting
+            found = PreemptionPoll(remark=f"Azure reports an event for this machine: {kind[:100]}, not before {when}")
+        return found
 
-    def _own_name(self) -> str:
+    def _machine_name(self) -> str:
         return str(self._ask("instance/compute?api-version=2021-02-01&format=json", TIMEOUT_S).get("name", ""))
 
     def _ask(self, path: str, timeout_s: float) -> dict[str, Any]:
@@ -204,7 +202,7 @@ class AzurePreemptionProvider:
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    """A JSON object; empty if it is none, for a notice without words is a notice."""
+    """Parse a JSON object; empty if the text is not one, because a notice without details is a notice."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -217,55 +215,51 @@ CLOUDS: Mapping[str, Callable[[], PreemptionProvider]] = {
     "gcp": GcpPreemptionProvider,
     "azure": AzurePreemptionProvider,
 }
-"""By the name that `machine.preemption_notice` gives them."""
+"""By their names in `machine.preemption_notice`."""
 
 
 def find_provider(
-    clouds: Mapping[str, Callable[[], PreemptionProvider]], within_s: float = FOUND_WITHIN_S
+    clouds: Mapping[str, Callable[[], PreemptionProvider]], timeout_s: float = FIND_TIMEOUT_S
 ) -> tuple[str, PreemptionProvider] | None:
-    """The cloud that this machine is in: all are asked at once. None when none says so in time."""
+    """Find the cloud of this machine by asking all of them at the same time. None if none identifies itself in time."""
     found: list[tuple[str, PreemptionProvider]] = []
-    over = threading.Event()
+    done = threading.Event()
 
     def ask_one(name: str, cloud: PreemptionProvider) -> None:
         try:
-            if cloud.is_here():
+            if cloud.is_current():
                 found.append((name, cloud))
-                over.set()
+                done.set()
         except (OSError, ValueError):
-            pass  # no answer, or another cloud's: it is not this one
+            pass  # no answer, or that of another cloud
 
-    def ask_all() -> None:
-        for one in questions:
-            one.join()
-        over.set()
+    def wait_for_all() -> None:
+        for thread in threads:
+            thread.join()
+        done.set()
 
-    questions = [
+    threads = [
         threading.Thread(target=ask_one, args=(name, make()), name=f"cloud-{name}", daemon=True)
         for name, make in clouds.items()
     ]
-    for one in questions:
-        one.start()
-    threading.Thread(target=ask_all, name="clouds", daemon=True).start()
-    over.wait(within_s)
+    for thread in threads:
+        thread.start()
+    threading.Thread(target=wait_for_all, name="clouds", daemon=True).start()
+    done.wait(timeout_s)
     return found[0] if found else None
 
-
-# Spot machines are taken away with a notice: a file that appears, or a metadata server's answer that changes.
-#
-# Where it comes from is `machine.preemption_notice`: `auto`, the name of a cloud (clouds.py), a file or a URL.
 
 AUTO = "auto"
 POLL_S = 2.0
 
 
 class PreemptionMonitor(threading.Thread):
-    """Asks until there is a notice. Whoever wants to know reads `text` and `news`.
+    """Polls a source until there is a notice. Read `notice` and `new_remarks`.
 
     Args:
-        where: `machine.preemption_notice`.
-        poll_s: between two questions, in seconds.
-        clouds: those that are known, by name.
+        where: `machine.preemption_notice`: `auto`, the name of a cloud, a file or a URL.
+        poll_s: interval in seconds.
+        clouds: known clouds, by name.
     """
 
     def __init__(
@@ -273,98 +267,96 @@ class PreemptionMonitor(threading.Thread):
     ) -> None:
         super().__init__(name="preemption-notice", daemon=True)
         self.where = where
-        self.text = ""
-        """What was found; empty while there is no notice."""
+        self.notice = ""
+        """Text of the notice; empty while there is none."""
         self.errors = 0
-        """Questions without an answer."""
+        """Number of failed requests."""
         self.complaint = ""
-        """What went wrong the first time: an error is no notice, but somebody should know."""
+        """The first error. It is no notice, but a person should know."""
         self._remarks: deque[str] = deque()
-        self._remarked: set[str] = set()
+        self._seen_remarks: set[str] = set()
         self._poll_s, self._clouds = poll_s, clouds
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
-    def news(self) -> list[str]:
-        """What somebody should know and was not told yet: the first complaint, and each remark of a cloud once."""
+    def new_remarks(self) -> list[str]:
+        """Remarks since the last call: the first error, and each remark of a cloud once."""
         return [self._remarks.popleft() for _ in range(len(self._remarks))]
 
     def run(self) -> None:
-        look = self._source()
-        while look is not None and not self._over.is_set():
+        poll = self._find_source()
+        while poll is not None and not self._ended.is_set():
             try:
-                sighting = look()
-            except (OSError, ValueError) as error:  # URLError, time-outs and refusals are OSErrors
+                found = poll()
+            except (OSError, ValueError) as error:  # URLError, timeouts and refusals are OSErrors
                 self.errors += 1
-                self._complain(f"no answer ({_describe_error(error)}); asked again every 2 s, and training goes on")
+                self._complain(f"no answer ({_describe_error(error)}); retrying every 2 s, training continues")
             else:
-                self._remark(sighting.remark)
-                self.text = sighting.notice
-            if self.text:
+                self._add_remark(found.remark)
+                self.notice = found.notice
+            if self.notice:
                 return
-            self._over.wait(self._poll_s)
+            self._ended.wait(self._poll_s)
 
     def stop(self) -> None:
-        """Ask no more."""
-        self._over.set()
+        """Stop polling."""
+        self._ended.set()
 
-    def _source(self) -> Callable[[], PreemptionPoll] | None:
-        """What to ask again and again; None when there is nobody to ask."""
+    def _find_source(self) -> Callable[[], PreemptionPoll] | None:
+        """The function to poll; None if there is no source."""
         if self.where == AUTO:
             found = find_provider(self._clouds)
             if found is None:
                 known = ", ".join(self._clouds)
                 self._complain(
-                    f"none of the clouds {known} answered: no notice will come from one, and training goes on"
+                    f"no answer from the clouds {known}: there will be no preemption notice, training continues"
                 )
                 return None
-            self._remark(
-                f"machine.preemption_notice auto: this machine is in the cloud {found[0]}, and asks it for notice"
-            )
-            return found[1].look
+            self._add_remark(f"machine.preemption_notice auto: found the cloud {found[0]}; polling it for notices")
+            return found[1].poll
         if self.where in self._clouds:
-            return self._clouds[self.where]().look
-        return _NoticeServer(self.where).look if urlsplit(self.where).scheme in ("http", "https") else self._file
+            return self._clouds[self.where]().poll
+        return _NoticeServer(self.where).poll if urlsplit(self.where).scheme in ("http", "https") else self._poll_file
 
-    def _file(self) -> PreemptionPoll:
+    def _poll_file(self) -> PreemptionPoll:
         try:
             Path(self.where).stat()
         except (FileNotFoundError, NotADirectoryError):
             return PreemptionPoll()
         return PreemptionPoll(
-            f"{self.where} is there: this machine is about to be taken away (remove the file if it is an old one)"
+            f"{self.where} exists: this machine is about to be preempted (remove the file if it is an old one)"
         )
 
     def _complain(self, text: str) -> None:
         if not self.complaint:
             self.complaint = f"machine.preemption_notice {self.where}: {text}"
-            self._remark(self.complaint)
+            self._add_remark(self.complaint)
 
-    def _remark(self, text: str) -> None:
-        if text and text not in self._remarked:
-            self._remarked.add(text)
+    def _add_remark(self, text: str) -> None:
+        if text and text not in self._seen_remarks:
+            self._seen_remarks.add(text)
             self._remarks.append(text)
 
 
 class _NoticeServer:
-    """A URL that answers 404 or FALSE, until it answers something else. It may want a session token as EC2's does."""
+    """A URL that answers 404 or FALSE until there is a notice. It may require a session token like EC2's."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._headers = {"Metadata-Flavor": "Google"}
 
-    def look(self) -> PreemptionPoll:
+    def poll(self) -> PreemptionPoll:
         answer = self._answer()
         if answer is None or answer.upper() == "FALSE":
             return PreemptionPoll()
-        return PreemptionPoll(f"{self._url} answered {answer[:100]!r}: this machine is about to be taken away")
+        return PreemptionPoll(f"{self._url} answered {answer[:100]!r}: this machine is about to be preempted")
 
     def _answer(self) -> str | None:
-        """The body of an answer 200, which may be empty; None for 404. Raises OSError for every other."""
+        """Body of a response 200, which may be empty; None for 404. Raises OSError for every other status."""
         try:
             answer = query_metadata(self._url, self._headers, TIMEOUT_S)
         except OSError as error:
             if get_http_status(error) != 401 or _TOKEN in self._headers:
-                self._headers.pop(_TOKEN, None)  # it may have expired: the next question asks for a new one
+                self._headers.pop(_TOKEN, None)  # it may have expired: the next request gets a new one
                 raise
         else:
             return None if answer is None else answer.text
@@ -376,7 +368,7 @@ class _NoticeServer:
             "PUT",
         )
         self._headers[_TOKEN] = token.text if token else ""
-        return None  # asked with the token the next time
+        return None  # the next request uses the token
 
 
 def _describe_error(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""A curve of any length in bounded memory, for small pictures: what is dropped depends on the points alone."""
+"""Live view of a run for screens: loss curves, estimated time left, state, and notable events, folded from its journal.
+
+It keeps bounded memory for a journal of any length.
+"""
 
 import json
 import math
@@ -15,35 +18,35 @@ from ratchet.runs.journal import JournalEvent, ReplayFilter
 from ratchet.runs.status import RATE_WINDOW, RunProgress
 
 POINTS = 256
-"""At most so many are kept."""
+"""Maximum number of points of a curve."""
 
 
 class DownsampledCurve:
-    """Values by step, ascending. Each point is the mean of as many values as every other, but the last."""
+    """Values by step, ascending, averaged into points. Each point but the last is the mean of equally many values."""
 
     def __init__(self) -> None:
         self._whole: list[tuple[int, float]] = []
         self._part: list[tuple[int, float]] = []
-        self.per = 1
+        self.values_per_point = 1
         """Values that a point stands for."""
 
     def add(self, step: int, value: float) -> None:
-        """Go on with one more value."""
+        """Append a value."""
         self._part.append((step, value))
-        if len(self._part) < self.per:
+        if len(self._part) < self.values_per_point:
             return
         self._whole.append(_average_points(self._part))
         self._part = []
         if len(self._whole) == POINTS:
             self._whole = [_average_points(self._whole[place : place + 2]) for place in range(0, POINTS, 2)]
-            self.per *= 2
+            self.values_per_point *= 2
 
     def points(self) -> list[tuple[int, float]]:
         """Step and value of each point; the step is that of the last value in it."""
         return [*self._whole, _average_points(self._part)] if self._part else list(self._whole)
 
-    def whole(self) -> list[float]:
-        """The values of the points that are complete: each stands for `per` values."""
+    def complete_values(self) -> list[float]:
+        """Values of the complete points; each stands for `values_per_point` values."""
         return [value for _, value in self._whole]
 
     def __bool__(self) -> bool:
@@ -54,28 +57,26 @@ def _average_points(points: list[tuple[int, float]]) -> tuple[int, float]:
     return points[-1][0], sum(value for _, value in points) / len(points)
 
 
-# How long a run will still take, and how well that is known: a fold over its journal.
+# Estimated time left.
 #
-# The estimate is the mean cost of the later half of the steps seen, for the steps that are left, and validations as
-# they
-# were so far. Its range is made of what forecasts by the same rule would have erred by in the past of this very run: a
-# speed that wanders widens it, whatever the reason, and steps that are all alike narrow it. docs/console.md has how
-# often
-# it was right.
+# The estimate multiplies the steps left by the mean cost of the later half of the steps seen, and adds validations at
+# the frequency and cost seen so far. Its range follows from the errors that forecasts by the same rule would have made
+# earlier in this run: a varying speed widens it, whatever the reason, and equal steps narrow it.
 
-LEAST_STEPS = 3
-"""Nothing is said before so many steps."""
-SHARE, LATEST = 0.5, 8
-"""The estimate is by this share of the steps, the latest ones, and by so many at least."""
+MIN_STEPS = 3
+"""No estimate before this many steps."""
+RECENT_SHARE, MIN_RECENT = 0.5, 8
+"""The estimate uses this share of the steps, the latest ones, and at least this many."""
 CUTS = (0.2, 0.33, 0.5, 0.67, 0.8)
-"""Shares of the steps after which a forecast is looked back upon."""
-ERRED, FURTHER, SPREAD, UNSEEN = 1.6, 0.2, 1.5, 2.0
-"""Weights in the range: of past forecasts' errors, of looking further ahead than those did, of the standard error by
-batches of steps, and of steps that are few (a start that is not typical). Chosen on 42 real and 420 made-up runs so
-that nine of ten ends are within the range, where steps are of one kind."""
+"""Shares of the steps after which a past forecast is evaluated."""
+ERROR_WEIGHT, HORIZON_WEIGHT, SPREAD_WEIGHT, FEW_STEPS_WEIGHT = 1.6, 0.2, 1.5, 2.0
+"""Weights in the range: errors of past forecasts; a longer horizon than theirs; the standard error over batches of
+steps; few steps (an untypical start). Chosen on 42 real and 420 simulated runs so that nine of ten ends are within the
+range if steps are of one kind."""
 BATCHES = 6
-IDLE_S, IDLE_STEPS = 60.0, 10.0
-"""A wait between two steps counts up to this long, and so many steps: the rest is a machine that slept, or a clock."""
+MAX_IDLE_S, MAX_IDLE_STEPS = 60.0, 10.0
+"""A wait between two steps counts up to this long plus the time of this many steps. More is a suspended machine, or a
+clock that was set."""
 
 
 _UNITS = (("s", 90.0), ("min", 5400.0), ("h", 129_600.0))
@@ -85,28 +86,28 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 @dataclass(frozen=True)
 class RemainingTime:
-    """An estimate in seconds, with the range that nine of ten ends are to be in."""
+    """An estimate in seconds, with a range that contains nine of ten ends."""
 
     low_s: float
-    middle_s: float
+    estimate_s: float
     high_s: float
 
     @property
-    def is_close(self) -> bool:
-        """Whether the range is within a tenth of the estimate: then it needs no mention."""
-        return max(self.middle_s - self.low_s, self.high_s - self.middle_s) <= 0.1 * self.middle_s
+    def is_precise(self) -> bool:
+        """Whether the range is within a tenth of the estimate, so that it needs no mention."""
+        return max(self.estimate_s - self.low_s, self.high_s - self.estimate_s) <= 0.1 * self.estimate_s
 
     def describe(self) -> str:
-        """`about 12 min (9-17)`; without the range where it is close."""
-        middle, unit = _round_duration(self.middle_s)
-        if self.is_close:
+        """`about 12 min (9-17)`; without the range if the estimate is precise."""
+        middle, unit = _round_duration(self.estimate_s)
+        if self.is_precise:
             return f"about {middle} {unit}"
         low, high = (_round_duration(seconds, unit)[0] for seconds in (self.low_s, self.high_s))
         return f"about {middle} {unit}" if low == high else f"about {middle} {unit} ({low}-{high})"
 
 
 def _round_duration(seconds: float, unit: str = "") -> tuple[str, str]:
-    """As much of a duration as an estimate may say, and its unit, which may be given."""
+    """Round a duration to the precision of an estimate. Returns the number and its unit; `unit` fixes the unit."""
     unit = unit or next((name for name, most_s in _UNITS if seconds < most_s), "d")
     count = seconds / _SECONDS[unit]
     if unit == "s":
@@ -115,7 +116,7 @@ def _round_duration(seconds: float, unit: str = "") -> tuple[str, str]:
 
 
 class EtaEstimator:
-    """Running account; `see` folds one more event in. Events that are damaged raise, and are to be passed over."""
+    """Estimates the time left; `update` adds one event. It raises for a damaged event, which the caller skips."""
 
     def __init__(self) -> None:
         self._costs = DownsampledCurve()
@@ -124,73 +125,71 @@ class EtaEstimator:
         self._conditions: tuple[object, ...] = ()
         self._planned, self._step = 0, 0
         self._last_t: float | None = None
-        """When the last step of this attempt ended; None: it has none."""
-        self._first: float | None = None
-        """Cost of an attempt's first step, for as long as nothing else is known."""
-        self._between_s = 0.0
-        """Of validations since the last step."""
-        self._unanswered_s = 0.0
-        """Of a generation: work since the last answers."""
+        """Time of the last step of this attempt; None: it has done none."""
+        self._validated_s = 0.0
+        """Time of validations since the last step."""
+        self._generated_s = 0.0
+        """In a generation: time since the last saved answers."""
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in."""
+    def update(self, event: JournalEvent) -> None:
+        """Add one event."""
         data = event.data
         if event.kind == "step":
-            self._cost(event)
-        elif event.kind == "answered":
-            self._answers(event)
-        elif event.kind == "skipped":
+            self._add_step(event)
+        elif event.kind == "generation_progress":
+            self._add_answers(event)
+        elif event.kind == "step_skipped":
             self._step, self._last_t = int(data["step"]), event.t
         elif event.kind == "validation":
-            self._between_s += float(data["seconds"])
+            self._validated_s += float(data["seconds"])
             self._validation_s = [*self._validation_s[-7:], float(data["seconds"])]
             if data["step"] not in self._validations:
                 self._validations = [*self._validations[-1:], int(data["step"])]
-        elif event.kind == "ready":
+        elif event.kind == "worker_ready":
             self._planned, self._step = int(data["planned_steps"]), int(data["start_step"])
-            self._last_t, self._between_s, self._unanswered_s = None, 0.0, 0.0
+            self._last_t, self._validated_s, self._generated_s = None, 0.0, 0.0
             conditions = tuple(data.get(name) for name in ("device", "compute_dtype", "ranks", "threads"))
-            if conditions != self._conditions:  # another speed
+            if conditions != self._conditions:  # the speed differs
                 self._conditions, self._costs, self._validation_s = conditions, DownsampledCurve(), []
 
-    def _cost(self, event: JournalEvent) -> None:
-        """A step's time, and that between it and the last one: waits for data, copies for checkpoints."""
+    def _add_step(self, event: JournalEvent) -> None:
+        """Add the time of a step and the time since the previous one: waits for data, copies for checkpoints."""
         step_s, self._step = float(event.data["step_s"]), int(event.data["step"])
-        if self._last_t is not None:  # an attempt's first step also warms up
-            idle_s = event.t - self._last_t - self._between_s - step_s
-            self._costs.add(self._step, step_s + min(max(0.0, idle_s), IDLE_S + IDLE_STEPS * step_s))
-        self._last_t, self._between_s = event.t, 0.0
+        if self._last_t is not None:  # the first step of an attempt includes warm-up
+            idle_s = event.t - self._last_t - self._validated_s - step_s
+            self._costs.add(self._step, step_s + min(max(0.0, idle_s), MAX_IDLE_S + MAX_IDLE_STEPS * step_s))
+        self._last_t, self._validated_s = event.t, 0.0
 
-    def _answers(self, event: JournalEvent) -> None:
-        """Of a generation, whose steps are answers: several at once, each with its share of the time since the last."""
+    def _add_answers(self, event: JournalEvent) -> None:
+        """In a generation, steps are answers: several at once, which share the time since the previous ones."""
         before, self._step = self._step, int(event.data["step"])
-        self._unanswered_s += float(event.data["seconds"])
+        self._generated_s += float(event.data["seconds"])
         if (count := self._step - before) > 0:
             for step in range(before + 1, self._step + 1):
-                self._costs.add(step, self._unanswered_s / count)
-            self._last_t, self._unanswered_s = event.t, 0.0
+                self._costs.add(step, self._generated_s / count)
+            self._last_t, self._generated_s = event.t, 0.0
 
-    def left(self, now: float) -> RemainingTime | None:
-        """Until the last step and the last validation; None while too little is known. `now` is Unix time.
+    def estimate(self, now: float) -> RemainingTime | None:
+        """Time until the last step and the last validation; None while too little is known. `now` is Unix time.
 
-        Not in it: another death, an early stop, sealing the result, and validations before the first one is over.
+        Not included: another crash, early stopping, sealing the result, and validations before the first one is done.
         """
-        costs, per = self._costs.whole(), self._costs.per
+        costs, per_point = self._costs.complete_values(), self._costs.values_per_point
         steps = max(0, self._planned - self._step)
-        if len(costs) * per < LEAST_STEPS or not self._planned or self._last_t is None:
+        if len(costs) * per_point < MIN_STEPS or not self._planned or self._last_t is None:
             return None
-        each_s = _latest_cost(costs, per)
-        spread = _estimate_spread(costs, per, steps, each_s)
-        begun_s = min(max(0.0, now - self._last_t - self._between_s), each_s) if steps else 0.0
-        stepping_s = max(0.0, steps * each_s - begun_s)
-        validating_s = self._validating_s()
-        around = math.exp(min(spread, 5.0))
+        step_s = _recent_cost(costs, per_point)
+        spread = _estimate_spread(costs, per_point, steps, step_s)
+        begun_s = min(max(0.0, now - self._last_t - self._validated_s), step_s) if steps else 0.0
+        steps_s = max(0.0, steps * step_s - begun_s)
+        validations_s = self._remaining_validations_s()
+        factor = math.exp(min(spread, 5.0))
         return RemainingTime(
-            stepping_s / around + validating_s, stepping_s + validating_s, stepping_s * around + validating_s
+            steps_s / factor + validations_s, steps_s + validations_s, steps_s * factor + validations_s
         )
 
-    def _validating_s(self) -> float:
-        """Of the validations that are left: one at the end, and one every so many steps, as far as that was seen."""
+    def _remaining_validations_s(self) -> float:
+        """Time of the validations left: one at the end, and one per interval, if two were seen."""
         if not self._validation_s or self._step >= self._planned:
             return 0.0
         every = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
@@ -198,79 +197,79 @@ class EtaEstimator:
         return max(0, left) * sum(self._validation_s) / len(self._validation_s)
 
 
-def _latest_cost(costs: list[float], per: int) -> float:
-    """What a step costs by the latest of them."""
-    count = max(math.ceil(len(costs) * SHARE), math.ceil(LATEST / per))
-    return _mean_rate(costs[-count:])
+def _recent_cost(costs: list[float], per_point: int) -> float:
+    """Mean cost of the latest steps."""
+    count = max(math.ceil(len(costs) * RECENT_SHARE), math.ceil(MIN_RECENT / per_point))
+    return _mean(costs[-count:])
 
 
-def _estimate_spread(costs: list[float], per: int, ahead: int, each_s: float) -> float:
-    """Half the width of the range, as a logarithm.
+def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: float) -> float:
+    """Half the width of the range, on a logarithmic scale.
 
     Args:
-        costs: of steps, in points that stand for `per` of them.
-        ahead: steps that are left.
-        each_s: the estimate for one.
+        costs: of steps, in points that stand for `per_point` steps each.
+        per_point: see above.
+        ahead: steps left.
+        step_s: estimated cost of a step.
     """
-    seen = len(costs) * per
+    seen = len(costs) * per_point
     errors = []
     for cut in (int(len(costs) * share) for share in CUTS):
         if cut >= 2 and len(costs) > cut:
-            errors.append(math.log(max(1e-9, _mean_rate(costs[cut:])) / max(1e-9, _latest_cost(costs[:cut], per))))
-    erred = math.sqrt(_mean_rate([error * error for error in errors])) if errors else 0.2
+            errors.append(math.log(max(1e-9, _mean(costs[cut:])) / max(1e-9, _recent_cost(costs[:cut], per_point))))
+    error = math.sqrt(_mean([error * error for error in errors])) if errors else 0.2
     count = min(BATCHES, len(costs))
     bounds = [round(place * len(costs) / count) for place in range(count + 1)]
-    means = [_mean_rate(costs[start:end]) for start, end in pairwise(bounds)]
-    standard = _deviation(means) / math.sqrt(count) / max(1e-9, each_s)
-    further = 1 + FURTHER * math.log1p(ahead / seen)
-    unseen = UNSEEN / seen * math.sqrt(ahead / (ahead + seen))
-    return math.hypot(ERRED * erred * further, SPREAD * standard, unseen)
+    means = [_mean(costs[start:end]) for start, end in pairwise(bounds)]
+    standard = _deviation(means) / math.sqrt(count) / max(1e-9, step_s)
+    horizon = 1 + HORIZON_WEIGHT * math.log1p(ahead / seen)
+    few = FEW_STEPS_WEIGHT / seen * math.sqrt(ahead / (ahead + seen))
+    return math.hypot(ERROR_WEIGHT * error * horizon, SPREAD_WEIGHT * standard, few)
 
 
-def _mean_rate(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
 def _deviation(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
-    mean = _mean_rate(values)
+    mean = _mean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-# Where a generation stands: a fold over its journal, for people.
+# Generations.
 
 WINDOW_S = 60.0
-"""Over the last so many seconds of work the speed is averaged."""
+"""The speed is averaged over this much recent work."""
 
 
 @dataclass
 class GenerationProgress:
-    """Running summary; `see` folds one more event in. Events that are damaged raise, and are to be passed over."""
+    """Progress of a generation; `update` adds one event. It raises for a damaged event, which the caller skips."""
 
-    finishes: Counter[str] = field(default_factory=Counter)
-    """Answers by how they ended, as far as the journal tells: what a death came before is not in it."""
+    finish_counts: Counter[str] = field(default_factory=Counter)
+    """Answers by the reason they ended. Answers that were saved just before a crash may be missing."""
     tokens: int = 0
-    """Of all answers."""
+    """Tokens of all answers."""
     speed: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Tokens a second, by answers."""
+    """Tokens/s, by answers."""
     live: dict[str, Any] = field(default_factory=dict)
-    """Of the last event `answered`: rows, held_tokens, waiting, budget_tokens, held_bytes, forecast_bytes,
-    device_bytes, chosen, doubted; None where whoever answers does not say."""
+    """Data of the last event `generation_progress`; values are None if the backend does not report them."""
     _step: int = 0
     _recent: deque[tuple[int, int, float]] = field(default_factory=deque)
-    """Answers, tokens and seconds between two tellings."""
+    """Answers, tokens and seconds of recent events."""
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in."""
+    def update(self, event: JournalEvent) -> None:
+        """Add one event."""
         data = event.data
-        if event.kind == "ready":
+        if event.kind == "worker_ready":
             self._step, self.live = int(data["start_step"]), {}
             self._recent.clear()
-        elif event.kind == "answered":
+        elif event.kind == "generation_progress":
             answers, tokens, seconds = int(data["step"]) - self._step, int(data["tokens"]), float(data["seconds"])
             self._step = int(data["step"])
-            self.finishes.update({str(name): int(count) for name, count in (data.get("finish") or {}).items()})
+            self.finish_counts.update({str(name): int(count) for name, count in (data.get("finish") or {}).items()})
             self.tokens += tokens
             self.live = dict(data)
             self._recent.append((answers, tokens, seconds))
@@ -279,9 +278,9 @@ class GenerationProgress:
             if seconds > 0:
                 self.speed.add(self._step, tokens / seconds)
 
-    def _rate(self, place: int) -> float | None:
+    def _rate(self, index: int) -> float | None:
         seconds = sum(one[2] for one in self._recent)
-        return sum(one[place] for one in self._recent) / seconds if seconds > 0 else None
+        return sum(one[index] for one in self._recent) / seconds if seconds > 0 else None
 
     @property
     def answers_per_s(self) -> float | None:
@@ -290,22 +289,22 @@ class GenerationProgress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The same in tokens of answers."""
+        """Recent speed of this attempt in tokens of answers."""
         return self._rate(1)
 
-    def ends(self) -> list[str]:
-        """How answers ended, the most frequent first: `120 stop`, `3 refused`."""
-        return [f"{count:,} {name}" for name, count in self.finishes.most_common()]
+    def describe_finishes(self) -> list[str]:
+        """Answers by the reason they ended, most frequent first: `120 stop`, `3 refused`."""
+        return [f"{count:,} {name}" for name, count in self.finish_counts.most_common()]
 
 
 def get_live_number(live: dict[str, Any], name: str) -> int | None:
-    """A figure of `GenerationProgress.live`."""
+    """A number of `GenerationProgress.live`, or None."""
     value = live.get(name)
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def is_generation(paths: RunPaths) -> bool:
-    """Whether a run directory is that of a generation; one whose spec cannot be read is taken for a training's."""
+    """Whether a run is a generation. A run whose spec cannot be read counts as a training."""
     try:
         found = json.loads(paths.spec.read_bytes())
     except (OSError, ValueError):
@@ -313,56 +312,56 @@ def is_generation(paths: RunPaths) -> bool:
     return isinstance(found, dict) and "generate" in found
 
 
-# What a screen shows of a run: a fold over its journal.
+# The view.
 
-STRAGGLES = 1.25
-"""A rank that computes so many times as long as the median of ranks holds the others up."""
-NEWS = 20
-"""The last so many are kept."""
+STRAGGLER_RATIO = 1.25
+"""A rank that computes this many times as long as the median rank slows the others down."""
+NOTABLE_EVENTS = 20
+"""Number of recent notable events that are kept."""
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError)
 
 
 @dataclass(frozen=True)
 class NotableEvent:
-    """Something out of the ordinary."""
+    """An unusual event, as text."""
 
     t: float
     """Unix time."""
     text: str
-    grave: bool
+    is_urgent: bool
     """Whether a person should see it now."""
 
 
 @dataclass(frozen=True)
 class RankUtilization:
-    """How busy one of several ranks was, lately."""
+    """How busy one of several ranks was recently."""
 
     rank: int
     host: str
-    """Empty where it is not told."""
+    """Empty if unknown."""
     busy: float
-    """Share of the time in which it computed on rows of its own; in the rest it waited for others."""
-    relative: float
-    """Of what the median rank was."""
+    """Share of the time in which it computed its own rows; otherwise it waited for other ranks."""
+    relative_to_median: float
+    """Its busy time over that of the median rank."""
 
     @property
-    def straggles(self) -> bool:
-        """Whether the others wait for it."""
-        return self.relative > STRAGGLES
+    def is_straggler(self) -> bool:
+        """Whether the other ranks wait for it."""
+        return self.relative_to_median > STRAGGLER_RATIO
 
 
 @dataclass
 class ProgressView:
-    """Running summary for people who look; `see` folds one more event in, and none makes it fail."""
+    """Everything a screen shows of a run; `update` adds one event and never fails."""
 
     progress: RunProgress = field(default_factory=RunProgress)
-    outlook: EtaEstimator = field(default_factory=EtaEstimator)
-    answering: GenerationProgress | None = None
-    """Of a generation; None: it is a training."""
+    eta: EtaEstimator = field(default_factory=EtaEstimator)
+    generation: GenerationProgress | None = None
+    """Of a generation; None for a training."""
     train: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Losses of steps, each step once."""
+    """Training losses, each step once."""
     validation: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Losses of validations."""
+    """Validation losses."""
     gradient_norm: float | None = None
     state: str = "starting"
     """starting, training or answering, waiting (for the next attempt), stopped, failed, finished."""
@@ -370,91 +369,92 @@ class ProgressView:
     compute_dtype: str = ""
     began_t: float | None = None
     """Unix time of the first attempt."""
-    ready: bool = False
+    is_ready: bool = False
     """Whether the current attempt has loaded everything."""
     available_bytes: int = 0
-    """Memory at hand when it was forecast."""
+    """Available memory at the time of the forecast."""
     ranks: tuple[RankUtilization, ...] = ()
     system: dict[str, Any] = field(default_factory=dict)
-    """The last event `system`, as it was told."""
+    """Data of the last event `system_metrics`."""
     rollbacks: int = 0
-    shrinks: int = 0
-    """Micro-batches made smaller because memory ran out."""
-    news: deque[NotableEvent] = field(default_factory=lambda: deque(maxlen=NEWS))
+    budget_shrinks: int = 0
+    """How often micro-batches were made smaller because memory ran out."""
+    notable_events: deque[NotableEvent] = field(default_factory=lambda: deque(maxlen=NOTABLE_EVENTS))
     _hosts: tuple[str, ...] = ()
     _flops_per_token: float | None = None
-    _peak_flops_s: float | None = None
+    _peak_flops_per_s: float | None = None
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    """Of the last steps: seconds, tokens computed, tokens learned from."""
+    """Seconds, input tokens and trained tokens of recent steps."""
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in; what is damaged is counted by `progress`, and passed over."""
-        self.progress.see(event)
-        new = self._replay.new(event)
-        answer = self.answering.see if self.answering else _ignore_event
-        for fold in (self.outlook.see, answer, self._learn if new else _ignore_event, self._follow, self._tell):
+    def update(self, event: JournalEvent) -> None:
+        """Add one event. `progress` counts damaged events; the other parts skip them."""
+        self.progress.update(event)
+        is_new = self._replay.is_new(event)
+        generation = self.generation.update if self.generation else _ignore_event
+        curves = self._add_to_curves if is_new else _ignore_event
+        for fold in (self.eta.update, generation, curves, self._update_figures, self._add_notable):
             try:
                 fold(event)
             except DAMAGE:
                 continue
 
-    def _learn(self, event: JournalEvent) -> None:
+    def _add_to_curves(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "step":
             self.train.add(int(data["step"]), _require_finite(data["loss"]))
         elif event.kind == "validation":
             self.validation.add(int(data["step"]), _require_finite(data["loss"]))
 
-    def _follow(self, event: JournalEvent) -> None:
+    def _update_figures(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "step":
             self.gradient_norm = _require_finite(data["grad_norm"])
             self._recent.append(
                 (_require_finite(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"]))
             )
-        elif event.kind == "ready":
-            self._begin(data)
-        elif event.kind == "ranks":
-            self._compare(data)
-        elif event.kind == "system":
+        elif event.kind == "worker_ready":
+            self._begin_work(data)
+        elif event.kind == "rank_timings":
+            self._compare_ranks(data)
+        elif event.kind == "system_metrics":
             self.system = dict(data)
-        elif event.kind == "forecast":
+        elif event.kind == "memory_forecast":
             self.available_bytes = int(data["available_bytes"])
-        elif event.kind == "budget":
-            self.shrinks += data["action"] == "shrink"
-        elif event.kind == "skipped":
+        elif event.kind == "microbatch_budget":
+            self.budget_shrinks += data["action"] == "shrink"
+        elif event.kind == "step_skipped":
             self.rollbacks += data["action"] == "roll_back"
         else:
-            self._turn(event)
+            self._update_state(event)
 
-    def _turn(self, event: JournalEvent) -> None:
-        """Of an attempt that begins or ends."""
-        if event.kind == "attempt":
+    def _update_state(self, event: JournalEvent) -> None:
+        """Follow the start and end of attempts."""
+        if event.kind == "attempt_started":
             self.began_t = event.t if self.began_t is None else self.began_t
-            self.state, self.ready, self.ranks = "starting", False, ()
+            self.state, self.is_ready, self.ranks = "starting", False, ()
             self._recent.clear()
-        elif event.kind == "died":
+        elif event.kind == "worker_exited":
             self.state = {"Retry": "waiting", "GiveUp": "failed"}.get(str(event.data["decision"]), "stopped")
-        elif event.kind in ("stopped", "finished"):
-            self.state = event.kind
-        if event.kind in ("died", "stopped", "finished"):
-            self.ready = False
+        elif event.kind in ("interrupted", "finished"):
+            self.state = "stopped" if event.kind == "interrupted" else "finished"
+        if event.kind in ("worker_exited", "interrupted", "finished"):
+            self.is_ready = False
 
-    def _begin(self, data: dict[str, Any]) -> None:
-        self.state, self.ready = "answering" if self.answering else "training", True
+    def _begin_work(self, data: dict[str, Any]) -> None:
+        self.state, self.is_ready = "answering" if self.generation else "training", True
         self.device, self.compute_dtype = str(data.get("device", "")), str(data.get("compute_dtype", ""))
         hosts = data.get("hosts") or ()
         self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
         self._recent.clear()
-        self._flops_per_token, self._peak_flops_s = (
+        self._flops_per_token, self._peak_flops_per_s = (
             float(found) if isinstance(found, int | float) and found > 0 else None
-            for found in (data.get("flops_per_token"), data.get("peak_flops_s"))
+            for found in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
         )
 
-    def _compare(self, data: dict[str, Any]) -> None:
+    def _compare_ranks(self, data: dict[str, Any]) -> None:
         busy = [float(one) / float(data["seconds"]) for one in data["busy_s"]]
-        # Of two the faster one: beside the mean of both, no rank of two could be much slower.
+        # Of two ranks, the faster one: compared with the mean of both, neither could be much slower.
         middle = statistics.median_low(busy)
         hosts = (*self._hosts, *[""] * len(busy))
         self.ranks = tuple(
@@ -462,56 +462,58 @@ class ProgressView:
             for rank, (host, share) in enumerate(zip(hosts, busy, strict=False))
         )
 
-    def _tell(self, event: JournalEvent) -> None:
+    def _add_notable(self, event: JournalEvent) -> None:
         text = event_messages.describe_notable_event(event)
         if text is not None:
-            self.news.append(NotableEvent(event.t, text, event.kind in ("alert", "died", "refused", "skipped")))
+            self.notable_events.append(
+                NotableEvent(event.t, text, event.kind in ("alert", "worker_exited", "start_refused", "step_skipped"))
+            )
 
-    def _rate(self, place: int) -> float | None:
+    def _rate(self, index: int) -> float | None:
         seconds = sum(one[0] for one in self._recent)
-        return sum(one[place] for one in self._recent) / seconds if seconds > 0 else None
+        return sum(one[index] for one in self._recent) / seconds if seconds > 0 else None
 
     @property
-    def at_work(self) -> bool:
-        """Whether everything is loaded, and nothing has ended it."""
+    def is_working(self) -> bool:
+        """Whether the worker has loaded everything and has not ended."""
         return self.state in ("training", "answering")
 
     @property
     def has_figures(self) -> bool:
-        """Whether this attempt has done a step: a figure from before a restart belongs to one that is done again."""
+        """Whether this attempt has done a step; figures from before a restart belong to steps that are repeated."""
         return bool(self._recent)
 
     @property
     def input_tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in tokens computed a second."""
+        """Recent speed of this attempt in input tokens/s."""
         return self._rate(1)
 
     @property
     def trained_tokens_per_s(self) -> float | None:
-        """The same in tokens learned from."""
+        """Recent speed of this attempt in trained tokens/s."""
         return self._rate(2)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation between 0 and 1: of what the data sheet promises; None where it is not known."""
+        """Model FLOPs utilization between 0 and 1, relative to the peak in the data sheet; None if unknown."""
         rate = self.input_tokens_per_s
-        if rate is None or self._flops_per_token is None or self._peak_flops_s is None:
+        if rate is None or self._flops_per_token is None or self._peak_flops_per_s is None:
             return None
-        return rate * self._flops_per_token / self._peak_flops_s
+        return rate * self._flops_per_token / self._peak_flops_per_s
 
     @property
     def stragglers(self) -> list[RankUtilization]:
-        """Ranks that the others wait for, the slowest first."""
-        return sorted((one for one in self.ranks if one.straggles), key=lambda one: -one.relative)
+        """Ranks that the others wait for, slowest first."""
+        return sorted((one for one in self.ranks if one.is_straggler), key=lambda one: -one.relative_to_median)
 
 
 def create_view(paths: RunPaths) -> ProgressView:
-    """Those of a run of which nothing was told yet."""
-    return ProgressView(answering=GenerationProgress() if is_generation(paths) else None)
+    """An empty view for the kind of this run."""
+    return ProgressView(generation=GenerationProgress() if is_generation(paths) else None)
 
 
 def _require_finite(value: Any) -> float:
-    """A number that can be drawn. Raises ValueError, TypeError."""
+    """Convert to a finite number. Raises ValueError, TypeError."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} cannot be drawn")
@@ -519,4 +521,4 @@ def _require_finite(value: Any) -> float:
 
 
 def _ignore_event(event: JournalEvent) -> None:
-    """What was told before."""
+    """Used in place of a fold that does not apply."""

@@ -1,4 +1,4 @@
-"""How many ranks a training has on this machine. Asks the driver's files, not torch: the supervisor does without it."""
+"""Ranks and rendezvous of a training. Reads files of the driver instead of asking torch, which it never imports."""
 
 import contextlib
 import os
@@ -8,61 +8,58 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def count_local_ranks(machine: Machine) -> int:
-    """`machine.gpus`; `auto`: one for each GPU that this process may see, one where there is none."""
+    """`machine.gpus`; for `auto`, one rank per visible GPU, and one without GPUs."""
     if machine.gpus != "auto":
         return machine.gpus
     return 1 if machine.device == "cpu" else max(1, count_visible_gpus())
 
 
 def count_visible_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs of NVIDIA that CUDA would show (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES: those before the first
-    that is none)."""
-    there = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+    """Number of NVIDIA GPUs that CUDA would show (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES: those before the
+    first invalid one)."""
+    present = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
     chosen = os.environ.get(VISIBLE)
-    if chosen is None or not there:
-        return there
+    if chosen is None or not present:
+        return present
     names = [name.strip() for name in chosen.split(",")]
     shown = names[: names.index("-1")] if "-1" in names else names
     return len([name for name in shown if name])
 
 
 def has_agent(machine: Machine) -> bool:
-    """Whether ranks are started by an agent: there are several, here or elsewhere."""
+    """Whether an elastic agent starts the ranks: there are several, on this machine or on others."""
     return count_local_ranks(machine) > 1 or machine.node_range != (1, 1)
 
 
-# The place where machines meet: a small server on one of them, which outlives attempts. Imports no torch.
-
 SERVER = (sys.executable, "-m", "ratchet.training.tcp_store")
-ANSWER_S = 5.0
-"""For a machine to take a connection."""
-SPEAK_S = 0.5
-"""For a service to say something. Where machines meet nobody speaks first, nor answers to what we ask."""
+CONNECT_TIMEOUT_S = 5.0
+GREETING_TIMEOUT_S = 0.5
+"""A rendezvous server neither greets a client nor answers HTTP; another service does one of them within this time."""
 
 
 class RendezvousServer:
-    """Serves `machine.rendezvous`, where that is an address of this machine, until it is closed."""
+    """A small server at `machine.rendezvous`, if that is an address of this machine. It outlives attempts."""
 
     def __init__(self, machine: Machine) -> None:
-        self._address = machine.meeting_place
+        self._address = machine.active_rendezvous
         self._server: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Somebody serves it: we do, if it is ours and nobody else does."""
+        """Start the server if the address is ours and no process serves it."""
         if self._address and is_local_address(self._address):
             self.close()
-            line = [*SERVER, self._address, str(os.getpid())]
-            self._server = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+            command = [*SERVER, self._address, str(os.getpid())]
+            self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def close(self) -> None:
-        """Serve it no more."""
+        """Stop the server."""
         if self._server is not None:
             self._server.kill()
             self._server.wait()
@@ -70,39 +67,37 @@ class RendezvousServer:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether this machine can listen there: it is none of another machine's, and no process has it."""
+    """Whether this machine can listen at the address: it is not another machine's, and no process uses it."""
     host, port = address.rsplit(":", 1)
-    with contextlib.closing(socket.socket()) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((host, int(port)))
+            probe.bind((host, int(port)))
         except OSError:
             return False
     return True
 
 
 def explain_unreachable(address: str) -> str:
-    """Why nothing can be reached there, in words; empty: somebody takes connections, and may be a meeting.
+    """Why the address cannot be reached; empty if a process accepts connections and may be a rendezvous server.
 
-    Raises SettingsError when it is another service.
+    Raises SettingsError if another service uses the port.
     """
     host, port = address.rsplit(":", 1)
     try:
-        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
             if _sends_data(connection):
-                raise SettingsError(
-                    f"machine.rendezvous {address}: another service has this port; take one that is free"
-                )
+                raise SettingsError(f"machine.rendezvous: {address} is used by another service; set a free port")
     except socket.gaierror as error:
         return f"the host {host} cannot be resolved: {error.strerror}"
     except OSError as error:
-        return f"nobody answers there: {error.strerror or error}"
+        return f"no server answers: {error.strerror or error}"
     return ""
 
 
 def _sends_data(connection: socket.socket) -> bool:
-    """Whether there is a service that greets, or answers to HTTP."""
-    connection.settimeout(SPEAK_S)
+    """Whether the service greets, or answers HTTP."""
+    connection.settimeout(GREETING_TIMEOUT_S)
     try:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         return bool(connection.recv(1))

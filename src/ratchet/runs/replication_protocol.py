@@ -1,4 +1,7 @@
-"""Somebody who keeps a second copy of a run elsewhere, and sees to it that one machine at a time writes it."""
+"""Interface of the replicator of a run, and the supervisor's use of it.
+
+A replicator copies a run to remote storage and makes sure that one machine at a time writes it.
+"""
 
 import os
 import time
@@ -6,160 +9,170 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, DataError, InterruptedRunError, LeaseHeldError, RatchetError
 from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
 from ratchet.runs.signals import StopSignal
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
 
-LEAST_S = 2.0
-"""For the copy after a request to stop, however long the worker took to seal."""
-STEP_S = 0.2
+MIN_STOP_S = 2.0
+"""Time for the last upload after a request to stop, however long the worker took to save."""
+WAIT_STEP_S = 0.2
 
 
 class ReplicatorProtocol(Protocol):
-    """What the supervisor asks of the keeper of the copy. It works in threads of its own; nothing here waits for long
-    but what says so."""
+    """Replicator of a run, as the supervisor uses it. It works in its own threads; methods that wait say so."""
 
-    def take(self, stopping: Callable[[], bool]) -> None:
-        """Before the first attempt, the run's lock held: become the one who may write (of several machines that train
-        together: one of them), and bring the run directory to where the copy stands, if that is further. Waits for the
-        claim of another machine to run out.
+    def acquire(self, stopping: Callable[[], bool]) -> None:
+        """Acquire the lease of the run and bring the run directory up to date with the replica, if that is further.
+
+        Called once, before the first attempt, with the lock of the run held. Of several machines that train the run
+        together, each calls it. Waits until the lease of another machine expires.
 
         Args:
-            stopping: asked while it waits, whether it is to end.
+            stopping: called while it waits; returns whether to give up.
 
         Raises:
-            LeaseHeldError: another machine trains this run, and is alive.
-            MirrorError, SettingsError: the copy cannot be reached, or must not be used.
-            InterruptedRunError: asked to stop meanwhile.
+            LeaseHeldError: another machine trains this run and is alive.
+            ReplicaError, SettingsError: the replica cannot be reached, or must not be used.
+            InterruptedRunError: `stopping` returned True.
         """
 
-    def lost(self) -> str | None:
-        """Why this machine may no longer write the run; None: it may. Asked a few times a second; never waits."""
+    def lost_reason(self) -> str | None:
+        """Why this machine may no longer write the run; None if it may. Called a few times a second; never blocks."""
 
-    def settle(self, wait_s: float) -> str | None:
-        """All that is sealed now is to be in the copy before this returns; else, after `wait_s`, what is missing and
-        why, in words. May be called again and again, and hurries those who copy."""
+    def wait_until_replicated(self, wait_s: float) -> str | None:
+        """Wait until everything that is sealed is in the replica, at most `wait_s`. May be called repeatedly; speeds up
+        the upload.
+
+        Returns:
+            What is missing and why, as text; None if nothing is.
+        """
 
     def release(self) -> None:
-        """The run has ended for now: give up the claim, end all threads. May be called twice."""
+        """Release the lease and end all threads. May be called twice."""
 
 
 class ReplicationSession:
-    """What a supervisor does about the copy of its run, if there is one.
+    """The supervisor's steps for the replica of its run. Does nothing if there is no replicator.
 
     Args:
-        custody: keeps the copy; None: there is none, and nothing is done.
-        run: that is supervised.
-        machine: for how long is waited.
+        replicator: of this run, or None.
+        run: the supervised run.
+        machine: settings with the time limits.
     """
 
-    def __init__(self, custody: ReplicatorProtocol | None, run: Run, machine: Machine) -> None:
-        self._custody, self._run, self._machine = custody, run, machine
-        self._lost = ""
-        self._waited = False
+    def __init__(self, replicator: ReplicatorProtocol | None, run: Run, machine: Machine) -> None:
+        self._replicator, self._run, self._machine = replicator, run, machine
+        self._lost_reason = ""
+        self._has_waited = False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """The run is ours to write for this long. Raises what `ReplicatorProtocol.take` does."""
-        if self._custody is None:
+    def hold_lease(self) -> Iterator[None]:
+        """Hold the lease of the run. Raises the same errors as `ReplicatorProtocol.acquire`."""
+        if self._replicator is None:
             yield
             return
         try:
             with StopSignal().installed() as stop:
-                self._take(self._custody, stop)
+                self._acquire(self._replicator, stop)
             try:
                 yield
             except (InterruptedRunError, LeaseHeldError):
                 raise
-            except RatchetError:  # somebody may want to read elsewhere why it has failed
-                self._custody.settle(self._machine.grace_s)
+            except RatchetError:  # replicate the journal, so that other machines can show why the run failed
+                self._replicator.wait_until_replicated(self._machine.grace_period_s)
                 raise
         finally:
-            self._custody.release()
+            self._replicator.release()
 
-    def _take(self, custody: ReplicatorProtocol, stop: StopSignal) -> None:
-        """`ReplicatorProtocol.take`; why it refuses is kept for whoever asks later where the run stands."""
+    def _acquire(self, replicator: ReplicatorProtocol, stop: StopSignal) -> None:
+        """Acquire the lease; a refusal is recorded in the journal, where `ratchet status` finds it."""
         try:
-            custody.take(lambda: stop.asked)
+            replicator.acquire(lambda: stop.asked)
         except InterruptedRunError:
             raise
         except RatchetError as error:
-            self._run.journal.append("refused", text=str(error))
+            self._run.journal.append("start_refused", text=str(error))
             raise
 
-    def look(self, stop: StopSignal) -> None:
-        """Ask the run to stop when it has become another machine's."""
-        if self._custody is not None and not stop.asked and (why := self._custody.lost()):
-            self._lost = why
-            self._run.journal.append("alert", text=why)
+    def check_lease(self, stop: StopSignal) -> None:
+        """Ask the run to stop if another machine has taken it over."""
+        if self._replicator is not None and not stop.asked and (reason := self._replicator.lost_reason()):
+            self._lost_reason = reason
+            self._run.journal.append("alert", text=reason)
             stop.ask()
 
-    def finish(self, stop: StopSignal) -> None:
-        """Wait until the result is in the copy. Raises InterruptedRunError when it is not, within `mirror_wait_s`."""
-        missing = self._settle(time.monotonic() + self._machine.mirror_wait_s, stop)
+    def wait_for_result(self, stop: StopSignal) -> None:
+        """Wait until the result is in the replica. Raises InterruptedRunError after `replica_timeout_s`."""
+        missing = self._wait(time.monotonic() + self._machine.replica_timeout_s, stop)
         if missing is not None:
-            self._waited = True
+            self._has_waited = True
             raise InterruptedRunError(
-                f"run {self._run.paths.root.name} is trained, but not done: its mirror lacks {missing}. "
-                "Repeat the command: nothing is trained again, what is missing is sent"
+                f"run {self._run.paths.root.name}: training is complete, but its replica lacks {missing}. "
+                "Run the same command again: it uploads the rest and trains nothing again"
             )
 
-    def leave(self, stop: StopSignal, error: InterruptedRunError) -> RatchetError:
-        """Use what is left of the grace for the copy; returns what to raise."""
-        if self._lost:
-            return LeaseHeldError(self._lost)
-        if self._waited:
+    def wait_after_stop(self, stop: StopSignal, error: InterruptedRunError) -> RatchetError:
+        """Use the rest of the grace period for the upload. Returns the error to raise."""
+        if self._lost_reason:
+            return LeaseHeldError(self._lost_reason)
+        if self._has_waited:
             return error
         since_s = time.monotonic() if stop.asked_s is None else stop.asked_s
-        until_s = max(since_s + self._machine.grace_s, time.monotonic() + LEAST_S)
-        missing = self._settle(until_s, None)
-        return error if missing is None else InterruptedRunError(f"{error}; its mirror lacks {missing}")
+        until_s = max(since_s + self._machine.grace_period_s, time.monotonic() + MIN_STOP_S)
+        missing = self._wait(until_s, None)
+        return error if missing is None else InterruptedRunError(f"{error}; its replica lacks {missing}")
 
-    def _settle(self, until_s: float, stop: StopSignal | None) -> str | None:
-        """What is missing at a time by time.monotonic(), or when the grace after a request to stop is over."""
-        if self._custody is None:
+    def _wait(self, until_s: float, stop: StopSignal | None) -> str | None:
+        """Wait for the replica until `until_s` (time.monotonic()), or until the grace period after a request to stop is
+        over. Returns what is missing."""
+        if self._replicator is None:
             return None
-        while missing := self._custody.settle(STEP_S):
+        while missing := self._replicator.wait_until_replicated(WAIT_STEP_S):
             if stop is not None and stop.asked_s is not None:
-                until_s = min(until_s, max(stop.asked_s + self._machine.grace_s, stop.asked_s + LEAST_S))
+                until_s = min(until_s, max(stop.asked_s + self._machine.grace_period_s, stop.asked_s + MIN_STOP_S))
             if time.monotonic() >= until_s:
                 return missing
         return None
 
 
-# What of a run lies in its mirror: written by the supervisor, read by the worker before it removes checkpoints.
-
-
 class ReplicationState(Record):
-    """Of one run directory, by its last holder here."""
+    """replication.json: how much of this run directory is in the replica.
+
+    The supervisor writes it; the worker reads it before it removes checkpoints.
+    """
 
     place: str
-    """Where the mirror is: what lies in another one is not known."""
+    """Address of the replica. Nothing is known about another address."""
     token: int
-    """Token of the last lease that this directory held (runs/replication/object_names.py); 0: another machine of the
-    same training copied the run."""
+    """Token of the last lease that this directory held (runs/replication/object_names.py). 0: another machine of the
+    same training replicated the run."""
     node: str
     lock: tuple[int, int]
-    """Device and inode of the run's lock: a copy of the directory has another."""
+    """Device and inode of the run's lock. They differ in a copy of the directory."""
     durable_steps: tuple[int, ...] = ()
     in_flight: int | None = None
-    """Checkpoint that is being copied."""
+    """Step of the checkpoint that is being uploaded."""
     result: bool = False
-    """Whether the sealed result is in the mirror."""
+    """Whether the sealed result is in the replica."""
     behind_bytes: int = 0
     failed_since: float | None = None
-    """Unix time at which the mirror was out of reach first; None while it is not."""
+    """Unix time since which the replica cannot be reached; None if it can."""
     journal_bytes: int = 0
-    """Of the journal, so much from its beginning is in the mirror."""
+    """How many bytes of the journal, from its beginning, are in the replica."""
     journal_shift: int = 0
-    """Added to a place in the journal here, this is the place in the mirror's: another machine told what was before."""
+    """Difference between an offset in the replica's journal and in this one, if another machine wrote the beginning."""
     journal_sha256: str = ""
 
     def describe(self, newest_step: int, now: float | None = None) -> str:
-        """One line; `newest_step` is the newest sealed one, `now` Unix time."""
+        """One line for people.
+
+        Args:
+            newest_step: step of the newest sealed checkpoint.
+            now: Unix time; None: the current time.
+        """
         newest = max(self.durable_steps, default=0)
         behind = max(0, newest_step - newest)
         text = f"step {newest} durable, {behind} step{'s' * (behind != 1)} behind" if newest else "no step durable yet"
@@ -167,7 +180,7 @@ class ReplicationState(Record):
             text = "the result is durable"
         if self.failed_since is None:
             return text
-        return f"{text}; out of reach for {max(0.0, (now or time.time()) - self.failed_since):.0f} s, tried again"
+        return f"{text}; unreachable for {max(0.0, (now or time.time()) - self.failed_since):.0f} s, retrying"
 
 
 def get_lock_identity(lock: FileLock) -> tuple[int, int]:
@@ -177,22 +190,22 @@ def get_lock_identity(lock: FileLock) -> tuple[int, int]:
 
 
 def read_replication_state(paths: RunPaths) -> ReplicationState | None:
-    """What was noted; None where nothing was, or nothing that can be read."""
+    """Read replication.json; None if it does not exist or is damaged."""
     try:
-        return ReplicationState.load(paths.mirror)
+        return ReplicationState.load(paths.replication_state)
     except (DataError, DamagedFileError):
         return None
 
 
 def find_unsent_steps(paths: RunPaths) -> set[int]:
-    """Steps whose checkpoints must stay here: newer than the newest in the mirror, or on their way there.
+    """Steps whose checkpoints must not be removed: those newer than the replica's newest, and the one in upload.
 
-    None of a run that has no mirror, or that nobody mirrors.
+    Empty for a run without a replica.
     """
-    if not paths.mirror.exists():
+    if not paths.replication_state.exists():
         return set()
     try:
-        if TrainingLaunchSpec.load(paths.launch).machine.mirror is None:
+        if TrainingLaunchSpec.load(paths.launch).machine.replica is None:
             return set()
     except (DataError, DamagedFileError):  # no supervisor has started this training
         return set()
@@ -202,6 +215,6 @@ def find_unsent_steps(paths: RunPaths) -> set[int]:
 
 
 def find_steps_in_flight(paths: RunPaths) -> set[int]:
-    """The step whose checkpoint is being copied, if one is."""
-    found = read_replication_state(paths) if paths.mirror.exists() else None
+    """The step whose checkpoint is being uploaded, if any."""
+    found = read_replication_state(paths) if paths.replication_state.exists() else None
     return set() if found is None or found.in_flight is None else {found.in_flight}

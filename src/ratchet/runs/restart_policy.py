@@ -1,4 +1,4 @@
-"""What to do when a worker has ended: one pure function, tested by a table."""
+"""Restart policy: decides what to do when a worker has ended. Pure functions, tested by a table."""
 
 import re
 import signal as signals
@@ -23,30 +23,30 @@ FailureClass = Literal[
     "rendezvous",
     "endpoint",
 ]
-"""`peers`: other ranks are gone; `rendezvous`: their machines did not come; `too_large`: refused by the memory
-forecast, before anything was loaded; `endpoint`: a server that is asked does not answer."""
+"""`peers`: other ranks are gone. `rendezvous`: the machines did not meet. `too_large`: refused by the memory forecast
+before anything was loaded. `endpoint`: a model server does not answer."""
 
-LONGEST_DELAY_S = 60.0
-PEERS_TIMES = 50
-"""Restarts in a row, without a new checkpoint, because others were gone."""
+MAX_DELAY_S = 60.0
+MAX_PEERS_RESTARTS = 50
+"""Restarts in a row, without a new checkpoint, because other ranks were gone."""
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker's process ended: exit code, or the signal that killed it; and what is known about the cause."""
+    """How the process of a worker ended, and what is known of the cause."""
 
     exit_code: int
     """As subprocess reports it: negative for a signal."""
     failure: FailureClass | None = None
-    """What the worker said itself; `stalled` when we killed it."""
+    """Reported by the worker; `stalled` if the supervisor killed it."""
     text: str = ""
     oom_kills: int = 0
-    """Processes that the system killed for memory while the worker ran."""
+    """Processes that the kernel killed for memory while the worker ran."""
 
 
 @dataclass(frozen=True)
 class EarlierFailure:
-    """An earlier end of the run."""
+    """An earlier failure of the run."""
 
     failure: FailureClass
     text: str
@@ -71,13 +71,13 @@ class GiveUp:
 
 
 def describe_cause(failure: str, text: str) -> str:
-    """Why an attempt ended: its class, unless what is said of it begins with that."""
+    """Why an attempt ended: its class and text, without naming the class twice."""
     words = failure.replace("_", " ")
     return text if text.startswith(words) else f"{words}, {text}"
 
 
 def classify_exit(end: WorkerExit) -> FailureClass:
-    """The cause, from what is known, else from how it ended."""
+    """The failure class: as reported, otherwise from the exit code."""
     if end.failure is not None:
         return end.failure
     if end.exit_code == EXIT_INTERRUPTED:
@@ -96,36 +96,37 @@ def decide(
 ) -> Retry | GiveUp:
     """Retry or give up.
 
-    Causes outside the program are worth the same attempt again. Divergence, unusable data, and memory that the worker
-    could not make do with, are not. A bug is, once: it shows that it is one by coming back.
+    Causes outside the program are worth another attempt. Divergence, unusable data, and memory that the worker could
+    not cope with are not. A bug gets one retry, which shows whether it is reproducible.
 
     Args:
         end: how the worker ended, without a result.
-        before: deaths since the last new checkpoint, oldest first, this one not among them.
-        retries: `machine.retries`; None for what is never tried again, whatever the settings say.
-        delay_s: `machine.retry_delay_s`; doubled for every death without progress, at most 60 s.
-        stopping: the run was asked to stop: what would be tried again ends here, as interrupted.
+        before: failures since the last new checkpoint, oldest first, without this one.
+        retries: `machine.max_restarts`; None: never retry, whatever the settings say.
+        delay_s: `machine.restart_delay_s`; doubled for every failure without progress, at most 60 s.
+        stopping: the run was asked to stop, so that what would be retried ends as interrupted.
     """
     failure, text = classify_exit(end), end.text or _describe_exit(end)
     if final := _decide_final(end, failure, text):
         return final
     if stopping:
-        return GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop, and the worker ended: {text}; repeat to go on")
-    if failure == "peers" and len(before) < PEERS_TIMES:
-        return Retry(failure, delay_s, text)  # nothing was wrong here
-    before = [death for death in before if death.failure != "peers"]
-    bugs = [death for death in before if death.failure == "bug"]
+        text = f"asked to stop, and the worker ended: {text}; run it again to resume"
+        return GiveUp("preempted", EXIT_INTERRUPTED, text)
+    if failure == "peers" and len(before) < MAX_PEERS_RESTARTS:
+        return Retry(failure, delay_s, text)  # not this machine's fault
+    before = [earlier for earlier in before if earlier.failure != "peers"]
+    bugs = [earlier for earlier in before if earlier.failure == "bug"]
     if retries is None or len(before) >= retries or (failure == "bug" and bugs):
         return GiveUp(failure, EXIT_BUG, text if retries is None else _describe_history(text, before))
-    return Retry(failure, min(LONGEST_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
+    return Retry(failure, min(MAX_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
 
 
 def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp | None:
-    """What another attempt would not change."""
+    """Decide failures that another attempt would not change; None for the others."""
     if failure in ("preempted", "rendezvous", "endpoint"):
         text = "stopped on request" if failure == "preempted" else text
-        return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; repeat to go on")
-    # A disk that the worker has waited for, as long as it was told to, needs a person as well.
+        return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; run it again to resume")
+    # Storage that the worker has already waited for, as long as the settings allow, also needs a person.
     if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)
     if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
@@ -134,38 +135,38 @@ def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp |
 
 
 def compute_exclusion_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
-    """How long a machine stays away from a training of several: two failures of its own so close together are its own
-    fault, and each of them has cost all others a restart.
+    """How long a machine stays out of a training of several machines: two failures of its own within the window are its
+    own fault, and each of them cost all others a restart.
 
     Args:
-        failed_s: when its ranks failed, ascending.
+        failed_s: when its ranks failed, ascending, by a monotonic clock.
         now_s: by the same clock.
-        window_s: `machine.leave_out_s`.
+        window_s: `machine.node_cooldown_s`.
     """
     recent = [at for at in failed_s if now_s - at <= window_s]
     return window_s if window_s and len(recent) >= 2 else 0.0
 
 
 def _describe_history(text: str, before: Sequence[EarlierFailure]) -> str:
-    """The last cause, and the others when there were others."""
+    """The last cause, and earlier ones if they differ."""
     if not before:
-        return f"{text}; no restart is allowed (machine.retries: 0)"
+        return f"{text}; no restart is allowed (machine.max_restarts: 0)"
     causes = {_strip_numbers(death.text): death.text for death in before}
     others = [cause for like, cause in causes.items() if like != _strip_numbers(text)]
     times = f"{len(before)} restart{'s' if len(before) > 1 else ''} without a new checkpoint"
     if not others:
-        return f"{text}; the same again after a restart; gave up after {times}"
-    return f"{text}; gave up after {times}; before that: {'; '.join(others)}"
+        return f"{text}; failed the same way after a restart; gave up after {times}"
+    return f"{text}; gave up after {times}; earlier causes: {'; '.join(others)}"
 
 
 def _strip_numbers(text: str) -> str:
-    """The text without its numbers: times and process ids differ each time."""
+    """Remove numbers, because times and process ids differ each time."""
     return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
 def _describe_exit(end: WorkerExit) -> str:
     if end.exit_code == 0:
-        return "the worker ended with success but sealed no result"
+        return "the worker exited with code 0 but sealed no result"
     if end.exit_code > 0:
         return f"exit code {end.exit_code}"
     known = {number.value: number.name for number in signals.Signals}
@@ -174,7 +175,7 @@ def _describe_exit(end: WorkerExit) -> str:
         return f"killed by {name}"
     if end.oom_kills:
         return (
-            f"killed by {name} while the system ran out of memory; lower machine.micro_batch_rows, set "
-            "machine.activation_checkpointing, or end what else uses memory"
+            f"killed by {name} while the system ran out of memory; lower machine.micro_batch_size, set "
+            "machine.activation_checkpointing, or stop other processes"
         )
-    return f"killed by {name} (by a person, a scheduler, or a system short of memory: see `dmesg`)"
+    return f"killed by {name} (by a person, a scheduler, or a system short of memory; see `dmesg`)"

@@ -1,4 +1,4 @@
-"""What a run's directory tells beside its journal: who writes to it, what is being sealed, what the mirror has."""
+"""Live state of a run: its journal, and what its directory shows besides (lock, checkpoint in progress, replica)."""
 
 import re
 from collections.abc import Sequence
@@ -18,22 +18,23 @@ _SEALING = re.compile(rf"{re.escape(files.PARTIAL)}step-([0-9]{{8,}})-([0-9]+)")
 
 @dataclass(frozen=True)
 class SidecarState:
-    """At one moment."""
+    """State of a run directory that is not in the journal, at one moment."""
 
     running: bool = False
-    """Whether some process holds the run's lock."""
+    """Whether a process holds the lock of the run."""
     saving: int | None = None
-    """Step whose checkpoint is being written; None: none is."""
-    mirror: ReplicationState | None = None
-    """What is known of the mirror; None: the run has none, or nothing is noted."""
+    """Step of the checkpoint that is being written; None: none is."""
+    replica: ReplicationState | None = None
+    """State of the replica; None: there is no replica, or nothing is known of it."""
     finished: bool = False
-    """Whether there is a result. It is not read through: that takes too long for somebody who looks twice a second."""
+    """Whether there is a result. It is not verified, which would take too long twice a second."""
 
 
 def read_sidecar_state(paths: RunPaths) -> SidecarState:
+    """Read the state of a run directory. If it is missing or cannot be read, all fields have their defaults."""
     """Look into a run's directory. One that is not there, or cannot be read, tells nothing."""
     try:
-        running = paths.lock().held_elsewhere()
+        running = paths.lock().is_held()
         return SidecarState(
             running,
             _find_saving_step(paths) if running else None,
@@ -45,7 +46,7 @@ def read_sidecar_state(paths: RunPaths) -> SidecarState:
 
 
 def _find_saving_step(paths: RunPaths) -> int | None:
-    """The step that is being sealed, by a process of this machine; what one left that died is not."""
+    """The step that a live process of this machine is saving; leftovers of a dead process do not count."""
     try:
         names = [path.name for path in paths.checkpoints.iterdir()]
     except FileNotFoundError:
@@ -55,34 +56,31 @@ def _find_saving_step(paths: RunPaths) -> int | None:
     return max(found, default=None)
 
 
-# A run that somebody looks at, wherever it is trained: what its journal tells, and what stands beside it.
-
-
 class RunSource(Protocol):
-    """One run."""
+    """A run to display, wherever it is trained."""
 
     name: str
-    vitals: ProgressView
-    aside: SidecarState
-    new: Sequence[JournalEvent]
-    """What the last look has found; all that was told before at the first."""
+    view: ProgressView
+    sidecar: SidecarState
+    new_events: Sequence[JournalEvent]
+    """Events that the last `refresh` found; at first all of them."""
 
-    def look(self) -> None:
-        """Take in what is new."""
+    def refresh(self) -> None:
+        """Read what is new."""
 
 
 class LocalRunSource:
-    """A run whose directory this machine sees."""
+    """A run whose directory is on this machine."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.name = paths.root.name
-        self.vitals, self.aside = create_view(paths), SidecarState()
-        self.new: Sequence[JournalEvent] = ()
+        self.view, self.sidecar = create_view(paths), SidecarState()
+        self.new_events: Sequence[JournalEvent] = ()
         self._paths, self._reader = paths, JournalReader(paths.journal)
 
-    def look(self) -> None:
-        """See `RunSource.look`. A run that is removed meanwhile tells nothing more."""
-        self.aside = read_sidecar_state(self._paths)
-        self.new = list(self._reader.read())
-        for event in self.new:
-            self.vitals.see(event)
+    def refresh(self) -> None:
+        """See `RunSource.refresh`. A run that was removed has no new events."""
+        self.sidecar = read_sidecar_state(self._paths)
+        self.new_events = list(self._reader.read())
+        for event in self.new_events:
+            self.view.update(event)

@@ -1,4 +1,4 @@
-"""Being asked to stop, and dying with one's parent."""
+"""Stop signals of the supervisor, and processes that die with their parent."""
 
 import contextlib
 import ctypes
@@ -13,51 +13,53 @@ WAIT_STEP_S = 0.2
 
 
 class StopSignal:
-    """The supervisor's signal handler: SIGTERM, SIGINT and SIGHUP are remembered, and passed on to the worker.
+    """Signal handler of the supervisor: records SIGTERM, SIGINT and SIGHUP and passes them on to the worker.
 
-    Plain attributes on purpose: threading.Event locks, and a second signal while the first is in `set` then waits for
-    ever for itself.
+    It uses plain attributes, because threading.Event locks: a second signal that arrives during `set` would wait for
+    itself forever.
+
+    Args:
+        on_signal: called for each signal; must not block.
     """
 
-    def __init__(self, told: Callable[[], None] | None = None) -> None:
-        self._told = told
-        """Told of each signal; must not wait."""
+    def __init__(self, on_signal: Callable[[], None] | None = None) -> None:
+        self._on_signal = on_signal
         self.asked_s: float | None = None
-        """When it was first asked for, by time.monotonic()."""
+        """Time of the first request, by time.monotonic()."""
         self.worker: subprocess.Popen[bytes] | None = None
 
     @property
     def asked(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run should end."""
         return self.asked_s is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._told:
-            self._told()
+        if self._on_signal:
+            self._on_signal()
         self.ask()
 
     def ask(self) -> None:
-        """The same without a signal. Asking again passes it on again, and changes nothing else."""
+        """Request the end of the run, without a signal. A repeated request is only passed on to the worker again."""
         if self.asked_s is None:
             self.asked_s = time.monotonic()
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the worker a SIGTERM, if there is one; and let it go on if it was stopped, or it could not obey."""
+        """Send the worker, if there is one, SIGTERM, and SIGCONT so that a stopped process can handle it."""
         if self.worker is not None and self.worker.poll() is None:
             self.worker.send_signal(signal.SIGTERM)
             self.worker.send_signal(signal.SIGCONT)
 
-    def wait(self, seconds: float, look: Callable[[], None]) -> None:
-        """Sleep, but not on after a request; `look` is called now and then, and may make one."""
+    def wait(self, seconds: float, poll: Callable[[], None]) -> None:
+        """Sleep until a request to stop arrives; `poll` is called every WAIT_STEP_S and may make the request."""
         deadline_s = time.monotonic() + seconds
         while not self.asked and (left := deadline_s - time.monotonic()) > 0:
             time.sleep(min(WAIT_STEP_S, left))
-            look()
+            poll()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["StopSignal"]:
-        """The signals are ours for this long."""
+        """Handle the stop signals inside this context."""
         old = {number: signal.signal(number, self) for number in list_stop_signals()}
         try:
             yield self
@@ -67,7 +69,7 @@ class StopSignal:
 
 
 def list_stop_signals() -> tuple[signal.Signals, ...]:
-    """Signals that ask a process to end. SIGHUP, when its terminal is closed, is none where it is ignored (nohup)."""
+    """Signals that ask a process to end. SIGHUP (its terminal was closed) does not if it is ignored (nohup)."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))
 

@@ -1,7 +1,7 @@
-"""Which share of the time a run has made progress in: a fold over its journal.
+"""Status of a run, folded from its journal: progress, goodput, memory, cost of checkpoints. Imports no torch.
 
-Goodput is the time spent in steps and validations that count, each of them once, over the time since the run began.
-What is lost are start-ups, waits for a machine, steps done again, and training that stood still for checkpoints.
+Goodput is the time of the steps and validations that count, each of them once, divided by the time since the run began.
+The rest is start-up, waiting for a machine, repeated steps, and training that was blocked by checkpoints.
 """
 
 import math
@@ -20,67 +20,64 @@ from ratchet.runs.restart_policy import describe_cause
 
 @dataclass
 class Goodput:
-    """Running account; `see` folds one more event in."""
+    """Goodput of a run; `update` adds one event."""
 
     began_t: float | None = None
     """Unix time of the first attempt."""
     last_t: float = 0.0
     steps: dict[int, float] = field(default_factory=dict)
-    """Seconds of each step that counts: the last time that it was done."""
+    """Seconds of each step that counts: its last execution."""
     validations: dict[int, float] = field(default_factory=dict)
-    done_again_s: float = 0.0
-    """Spent in steps and validations that had to be done again."""
-    _over: bool = False
+    repeated_s: float = 0.0
+    """Time of steps and validations that had to be repeated."""
+    _is_finished: bool = False
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in; one that lacks what its kind has says nothing."""
-        if event.kind == "attempt" and self.began_t is None:
+    def update(self, event: JournalEvent) -> None:
+        """Add one event; an event that lacks a key of its kind is ignored."""
+        if event.kind == "attempt_started" and self.began_t is None:
             self.began_t = event.t
-        if event.kind in ("attempt", "finished"):
-            self._over = event.kind == "finished"
-        if not self._over or event.kind == "finished":  # what is told of a finished run takes none of its time
+        if event.kind in ("attempt_started", "finished"):
+            self._is_finished = event.kind == "finished"
+        if not self._is_finished or event.kind == "finished":  # later events take none of the run's time
             self.last_t = max(self.last_t, event.t)
-        kind = {"step": (self.steps, "step_s"), "validation": (self.validations, "seconds")}.get(event.kind)
-        if kind is None:
+        found = {"step": (self.steps, "step_s"), "validation": (self.validations, "seconds")}.get(event.kind)
+        if found is None:
             return
-        counted, key = kind
+        counted, key = found
         step, seconds = event.data.get("step"), event.data.get(key)
         if isinstance(step, int) and isinstance(seconds, int | float):
-            self.done_again_s += counted.get(step, 0.0)
+            self.repeated_s += counted.get(step, 0.0)
             counted[step] = float(seconds)
 
     @property
     def useful_s(self) -> float:
-        """Spent in what counts."""
+        """Time of the steps and validations that count."""
         return sum(self.steps.values()) + sum(self.validations.values())
 
     def wall_s(self, now_t: float | None = None) -> float:
-        """Since the run began, until its last event, or until `now_t` of a run that goes on."""
+        """Time since the run began, until its last event, or until `now_t` if it is active."""
         until = self.last_t if now_t is None else now_t
         return max(0.0, until - self.began_t) if self.began_t is not None else 0.0
 
     def share(self, now_t: float | None = None) -> float | None:
-        """Goodput between 0 and 1; None before anything was done."""
+        """Goodput between 0 and 1; None before any work is done."""
         wall = self.wall_s(now_t)
         return min(1.0, self.useful_s / wall) if wall else None
 
 
-# Memory of a run: what it held at most, and what was foreseen.
-
-
 @dataclass
 class MemoryStatus:
-    """What a run holds, and what was foreseen, in bytes."""
+    """Measured and forecast memory of a run, in bytes."""
 
     peaks: dict[str, int] = field(default_factory=dict)
     """Measured, by phase."""
     forecast: dict[str, int] = field(default_factory=dict)
-    """The same, as forecast."""
+    """Forecast, by phase."""
     device_bytes: int = 0
-    """Of all that the device has."""
+    """Memory of the device in all."""
 
     def describe(self) -> str:
-        """One line; empty when nothing was measured."""
+        """One line; empty if nothing was measured."""
         if not self.peaks:
             return ""
         phase, peak = max(self.peaks.items(), key=lambda one: one[1])
@@ -88,49 +85,47 @@ class MemoryStatus:
         text = f"{size} at most, in phase {phase.replace('_', ' ')}"
         if not self.forecast:
             return text
-        foreseen = max(self.forecast.values())
-        return f"{text}; forecast {units.format_bytes(foreseen)} ({round(100 * (foreseen / peak - 1)):+d} %)"
+        forecast = max(self.forecast.values())
+        return f"{text}; forecast {units.format_bytes(forecast)} ({round(100 * (forecast / peak - 1)):+d} %)"
 
-
-# Where a run stands: a fold over its journal. Needs neither torch nor any service.
 
 RATE_WINDOW = 50
 """Steps over which the current speed is averaged."""
 
 SHOWN = 5
-"""Of ends, alerts and notices, so many of the last ones are shown."""
+"""How many of the last attempts, alerts and notices are shown."""
 
 
 @dataclass
 class CheckpointCosts:
-    """What checkpoints have cost."""
+    """Time and bytes that checkpoints cost."""
 
     count: int = 0
-    block_s: list[float] = field(default_factory=list)
-    """How long training stood still for each."""
+    blocked_s: list[float] = field(default_factory=list)
+    """How long training was blocked by each."""
     bytes_written: int = 0
     bytes_linked: int = 0
-    """Of files that an earlier checkpoint has already: not written again."""
+    """Size of files that an earlier checkpoint already had: hard-linked instead of written again."""
 
     def describe(self, train_s: float) -> str:
-        """One line; `train_s` is the time spent in steps and validations, blocks not counted."""
-        blocked = sum(self.block_s)
+        """One line; `train_s` is the time of steps and validations, without blocked time."""
+        blocked = sum(self.blocked_s)
         share = 100 * blocked / (blocked + train_s) if blocked + train_s else 0.0
         return (
-            f"{self.count} saved: training blocked p50 {compute_quantile(self.block_s, 0.5) * 1e3:.1f} ms, "
-            f"p99 {compute_quantile(self.block_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
+            f"{self.count} saved: training blocked p50 {compute_quantile(self.blocked_s, 0.5) * 1e3:.1f} ms, "
+            f"p99 {compute_quantile(self.blocked_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
             f"{format_size(self.bytes_written)} written, {format_size(self.bytes_linked)} linked"
         )
 
 
 @dataclass
 class RunProgress:
-    """Running summary of a journal; `see` folds one more event in."""
+    """Progress of a run; `update` adds one event of its journal."""
 
     step: int = 0
     planned_steps: int = 0
-    among: str = ""
-    """See `describe_ranks`, of the last attempt."""
+    ranks_text: str = ""
+    """Ranks of the last attempt as text (`describe_ranks`)."""
     loss: float | None = None
     learning_rate: float | None = None
     validation_loss: float | None = None
@@ -139,31 +134,31 @@ class RunProgress:
     best_step: int = 0
     checkpoint_step: int = 0
     checkpoint_t: float | None = None
-    mirrored_step: int = 0
-    """Of the newest checkpoint, or the result, that is in the mirror."""
-    saves: CheckpointCosts = field(default_factory=CheckpointCosts)
+    replicated_step: int = 0
+    """Step of the newest checkpoint, or the result, that is in the replica."""
+    checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
     attempts: int = 0
     code_version: str = ""
     last_t: float = 0.0
     trained_tokens: int = 0
     train_s: float = 0.0
-    """Spent in steps and validations, those that were done again included."""
+    """Time of steps and validations, repeated ones included."""
     finished: str | None = None
     stopped: bool = False
-    refused: str | None = None
-    """Why the last start came to no attempt."""
-    ends: list[str] = field(default_factory=list)
+    refusal: str | None = None
+    """Why the last start was refused."""
+    attempt_ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
     killed_for_memory: bool = False
-    """Whether the last attempt that ended did so for want of memory."""
+    """Whether the last attempt that ended ran out of memory."""
     lost_steps: int = 0
-    """Steps that were done again because an attempt ended between two checkpoints."""
-    skipped: dict[int, str] = field(default_factory=dict)
-    """Steps that were left out, or undone by going back: what was found."""
+    """Steps that were repeated because an attempt ended between two checkpoints."""
+    skipped_steps: dict[int, str] = field(default_factory=dict)
+    """Steps that were skipped or rolled back, and why."""
     repeats: int = 0
     spikes: int = 0
     budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    """By phase: tokens of the largest micro-batch (None: no limit any more), and since which step."""
+    """By phase: tokens of the largest micro-batch (None: no longer limited), and the step from which it holds."""
     memory: MemoryStatus = field(default_factory=MemoryStatus)
     alerts: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -174,10 +169,10 @@ class RunProgress:
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in; one that lacks what its kind has is counted as damaged."""
+    def update(self, event: JournalEvent) -> None:
+        """Add one event; an event that lacks a key of its kind is counted as damaged."""
         try:
-            if event.kind == "step":  # nearly all of them: a long journal is folded while somebody waits
+            if event.kind == "step":  # nearly all events of a long journal
                 self._step(event)
             else:
                 self._fold(event)
@@ -187,64 +182,64 @@ class RunProgress:
     def _step(self, event: JournalEvent) -> None:
         data = event.data
         self.last_t = event.t
-        new = self._replay.new(event)
+        is_new = self._replay.is_new(event)
         self.step, self.loss, self.learning_rate = data["step"], data["loss"], data["learning_rate"]
         self._step_s.append(data["step_s"])
         self._tokens.append(data["input_tokens"])
-        self.trained_tokens += data["trained_tokens"] if new else 0
+        self.trained_tokens += data["trained_tokens"] if is_new else 0
         self.train_s += data["step_s"]
         self._reached_step = data["step"]
 
     def _fold(self, event: JournalEvent) -> None:
-        if event.kind == "system":  # the machine is alive, which says nothing of the training
+        if event.kind == "system_metrics":  # shows that the machine is alive, not that training progresses
             return
         self.last_t = event.t
         data = event.data
-        self._replay.new(event)
-        if event.kind in ("skipped", "validation", "repeated", "spike", "budget"):
+        self._replay.is_new(event)
+        if event.kind in ("step_skipped", "validation", "step_repeated", "gradient_spike", "microbatch_budget"):
             self._learn(event)
-        elif event.kind == "ready":
-            self.planned_steps, self.among = data["planned_steps"], describe_ranks(data)
+        elif event.kind == "worker_ready":
+            self.planned_steps, self.ranks_text = data["planned_steps"], describe_ranks(data)
             self.step = data["start_step"]
             if self._reached_step > self.step:
                 self.lost_steps += self._reached_step - self.step
             self._reached_step = self.step
-        elif event.kind == "checkpoint":
+        elif event.kind == "checkpoint_saved":
             self._save(event)
-        elif event.kind == "answered":  # of a generation, whose steps are answers that are kept
+        elif event.kind == "generation_progress":  # the steps of a generation are saved answers
             self.step = self.checkpoint_step = data["step"]
-        elif event.kind == "mirror":
-            self.mirrored_step = max(self.mirrored_step, data["step"])
-        elif event.kind == "memory":
+        elif event.kind == "replicated":
+            self.replicated_step = max(self.replicated_step, data["step"])
+        elif event.kind == "memory_peak":
             self.memory.device_bytes = data["device_bytes"]
             self.memory.peaks[data["phase"]] = max(data["peak_bytes"], self.memory.peaks.get(data["phase"], 0))
-        elif event.kind == "forecast":
+        elif event.kind == "memory_forecast":
             self.memory.forecast = {p["phase"]: sum(p["parts"].values()) for p in data["forecast"]["phases"]}
         elif event.kind == "alert":
             self.alerts.append(data["text"])
-        elif event.kind in ("notice", "ended_early"):
+        elif event.kind in ("notice", "pruned"):
             self.notices.append(data["text"])
         else:
             self._begin_or_end(event)
 
     def _begin_or_end(self, event: JournalEvent) -> None:
         data = event.data
-        if event.kind == "refused":
-            self.refused = str(data["text"])
-        elif event.kind == "attempt":
+        if event.kind == "start_refused":
+            self.refusal = str(data["text"])
+        elif event.kind == "attempt_started":
             if self.attempts and self._open_attempt:
-                self.ends.append(f"attempt {self.attempts}: ended without a word, killed together with its supervisor")
+                self.attempt_ends.append(f"attempt {self.attempts}: killed together with its supervisor")
             self._open_attempt = True
-            self.attempts, self.stopped, self.finished, self.refused = event.attempt, False, None, None
+            self.attempts, self.stopped, self.finished, self.refusal = event.attempt, False, None, None
             self.code_version = str(data.get("code_version", ""))
-        elif event.kind == "died":
+        elif event.kind == "worker_exited":
             self._open_attempt = False
-            self.killed_for_memory = data["class"] == "out_of_memory"
-            self.ends.append(f"attempt {event.attempt}: {describe_cause(data['class'], data['text'])}")
-        elif event.kind == "stopped":
+            self.killed_for_memory = data["failure_class"] == "out_of_memory"
+            self.attempt_ends.append(f"attempt {event.attempt}: {describe_cause(data['failure_class'], data['text'])}")
+        elif event.kind == "interrupted":
             self.stopped, self._open_attempt = True, False
-            self.ends.append(f"attempt {event.attempt}: {describe_stop(data)}")
-            if "unit" in data:  # of a generation, whose every answer is kept
+            self.attempt_ends.append(f"attempt {event.attempt}: {describe_stop(data)}")
+            if "unit" in data:  # a generation, where every answer is saved
                 self.step = self.checkpoint_step = data["step"]
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
@@ -252,27 +247,28 @@ class RunProgress:
     def _learn(self, event: JournalEvent) -> None:
         data = event.data
         step: int = data["step"]
-        if event.kind == "skipped":
-            back = f", back to the weights of step {data['to_step']}" if data.get("to_step") is not None else ""
-            self.skipped[step] = f"{data['reason']}{back}; rows {', '.join(map(str, data['rows'][:8]))}"
+        if event.kind == "step_skipped":
+            to_step = data.get("rollback_step")
+            back = f", rolled back to the weights of step {to_step}" if to_step is not None else ""
+            self.skipped_steps[step] = f"{data['reason']}{back}; rows {', '.join(map(str, data['rows'][:8]))}"
             self.step = self._reached_step = step
         elif event.kind == "validation":
             self.validation_loss, self.validation_step = data["loss"], step
             self.train_s += data["seconds"]
             if self.best_loss is None or data["improved"]:
                 self.best_loss, self.best_step = data["loss"], step
-        elif event.kind == "repeated":
+        elif event.kind == "step_repeated":
             self.repeats += 1
-        elif event.kind == "spike":
+        elif event.kind == "gradient_spike":
             self.spikes += 1
         else:
             self.budgets[data["phase"]] = (data["budget"]["tokens"], step)
 
     def _save(self, event: JournalEvent) -> None:
-        data, saves = event.data, self.saves
+        data, saves = event.data, self.checkpoint_costs
         self.checkpoint_step, self.checkpoint_t = data["step"], event.t
         saves.count += 1
-        saves.block_s.append(data.get("block_s", data["seconds"]))  # format 1 saved in the training thread
+        saves.blocked_s.append(data.get("blocked_s", data["seconds"]))  # format 1 saved in the training thread
         saves.bytes_written += data.get("bytes_written", data["size_bytes"])
         saves.bytes_linked += data.get("bytes_linked", 0)
 
@@ -290,70 +286,75 @@ class RunProgress:
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimate of the time left, in seconds, from the recent speed of steps (validation not counted)."""
+        """Estimate of the time left, in seconds, from the recent speed of steps; validations are not included."""
         rate = self.steps_per_s
         return max(0, self.planned_steps - self.step) / rate if rate and not self.finished else None
 
 
 def replay_events(events: Iterable[JournalEvent]) -> RunProgress:
-    """Fold a whole journal."""
+    """Fold a whole journal into a summary."""
     progress = RunProgress()
     for event in events:
-        progress.see(event)
+        progress.update(event)
     return progress
 
 
 def read_progress(paths: RunPaths) -> RunProgress:
-    """Where the run in this directory stands."""
+    """Read the progress of the run in this directory."""
     return replay_events(JournalReader(paths.journal).read())
 
 
 def describe_ranks(ready: Mapping[str, Any]) -> str:
-    """How many ranks an attempt has, and what they share, by the data of its event `ready`; nothing of one rank."""
+    """Number of ranks as text, from the data of `worker_ready`; empty for one rank."""
     count = ready.get("ranks", 1)
     shares = ", which share the base" if ready.get("shares_base") else ""
     return f", {count} ranks{shares}" if count > 1 else ""
 
 
-def describe_amount(step: int, counted_in: Mapping[str, Any]) -> str:
-    """So much of a run's work: `up to step 35`, or `35 answers` where that is its unit (Start.counted_in)."""
-    return f"{step:,} {counted_in['unit']}" if "unit" in counted_in else f"up to step {step}"
+def describe_amount(step: int, work_unit: Mapping[str, Any]) -> str:
+    """An amount of work as text: `up to step 35`, or `35 answers` if that is the unit (LaunchSpec.work_unit)."""
+    return f"{step:,} {work_unit['unit']}" if "unit" in work_unit else f"up to step {step}"
 
 
 def describe_stop(stopped: Mapping[str, Any]) -> str:
-    """What the data of an event `stopped` say."""
+    """Describe the data of `interrupted`."""
     place = f"after {describe_amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
     return f"stopped on request {place}"
 
 
 def describe_run(paths: RunPaths) -> str:
-    """What `ratchet status` prints: a few lines for people. Raises DamagedFileError for a run of a newer version."""
+    """A run in several lines. Raises DamagedFileError for a run of a newer version."""
     paths.require_known_format()
     reader = JournalReader(paths.journal)
-    p = replay_events(reader.read())
-    running = paths.lock().held_elsewhere()
-    steps = f"{p.step} of {p.planned_steps or '?'}{p.among}"
+    progress = replay_events(reader.read())
+    return describe_progress(paths, progress, reader.damaged_lines)
+
+
+def describe_progress(paths: RunPaths, p: RunProgress, damaged_lines: int) -> str:
+    """A run whose journal was read, in several lines."""
+    running = paths.lock().is_held()
+    steps = f"{p.step} of {p.planned_steps or '?'}{p.ranks_text}"
     lines = [f"run {paths.root.name}: {describe_state(p, running)}", f"  step        {steps}"]
     lines += _describe_learning(p)
     if running and (left := p.remaining_s) is not None:
         lines.append(f"  time left   about {format_duration(left)}")
-    lines += _describe_trouble(p)
+    lines += _describe_anomalies(p)
     if memory := p.memory.describe():
         lines.append(f"  memory      {memory}")
     if p.checkpoint_t is not None:
         age = format_duration(max(0.0, time.time() - p.checkpoint_t))
-        lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
-        lines.append(f"              {p.saves.describe(p.train_s)}")
+        lines.append(f"  checkpoint  step {p.checkpoint_step}, saved {age} ago")
+        lines.append(f"              {p.checkpoint_costs.describe(p.train_s)}")
     if noted := replication_protocol.read_replication_state(paths):
-        lines.append(f"  mirror      {noted.describe(p.checkpoint_step)}")
-    return "\n".join([*lines, *describe_events(p, reader.damaged_lines)])
+        lines.append(f"  replica     {noted.describe(p.checkpoint_step)}")
+    return "\n".join([*lines, *describe_events(p, damaged_lines)])
 
 
 def describe_events(p: RunProgress, damaged_lines: int) -> list[str]:
-    """Attempts, alerts and notices, the last of each."""
-    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
+    """Attempts, alerts and notices, the last ones of each."""
+    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} repeated" if p.lost_steps else ""
     lines = [f"  attempts    {p.attempts}{again}"]
-    lines += [f"              {end}" for end in p.ends[-SHOWN:]]
+    lines += [f"              {end}" for end in p.attempt_ends[-SHOWN:]]
     lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
     lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
     if damaged := damaged_lines + p.damaged_events:
@@ -362,15 +363,15 @@ def describe_events(p: RunProgress, damaged_lines: int) -> list[str]:
 
 
 def describe_state(p: RunProgress, running: bool, command: str = "dvc repro") -> str:
-    """What a run is doing, in a line; `command`: what starts it."""
+    """State of a run in a line; `command` is the command that starts it."""
     if p.finished:
         return f"finished ({p.finished.replace('_', ' ')})"
     if running:
         return "running"
     found = "stopped on request" if p.stopped else "not running"
-    if p.refused:
-        return f"{found}; the last start was refused: {p.refused}"
-    return f"{found}; repeat the command that started it (`{command}`) and it goes on"
+    if p.refusal:
+        return f"{found}; the last start was refused: {p.refusal}"
+    return f"{found}; run the same command again (`{command}`) to resume"
 
 
 def _describe_learning(p: RunProgress) -> list[str]:
@@ -387,27 +388,27 @@ def _describe_learning(p: RunProgress) -> list[str]:
     return lines
 
 
-def _describe_trouble(p: RunProgress) -> list[str]:
-    """Steps that were not as they should be, and what they led to."""
+def _describe_anomalies(p: RunProgress) -> list[str]:
+    """Steps that did not run as usual, and the consequences."""
     lines = []
-    if p.skipped:
-        step, what = max(p.skipped.items())
-        lines.append(f"  skipped     {len(p.skipped)} of the steps; the last is {step}: {what}")
+    if p.skipped_steps:
+        step, reason = max(p.skipped_steps.items())
+        lines.append(f"  skipped     {len(p.skipped_steps)} of the steps; the last is {step}: {reason}")
     if p.repeats or p.spikes:
         lines.append(f"  doubtful    {p.repeats} steps computed twice, {p.spikes} with a spike in the gradient norm")
     for phase, (tokens, step) in p.budgets.items():
-        limit = "not limited any more" if tokens is None else f"limited to {tokens:,} padded tokens"
+        limit = "no longer limited" if tokens is None else f"limited to {tokens:,} padded tokens"
         lines.append(f"  shrunk      micro-batch of {phase} {limit}, since step {step}")
     return lines
 
 
 def compute_quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of the values does not exceed (nearest rank); 0 of none."""
+    """The smallest value that at least this share of the values does not exceed (nearest rank); 0 if there are none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
 def format_size(count: float) -> str:
-    """Bytes for people: `512 B`, `3.4 MB` (powers of 1,000)."""
+    """Format bytes: `512 B`, `3.4 MB` (powers of 1,000)."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while count >= 999.95 and len(units) > 1:
         count /= 1000
@@ -416,7 +417,7 @@ def format_size(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds for people: `42 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format seconds: `42 s`, `3 min 05 s`, `2 h 07 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

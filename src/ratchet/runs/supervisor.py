@@ -40,242 +40,244 @@ from ratchet.runs.worker_process import run_attempt
 def supervise(
     run: Run,
     launch: LaunchSpec,
-    observers: Sequence[RunCallback],
+    callbacks: Sequence[RunCallback],
     code_version: str,
-    arbiter: RunPruner | None = None,
-    custody: ReplicatorProtocol | None = None,
+    pruner: RunPruner | None = None,
+    replicator: ReplicatorProtocol | None = None,
 ) -> None:
-    """Bring a run to its sealed result.
+    """Run workers until the run has a sealed result.
 
     Args:
         run: opened by the caller, who also closes it.
-        launch: how and where the worker runs; written into the run directory.
-        observers: told every event of the journal, from its beginning.
-        code_version: recorded for every attempt; a change within a run is noted.
-        arbiter: may end the run early.
-        custody: keeps a second copy of the run; it is done when its result is in the copy.
+        launch: how and where the worker runs; saved in the run directory.
+        callbacks: receive every event of the journal, from its beginning.
+        code_version: recorded for every attempt; a change within a run is noted in the journal.
+        pruner: may end the run early.
+        replicator: copies the run to a replica; supervision ends when the result is there.
 
     Raises:
-        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter), a checkpoint is sealed; or
-            the copy lacks something.
-        LeaseHeldError, MirrorError, SettingsError: see `ReplicatorProtocol.take`.
+        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and a checkpoint is saved;
+            or the replica is incomplete.
+        LeaseHeldError, ReplicaError, SettingsError: see `ReplicatorProtocol.acquire`.
         InputError: the worker found settings, data or base model unusable.
-        RunFailedError: gave up, with the cause.
+        RunFailedError: gave up; the message names the cause.
         StorageError: the run directory cannot be written.
     """
     with storage_errors(run.paths.root):
         launch.save(run.paths.launch)
-    care = ReplicationSession(custody, run, launch.machine)
-    with log_supervision(run, launch.machine) as logbook, care.held():
-        told = [*observers, logbook]
-        audience = CallbackList(told, run.journal)  # told from the beginning of what may have come from the copy
-        audience.start()
-        _supervise_with_callbacks(audience, run, launch, code_version, arbiter, care)
+    replication = ReplicationSession(replicator, run, launch.machine)
+    with log_supervision(run, launch.machine) as log_callback, replication.hold_lease():
+        # Started only now: acquiring the lease may have fetched a longer journal from the replica.
+        callback_list = CallbackList([*callbacks, log_callback], run.journal)
+        callback_list.start()
+        _supervise_with_callbacks(callback_list, run, launch, code_version, pruner, replication)
 
 
 def _supervise_with_callbacks(
-    audience: CallbackList,
+    callback_list: CallbackList,
     run: Run,
     launch: LaunchSpec,
     code_version: str,
-    arbiter: RunPruner | None,
-    care: ReplicationSession,
+    pruner: RunPruner | None,
+    replication: ReplicationSession,
 ) -> None:
-    """Bring a run that we may write to its result, before an audience that is told how it ends."""
+    """Run workers until there is a result, then end the callbacks with the outcome."""
     machine = launch.machine
     status: Status = "FAILED"
     try:
-        with StopSignal(arbiter.signalled if arbiter else None).installed() as stop:
+        with StopSignal(pruner.on_stop_signal if pruner else None).installed() as stop:
             try:
                 if not run.paths.is_finished():
-                    _Supervisor(run, launch, stop, arbiter, care).until_result(code_version)
-                care.finish(stop)
+                    _Supervisor(run, launch, stop, pruner, replication).run_until_result(code_version)
+                replication.wait_for_result(stop)
             except InterruptedRunError as error:
-                status = "KILLED"  # and still deaf to further requests, until all have been told what there is time for
-                outcome = care.leave(stop, error)
-                audience.end(status, min(machine.tracking_grace_s, machine.grace_s))
+                status = "KILLED"  # further stop signals stay ignored until the callbacks have had their time
+                outcome = replication.wait_after_stop(stop, error)
+                callback_list.end(status, min(machine.tracking_timeout_s, machine.grace_period_s))
                 raise outcome from None
         status = "FINISHED"
     finally:
         if status != "KILLED":
-            audience.end(status, machine.tracking_grace_s)
+            callback_list.end(status, machine.tracking_timeout_s)
 
 
 class _JournalState:
-    """What the supervisor knows from the journal: read once from the beginning, then only what is new."""
+    """State of a run according to its journal. Reads the journal once from the beginning, then only new events."""
 
     def __init__(self, run: Run) -> None:
         self._reader = JournalReader(run.paths.journal)
         self.progress = RunProgress()
-        self.words: JournalEvent | None = None
-        """The last `failure` that a worker told."""
+        self.worker_error: JournalEvent | None = None
+        """The last event `worker_error`."""
         self.samples = 0
-        """Of what is used, so many were taken."""
+        """Number of system metric samples so far."""
 
     def update(self) -> None:
         try:
             for event in self._reader.read():
-                self.progress.see(event)
-                if event.kind == "system":
+                self.progress.update(event)
+                if event.kind == "system_metrics":
                     self.samples = max(self.samples, int(event.data.get("sample", 0)))
-                elif event.kind == "failure" and not self._is_echo(event):
-                    self.words = event
-        except OSError as error:  # a disk that cannot be read now: what is new is read the next time
+                elif event.kind == "worker_error" and not self._is_consequence(event):
+                    self.worker_error = event
+        except OSError as error:  # the next call reads what this one could not
             print_message(f"{self._reader.path} cannot be read: {error}")
 
-    def _is_echo(self, event: JournalEvent) -> bool:
-        """Whether a rank only tells that others are gone, and one of those has told why."""
-        before = self.words
-        return event.data.get("class") == "peers" and before is not None and before.attempt == event.attempt
+    def _is_consequence(self, event: JournalEvent) -> bool:
+        """Whether a rank only reports that its peers are gone, and a peer has already reported why."""
+        before = self.worker_error
+        return event.data.get("failure_class") == "peers" and before is not None and before.attempt == event.attempt
 
 
 class _Supervisor:
     def __init__(
-        self, run: Run, launch: LaunchSpec, stop: StopSignal, arbiter: RunPruner | None, care: ReplicationSession
+        self, run: Run, launch: LaunchSpec, stop: StopSignal, pruner: RunPruner | None, replication: ReplicationSession
     ) -> None:
         self._launch = launch
-        self._run, self._stop, self._arbiter, self._care = run, stop, arbiter, care
-        self._machine, self._retries = launch.machine, launch.retries
-        self._record = _JournalState(run)
+        self._run, self._stop, self._pruner, self._replication = run, stop, pruner, replication
+        self._machine = launch.machine
+        self._journal_state = _JournalState(run)
         notice = launch.machine.preemption_notice
-        self._notice = PreemptionMonitor(notice) if notice else None
-        self._meeting = RendezvousServer(launch.machine)
+        self._preemption = PreemptionMonitor(notice) if notice else None
+        self._rendezvous = RendezvousServer(launch.machine)
         self._failed_s: list[float] = []
-        """When ranks of this machine failed by themselves."""
+        """When ranks of this machine failed by their own fault, by time.monotonic()."""
 
-    def until_result(self, code_version: str) -> None:
-        """Start workers until one seals the result, or recovery gives up."""
-        run, record = self._run, self._record
-        record.update()
+    def run_until_result(self, code_version: str) -> None:
+        """Start workers until one seals the result. Raises when the restart policy gives up."""
+        run, state = self._run, self._journal_state
+        state.update()
         self._note_code_change(code_version)
-        number, last_step = record.progress.attempts, record.progress.checkpoint_step
-        deaths: list[EarlierFailure] = []
-        if self._notice:
-            self._notice.start()
-        sampler = self._sampler()
+        attempt, last_step = state.progress.attempts, state.progress.checkpoint_step
+        failures: list[EarlierFailure] = []
+        if self._preemption:
+            self._preemption.start()
+        sampler = self._start_sampler()
         try:
             while True:
-                self._end_if_asked()
-                self._meeting.ensure()
-                number += 1
-                run.journal.attempt = number
-                run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
-                end = run_attempt(run, self._machine, self._stop, self._look, self._launch.worker)
-                record.update()
-                # One that has told its end, and then dies or hangs while it takes itself apart, has done its work.
-                if (end.exit_code == 0 or record.progress.finished) and run.paths.is_finished():
+                self._raise_if_asked_to_stop()
+                self._rendezvous.ensure()
+                attempt += 1
+                run.journal.attempt = attempt
+                run.journal.append("attempt_started", pid=os.getpid(), code_version=code_version)
+                end = run_attempt(run, self._machine, self._stop, self._poll, self._launch.worker)
+                state.update()
+                # A worker that logged `finished` and then crashed or hung during shutdown counts as successful.
+                if (end.exit_code == 0 or state.progress.finished) and run.paths.is_finished():
                     return
-                end = self._with_words(end)
-                if record.progress.checkpoint_step > last_step:
-                    last_step = record.progress.checkpoint_step
-                    deaths = []
-                deaths.append(self._after_death(end, deaths))
+                end = self._add_worker_error(end)
+                if state.progress.checkpoint_step > last_step:
+                    last_step = state.progress.checkpoint_step
+                    failures = []
+                failures.append(self._handle_failure(end, failures))
         finally:
             if sampler:
                 sampler.end()
-            self._meeting.close()
-            if self._notice:
-                self._notice.stop()
+            self._rendezvous.close()
+            if self._preemption:
+                self._preemption.stop()
 
-    def _sampler(self) -> SystemMetricsSampler | None:
-        """Notes what is used, from now on, unless nobody wants to know."""
-        if not self._machine.system_every_s:
+    def _start_sampler(self) -> SystemMetricsSampler | None:
+        """Start recording system metrics, unless the settings turn them off."""
+        if not self._machine.system_metrics_interval_s:
             return None
-        sampler = SystemMetricsSampler(self._run.journal, self._machine, self._worker, self._record.samples)
+        sampler = SystemMetricsSampler(self._run.journal, self._machine, self._worker_pid, self._journal_state.samples)
         sampler.start()
         return sampler
 
-    def _worker(self) -> int | None:
-        """Its process, if there is one now."""
+    def _worker_pid(self) -> int | None:
         worker = self._stop.worker
         return None if worker is None else worker.pid
 
-    def _after_death(self, end: WorkerExit, before: list[EarlierFailure]) -> EarlierFailure:
-        """Tell the end, and wait for the next attempt. Raises when there is to be none."""
+    def _handle_failure(self, end: WorkerExit, before: list[EarlierFailure]) -> EarlierFailure:
+        """Record the end of a worker and wait until the next attempt may start. Raises if there is to be none."""
         machine, stop = self._machine, self._stop
-        decision = decide(end, before, self._retries, machine.retry_delay_s, stop.asked)
-        cause = classify_exit(end)
-        if cause == "preempted" and not self._record.progress.stopped:  # while it was loading, and had nothing to seal
-            self._tell_stopped()
-        if cause != "preempted":
-            what = "Interrupted" if decision.failure == "preempted" else type(decision).__name__
+        decision = decide(end, before, self._launch.max_restarts, machine.restart_delay_s, stop.asked)
+        failure = classify_exit(end)
+        if (
+            failure == "preempted" and not self._journal_state.progress.stopped
+        ):  # stopped while loading: nothing to save
+            self._log_interrupted()
+        if failure != "preempted":
+            name = "Interrupted" if decision.failure == "preempted" else type(decision).__name__
             self._run.journal.append(
-                "died", exit_code=end.exit_code, **{"class": cause}, decision=what, text=decision.text
+                "worker_exited", exit_code=end.exit_code, failure_class=failure, decision=name, text=decision.text
             )
         if isinstance(decision, GiveUp):
             self._raise(decision)
-        delay_s = max(decision.delay_s, self._left_out_s(cause))
-        again = f"starting again in {delay_s:g} s"
-        print_message(f"worker {cause.replace('_', ' ')}: {decision.text}; {again}")
-        stop.wait(delay_s, self._look)
-        return EarlierFailure(cause, decision.text)
+        delay_s = max(decision.delay_s, self._cooldown_s(failure))
+        print_message(f"worker {failure.replace('_', ' ')}: {decision.text}; restarting in {delay_s:g} s")
+        stop.wait(delay_s, self._poll)
+        return EarlierFailure(failure, decision.text)
 
-    def _left_out_s(self, cause: FailureClass) -> float:
-        """How long this machine stays away from the others, if there are any."""
-        if cause == "peers" or self._machine.node_range[1] == 1:
+    def _cooldown_s(self, failure: FailureClass) -> float:
+        """How long this machine stays out of a training of several machines."""
+        if failure == "peers" or self._machine.node_range[1] == 1:
             return 0.0
         self._failed_s.append(time.monotonic())
-        return compute_exclusion_s(self._failed_s, self._failed_s[-1], self._machine.leave_out_s)
+        return compute_exclusion_s(self._failed_s, self._failed_s[-1], self._machine.node_cooldown_s)
 
-    def _with_words(self, end: WorkerExit) -> WorkerExit:
-        """The end, with what the worker itself said about it."""
-        words = self._record.words
-        if words is None or words.attempt != self._run.journal.attempt:
+    def _add_worker_error(self, end: WorkerExit) -> WorkerExit:
+        """Add what the worker itself reported about its end."""
+        error = self._journal_state.worker_error
+        if error is None or error.attempt != self._run.journal.attempt:
             return end
-        if words.data.get("class") == "peers" and end.exit_code != EXIT_PEERS:
-            return end  # the others' words, not those of the rank that died
-        failure: FailureClass = words.data.get("class", "bug")
-        return WorkerExit(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
+        if error.data.get("failure_class") == "peers" and end.exit_code != EXIT_PEERS:
+            return end  # reported by other ranks, not by the one that died
+        failure: FailureClass = error.data.get("failure_class", "bug")
+        return WorkerExit(end.exit_code, failure, str(error.data.get("text", "")), end.oom_kills)
 
-    def _look(self) -> None:
-        """Is this run to end early, or this machine about to be taken away?"""
-        if self._arbiter and not self._stop.asked and (verdict := self._arbiter.verdict()):
-            self._run.journal.append("ended_early", text=verdict)
+    def _poll(self) -> None:
+        """Check the pruner, the lease and the preemption notice; ask the run to stop if one of them says so."""
+        if self._pruner and not self._stop.asked and (reason := self._pruner.prune_reason()):
+            self._run.journal.append("pruned", text=reason)
             self._stop.ask()
-        self._care.look(self._stop)
-        notice = self._notice
-        if notice is None:
+        self._replication.check_lease(self._stop)
+        monitor = self._preemption
+        if monitor is None:
             return
-        for text in notice.news():
+        for text in monitor.new_remarks():
             self._run.journal.append("notice", text=text)
             print_message(text)
-        if notice.text and not self._stop.asked:
-            self._run.journal.append("alert", text=notice.text)
-            print_message(notice.text)
+        if monitor.notice and not self._stop.asked:
+            self._run.journal.append("alert", text=monitor.notice)
+            print_message(monitor.notice)
             self._stop.ask()
 
-    def _end_if_asked(self) -> None:
+    def _raise_if_asked_to_stop(self) -> None:
         """Start no worker only to stop it."""
-        self._look()
+        self._poll()
         if self._stop.asked:
-            self._tell_stopped()
-            self._raise(GiveUp("preempted", InterruptedRunError.exit_code, "stopped on request; repeat to go on"))
+            self._log_interrupted()
+            self._raise(
+                GiveUp("preempted", InterruptedRunError.exit_code, "stopped on request; run it again to resume")
+            )
 
-    def _kept_step(self) -> int:
-        progress = self._record.progress
-        told = progress.checkpoint_step
-        return told if progress.stopped else self._launch.kept_step(self._run.paths.root, told)
+    def _saved_step(self) -> int:
+        progress = self._journal_state.progress
+        step = progress.checkpoint_step
+        return step if progress.stopped else self._launch.saved_step(self._run.paths.root, step)
 
-    def _tell_stopped(self) -> None:
-        self._run.journal.append("stopped", step=self._kept_step(), **self._launch.counted_in)
-        self._record.update()
+    def _log_interrupted(self) -> None:
+        self._run.journal.append("interrupted", step=self._saved_step(), **self._launch.work_unit)
+        self._journal_state.update()
 
     def _note_code_change(self, code_version: str) -> None:
-        before = self._record.progress.code_version
+        before = self._journal_state.progress.code_version
         if before and before != code_version:
             text = f"code version changed within the run, from {before} to {code_version}"
             self._run.journal.append("notice", text=text)
             print_message(text)
 
     def _raise(self, decision: GiveUp) -> NoReturn:
-        paths, step = self._run.paths, self._kept_step()
+        paths, step = self._run.paths, self._saved_step()
         if decision.exit_code == EXIT_INTERRUPTED:
-            raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({self._launch.kept(step)})")
+            raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({self._launch.describe_saved(step)})")
         if decision.failure == "storage" and decision.exit_code == EXIT_INPUT:
             raise StorageError(decision.text)
         if decision.failure in ("data", "too_large"):
             raise InputError(decision.text)
         raise RunFailedError(
             f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"
-            f"  what is kept: {describe_amount(step, self._launch.counted_in)}; worker output: {paths.worker_log}"
+            f"  saved: {describe_amount(step, self._launch.work_unit)}; worker output: {paths.worker_log}"
         )

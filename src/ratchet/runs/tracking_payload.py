@@ -1,8 +1,8 @@
-"""Of several machines that train one run together, the one that shows it in a place which all of them share.
+"""Payload that a tracking server receives for a run, and the choice of the machine that reports it.
 
-Each has a journal of its own, with the same steps at slightly other times: if all told of them, each step would be
-there several times. So only the machine of rank 0 tells. Which one that is, every meeting decides anew, and the event
-`ready` says.
+If several machines train a run together, each has a journal with the same steps at slightly different times. Only the
+machine of rank 0 reports, so that no step appears several times. Each rendezvous decides again which machine that is;
+the event `worker_ready` records it.
 """
 
 import os
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.runs.callbacks import RunCallback, Status
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -20,96 +21,96 @@ from ratchet.storage import digests
 
 
 class SharedCallback(RunCallback, Protocol):
-    """Shows a run where others show it too; tells nothing that is there."""
+    """A callback for a server that other machines report to as well; it sends nothing that is already there."""
 
     def forget(self) -> None:
-        """Look anew, at the next use, what is there."""
+        """Query the server's state again at the next use."""
 
 
 class LeaderCallback:
-    """An observer that passes on what it is told while its machine leads, and tells what is missing when it takes over.
+    """Passes events on while its machine has rank 0, and sends what is missing when it takes over.
 
     Args:
-        observer: is told.
+        callback: receives the events.
         journal: of the run, on this machine.
     """
 
-    patient = True
+    is_deferred = True
 
-    def __init__(self, observer: SharedCallback, journal: Path) -> None:
-        self.name = observer.name
-        self._observer, self._journal = observer, journal
-        self._ours = False
-        """Whether the last attempt is one of this process."""
-        self._led = False
-        """Whether this machine leads in the attempt that was ready last."""
+    def __init__(self, callback: SharedCallback, journal: Path) -> None:
+        self.name = callback.name
+        self._callback, self._journal = callback, journal
+        self._is_own_attempt = False
+        """Whether the last attempt belongs to this process."""
+        self._is_leader = False
+        """Whether this machine has rank 0 in the last attempt that became ready."""
 
-    def see(self, events: Sequence[JournalEvent]) -> None:
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Take the next events, or the same ones again with newer ones after them."""
         if self._takes_over(events):
-            self._observer.forget()
+            self._callback.forget()
             events = _read_events(self._journal)
-        if self._ours and self._led:
-            self._observer.see(events)
+        if self._is_own_attempt and self._is_leader:
+            self._callback.on_events(events)
 
-    def finish(self, status: Status) -> None:
-        """The run has ended for now; a machine that does not lead says nothing: it may go on elsewhere."""
-        if not self._led:
+    def on_end(self, status: Status) -> None:
+        """The supervision has ended. A machine without rank 0 reports nothing, because another may continue the run."""
+        if not self._is_leader:
             return
-        if not self._ours:  # nothing was trained: what was missed is sent, if the run is over
+        if not self._is_own_attempt:  # nothing was trained: send what is missing, if the run is finished
             if status != "FINISHED":
                 return
-            self._observer.see(_read_events(self._journal))
-        self._observer.finish(status)
+            self._callback.on_events(_read_events(self._journal))
+        self._callback.on_end(status)
 
     def _takes_over(self, events: Sequence[JournalEvent]) -> bool:
-        """Whether an attempt became ready that this machine leads."""
-        taken = False
+        """Whether an attempt became ready in which this machine has rank 0."""
+        takes_over = False
         for event in events:
-            if event.kind == "attempt":
-                ours = event.data.get("pid") == os.getpid()
-                # What an earlier process led says nothing: others may have taken over since, and be at work.
-                self._led = self._led and (self._ours or not ours)
-                self._ours = ours
-            elif event.kind == "ready":
-                self._led = _is_leader(event)
-                taken = self._ours and self._led
-        return taken
+            if event.kind == "attempt_started":
+                is_own = event.data.get("pid") == os.getpid()
+                # Rank 0 in an attempt of an earlier process does not count: another machine may have taken over since.
+                self._is_leader = self._is_leader and (self._is_own_attempt or not is_own)
+                self._is_own_attempt = is_own
+            elif event.kind == "worker_ready":
+                self._is_leader = _has_rank_zero(event)
+                takes_over = self._is_own_attempt and self._is_leader
+        return takes_over
 
 
-def wrap_callback(observer: SharedCallback, journal: Path, machine: Machine) -> RunCallback:
-    """The observer, told by one of the machines only where there are several and a server that they share.
+def wrap_callback(callback: SharedCallback, journal: Path, machine: Machine) -> RunCallback:
+    """Wrap the callback in a LeaderCallback if several machines share a tracking server; else return it unchanged.
 
-    The project's own store is each machine's own.
+    The project's own tracking store is not shared.
     """
-    return LeaderCallback(observer, journal) if _is_shared(machine) else observer
+    return LeaderCallback(callback, journal) if _is_shared(machine) else callback
 
 
 def should_report(journal: Path, machine: Machine) -> bool:
-    """Whether this machine is the one to tell of a run that has ended: it led when the run was ready last."""
-    ready = [event for event in _read_events(journal) if event.kind == "ready"]
-    return not _is_shared(machine) or (bool(ready) and _is_leader(ready[-1]))
+    """Whether this machine should report a run that has ended: it had rank 0 in the last attempt that became ready."""
+    ready = [event for event in _read_events(journal) if event.kind == "worker_ready"]
+    return not _is_shared(machine) or (bool(ready) and _has_rank_zero(ready[-1]))
 
 
 def _is_shared(machine: Machine) -> bool:
-    return machine.tracking is not None and machine.node_range[1] > 1
+    return machine.tracking_uri is not None and machine.node_range[1] > 1
 
 
-def _is_leader(ready: JournalEvent) -> bool:
-    return bool(ready.data.get("leads", True))  # journals of before had no such word, and one machine
+def _has_rank_zero(ready: JournalEvent) -> bool:
+    return bool(ready.data.get("has_rank_zero", True))  # absent where one machine trains alone
 
 
 def _read_events(journal: Path) -> list[JournalEvent]:
     return list(JournalReader(journal).read())
 
 
-# What of a run is shown elsewhere, in MLflow say: told from its spec and its journal.
+# Parameters and metrics.
 
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
-"""What every run tells of its steps; `MetricPointExtractor` has more where it is known."""
+"""Metrics of every run; `MetricPointExtractor` adds others where they are known."""
 
-ALWAYS = ("quantization", "adapter", "rank", "alpha", "targets", "learning_rate", "epochs", "batch_rows", "seed")
-"""Settings of training that runs are sorted and grouped by: shown of each run. Of the others, what is no default."""
+ALWAYS = ("quantization", "adapter", "rank", "alpha", "target_modules", "learning_rate", "epochs", "batch_size", "seed")
+"""Training settings that every run reports, for sorting and grouping. Others are reported unless they have defaults."""
 
 SYSTEM = {
     "cpu_percent": ("cpu_utilization_percentage", 1.0),
@@ -119,7 +120,7 @@ SYSTEM = {
     "worker_cpu_percent": ("worker_cpu_utilization_percentage", 1.0),
     "worker_memory_bytes": ("worker_memory_usage_megabytes", 1e-6),
 }
-"""Figures of the event `system`, by the names (and units) that MLflow's own monitor has for them where it has any."""
+"""Values of `system_metrics` under the names and units of MLflow's own system monitor, where it has one."""
 NETWORK = {"network_received_bytes": "network_receive_megabytes", "network_sent_bytes": "network_transmit_megabytes"}
 GPU = {
     "utilization_percent": ("utilization_percentage", 1.0),
@@ -130,26 +131,27 @@ GPU = {
 
 
 class MetricPoint(NamedTuple):
-    """One figure of one step."""
+    """One value of a metric."""
 
     key: str
     value: float
     step: int
     t: float
-    """Unix time at which it was so, in seconds."""
+    """Unix time in seconds."""
 
 
 def collect_parameters(spec: RunSpec, settings: Settings) -> dict[str, str]:
-    """Flat and few: what decides the result, and is not as it always is. All of it never changes within a run.
+    """Flat parameters of a run: the settings that determine the result and differ from the defaults. They never change
+    within a run.
 
-    Whoever compares runs looks for what differs; settings that are the same everywhere hide it (mlflow#3763).
+    A person who compares runs looks for differences; settings that are equal everywhere hide them (mlflow#3763).
     """
     flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digests.SHORT]}
     flat |= {"data.digest": spec.data_digest[: digests.SHORT], "recipe_version": str(spec.recipe_version)}
-    usual = _flatten_train(Train())
-    told = {f"train.{name}" for name in ALWAYS}
+    defaults = _flatten_train(Train())
+    reported = {f"train.{name}" for name in ALWAYS}
     return flat | {
-        key: text for key, text in _flatten_train(spec.train).items() if key in told or usual.get(key) != text
+        key: text for key, text in _flatten_train(spec.train).items() if key in reported or defaults.get(key) != text
     }
 
 
@@ -162,46 +164,46 @@ def _flatten_train(train: Train) -> dict[str, str]:
 
 
 class MetricPointExtractor:
-    """The points of a journal's events. Told in their order; those that were told before may be told again."""
+    """Extracts metric points from events, in the order of the journal. An event may be repeated."""
 
     def __init__(self) -> None:
-        self._share: dict[int, float] = {}
-        """By attempt: which share of what the devices can do a token a second takes."""
+        self._utilization: dict[int, float] = {}
+        """By attempt: the share of the devices' peak FLOP/s that one token/s takes."""
         self._network = {name: _RelativeCounter() for name in NETWORK}
 
-    def of(self, event: JournalEvent) -> list[MetricPoint]:
-        """The points of one event; a figure that is not known is none."""
-        if event.kind == "ready":
-            self._ready(event)
+    def extract(self, event: JournalEvent) -> list[MetricPoint]:
+        """The points of one event; unknown values are omitted."""
+        if event.kind == "worker_ready":
+            self._set_utilization(event)
         values: dict[str, float | None] = {}
         step = event.data.get("step")
         if event.kind == "validation":
             values["validation/loss"] = event.data["loss"]
         elif event.kind == "step":
-            values = self._of_step(event)
-        elif event.kind == "system":
+            values = self._extract_step(event)
+        elif event.kind == "system_metrics":
             step = event.data["sample"]
-            values = {f"system/{name}": value for name, value in self._of_system(event.data).items()}
+            values = {f"system/{name}": value for name, value in self._extract_system(event.data).items()}
         if step is None:
             return []
         return [MetricPoint(key, value, step, event.t) for key, value in values.items() if value is not None]
 
-    def _ready(self, event: JournalEvent) -> None:
-        needed, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_s")
+    def _set_utilization(self, event: JournalEvent) -> None:
+        needed, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_per_s")
         if needed and peak:
-            self._share[event.attempt] = needed / peak
+            self._utilization[event.attempt] = needed / peak
 
-    def _of_step(self, event: JournalEvent) -> dict[str, float | None]:
+    def _extract_step(self, event: JournalEvent) -> dict[str, float | None]:
         values: dict[str, float | None] = {
             f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")
         }
         rate = event.data["input_tokens"] / max(event.data["step_s"], 1e-6)
         values["train/tokens_per_second"] = rate
-        if share := self._share.get(event.attempt):
+        if share := self._utilization.get(event.attempt):
             values["train/mfu"] = rate * share
         return values
 
-    def _of_system(self, data: dict[str, Any]) -> dict[str, float | None]:
+    def _extract_system(self, data: dict[str, Any]) -> dict[str, float | None]:
         found = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
         for key, name in NETWORK.items():
             if (count := data.get(key)) is not None:
@@ -215,11 +217,11 @@ class MetricPointExtractor:
 
 
 class _RelativeCounter:
-    """A count since the machine was started, told as one since the run's first sample: it never goes back."""
+    """Converts a count since boot into one since the first sample of the run. It never decreases."""
 
     def __init__(self) -> None:
         self._samples: list[int] = []
-        """From which on an offset holds: the machine was started again, or the run went on on another one."""
+        """First sample of each offset: the machine was rebooted, or the run moved to another one."""
         self._offsets: list[float] = []
         self._last = (0, 0.0)
 
@@ -240,10 +242,12 @@ def _scale(value: float | None, factor: float) -> float | None:
 
 
 def read_final_status(paths: RunPaths) -> Status:
-    """How a run that nobody trains ended, by its result and its journal."""
-    ends = [
-        e.data.get("decision") for e in JournalReader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")
+    """How a run that is not in training ended, by its result and its journal."""
+    decisions = [
+        e.data.get("decision")
+        for e in JournalReader(paths.journal).read()
+        if e.kind in ("attempt_started", "interrupted", "worker_exited")
     ]
     if paths.is_finished():
         return "FINISHED"
-    return "FAILED" if ends and ends[-1] == "GiveUp" else "KILLED"
+    return "FAILED" if decisions and decisions[-1] == "GiveUp" else "KILLED"

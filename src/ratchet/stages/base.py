@@ -1,59 +1,64 @@
-"""Resolve and pin the base model, or pre-train the tiny one; the rest sees an ordinary Hugging Face directory."""
+"""Stage base: resolve and pin the base model, or pre-train the tiny one; later stages see a Hugging Face directory."""
 
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ratchet.config.schema import Base, Settings
+from ratchet.config.base import Base
+from ratchet.config.settings import Settings
 from ratchet.data import splits, tokenization
 from ratchet.data.conversation import Conversation, SourceRow, extract_text, missing_part_reason
 from ratchet.data.sources import SourceReader, require_watched_path
 from ratchet.errors import DataError
-from ratchet.models import base_model, prequantized
+from ratchet.models import base_model
 from ratchet.registry import pickle_scan
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
-from ratchet.storage.layout import OWN_TEMPLATE, ProjectLayout
+from ratchet.storage.layout import CHAT_TEMPLATE_FILE, ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
 TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
-"""A template that cannot write this is found here, and not after minutes in a later stage."""
+"""A chat template that fails on this is refused here, not after minutes in a later stage."""
 
 
-def base(layout: ProjectLayout, settings: Settings, progress: Callable[[str], None]) -> str:
+def base(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> BaseCard:
     """Run the stage.
 
     Args:
-        progress: told a line now and then while the tiny base is built.
+        project: the project.
+        on_progress: receives a line now and then while the tiny base is built.
 
     Raises:
-        BaseModelError: the source cannot be had, holds a pickle that would run something, or lacks config, weights,
+        BaseModelError: the source cannot be found, contains a pickle that would run code, or lacks config, weights,
             tokenizer or chat template.
-        DataError: the tiny base has no text to learn from.
-        SettingsError: a format of section export cannot carry this model.
+        DataError: no text to pre-train the tiny base on.
+        SettingsError: a format of section export cannot represent this model.
+        LockHeldError: another process runs this stage.
     """
     from ratchet.export import inputs  # loads transformers
 
-    with files.sealed_directory(layout.base, "base") as scratch:
-        model, revision = _obtain_model(layout, settings, scratch, progress)
-        card, unused = _build_card(model, settings.base, revision, converted=model.parent == scratch)
+    layout, settings = project.layout, project.settings
+    with project.lock("base"), files.sealed_directory(layout.base, "base") as scratch:
+        model, revision = _obtain_model(layout, settings, scratch, on_progress)
+        card = _build_card(model, settings.base, revision, converted=model.parent == scratch)
         own = _copy_project_template(layout, settings)
         trial = f"{settings.base.chat_template or model} (trial conversation)"
         tokenizer = base_model.load_tokenizer(model, own, card.added_tokens, card.remote_code)
         tokenization.encode_conversation(tokenizer, TRIAL, trial)
         inputs.require_exportable(model, settings, layout.root)  # after training it would be late to hear of it
         if own:
-            shutil.copyfile(own, scratch / OWN_TEMPLATE)
+            shutil.copyfile(own, scratch / CHAT_TEMPLATE_FILE)
         card.save(scratch / layout.base_card.name)
-    return _describe(card, unused)
+    return card
 
 
 def _obtain_model(
     layout: ProjectLayout, settings: Settings, scratch: Path, progress: Callable[[str], None]
 ) -> tuple[Path, str | None]:
-    """Directory and commit of the model. It lies in `scratch` when it was made here: built, or converted from pickles.
+    """Directory and commit of the model. A model that is built, or converted from pickles, is in `scratch`.
 
-    What comes from elsewhere is looked through for pickles that would run something, before any of it is opened.
+    Downloaded files are scanned for pickles that would run code before any of them is opened.
     """
     place = scratch / layout.tiny_model.name
     if settings.base.source == base_model.TINY:
@@ -74,14 +79,13 @@ def _obtain_model(
     return place, revision
 
 
-def _build_card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
-    """The card, and the names of stored tensors that the model does not use. Everything that could stop a later stage
-    is checked first; then the files are hashed."""
+def _build_card(model: Path, settings: Base, revision: str | None, converted: bool) -> BaseCard:
+    """Check everything that could stop a later stage, then hash the files."""
     from ratchet.models import model_spec, weights
 
     code = settings.trust_remote_code is not None
     config = base_model.read_config(model)
-    stored = prequantized.detect(config, str(model))
+    stored = base_model.detect_stored_quantization(config, str(model))
     if code:
         base_model.require_pinned_code(model)
     plan = model_spec.load(model, code)
@@ -91,7 +95,7 @@ def _build_card(model: Path, settings: Base, revision: str | None, converted: bo
     weights.require_finite(model)
     contents = base_model.fingerprint(model, code)
     tiny = settings.source == base_model.TINY
-    card = BaseCard(
+    return BaseCard(
         source=settings.source,
         revision=revision,
         digest=_compute_digest(contents, settings.added_tokens),
@@ -103,8 +107,8 @@ def _build_card(model: Path, settings: Base, revision: str | None, converted: bo
         remote_code=code,
         converted=converted and not tiny,
         quantization=stored,
+        unused_tensors=unused,
     )
-    return card, unused
 
 
 def _compute_digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
@@ -113,23 +117,8 @@ def _compute_digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> 
     return digests.hash_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
 
 
-def _describe(card: BaseCard, unused: tuple[str, ...]) -> str:
-    line = (
-        f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
-        f"digest {card.digest[: digests.SHORT]}" + (f", commit {card.revision}" if card.revision else "")
-    )
-    if stored := card.quantization:
-        line += f"\n  stored in 4 bits ({stored.kind}{', double quantisation' if stored.double else ''}), and kept so"
-    if unused:
-        line += (
-            f"\n  {len(unused)} stored tensors are no part of a {card.architecture}, and are not loaded: {unused[0]}"
-        )
-        line += " ..." if len(unused) > 1 else ""
-    return line
-
-
 def _copy_project_template(layout: ProjectLayout, settings: Settings) -> Path | None:
-    """The chat template that the project names, or None; a copy of it will lie beside the base card."""
+    """Path of the project's own chat template, or None. It is copied into the output of the stage."""
     name = settings.base.chat_template
     if name is None:
         return None
@@ -149,9 +138,9 @@ def _declared_licence(model_card: Path) -> str | None:
 
 
 def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
-    """What the tiny base reads: plain text and the training rows' prompts; never labels, validation or test rows.
+    """Texts for the tiny base: plain text and prompts of training rows; never labels, validation or test rows.
 
-    Answers of a text task are language too, and are read apart from their prompts.
+    The answers of a text task are included, each as a text of its own.
     """
     texts: dict[str, None] = {}
     for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
@@ -160,14 +149,14 @@ def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
     sources = SourceReader(layout.root, settings.prepare)
-    divider = splits.SplitAssigner(settings.prepare, [one is not None for one in sources.taught])
+    assigner = splits.SplitAssigner(settings.prepare, [one is not None for one in sources.teacher_cards])
     rows = []
     for row in sources.rows():
-        if isinstance(row, SourceRow) and missing_part_reason(row) is None and divider.fault(row) is None:
-            divider.add(row)
+        if isinstance(row, SourceRow) and missing_part_reason(row) is None and assigner.find_problem(row) is None:
+            assigner.add(row)
             answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
             rows.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
-    assigned = divider.assign()
+    assigned = assigner.assign()
     if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
         raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
     for code, own in zip(assigned, rows, strict=True):

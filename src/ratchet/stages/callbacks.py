@@ -1,74 +1,88 @@
-"""Who is told of a training: terminal, MLflow, Prometheus, a webhook. None of them can slow it or stop it."""
+"""Callbacks of a command: MLflow, Prometheus, a webhook. None of them can slow or stop a training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.config.schema import Settings
-from ratchet.console.callback import ConsoleCallback
-from ratchet.errors import RatchetError
+from ratchet.config.extensions import load_extension
+from ratchet.errors import DamagedFileError, RatchetError
+from ratchet.registry import ledger
 from ratchet.reports import plots
 from ratchet.runs import tracking_payload
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.log import print_message
+from ratchet.runs.run import Run
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.gate import Promotion, Verdict
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.webhook import Webhook, WebhookCallback
 
 if TYPE_CHECKING:
     from ratchet.tracking.prometheus import PrometheusExporter
-from ratchet.errors import DamagedFileError
-from ratchet.registry import ledger
-from ratchet.storage.records.gate import Promotion, Verdict
 
 
 class TrainingCallbacks:
-    """Those who are told of a training."""
+    """The callbacks of a training."""
 
-    def __init__(self, layout: ProjectLayout, settings: Settings, exposition: "PrometheusExporter | None") -> None:
-        self._layout, self._settings, self._exposition = layout, settings, exposition
-        self._project = layout.root.name
-        self._webhook = Webhook.of_environment(settings.machine, self._project)
-        self._shown: dict[str, MlflowRunCallback] = {}
-        self._tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
-
-    def observers(self, run: RunPaths) -> Sequence[RunCallback]:
-        """The observers of this run."""
-        found: list[RunCallback] = [
-            ConsoleCallback(run),
-            tracking_payload.wrap_callback(self._tracked(run), run.journal, self._settings.machine),
+    def __init__(
+        self,
+        project: Project,
+        create_console: Callable[[RunPaths], RunCallback] | None,
+        exporter: "PrometheusExporter | None",
+    ) -> None:
+        self._project, self._create_console, self._exporter = project, create_console, exporter
+        self._webhook = Webhook.from_environment(project.settings.machine, project.root.name)
+        self._extensions = [
+            load_extension("ratchet.callbacks", name, "machine.callbacks")
+            for name in project.settings.machine.callbacks
         ]
-        if self._exposition is not None:
-            found.append(self._exposition.observer(run.root.name, self._project))
+        self._mlflow_callbacks: dict[str, MlflowRunCallback] = {}
+        self._tracking = MlflowTracker(
+            project.layout, project.settings.promote.model_name, project.settings.machine.tracking_uri
+        )
+
+    def for_run(self, run: RunPaths) -> Sequence[RunCallback]:
+        """The callbacks of this run."""
+        machine = self._project.settings.machine
+        callbacks = [tracking_payload.wrap_callback(self._mlflow_callback(run), run.journal, machine)]
+        if self._create_console is not None:
+            callbacks.insert(0, self._create_console(run))
+        if self._exporter is not None:
+            callbacks.append(self._exporter.create_callback(run.root.name, self._project.root.name))
         if self._webhook is not None:
-            found.append(WebhookCallback(self._webhook, run.root.name))
-        return found
+            callbacks.append(WebhookCallback(self._webhook, run.root.name))
+        callbacks += (create(Run(run)) for create in self._extensions)
+        return callbacks
 
     def publish(self, run: RunPaths, page: Path) -> None:
-        """Show the page of a run that has finished, and its curves as a page that answers to the mouse.
+        """Log the page of a finished run to MLflow, and its curves as an interactive page.
 
-        MLflow is waited for no longer than at the end of a training; what it has not got is sent by the next one.
+        MLflow is given as much time as at the end of a training. The next `ratchet train` sends what is missing.
         """
-        tracked, grace_s = self._tracked(run), self._settings.machine.tracking_grace_s
-        if not tracking_payload.should_report(run.journal, self._settings.machine):
+        callback, grace_s = self._mlflow_callback(run), self._project.settings.machine.tracking_timeout_s
+        if not tracking_payload.should_report(run.journal, self._project.settings.machine):
             return
-        if tracked.is_busy:  # it has been waited for
+        if callback.is_busy:  # it has had its time
             print_message(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
         else:
-            self._tracking.publish(tracked, page, partial(_draw_curves, self._layout, run.root.name), grace_s)
+            self._tracking.publish(callback, page, partial(_draw_curves, self._project.layout, run.root.name), grace_s)
 
-    def _tracked(self, run: RunPaths) -> MlflowRunCallback:
-        if run.root.name not in self._shown:
-            self._shown[run.root.name] = self._tracking.observer(run, self._settings, plots.draw_loss_curve)
-        return self._shown[run.root.name]
+    def _mlflow_callback(self, run: RunPaths) -> MlflowRunCallback:
+        name = run.root.name
+        if name not in self._mlflow_callbacks:
+            self._mlflow_callbacks[name] = self._tracking.create_callback(
+                run, self._project.settings, plots.draw_loss_curve
+            )
+        return self._mlflow_callbacks[name]
 
 
 def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[Path]:
-    """The page of `ratchet report`, as far as a training that has just ended has one. What it lacks is a notice."""
+    """The page of `ratchet report` without the parts that later stages add. A failure is only reported."""
     from ratchet.reports import comparison, run_page
     from ratchet.reports.comparison import ComparisonIndex, EvaluationIndex
     from ratchet.reports.run_page import RunProvenance
@@ -87,70 +101,78 @@ def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[P
 
 
 @contextmanager
-def open_callbacks(layout: ProjectLayout, settings: Settings) -> Iterator[TrainingCallbacks]:
-    """Those who are told of a training, for as long as it lasts.
+def open_callbacks(
+    project: Project, create_console: Callable[[RunPaths], RunCallback] | None = None
+) -> Iterator[TrainingCallbacks]:
+    """The callbacks of a training, open for the length of the block.
+
+    Args:
+        project: the project.
+        create_console: makes the callback that shows a run in the terminal; None: the terminal shows nothing.
 
     Raises:
-        SettingsError: the port for Prometheus is taken, or the webhook's address is none.
+        SettingsError: the port for Prometheus is taken, or the webhook's address is not valid.
         StorageError: the file for node_exporter cannot be written.
     """
-    machine = settings.machine
+    machine = project.settings.machine
     if machine.metrics_port is None and machine.metrics_file is None:
-        yield TrainingCallbacks(layout, settings, None)
+        yield TrainingCallbacks(project, create_console, None)
         return
-    from ratchet.tracking.prometheus import PrometheusExporter  # and a library that few need
+    from ratchet.tracking.prometheus import PrometheusExporter  # loads prometheus_client, which few projects use
 
-    exposition = PrometheusExporter(machine)
+    exporter = PrometheusExporter(machine)
     try:
-        yield TrainingCallbacks(layout, settings, exposition)
+        yield TrainingCallbacks(project, create_console, exporter)
     finally:
-        exposition.close()
-
-
-# Who is told of what the gate has decided, and of changes of the champion: a webhook, and Prometheus of the former.
+        exporter.close()
 
 
 @contextmanager
-def notify_verdict(layout: ProjectLayout, settings: Settings) -> Iterator[None]:
-    """While the gate is at work: tell what it has decided, once it has. Raises SettingsError for a bad address."""
-    webhook = Webhook.of_environment(settings.machine, layout.root.name)
+def notify_verdict(project: Project) -> Iterator[None]:
+    """After the block: report the verdict to the webhook and to Prometheus' file.
+
+    Raises SettingsError for a bad address, before the block runs.
+    """
+    machine = project.settings.machine
+    webhook = Webhook.from_environment(machine, project.root.name)
     yield
-    verdict = Verdict.load(layout.verdict)
-    if settings.machine.metrics_file is not None:
+    verdict = Verdict.load(project.layout.verdict)
+    if machine.metrics_file is not None:
         from ratchet.tracking.prometheus import write_verdict
 
-        write_verdict(Path(settings.machine.metrics_file), verdict)
+        write_verdict(Path(machine.metrics_file), verdict)
     if webhook is not None:
         text = f"gate: {verdict.decision} for model {verdict.model_digest[:12]} of run {verdict.run_id}"
-        webhook.tell("gated", text, run=verdict.run_id, decision=verdict.decision, model_digest=verdict.model_digest)
+        webhook.send("gated", text, run=verdict.run_id, decision=verdict.decision, model_digest=verdict.model_digest)
 
 
 @contextmanager
-def notify_promotions(layout: ProjectLayout, settings: Settings) -> Iterator[None]:
-    """While promotion, rollback or what finishes them is at work: tell of every change of the champion.
+def notify_promotions(project: Project) -> Iterator[None]:
+    """After the block: report every change of the champion to the webhook, also one that a killed command had begun.
 
-    Also of one that a command had begun which died. Raises SettingsError for a bad address, before anything is done.
+    Raises SettingsError for a bad address, before the block runs.
     """
-    webhook = Webhook.of_environment(settings.machine, layout.root.name)
+    webhook = Webhook.from_environment(project.settings.machine, project.root.name)
     if webhook is None:
         yield
         return
-    before = len(_read_promotions(layout))
+    known = len(_read_promotions(project.layout))
     try:
         yield
     finally:
-        for entry in _read_promotions(layout)[before:]:
-            again = "again, by rollback" if entry.action == "rollback" else "now"
+        for entry in _read_promotions(project.layout)[known:]:
+            how = "again, by rollback" if entry.action == "rollback" else "now"
             forced = ", against the verdict" if entry.forced else ""
-            text = f"version {entry.version} of {settings.promote.model_name} is champion {again}{forced} ({entry.by})"
-            webhook.tell(
-                "promoted", text, action=entry.action, version=entry.version, before=entry.before, by=entry.by,
-                model_digest=entry.model_digest, reason=entry.reason,
+            name = project.settings.promote.model_name
+            text = f"version {entry.version} of {name} is champion {how}{forced} ({entry.actor})"
+            webhook.send(
+                "promoted", text, action=entry.action, version=entry.version, previous_version=entry.previous_version,
+                actor=entry.actor, model_digest=entry.model_digest, reason=entry.reason,
             )  # fmt: skip
 
 
 def _read_promotions(layout: ProjectLayout) -> Sequence[Promotion]:
-    """The ledger; nothing of one that is damaged, which is for others to say."""
+    """The ledger; empty when it is damaged, which the command itself reports."""
     try:
         return ledger.read_entries(layout.promotions)
     except DamagedFileError:

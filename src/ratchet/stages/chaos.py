@@ -1,4 +1,4 @@
-"""Prove on this project that faults change nothing: train a short reference, then the same under faults; compare."""
+"""`ratchet chaos`: prove on this project that faults change nothing: train a reference, inject faults, compare."""
 
 import os
 import platform
@@ -10,19 +10,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.train import EarlyStoppingSettings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
+from ratchet.reports import plots
 from ratchet.reports.plots import TimelineLane
 from ratchet.runs.fault_injection import plan
 from ratchet.stages import fault_campaign
 from ratchet.stages.fault_campaign import FaultCampaign, FaultTrialResult
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.base import BaseCard, Record
 from ratchet.storage.records.data import DatasetCard
 
 VALIDATIONS = 3
@@ -30,45 +32,62 @@ VALIDATIONS = 3
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors")
 
-Draw = Callable[[Sequence[TimelineLane], Path], None]
-
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What the command line says."""
+    """Which faults to inject, and into what."""
 
     kills: int = 5
-    """Of each kind of signal."""
+    """Kills with each kind of signal."""
     seed: int = 0
-    """Of every schedule."""
+    """Seed of every schedule."""
     faults: tuple[str, ...] | None = None
     """Rows of `plan.ROWS`; None: all."""
     steps: int = 24
     """Optimizer steps of each training."""
     keep: bool = False
-    """Leave the projects of all trials."""
+    """Whether the projects of all trials are kept."""
     output: Path | None = None
-    """For chaos.json and timeline.png; by default experiments/chaos."""
+    """Directory for chaos.json and timeline.png; None: experiments/chaos."""
+
+
+class ChaosReport(Record):
+    """Trainings under injected faults, compared with an undisturbed one."""
+
+    seed: int
+    rows: tuple[dict[str, Any], ...]
+    """A summary for each kind of fault."""
+    trials: int
+    failures: tuple[str, ...]
+    """Differences and problems, each with the name of its trial."""
+    failed_trials: int
+    output: Path
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether every trial was exact and recovered without help."""
+        return self.failed_trials == 0
 
 
 def chaos(
-    layout: ProjectLayout, settings: Settings, options: ChaosOptions, draw: Draw, say: Callable[[str], None]
-) -> tuple[bool, str]:
-    """Whether all trials were exact and recovered without a hand, and the table that says so.
+    project: Project,
+    options: ChaosOptions = ChaosOptions(),
+    on_progress: Callable[[str], None] = ignore_progress,
+) -> ChaosReport:
+    """Train a short reference, then the same under faults, and compare. The project itself is not changed.
 
     Args:
-        layout: stages base and prepare have run; nothing of the project is changed.
-        settings: the project's; trainings are as short as `options` say.
-        options: see there.
-        draw: makes the picture; see reports/plots.py.
-        say: told what goes on.
+        project: the project; its stages base and prepare have run.
+        options: which faults to inject.
+        on_progress: receives a line for each trial.
 
     Raises:
-        SettingsError: an option cannot be.
-        DataError, DamagedFileError: a stage before has not run.
+        SettingsError: an option is out of range.
+        DataError, DamagedFileError: an earlier stage has not run.
         RunFailedError: the undisturbed training failed.
     """
-    numbers = plan.allocate_counts(plan.ROWS if options.faults is None else options.faults, options.kills)
+    layout, settings = project.layout, project.settings
+    numbers = plan.allocate_counts(plan.FAULT_CATEGORIES if options.faults is None else options.faults, options.kills)
     plan.draw_plan(
         options.seed, numbers, plan.TrainingShape(options.steps, options.steps, 1)
     )  # refuses before anything is read
@@ -77,9 +96,9 @@ def chaos(
     output = _choose_output(layout, options)
     short = shorten_training(layout, settings, options.steps)
     trials = plan.draw_plan(options.seed, numbers, fault_campaign.plan_shape(layout, short, options.steps))
-    say(f"seed {options.seed}: {len(trials)} trials of {options.steps} steps, besides undisturbed ones")
+    on_progress(f"seed {options.seed}: {len(trials)} trials of {options.steps} steps, besides undisturbed ones")
     folder = layout.runs / f".chaos-{os.getpid()}"
-    trying = FaultCampaign(layout, short, folder, say, options.keep)
+    trying = FaultCampaign(layout, short, folder, on_progress, options.keep)
     try:
         results = trying.run(trials)
     except BaseException:
@@ -92,9 +111,20 @@ def chaos(
         shutil.rmtree(folder, ignore_errors=True)
     report = _build_report(options, trying, results)
     files.write_json(output / "chaos.json", report)
-    draw([_timeline_lane(result) for result in results], output / "timeline.png")
-    well = all(result.exact and result.recovered for result in results)
-    return well, "\n".join([_format_table(report["rows"]), *_format_conclusion(options, results, output)])
+    plots.draw_timeline([_timeline_lane(result) for result in results], output / "timeline.png")
+    failed = [result for result in results if not (result.exact and result.recovered)]
+    failures = []
+    for result in failed:
+        failures += [f"{result.trial.name}: {text}" for text in (*result.differences, *result.problems)]
+        failures.append(f"{result.trial.name}: its project is kept in {result.folder}")
+    return ChaosReport(
+        seed=options.seed,
+        rows=tuple(report["rows"]),
+        trials=len(results),
+        failures=tuple(failures),
+        failed_trials=len(failed),
+        output=output,
+    )
 
 
 def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> Settings:
@@ -107,7 +137,7 @@ def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> S
     rows = token_files.load_rows(layout.data, "train")
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
-        "epochs": steps * settings.train.batch_rows / sequences,
+        "epochs": steps * settings.train.batch_size / sequences,
         "validate_every_steps": max(1, steps // VALIDATIONS),
         "early_stopping": EarlyStoppingSettings(),
     }
@@ -142,18 +172,18 @@ def _build_report(options: ChaosOptions, trying: FaultCampaign, results: Sequenc
 def summarize_results(results: Sequence[FaultTrialResult]) -> list[dict[str, Any]]:
     """One line for each kind of fault."""
     lines = []
-    for name in dict.fromkeys(result.trial.row for result in results):
-        found = [result for result in results if result.trial.row == name]
+    for name in dict.fromkeys(result.trial.category for result in results):
+        found = [result for result in results if result.trial.category == name]
         recoveries = sorted(s for result in found for s in result.seen.recoveries_s)
         lines.append(
             {
                 "row": name,
-                "text": plan.ROWS[name].text,
+                "text": plan.FAULT_CATEGORIES[name].description,
                 "trials": len(found),
                 "faults": sum(result.seen.delivered + len(result.trial.faults) for result in found),
                 "exact": sum(result.exact for result in found),
                 "recovered": sum(result.recovered for result in found),
-                "same_fault": any(result.trial.same_fault for result in found),
+                "reference_has_faults": any(result.trial.reference_has_faults for result in found),
                 "slowest_recovery_s": recoveries[-1] if recoveries else None,
                 "most_lost_steps": max((n for result in found for n in result.seen.lost_steps), default=0),
             }
@@ -165,15 +195,15 @@ def _trial_entry(result: FaultTrialResult) -> dict[str, Any]:
     trial, seen = result.trial, result.seen
     return {
         "name": trial.name,
-        "row": trial.row,
+        "row": trial.category,
         "exact": result.exact,
         "recovered": result.recovered,
         "differences": list(result.differences),
         "problems": list(result.problems),
-        "blows": [asdict(blow) for blow in trial.blows],
+        "external_faults": [asdict(blow) for blow in trial.external_faults],
         "faults": [fault.model_dump(mode="json") for fault in trial.faults],
         "guards": dict(trial.guards),
-        "same_fault": trial.same_fault,
+        "reference_has_faults": trial.reference_has_faults,
         "delivered": seen.delivered,
         "missed": seen.missed,
         "damage": seen.notes,
@@ -195,32 +225,5 @@ def _timeline_lane(result: FaultTrialResult) -> TimelineLane:
         steps=seen.steps,
         checkpoints=[at for at, _ in seen.checkpoints],
         marks=seen.marks,
-        well=result.exact and result.recovered,
+        succeeded=result.exact and result.recovered,
     )
-
-
-def _format_table(lines: Sequence[dict[str, Any]]) -> str:
-    """`*` marks rows that are compared with an undisturbed training under the same fault."""
-    text = [f"  {'row':<12}{'trials':>7}{'faults':>8}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
-    for line in lines:
-        slowest = line["slowest_recovery_s"]
-        shown = "-" if slowest is None else f"{slowest:.1f} s"
-        exact, unaided = (f"{line[key]}/{line['trials']}" for key in ("exact", "recovered"))
-        name = line["row"] + "*" * line["same_fault"]
-        text.append(
-            f"  {name:<12}{line['trials']:>7}{line['faults']:>8}{exact:>8}{unaided:>9}{shown:>10}   {line['text']}"
-        )
-    return "\n".join(text)
-
-
-def _format_conclusion(options: ChaosOptions, results: Sequence[FaultTrialResult], output: Path) -> list[str]:
-    """What the table means, and what is to be looked at."""
-    bad = [result for result in results if not (result.exact and result.recovered)]
-    lines = []
-    if any(result.trial.same_fault for result in results):
-        lines.append("  * compared with an undisturbed training under the same fault (nan: where it is never finite)")
-    for result in bad:
-        lines += [f"  {result.trial.name}: {text}" for text in (*result.differences, *result.problems)]
-        lines.append(f"  {result.trial.name}: its project is kept in {result.folder}")
-    state = f"{len(bad)} of {len(results)} trials FAILED" if bad else f"all {len(results)} trials are exact and unaided"
-    return [*lines, f"seed {options.seed}: {state}; {output / 'chaos.json'}, timeline.png"]

@@ -1,7 +1,7 @@
-"""Champion → verified, signed, smoke-tested release → link `current`; and back. Neither torch nor MLflow.
+"""`ratchet deploy`: copies a promoted model into a directory that a model server reads. No torch and no MLflow.
 
-The ledger says which version is which model, so MLflow's database is not asked. Nothing that a server reads changes
-before everything that may refuse was asked; docs/deployment.md has the order and what a death at each point leaves.
+The ledger names the model of every version, so MLflow's database is not needed. A release is verified, its signature is
+checked and a server answers from it before the link `current` is moved; until then servers see no change.
 """
 
 import time
@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NoReturn
 
-from ratchet.config.schema import Settings
 from ratchet.errors import (
-    EXIT_OK,
     ChampionError,
     DamagedFileError,
     DataError,
@@ -22,77 +21,108 @@ from ratchet.errors import (
     StorageError,
 )
 from ratchet.registry import bundle_files, ledger, model_store
-from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
-from ratchet.registry.deployment import smoke_test as smokes
+from ratchet.registry.deployment import smoke_test as smoke_tests
 from ratchet.registry.deployment.model_card import describe_forced
-from ratchet.registry.deployment.release import DeploymentDirectory, PromotedModel, Release
+from ratchet.registry.deployment.release import Deployment, DeploymentDirectory, PromotedModel, Release
 from ratchet.registry.signing import keys, signature
+from ratchet.stages.project import Project
 from ratchet.storage import disk, files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Promotion, read_champion
 
-POLL_S = 1.0
-"""Between two looks at the ledger."""
-AGAIN_S = 60.0
-"""Before what may pass (a full disk, somebody else's lock) is tried again."""
-PATIENCE = 3
-"""Looks in a row at a ledger and a champion file that do not agree, before that is told: a promotion writes first one,
+POLL_INTERVAL_S = 1.0
+"""How often a watch looks for a new champion."""
+RETRY_AFTER_S = 60.0
+"""Pause after a failure that may pass: a full disk, or a lock that another process holds."""
+MAX_DISAGREEMENTS = 3
+"""Consecutive polls at which ledger and champion file may disagree before it is reported: a promotion writes first one,
 then the other."""
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """What is to be deployed, and how."""
+    """Format, version and checks of a deployment."""
 
-    form: str | None = None
-    """`hf`, `gguf`, `onnx`, or a form's whole name; None: as the directory has it, at first the first GGUF file."""
+    format: str | None = None
+    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`; None: the directory's present format, at first
+    the first GGUF file."""
     version: int | None = None
     """A registered version; None: the champion."""
     rollback: bool = False
-    """Instead, back to the release before."""
-    smoke: bool = True
-    """Start a server on it before it becomes current."""
+    """Go back to the release before instead."""
+    smoke_test: bool = True
+    """Let a server answer from the release before it becomes current."""
 
 
-def deploy(layout: ProjectLayout, settings: Settings, directory: Path, options: DeployOptions = DeployOptions()) -> str:
-    """Put a promoted model into a directory that a server reads; returns what to tell. Repeating it changes nothing.
+class DeployResult(Record):
+    """The release that servers read now."""
+
+    status: Literal["deployed", "unchanged", "rolled_back", "rollback_finished"]
+    """`unchanged`: it was current already. `rollback_finished`: a killed command had exchanged the links, and this one
+    added the line to the history."""
+    deployment: Deployment
+    """The last line of the directory's history."""
+    current: Path
+    """The link that servers follow."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def guide(self) -> Path:
+        """Instructions for starting a server."""
+        return self.current / "SERVE.md"
+
+
+def deploy(project: Project, directory: Path, options: DeployOptions = DeployOptions()) -> DeployResult:
+    """Make a promoted model the current release of a directory. Repeating it changes nothing.
 
     Raises:
-        ChampionError: no such version, its folder is gone, or it does not answer as it was verified.
-        SettingsError: a directory that is not ours, a form that the model does not have, a signature of a key that is
-            not trusted; options that contradict each other.
-        DamagedFileError: a byte differs, or nobody signed.
-        LockHeldError, StorageError, OSError: the directory is in use, or its disk takes nothing.
+        ChampionError: no such version, its folder is missing, or its answers differ from those that export verified.
+        SettingsError: the directory contains something else, the model does not have the format, its signer is not
+            trusted, or options contradict each other.
+        DamagedFileError: a byte differs from what was signed, or nothing was signed.
+        LockHeldError, StorageError, OSError: another process deploys into the directory, or it cannot be written.
     """
+    layout, model_name = project.layout, project.settings.promote.model_name
     if options.rollback:
-        if options.form is not None or options.version is not None:
+        if options.format is not None or options.version is not None:
             raise SettingsError("--rollback goes to the release before: leave out --format and --version")
-        return _roll_back(layout, settings, directory)
+        return _roll_back(layout, model_name, directory)
     version, model_digest, event, warning = _choose_version(layout, options.version)
-    promoted = _load_promoted(layout, settings, version, model_digest)
-    with places.open_directory(directory, settings.promote.model_name) as place:
-        usual = _current_form(place)
-        release = releases.plan_release(promoted, releases.choose_artifact(promoted.bundle, options.form or usual))
-        before = place.target(place.current)
-        found, damage = _inspect_release(layout, before) if before is not None else (None, None)
-        warnings = _collect_warnings(place, release, warning, damage)
-        if found == release:
-            return _report_current(layout, place, release, warnings)
-        told = _stage_release(layout, place, promoted, release, options.smoke, warnings)
-        place.swap_in(release.name)
-        about = {"before": before.name if before else None, "smoke": told, "event": event, "damage": damage}
-        with _report_after_switch(place, release):
-            place.note(places.build_deployment(release, "deploy", ledger.current_actor(layout.root), **about))
-            place.prune()
-        return _success_message(place, release, before, told, warnings)
+    promoted = _load_promoted(layout, model_name, version, model_digest)
+    with releases.open_directory(directory, model_name) as server_dir:
+        current_format = _current_format(server_dir)  # also raises for a damaged history before anything changes
+        artifact = releases.choose_artifact(promoted.bundle, options.format or current_format)
+        release = releases.plan_release(promoted, artifact)
+        before = server_dir.linked_release(server_dir.current)
+        current, damage = _inspect_release(layout, before) if before is not None else (None, None)
+        warnings = [describe_forced(release.forced)] if release.forced else []
+        if damage is not None:
+            warnings.append(
+                f"the release that was current until now was damaged: {damage}. Servers may have read it: restart "
+                f"them, and find out who can write in {server_dir.releases}"
+            )
+        warnings += [warning] if warning is not None else []
+        if current == release:
+            return _keep_current(layout, server_dir, release, warnings)
+        tested = _stage_release(layout, server_dir, promoted, release, options.smoke_test, warnings)
+        server_dir.activate(release.name)
+        deployment = releases.build_deployment(
+            release, "deploy", ledger.current_actor(layout.root), smoke_test=tested, event=event, damage=damage,
+            previous_release=before.name if before else None,
+        )  # fmt: skip
+        with _report_after_switch(server_dir, release):
+            server_dir.append_history(deployment)
+            server_dir.prune()
+        return DeployResult(
+            status="deployed", deployment=deployment, current=server_dir.current, warnings=tuple(warnings)
+        )
 
 
 def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, str, str | None, str | None]:
-    """Version and model to deploy, the ledger's event about it, and what to warn of."""
+    """Version and model to deploy, the ledger's event that made it champion, and a warning."""
     entries, file = ledger.read_entries(layout.promotions), read_champion(layout.champion)
     ledger.check_champion(layout.promotions, entries, file)
     if version is None:
@@ -106,45 +136,46 @@ def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, st
     if version not in models:
         known = ", ".join(map(str, sorted(models))) or "none"
         raise ChampionError(f"version {version} was never promoted; known: {known}")
-    back = ledger.find_withdrawal(entries, models[version])
-    return version, models[version], None, _withdrawal_message(version, back) if back else None
+    withdrawal = ledger.find_withdrawal(entries, models[version])
+    return version, models[version], None, _describe_withdrawal(version, withdrawal) if withdrawal else None
 
 
-def _withdrawal_message(version: int, back: Promotion) -> str:
-    why = f" ({back.reason})" if back.reason else ""
-    return f"version {version} was rolled back on {back.time} by {back.by}{why}"
+def _describe_withdrawal(version: int, withdrawal: Promotion) -> str:
+    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
+    return f"version {version} was rolled back on {withdrawal.time} by {withdrawal.actor}{why}"
 
 
-def _load_promoted(layout: ProjectLayout, settings: Settings, version: int, model_digest: str) -> PromotedModel:
-    """The promoted model's folder, once every byte of it and its signature are known to be good."""
+def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_digest: str) -> PromotedModel:
+    """The promoted model's folder, after every byte and the signature were checked."""
     folder = layout.promoted_model(model_digest)
     if not folder.is_dir():
         raise ChampionError(
-            f"version {version}: {folder} is not there. Git does not hold mlruns/: copy it from where that version was "
-            "promoted"
+            f"version {version}: {folder} does not exist. Git does not track mlruns/: copy it from the machine where "
+            "that version was promoted"
         )
     manifest = files.verify_sealed(folder, model_store.KIND)
-    known = {name: sha for name, (sha, _) in manifest.files.items()}
-    signed = signature.check_signature(folder, layout, known)
-    bundle_files.require_match(folder, known)
+    known_digests = {name: sha256 for name, (sha256, _) in manifest.files.items()}
+    signed = signature.check_signature(folder, layout, known_digests)
+    bundle_files.require_match(folder, known_digests)
     bundle = ModelBundle.load(folder / bundle_files.BUNDLE)
     if bundle.model_digest != model_digest:
-        raise DamagedFileError(f"{folder}: holds model {bundle.model_digest[:12]}, not {model_digest[:12]}")
-    return PromotedModel(folder, version, settings.promote.model_name, bundle, manifest.files, signed.by)
+        raise DamagedFileError(f"{folder}: contains model {bundle.model_digest[:12]}, not {model_digest[:12]}")
+    return PromotedModel(folder, version, model_name, bundle, manifest.files, signed.signer)
 
 
-def _current_form(place: DeploymentDirectory) -> str | None:
-    """The form that the directory has now. Raises DamagedFileError for a history that cannot be read."""
-    now, log = place.target(place.current), place.log()
+def _current_format(server_dir: DeploymentDirectory) -> str | None:
+    """The directory's present format. Raises DamagedFileError for a history that cannot be read."""
+    current, history = server_dir.linked_release(server_dir.current), server_dir.read_history()
+    if current is None:
+        return None
     try:
-        return Release.load(now / releases.RECORD).form if now is not None else None
-    except (DataError, DamagedFileError):  # it is made again, in the same form
-        return next((entry.form for entry in reversed(log) if now is not None and entry.release == now.name), None)
+        return Release.load(current / releases.RECORD).artifact_name
+    except (DataError, DamagedFileError):  # the release is made again, in the same format
+        return next((entry.artifact_name for entry in reversed(history) if entry.release == current.name), None)
 
 
 def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | None, str | None]:
-    """A release that is whole and as it was signed, else what is wrong with its files; neither, if only the key is no
-    longer trusted."""
+    """An intact, signed release; otherwise what is damaged. (None, None) if only its signer is no longer trusted."""
     try:
         return check_release(layout, folder), None
     except (DataError, DamagedFileError) as error:
@@ -153,112 +184,118 @@ def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | Non
         return None, None
 
 
-def _collect_warnings(
-    place: DeploymentDirectory, release: Release, warning: str | None, damage: str | None
-) -> list[str]:
-    """What whoever deploys should know: about the promotion, and about what servers were reading until now."""
-    found = [describe_forced(release.forced)] if release.forced else []
-    if damage is not None:
-        found.append(
-            f"what was current until now was damaged: {damage}. Servers may have read that: restart them, and find out "
-            f"who can write in {place.releases}"
+def _keep_current(
+    layout: ProjectLayout, server_dir: DeploymentDirectory, release: Release, warnings: list[str]
+) -> DeployResult:
+    """The release is current already. Adds the line of the history that a killed command did not write."""
+    history = server_dir.read_history()
+    if not history or history[-1].release != release.name:
+        before = history[-1].release if history else None
+        history.append(
+            releases.build_deployment(release, "deploy", ledger.current_actor(layout.root), previous_release=before)
         )
-    return [f"warning: {text}" for text in [*found, *([warning] if warning else [])]]
-
-
-def _report_current(layout: ProjectLayout, place: DeploymentDirectory, release: Release, warnings: list[str]) -> str:
-    """It is current already; a line that a command which died owes is added."""
-    log = place.log()
-    if not log or log[-1].release != release.name:
-        place.note(
-            places.build_deployment(
-                release, "deploy", ledger.current_actor(layout.root), before=log[-1].release if log else None
-            )
-        )
-    place.prune()
-    return "\n  ".join([f"{release} is deployed in {place.current} already", *warnings])
+        server_dir.append_history(history[-1])
+    server_dir.prune()
+    return DeployResult(
+        status="unchanged", deployment=history[-1], current=server_dir.current, warnings=tuple(warnings)
+    )
 
 
 def _stage_release(
     layout: ProjectLayout,
-    place: DeploymentDirectory,
+    server_dir: DeploymentDirectory,
     promoted: PromotedModel,
     release: Release,
-    smoke: bool,
+    smoke_test: bool,
     warnings: list[str],
 ) -> str | None:
-    """Have the release on the disk, and let it answer; returns what the smoke test found. A refused one is removed.
+    """Write the release and test it; returns the result of the smoke test. A release that fails is removed.
 
-    One that is there is believed only as far as its signature goes; what is wrong with it is added to the warnings.
+    A release of this name that exists is used only if its signature fits; otherwise a warning is added to `warnings`.
     """
-    folder = place.releases / release.name
-    found, damage = _inspect_release(layout, folder) if folder.exists() else (None, None)
-    if damage is not None and folder != place.target(place.current):
-        warnings.append(f"warning: the release of this name that was there is made again: {damage}")
-    if found != release:
-        disk.require_space(place.releases, releases.release_size_bytes(promoted, release))
+    folder = server_dir.releases / release.name
+    existing, damage = _inspect_release(layout, folder) if folder.exists() else (None, None)
+    if damage is not None and folder != server_dir.linked_release(server_dir.current):
+        warnings.append(f"an earlier release of this name is replaced: {damage}")
+    if existing != release:
+        disk.require_space(server_dir.releases, releases.release_size_bytes(promoted, release))
         releases.stage_release(promoted, release, folder)
-    if not smoke:
+    if not smoke_test:
         return None
     try:
-        return smokes.run_smoke_test(folder, releases.choose_artifact(promoted.bundle, release.form), promoted.dated)
+        artifact = releases.choose_artifact(promoted.bundle, release.artifact_name)
+        return smoke_tests.run_smoke_test(folder, artifact, promoted.has_dated_prompts)
     except RatchetError as error:
-        if folder not in (place.target(place.current), place.target(place.previous)):
+        if folder not in (
+            server_dir.linked_release(server_dir.current),
+            server_dir.linked_release(server_dir.previous),
+        ):
             files.remove_sealed(folder)
-        raise type(error)("\n  ".join([str(error), *warnings])) from error
+        raise type(error)("\n  ".join([str(error), *(f"warning: {text}" for text in warnings)])) from error
 
 
-def _roll_back(layout: ProjectLayout, settings: Settings, directory: Path) -> str:
-    """Exchange current and previous, once every byte of previous is known to be as it was signed."""
-    with places.open_directory(directory, settings.promote.model_name, new=False) as place:
-        now, then = place.target(place.current), place.target(place.previous)
-        if place.settled is not None:
-            return f"{place.settled.release} is current again already: a rollback had come so far, and is finished now"
-        if now is None or then is None or now == then:
+def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> DeployResult:
+    """Exchange current and previous, after every byte of previous was checked against its signature."""
+    with releases.open_directory(directory, model_name, may_create=False) as server_dir:
+        if server_dir.completed_rollback is not None:
+            return DeployResult(
+                status="rollback_finished", deployment=server_dir.completed_rollback, current=server_dir.current
+            )
+        current, previous = (
+            server_dir.linked_release(server_dir.current),
+            server_dir.linked_release(server_dir.previous),
+        )
+        if current is None or previous is None or current == previous:
             raise ChampionError(
-                f"{place.root}: there is no release before the current one to go back to; "
+                f"{server_dir.root}: there is no release before the current one; "
                 "name a version: `ratchet deploy DIR --version N`"
             )
-        release = check_release(layout, then)
-        unread = _require_not_withdrawn(layout, release)
-        place.go_back(places.build_deployment(release, "rollback", ledger.current_actor(layout.root), before=now.name))
-        with _report_after_switch(place, release):
-            place.settle()
-        told = f"{release} is current again in {place.current}, in the place of {now.name}; every byte is as signed"
-        return "\n  ".join([told, *_collect_warnings(place, release, unread, damage=None)])
+        release = check_release(layout, previous)
+        warnings = [describe_forced(release.forced)] if release.forced else []
+        warnings += _check_not_withdrawn(layout, release)
+        deployment = releases.build_deployment(
+            release, "rollback", ledger.current_actor(layout.root), previous_release=current.name
+        )
+        server_dir.roll_back(deployment)
+        with _report_after_switch(server_dir, release):
+            server_dir.complete_rollback()
+        return DeployResult(
+            status="rolled_back", deployment=deployment, current=server_dir.current, warnings=tuple(warnings)
+        )
 
 
 @contextmanager
-def _report_after_switch(place: DeploymentDirectory, release: Release) -> Iterator[None]:
-    """What follows once a release is current; where the disk takes it no more, say that it is current all the same."""
+def _report_after_switch(server_dir: DeploymentDirectory, release: Release) -> Iterator[None]:
+    """The steps after the link has moved. If the disk is full, the error says that the release is current."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"{place.current}: leads to {release.name} now, but {place.root} takes no more ({error.strerror}); make "
-            f"room and repeat: that adds the line to {place.history.name}, and changes nothing else"
+            f"{server_dir.current}: points to {release.name} now, but {server_dir.root} cannot be written "
+            f"({error.strerror}); free some space and run the command again: it adds the line to "
+            f"{server_dir.history_path.name} and changes nothing else"
         ) from None
 
 
-def _require_not_withdrawn(layout: ProjectLayout, release: Release) -> str | None:
-    """Raise ChampionError for a model that was rolled back. A broken ledger keeps nobody from going back: a warning."""
+def _check_not_withdrawn(layout: ProjectLayout, release: Release) -> list[str]:
+    """Raise ChampionError for a model that was rolled back. A damaged ledger does not prevent a rollback: a warning."""
     try:
-        back = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
+        withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
     except DamagedFileError as error:
-        return str(error)
-    if back is not None:
+        return [str(error)]
+    if withdrawal is not None:
         raise ChampionError(
-            f"{_withdrawal_message(release.version, back)}; if you want it: --version {release.version}"
+            f"{_describe_withdrawal(release.version, withdrawal)}; to deploy it anyway: --version {release.version}"
         )
-    return None
+    return []
 
 
 def check_release(layout: ProjectLayout, folder: Path) -> Release:
-    """Require that a release is whole, and as somebody whom the project trusts signed it; returns its record.
+    """Require that a release is complete and as a trusted key signed it; returns its record.
 
     Raises:
         DamagedFileError: a byte differs, or a file is missing; the message names it.
-        SettingsError: signed by somebody whom the project does not trust, or no longer.
+        SettingsError: the project does not trust the signer, or no longer.
     """
     release = releases.verify_release(folder)
     signed = signature.require_trusted(signature.read_signature(folder, keys.read_keyring(layout.keyring)))
@@ -266,100 +303,107 @@ def check_release(layout: ProjectLayout, folder: Path) -> Release:
     return release
 
 
-def _success_message(
-    place: DeploymentDirectory, release: Release, before: Path | None, smoke: str | None, warnings: list[str]
-) -> str:
-    after = f", after {before.name}" if before is not None and before.name != release.name else ""
-    lines = [
-        f"{release} is current in {place.current}{after}",
-        f"smoke test: {smoke}" if smoke else "no server was started on it: its answers were not asked for",
-        f"how to serve it: {place.current / 'SERVE.md'}",
-    ]
-    return "\n  ".join([*lines, *warnings])
+# Following the champion.
 
 
-# --- following the champion -------------------------------------------------------------------------------------------
+def watch_champion(
+    project: Project,
+    directory: Path,
+    options: DeployOptions,
+    on_deploy: Callable[[DeployResult], None],
+    on_problem: Callable[[str], None],
+) -> NoReturn:
+    """Deploy the champion, then every new one, until KeyboardInterrupt.
 
+    After a failure the current release stays. A full disk or a lock that another process holds is retried every minute;
+    other failures wait for the next promotion.
 
-def watch_champion(layout: ProjectLayout, settings: Settings, directory: Path, options: DeployOptions, say: Say) -> int:
-    """Deploy the champion, then every new one, until SIGTERM or Ctrl-C; returns the exit code.
-
-    What is refused is told once, what is current stays, and the next promotion is waited for; what may pass (a full
-    disk, a lock) is tried again every minute.
+    Args:
+        project: the project.
+        directory: where to deploy.
+        options: without version and rollback.
+        on_deploy: receives the result of each deployment.
+        on_problem: receives what failed, once for each failure.
 
     Raises:
-        SettingsError: options that a watch does not have, or a directory that is not ours.
+        SettingsError: options that a watch does not have.
     """
     if options.rollback or options.version is not None:
         raise SettingsError("--watch follows the champion: leave out --version and --rollback")
-    say(f"watching {layout.promotions}; SIGTERM or Ctrl-C ends it")
-    watcher = _ChampionWatcher(layout, settings, directory, options, say)
-    try:
-        while True:
-            watcher.look()
-            time.sleep(POLL_S)
-    except KeyboardInterrupt:  # the command line makes one of SIGTERM
-        say(f"stopped watching; what is current in {directory} stays so")
-        return EXIT_OK
+    watcher = _ChampionWatcher(project, directory, options, on_deploy, on_problem)
+    while True:
+        watcher.poll()
+        time.sleep(POLL_INTERVAL_S)
 
 
 class _ChampionWatcher:
-    """What a watch has seen and said."""
+    """Deploys when ledger or champion file have changed, and reports each result once."""
 
     def __init__(
-        self, layout: ProjectLayout, settings: Settings, directory: Path, options: DeployOptions, say: Say
+        self,
+        project: Project,
+        directory: Path,
+        options: DeployOptions,
+        on_deploy: Callable[[DeployResult], None],
+        on_problem: Callable[[str], None],
     ) -> None:
-        self._act: Callable[[], str] = lambda: deploy(layout, settings, directory, options)
-        self._layout = layout
-        self._say = say
-        self._seen: object = None
-        """The state of ledger and champion file that was dealt with."""
-        self._due_s = 0.0
-        """When to try again, by time.monotonic(), though nothing changed; 0: not at all."""
-        self._disagreed = 0
-        self._said = ""
+        self._project, self._directory, self._options = project, directory, options
+        self._on_deploy, self._on_problem = on_deploy, on_problem
+        self._handled_state: object = None
+        """State of ledger and champion file at the last deployment."""
+        self._retry_s: float | None = None
+        """When to try again although nothing has changed (time.monotonic()); None: do not."""
+        self._disagreements = 0
+        """Consecutive polls at which ledger and champion file disagreed."""
+        self._last_report: DeployResult | str | None = None
 
-    def look(self) -> None:
-        """Act if there is something to do."""
-        state = tuple(_file_state(path) for path in (self._layout.promotions, self._layout.champion))
-        again = self._due_s and time.monotonic() >= self._due_s
-        if state == self._seen and not again and not self._disagreed:
+    def poll(self) -> None:
+        """Deploy if there is something to do."""
+        layout = self._project.layout
+        state = tuple(map(_file_state, (layout.promotions, layout.champion)))
+        must_retry = self._retry_s is not None and time.monotonic() >= self._retry_s
+        if state == self._handled_state and not must_retry and not self._disagreements:
             return
-        if not self._in_agreement():
+        if not self._ledger_agrees():
             return
-        self._seen, self._due_s = state, 0.0
+        self._handled_state, self._retry_s = state, None
         try:
-            self._tell(self._act())
+            self._report(deploy(self._project, self._directory, self._options))
         except (LockHeldError, StorageError, OSError) as error:
-            self._due_s = time.monotonic() + AGAIN_S
-            self._tell(f"not deployed, tried again in {AGAIN_S:g} s: {error}")
+            self._retry_s = time.monotonic() + RETRY_AFTER_S
+            self._report(f"not deployed, next attempt in {RETRY_AFTER_S:g} s: {error}")
         except RatchetError as error:
-            self._tell(f"not deployed, what is current stays so: {error}")
+            self._report(f"not deployed, the current release stays: {error}")
 
-    def _in_agreement(self) -> bool:
-        """Whether ledger and champion file belong together; between two steps of a promotion they do not."""
+    def _ledger_agrees(self) -> bool:
+        """Whether ledger and champion file match; between two steps of a promotion they do not."""
+        layout = self._project.layout
         try:
-            file = read_champion(self._layout.champion)
-            ledger.check_champion(self._layout.promotions, ledger.read_entries(self._layout.promotions), file)
+            file = read_champion(layout.champion)
+            ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
         except (DataError, DamagedFileError, OSError) as error:
-            self._disagreed += 1
-            if self._disagreed >= PATIENCE:
-                self._tell(f"not deployed: {error}")
+            self._disagreements += 1
+            if self._disagreements >= MAX_DISAGREEMENTS:
+                self._report(f"not deployed: {error}")
             return False
-        self._disagreed = 0
+        self._disagreements = 0
         return True
 
-    def _tell(self, text: str) -> None:
-        """Say something, but not the same again and again."""
-        if text != self._said:
-            self._said = text
-            self._say(f"{places.utc_now()}  {text}")
+    def _report(self, event: DeployResult | str) -> None:
+        """Report an event unless it repeats the last one."""
+        if event == self._last_report:
+            return
+        self._last_report = event
+        if isinstance(event, str):
+            self._on_problem(event)
+        else:
+            self._on_deploy(event)
 
 
 def _file_state(path: Path) -> object:
-    """Changes when the file does: it is replaced as a whole."""
+    """Changes when the file does: it is always replaced as a whole."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes
 from ratchet.data import token_files
 from ratchet.data.batches import TokenRows
@@ -16,13 +16,14 @@ from ratchet.models import base_model, loading, model_spec, teacher_reference, v
 from ratchet.models.memory import capacity
 from ratchet.models.memory import forecast as simulation
 from ratchet.models.model_spec import ModelSpec
-from ratchet.models.teacher import TeacherCandidate, TeacherModel, describe_embedding_padding, inspect_teacher
+from ratchet.models.teacher import TeacherCandidate, TeacherModel, inspect_teacher
 from ratchet.models.teacher_reference import KEY
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, disk, files
 from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.data import CARD, DatasetCard, DistillationCard
+from ratchet.storage.records.base import BaseCard, Record
+from ratchet.storage.records.data import DISTILLATION_CARD, DatasetCard, DistillationCard
 from ratchet.training import microbatch_budget
 from ratchet.training.distillation import (
     KIND,
@@ -32,51 +33,69 @@ from ratchet.training.distillation import (
     read_shard_sums,
 )
 
-Progress = Callable[[str], None]
+
+class DistillResult(Record):
+    """Result of the stage."""
+
+    card: DistillationCard | None
+    """The sealed teacher outputs; None where nothing was computed."""
+    was_computed_before: bool = False
+    text: tuple[str, ...] = ()
+    """Where nothing was computed: what the teacher needs, line by line."""
 
 
-def distill(layout: ProjectLayout, settings: Settings, forecast: bool, progress: Progress) -> str:
-    """Run the stage: say how large it will be, ask about what is not sealed yet, seal the whole.
+def distill(
+    project: Project, *, forecast: bool = False, on_progress: Callable[[str], None] = ignore_progress
+) -> DistillResult:
+    """Run the stage: compute the teacher's probabilities for all training rows that have none yet, and seal them.
 
     Args:
-        forecast: only say how large it will be.
-        progress: told a line now and then.
+        project: the project.
+        forecast: only report how much disk and memory it needs.
+        on_progress: receives lines about the size and the progress.
 
     Raises:
-        SettingsError: no teacher is named, its tokenizer is another, or its weights need more memory than there is.
-        BaseModelError: there is no such model, or it is damaged.
-        DataError: rows are too long for it, or it answers with NaN.
-        OSError: the disk has no room for it.
+        SettingsError: no teacher is named, its tokenizer differs, or its weights do not fit into memory.
+        BaseModelError: the teacher's directory is missing or damaged.
+        DataError: rows are too long for the teacher, or it returns NaN.
+        LockHeldError: another process runs this stage.
+        OSError: the disk is full.
     """
+    with project.lock("distill"):
+        return _distill(project.layout, project.settings, forecast, on_progress)
+
+
+def _distill(
+    layout: ProjectLayout, settings: Settings, forecast: bool, progress: Callable[[str], None]
+) -> DistillResult:
     if settings.train.distill.teacher is None:
-        raise SettingsError(
-            f"{KEY}: null: there is nobody to ask; name the directory of a model with the same tokenizer"
-        )
+        raise SettingsError(f"{KEY}: found null; expected the directory of a model with the same tokenizer")
     base, data = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     files.verify_sealed(layout.data, "data")
     path = teacher_reference.teacher_directory(layout, settings.train)
     found = inspect_teacher(path, settings.train.distill.teacher, _load_tokenizer(layout, base), settings.train.distill)
     rows = token_files.load_rows(layout.data, "train")
     found.require_length(rows)
-    plan = TeacherShardPlan.of(rows)
+    plan = TeacherShardPlan.from_rows(rows)
     loading.use_threads(settings.machine.threads)
-    if settings.train.distill.stays:
-        return _describe_online_teacher(layout, settings, found, base, forecast)
+    if settings.train.distill.is_online:
+        text = _describe_online_teacher(layout, settings, found, base, forecast)
+        return DistillResult(card=None, text=tuple(text.split("\n")))
     progress(_describe_size(layout, settings, found, plan))
     if forecast:
-        return "nothing was computed (--forecast)"
+        return DistillResult(card=None, text=("nothing was computed (--forecast)",))
     card = _build_card(layout, settings, found, base, data, plan)
     if (before := _load_sealed(layout)) == card.model_copy(update=_result_fields(before)):
-        return f"{_describe(before)}\n  made before, taken as it is"
+        return DistillResult(card=before, was_computed_before=True)
     shards = _open_shards(layout, card, before, plan)
-    if shards.missing():
-        disk.require_space(layout.experiments, plan.bytes_of(_kept_top_k(settings)))
+    if shards.list_missing():
+        disk.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
         _query_teacher(settings, found, rows, shards, progress)
-    return _describe(_seal_shards(layout, card, shards))
+    return DistillResult(card=_seal_shards(layout, card, shards))
 
 
 def _load_tokenizer(layout: ProjectLayout, base: BaseCard) -> Any:
-    """Of the base, with its added tokens."""
+    """The tokenizer of the base, with its added tokens."""
     tokenizer = base_model.open_tokenizer(base_model.locate(layout, base), base.remote_code)
     vocabulary.add_tokens(tokenizer, base.added_tokens)
     return tokenizer
@@ -85,28 +104,28 @@ def _load_tokenizer(layout: ProjectLayout, base: BaseCard) -> Any:
 def _describe_online_teacher(
     layout: ProjectLayout, settings: Settings, found: TeacherCandidate, base: BaseCard, forecast: bool
 ) -> str:
-    """What there is to be said of a teacher that training itself will ask; with `forecast` what memory it takes."""
+    """Describe a teacher that runs during training; with `forecast`, also the memory that it needs."""
     text = (
-        f"teacher {settings.train.distill.teacher}: {found.blueprint.parameters:,} parameters, asked during training "
-        "(train.distill.asked: during)\n  nothing is to be done before: `ratchet train` loads it beside the student"
+        f"teacher {settings.train.distill.teacher}: {found.spec.parameters:,} parameters, runs during training "
+        "(train.distill.mode: online)\n  nothing to compute now: `ratchet train` loads it together with the student"
     )
     if layout.distill.exists():
-        text += f"\n  {layout.distill} is of a teacher that was asked before training: it is not read"
-    if said := found.padding(_load_base_spec(layout, base)):
+        text += f"\n  {layout.distill} is from a teacher that ran before training: it is not used"
+    if said := found.describe_padding(_load_base_spec(layout, base)):
         text += f"\n  {said}"
     return f"{text}\n  {_describe_memory(layout, settings, found, base)}" if forecast else text
 
 
 def _describe_memory(layout: ProjectLayout, settings: Settings, found: TeacherCandidate, base: BaseCard) -> str:
-    """What a training needs with the teacher in memory, and without."""
+    """Memory that a training needs with and without the teacher."""
     device, train = loading.pick_device(settings.machine.device), settings.train
     plan = _load_base_spec(layout, base)
-    work = microbatch_budget.make_work_estimator(layout.data, device, found.blueprint)(settings)
+    work = microbatch_budget.make_work_estimator(layout.data, device, found.spec)(settings)
     peaks = []
     for one in (work, replace(work, teacher=None)):
-        peaks.append(simulation.forecast(plan, train, settings.machine, one).needed_bytes(work.sharing))
+        peaks.append(simulation.forecast(plan, train, settings.machine, one).needed_bytes(work.local_ranks))
     weights = found.weight_bytes(train.distill, loading.pick_dtype(train.compute_dtype, device))
-    at_hand = capacity.measure_device(device).available_bytes // work.sharing
+    at_hand = capacity.measure_device(device).available_bytes // work.local_ranks
     return (
         f"memory for {work.rows} rows of {work.row_tokens:,} tokens at a time, by the forecast: "
         f"{format_bytes(peaks[0])} on {device.type}, "
@@ -126,12 +145,12 @@ def _describe_size(layout: ProjectLayout, settings: Settings, found: TeacherCand
     weights = found.weight_bytes(settings.train.distill, loading.pick_dtype(settings.train.compute_dtype, device))
     free = capacity.disk_free_bytes(layout.experiments)
     return (
-        f"teacher {settings.train.distill.teacher}: {found.blueprint.parameters:,} parameters, weights about "
+        f"teacher {settings.train.distill.teacher}: {found.spec.parameters:,} parameters, weights about "
         f"{format_bytes(weights)} on {device.type} "
         f"({format_bytes(capacity.measure_device(device).available_bytes)} at hand)\n"
         f"  {plan.rows:,} rows, {plan.positions:,} answer tokens x {top_k} tokens: "
-        f"{format_bytes(plan.bytes_of(top_k))} on disk ({format_bytes(free)} free), "
-        f"in {format_count(len(plan.borders) - 1, 'shard')}"
+        f"{format_bytes(plan.size_bytes(top_k))} on disk ({format_bytes(free)} free), "
+        f"in {format_count(len(plan.boundaries) - 1, 'shard')}"
     )
 
 
@@ -143,7 +162,7 @@ def _build_card(
     data: DatasetCard,
     plan: TeacherShardPlan,
 ) -> DistillationCard:
-    """What will be sealed, without what is only known then."""
+    """The card, without the fields that are known only after the computation."""
     wanted = settings.train.distill
     device = loading.pick_device(settings.machine.device)
     return DistillationCard(
@@ -160,7 +179,7 @@ def _build_card(
         tokens=found.tokens,
         teacher_rows=found.rows,
         base_rows=found.base_rows(_load_base_spec(layout, base)),
-        teacher_parameters=found.blueprint.parameters,
+        teacher_parameters=found.spec.parameters,
         base_parameters=base.parameters,
         teacher_loss=0.0,
         left_out=0.0,
@@ -168,20 +187,20 @@ def _build_card(
 
 
 def _kept_top_k(settings: Settings) -> int:
-    """How many tokens are kept: on disk there is always a number (config_train.Distill)."""
+    """Tokens stored per position; the settings require a number when outputs are stored."""
     return settings.train.distill.top_k or 0
 
 
 def _result_fields(made: DistillationCard | None) -> dict[str, Any]:
-    """What is only known at the end."""
+    """The fields that are known only after the computation."""
     return {name: getattr(made, name) for name in ("digest", "teacher_loss", "left_out")} if made else {}
 
 
 def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
-    """What is sealed; None when there is nothing, or nothing whole."""
+    """The card of the sealed teacher outputs; None when there are none, or they are damaged."""
     try:
         files.verify_sealed(layout.distill, KIND)
-        return DistillationCard.load(layout.distill / CARD)
+        return DistillationCard.load(layout.distill / DISTILLATION_CARD)
     except DamagedFileError:
         return None
 
@@ -189,26 +208,30 @@ def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
 def _open_shards(
     layout: ProjectLayout, card: DistillationCard, before: DistillationCard | None, plan: TeacherShardPlan
 ) -> TeacherShardWriter:
-    """Those of this very teaching; where the teacher has only another name now, those that are sealed."""
+    """The shards of this distillation; sealed shards are reused when only the name of the teacher changed."""
     identity = card.model_dump(mode="json", exclude={"teacher"})
-    shards = TeacherShardWriter(layout.teachings / digests.hash_json(identity)[: digests.SHORT], plan)
+    shards = TeacherShardWriter(layout.distillation_shards / digests.hash_json(identity)[: digests.SHORT], plan)
     if before is not None and before.model_copy(update={"teacher": card.teacher}) == card.model_copy(
         update=_result_fields(before)
     ):
-        shards.take_over(layout.distill)
+        shards.reuse(layout.distill)
     return shards
 
 
 def _query_teacher(
-    settings: Settings, found: TeacherCandidate, rows: TokenRows, shards: TeacherShardWriter, progress: Progress
+    settings: Settings,
+    found: TeacherCandidate,
+    rows: TokenRows,
+    shards: TeacherShardWriter,
+    progress: Callable[[str], None],
 ) -> None:
-    there = len(shards.plan.borders) - 1 - len(shards.missing())
+    there = len(shards.plan.boundaries) - 1 - len(shards.list_missing())
     if there:
         progress(f"{format_count(there, 'shard')} {'is' if there == 1 else 'are'} there already")
     device = loading.pick_device(settings.machine.device)
-    found.require_room(settings.train, device)
+    found.require_memory(settings.train, device)
     teacher = TeacherModel(found, settings.train, device)
-    shards.write(teacher, rows, settings.machine.micro_batch_rows, progress)
+    shards.write(teacher, rows, settings.machine.micro_batch_size, progress)
 
 
 def _seal_shards(layout: ProjectLayout, card: DistillationCard, shards: TeacherShardWriter) -> DistillationCard:
@@ -223,20 +246,6 @@ def _seal_shards(layout: ProjectLayout, card: DistillationCard, shards: TeacherS
             "left_out": round(left_out, 9),
         }
         card = card.model_copy(update=results)
-        card.save(scratch / CARD)
+        card.save(scratch / DISTILLATION_CARD)
     files.remove_sealed(shards.folder)
     return card
-
-
-def _describe(card: DistillationCard) -> str:
-    text = (
-        f"teaching {card.digest[: digests.SHORT]}: {card.rows:,} rows, {card.positions:,} answer tokens, the "
-        f"{card.top_k} most probable tokens of each at temperature {card.temperature:g}\n"
-        f"  the teacher's own loss on the answers: {card.teacher_loss:.4f} nats a token; it has "
-        f"{card.teacher_parameters:,} parameters, the base {card.base_parameters:,} "
-        f"({card.base_parameters / card.teacher_parameters:.1%})\n"
-        f"  beyond the {card.top_k} lie {card.left_out:.2%} of the probability, taught as one sum"
-    )
-    if said := describe_embedding_padding(card.teacher_rows, card.base_rows, card.tokens):
-        text += f"\n  {said}"
-    return text

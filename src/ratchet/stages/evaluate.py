@@ -1,11 +1,11 @@
-"""The results of all models as they are sealed: report, samples, answers, documents, pictures; and a table of them."""
+"""Stage evaluate: score base, candidate, champion and anchor on the test rows under one contract."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
 from ratchet.evaluation import comparability, harness, judge, metrics, model_loader, rows
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
@@ -16,25 +16,25 @@ from ratchet.models import base_model, loading, oom, teacher_reference
 from ratchet.registry import bundle_files
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard, Record, TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     ROWS,
     EvaluationNoise,
     EvaluationReport,
-    JudgeReport,
     MetricValue,
+    ModelRole,
     ModelScores,
     ObjectiveSet,
     SampleScore,
-    Who,
     answers_file,
     curves_file,
     documents_file,
-    judged_file,
+    judge_file,
     sample_file,
 )
 from ratchet.storage.records.export import ModelBundle
@@ -42,14 +42,14 @@ from ratchet.storage.records.gate import read_champion
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-def summarize_scores(who: Who, result: EvaluationResult) -> ModelScores:
+def summarize_scores(who: ModelRole, result: EvaluationResult) -> ModelScores:
     """One model's results without its samples.
 
     A figure that is not finite has no place in JSON; its samples have, and the gate names the first that is none.
     """
     return ModelScores(
         model_digest=result.subject.model_digest,
-        form=result.subject.form,
+        model_format=result.subject.model_format,
         contract=digests.hash_json(result.contract),
         metrics=select_finite(result.metrics),
         samples={name: sample_file(who, name) for name in result.samples},
@@ -71,23 +71,25 @@ def is_finite(metric: MetricValue) -> bool:
 def write_report(
     target: Path,
     report: EvaluationReport,
-    results: Mapping[Who, EvaluationResult],
+    results: Mapping[ModelRole, EvaluationResult],
     rows: TestRows,
     settings: Settings,
-    judged: Mapping[Who, list[dict[str, Any]]],
+    judge_report: Mapping[ModelRole, list[dict[str, Any]]],
 ) -> None:
     """Seal everything that was found. `judged`: lines behind the judge's figures, by opponent."""
     with files.sealed_directory(target, "evaluation") as scratch:
-        asked = [row.model_dump(mode="json", exclude={"format"}) for row in rows.records(settings.evaluate.categories)]
+        asked = [
+            row.model_dump(mode="json", exclude={"format"}) for row in rows.iterate_records(settings.evaluate.slice_by)
+        ]
         base.write_lines(scratch / ROWS, asked)
         for who, result in results.items():
             _write_model(scratch, who, result, rows)
-        for who, lines in judged.items():
-            base.write_lines(scratch / judged_file(who), lines)
+        for who, lines in judge_report.items():
+            base.write_lines(scratch / judge_file(who), lines)
         report.save(scratch / "eval.json")
 
 
-def _write_model(scratch: Path, who: Who, result: EvaluationResult, rows: TestRows) -> None:
+def _write_model(scratch: Path, who: ModelRole, result: EvaluationResult, rows: TestRows) -> None:
     write_samples(scratch, who, result.samples)
     answers = [{"id": key, "answers": given} for key, given in zip(rows.ids, result.answers, strict=False)]
     base.write_lines(scratch / answers_file(who), answers)
@@ -112,118 +114,75 @@ def write_samples(scratch: Path, who: str, found: Mapping[str, Sequence[SampleSc
         base.write_lines(scratch / sample_file(who, name), rows)
 
 
-def describe(report: EvaluationReport) -> str:
-    """A table for the terminal: a row a metric, a column a model, 95 % intervals; then what a reader should know."""
-    names = sorted({name for one in report.scores.values() for name in one.metrics})
-    rows = [["", *report.scores]]
-    for name in names:
-        figures = [one.metrics.get(name) for one in report.scores.values()]
-        rows.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
-    lines = [format_table(rows)]
-    for who, cost in report.costs.items():
-        lines.append(
-            f"  {who}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
-            f"{cost.tokens_per_s:.0f} tokens/s, {cost.memory_bytes / 2**20:,.0f} MiB, on {cost.device}"
-        )
-    if report.judged is not None:
-        lines += [f"  {line}" for line in format_judge_lines(report.judged)]
-    lines += [f"  note: {note}" for note in report.notes]
-    return "\n".join(lines)
+class EvaluateResult(Record):
+    """Result of the stage."""
+
+    report: EvaluationReport
+    test_set_uses: int
+    """Models that have been evaluated on this test set, this one included."""
+    max_test_set_uses: int
 
 
-def format_judge_lines(judged: JudgeReport) -> list[str]:
-    """The judge's figures, a line an opponent, and what they cost."""
-    lines = []
-    for who, one in judged.comparisons.items():
-        parts = [f"judge: {judged.candidate} and {who}, {one.rows} rows"]
-        if one.win_rate is not None:
-            same = f", {one.equal} of them the same text" if one.equal else ""
-            parts.append(
-                f"win rate {one.win_rate.value:.3f} [{one.win_rate.low:.3f}, {one.win_rate.high:.3f}] "
-                f"({one.wins} better, {one.ties} tied{same}, {one.losses} worse)"
-            )
-        if one.agreement is not None:
-            parts.append(f"both orders agree on {one.agreement.value:.1%}")
-        if (bias := one.first_bias) is not None:
-            parts.append(f"first answer preferred by {bias.value:+.3f} [{bias.low:+.3f}, {bias.high:+.3f}]")
-        if one.left_out:
-            why = ", ".join(f"{count} {reason}" for reason, count in one.unreadable.items())
-            parts.append(f"{one.left_out} rows left out ({why})")
-        lines.append("; ".join(parts))
-    counts = [f"{judged.questions:,} questions to {judged.model}", f"{judged.requests:,} requests"]
-    if judged.prompt_tokens is not None and judged.tokens is not None:
-        counts.append(f"{judged.prompt_tokens:,} tokens sent, {judged.tokens:,} written")
-    counts += [] if judged.cost is None else [f"price {judged.cost:,.4g}"]
-    return [*lines, f"judge: {', '.join(counts)}"]
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, two spaces in."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
-# Base, candidate, champion and anchor on the test rows, under one contract: what the gate compares.
-
-
-def evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> str:
+def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluateResult:
     """Run the stage.
 
     Raises:
-        DataError: a stage before has not run, or for other settings (export: where plain weights are to be scored).
+        DataError: an earlier stage has not run, or ran with other settings (export: when merged weights are scored).
         ChampionError: champion.json names a model that is not on this machine.
-        SettingsError: a harness task is not defined, evaluate.categories names what is not kept, or the judge refuses.
-        MemoryExhaustedError: not even one row fits.
-        EndpointError: the judge does not answer; all that was scored and said is kept.
+        SettingsError: a harness task is not defined, evaluate.slice_by names an unknown field, or the judge refuses.
+        MemoryExhaustedError: not even one row fits into memory.
+        EndpointError: the judge does not answer; scores and judgements so far are kept.
+        LockHeldError: another process runs this stage.
     """
+    with project.lock("evaluate"):
+        return _evaluate(project.layout, project.settings, on_progress)
+
+
+def _evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> EvaluateResult:
     field, card, test = _load_inputs(layout, settings)
     if field.needs_export:
         field.require_export()
-    asked = judge.JudgeSession.of(layout, settings)  # who is not there is told now, not after an hour of other work
-    examination = _build_evaluator(layout, settings, card, test, progress)
-    results, notes = _evaluate_models(field, examination)
-    judged, lines = None, judge.Lines()
+    asked = judge.JudgeSession.from_settings(layout, settings)
+    evaluator = _build_evaluator(layout, settings, card, test, progress)
+    results, notes = _evaluate_models(field, evaluator)
+    judge_report, lines = None, judge.Lines()
     if asked is not None:
-        judged, lines, more = asked.compare(results, test, progress)
+        judge_report, lines, more = asked.judge_answers(results, test, progress)
         notes += more
-    found = _build_report(field, card, test, results, notes).model_copy(update={"judged": judged})
+    found = _build_report(field, card, test, results, notes).model_copy(update={"judge_report": judge_report})
     write_report(layout.evaluate, found, results, test, settings, lines)
-    test_set_reuse.record_look(layout, found.gate_set, found.adapter_digest, found.run_id)
-    seen = test_set_reuse.count_models(layout, found.gate_set, found.adapter_digest)
+    test_set_reuse.record_test_set_use(layout, found.test_set_digest, found.adapter_digest, found.run_id)
+    seen = test_set_reuse.count_models(layout, found.test_set_digest, found.adapter_digest)
     _log_to_mlflow(layout, settings, found)
-    looked = f"  {seen} of {settings.gate.lookups} models looked at with these test rows (gate.lookups)"
-    return f"{describe(found)}\n{looked}"
+    return EvaluateResult(report=found, test_set_uses=seen, max_test_set_uses=settings.gate.max_test_set_uses)
 
 
-def evaluate_again(layout: ProjectLayout, settings: Settings, progress: Progress) -> None:
-    """`ratchet gate --aa`: score the candidate a second time, in other batches, with nothing kept from the first.
+def evaluate_again(project: Project, progress: Progress) -> None:
+    """`ratchet gate --aa`: score the candidate a second time, in batches of another size, without any cached score.
 
-    What differs from the evaluation on file is noise, not a better or worse model.
-
-    Raises:
-        DataError: there is no evaluation of this candidate.
+    The difference from the evaluation on file is noise. Raises DataError when this candidate has not been evaluated.
     """
+    layout, settings = project.layout, project.settings
     files.verify_sealed(layout.evaluate, "evaluation")
     first = EvaluationReport.load(layout.eval_report)
     field, card, test = _load_inputs(layout, settings)
     if first.adapter_digest != field.trained.adapter_digest:
         raise DataError(f"{layout.eval_report}: is about another adapter; run `dvc repro evaluate`")
-    who: Who = "candidate" if "candidate" in first.scores else "merged"
+    who: ModelRole = "candidate" if "candidate" in first.scores else "merged"
     was = first.contracts[first.scores[who].contract]["batch_rows"]
     batch_rows = max(1, was // 2) if was > 1 else 2
     alone = settings.model_copy(
-        update={"evaluate": settings.evaluate.model_copy(update={"forms": (first.scores[who].form,)})}
+        update={"evaluate": settings.evaluate.model_copy(update={"formats": (first.scores[who].model_format,)})}
     )
-    examination = _build_evaluator(layout, alone, card, test, progress, kept=False)
+    evaluator = _build_evaluator(layout, alone, card, test, progress, use_cache=False)
     result = EvaluationModelLoader(
         layout, alone, field.base, field.trained, field.model_digest, {}, field.device
-    ).again(examination, batch_rows)
+    ).evaluate_candidate_again(evaluator, batch_rows)
     with files.sealed_directory(layout.noise, "noise") as scratch:
         write_samples(scratch, who, result.samples)
         EvaluationNoise(
             model_digest=result.subject.model_digest,
-            form=result.subject.form,
+            model_format=result.subject.model_format,
             contract=first.scores[who].contract,
             batch_rows=(was, batch_rows),
             metrics=select_finite(result.metrics),
@@ -232,11 +191,13 @@ def evaluate_again(layout: ProjectLayout, settings: Settings, progress: Progress
 
 
 def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationModelLoader, DatasetCard, TestRows]:
-    """What the stages before have left, checked to belong together."""
+    """Load the outputs of earlier stages and check that they belong together."""
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
-    train, teaching = teacher_reference.resolve_teacher(settings.train, layout, card.digest)
-    RunSpec(train=train, data_digest=card.digest, base_digest=base.digest, teaching=teaching).require(trained)
+    train, distillation_digest = teacher_reference.resolve_teacher(settings.train, layout, card.digest)
+    RunSpec(
+        train=train, data_digest=card.digest, base_digest=base.digest, distillation_digest=distillation_digest
+    ).require(trained)
     files.verify_sealed(layout.train, "train")
     exported = _exported_digest(layout, trained)
     opponents = model_loader.verify_references(layout, read_champion(layout.champion))
@@ -265,7 +226,7 @@ def _build_evaluator(
     test: TestRows,
     progress: Progress,
     *,
-    kept: bool = True,
+    use_cache: bool = True,
 ) -> Evaluator:
     text = rows.read_general_text(layout, settings)
     wanted = settings.evaluate.harness.tasks
@@ -274,19 +235,19 @@ def _build_evaluator(
         known = ", ".join(path.stem for path in harness.find_task_files(layout.tasks)) or "none"
         raise SettingsError(f"evaluate.harness.tasks: no task {unknown[0]!r} in {layout.tasks}; there are: {known}")
     terms = comparability.comparison_terms(settings, card, test, text, tasks)
-    return Evaluator(layout, settings, card, test, text, terms, progress, kept)
+    return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
 
 
 def _evaluate_models(
-    field: EvaluationModelLoader, examination: Evaluator
-) -> tuple[dict[Who, EvaluationResult], list[str]]:
-    """Every model in batches of one size: where one does not fit, all are examined anew in smaller ones."""
+    field: EvaluationModelLoader, evaluator: Evaluator
+) -> tuple[dict[ModelRole, EvaluationResult], list[str]]:
+    """Evaluate every model with the same batch size: when one runs out of memory, all are evaluated again with less."""
     notes: list[str] = []
-    longest = max(map(len, examination.rows.input_ids)) + field.settings.evaluate.max_new_tokens
-    size = EvaluationBatchSize(field.settings.machine.evaluation_rows, longest)
+    longest = max(map(len, evaluator.rows.input_ids)) + field.settings.evaluate.max_new_tokens
+    size = EvaluationBatchSize(field.settings.machine.evaluation_batch_size, longest)
     while True:
         try:
-            return field.examine(examination, size), notes
+            return field.evaluate_models(evaluator, size), notes
         except Exception as error:
             if not oom.is_out_of_memory(error):
                 raise
@@ -294,20 +255,20 @@ def _evaluate_models(
         if not size.halve():
             what, cure = "a single row", "lower evaluate.max_new_tokens or prepare.max_tokens, or"
             if was is None:
-                what, cure = "the model itself", "evaluate adapters alone (evaluate.forms), or"
+                what, cure = "the model itself", "evaluate adapters alone (evaluate.formats), or"
             raise MemoryExhaustedError(
                 f"evaluate: memory does not suffice for {what} ({cause}); {cure} take a machine with more memory"
             )
         oom.release_memory()
         notes.append(f"memory did not suffice for {was} rows at once; all models were scored by {size.rows}")
-        examination.progress(f"{notes[-1]}: starting over")
+        evaluator.progress(f"{notes[-1]}: starting over")
 
 
 def _build_report(
     field: EvaluationModelLoader,
     card: DatasetCard,
     test: TestRows,
-    results: Mapping[Who, EvaluationResult],
+    results: Mapping[ModelRole, EvaluationResult],
     notes: list[str],
 ) -> EvaluationReport:
     some = next(iter(results.values()))
@@ -324,7 +285,7 @@ def _build_report(
         notes.append(
             "this adapter was not exported yet; the gate wants the export, and an evaluation after it: `dvc repro`"
         )
-    validation = ObjectiveSet(name="validation rows", sample_ids=rows.validation_ids(field.layout))
+    validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(field.layout))
     champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
     return EvaluationReport(
         adapter_digest=field.trained.adapter_digest,
@@ -334,11 +295,11 @@ def _build_report(
         model_digest=field.model_digest,
         champion_digest=champion.champion.model_digest if champion else None,
         anchor_digest=anchor.champion.model_digest if anchor else None,
-        gate_set=rows.gate_set_digest(test.ids, documents),
+        test_set_digest=rows.compute_test_set_digest(test.ids, documents),
         contracts=known,
         scores={who: summarize_scores(who, result) for who, result in results.items()},
         costs={who: result.cost for who, result in results.items() if result.cost},
-        chosen_by=test_set_reuse.count_overlaps(field.layout, test.ids, documents, [validation]),
+        selection_overlaps=test_set_reuse.count_overlaps(field.layout, test.ids, documents, [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -348,15 +309,15 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, found: EvaluationR
     figures = {
         f"test/{who}/{name}": metric.value for who, one in found.scores.items() for name, metric in one.metrics.items()
     }
-    if found.judged is not None:
-        rates = {who: one.win_rate for who, one in found.judged.comparisons.items()}
+    if found.judge_report is not None:
+        rates = {who: one.win_rate for who, one in found.judge_report.comparisons.items()}
         figures |= {f"judge/{who}/win_rate": rate.value for who, rate in rates.items() if rate is not None}
     pictures: list[Path] = [
         path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
     ]
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
-    run = tracking.observer(RunPaths(layout.runs / found.run_id), settings, plots.draw_loss_curve)
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
+    run = tracking.create_callback(RunPaths(layout.runs / found.run_id), settings, plots.draw_loss_curve)
     tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in found.contracts))}
     tracking.report(
-        run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_grace_s
+        run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_timeout_s
     )

@@ -1,10 +1,9 @@
-"""An export in a few lines, for the terminal."""
+"""Stage export: merge the adapter, write every format, open each in its own runtime and compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.config.schema import Settings
-from ratchet.config.units import format_bytes
+from ratchet.config.settings import Settings
 from ratchet.console.progress_bars import ProgressBars
 from ratchet.evaluation import answer_metrics
 from ratchet.export import conversion, inputs, merged_model
@@ -16,75 +15,35 @@ from ratchet.registry import bundle_files as forms_of
 from ratchet.registry import lineage, pickle_scan
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths
+from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.export import ExportArtifact, MergeTrial, ModelBundle, ModelLineage
+from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-def describe(bundle: ModelBundle) -> str:
-    """What was merged and how close it is, then a line a form."""
-    lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.into} in {bundle.dtype}"]
-    if bundle.merge:
-        lines += (_format_merge_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
-        if all(trial.check.moved == 0 for trial in bundle.merge.trials):
-            lines.append("  what was merged changes nothing: this is the bare base")
-        if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
-            lines.append("  base + adapter: with what export.weight, also and modules make of the adapters")
-    return "\n".join([*lines, *_format_table(bundle.artifacts)])
-
-
-def _format_merge_trial(trial: MergeTrial, taken: str) -> str:
-    p, check = trial.parity, trial.check
-    worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
-    name = f"{trial.merge_base} (taken)" if trial.merge_base == taken else trial.merge_base
-    return (
-        f"  {name}: against base + adapter on {p.rows} rows logits"
-        f" differ by {p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy "
-        f"token at {p.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
-    )
-
-
-def _format_table(artifacts: tuple[ExportArtifact, ...]) -> Iterator[str]:
-    heads = ("form", "size", "KL, nats", "same token", "answers", "difference", "same", "texts", "tokens/s", "runs in")
-    rows = [heads, *map(_format_row, artifacts)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    for one in artifacts:
-        yield from (f"  {one.name}: {note}" for note in one.notes)
-
-
-def _format_row(one: ExportArtifact) -> tuple[str, ...]:
-    task = one.task
-    answers = (f"{task.value:.1%}", f"{task.difference:+.1%} [{task.low:+.1%}, {task.high:+.1%}]",
-               f"{task.same_answers:.1%}") if task else ("-", "-", "-")  # fmt: skip
-    return (
-        one.name, format_bytes(one.size_bytes),
-        f"{one.closeness.kl:.2g}", f"{one.closeness.greedy_agreement:.2%}", *answers,
-        f"{one.texts_tokenised}/{one.texts}", f"{one.tokens_per_second:.0f}", one.runtime,
-    )  # fmt: skip
-
-
-# Adapter → merged model → Hugging Face, GGUF and ONNX, each opened in its own runtime and compared → Bundle.
-
-
-def export(layout: ProjectLayout, settings: Settings) -> str:
-    """Run the stage. What was exported before stays whole until all of this is.
+def export(project: Project) -> ModelBundle:
+    """Run the stage. The earlier export stays complete until the new one is.
 
     Raises:
-        DataError: a stage before this one has not run, or is of other settings.
-        DamagedFileError: an input is not what it was, or a merged module does not compute what base + adapter does.
-        BaseModelError: the base is gone or changed, or an adapter is of another one.
-        SettingsError: a format cannot carry this model, or a tool for it is not here.
+        DataError: an earlier stage has not run, or ran with other settings.
+        DamagedFileError: an input has changed, or a merged module does not compute what base + adapter does.
+        BaseModelError: the base is missing or changed, or an adapter belongs to another base.
+        SettingsError: a format cannot represent this model, or a tool for it is not installed.
+        LockHeldError: another process runs this stage.
     """
+    with project.lock("export"):
+        return _export(project.layout, project.settings)
+
+
+def _export(layout: ProjectLayout, settings: Settings) -> ModelBundle:
     bars = ProgressBars("export")
     try:
         bundle = _run_export(inputs.open_job(layout, settings, bars))
     finally:
         bars.close()
     _log_to_mlflow(layout, settings, bundle)
-    return describe(bundle)
+    return bundle
 
 
 def _run_export(work: ExportJob) -> ModelBundle:
@@ -92,7 +51,9 @@ def _run_export(work: ExportJob) -> ModelBundle:
     with files.sealed_directory(layout.export, "export") as scratch:
         found = merged_model.make_merged_model(work, scratch, build_scorer(work.settings))
         artifacts = [found.artifact]
-        artifacts += conversion.convert_formats(found.exam, scratch / layout.merged_model.name, scratch, found.logits)
+        artifacts += conversion.convert_formats(
+            found.verifier, scratch / layout.merged_model.name, scratch, found.logits
+        )
         model_digest = forms_of.model_digest(artifacts)
         bundle = _build_bundle(work, found, artifacts, _build_lineage(work, scratch, model_digest), model_digest)
         bundle.save(scratch / layout.bundle.name)
@@ -103,8 +64,8 @@ def build_scorer(settings: Settings) -> Score:
     """How the evaluation scores answers: its own measures, so that what counts as right is defined once."""
     metric = task_metric(settings)
     exact = "exact_match" if metric == "token_f1" else metric
-    wanted = tuple(one for one in settings.evaluate.measures if one == metric)
-    plain = settings.evaluate.model_copy(update={"measures": wanted, "answer_format": None})
+    wanted = tuple(one for one in settings.evaluate.metrics if one == metric)
+    plain = settings.evaluate.model_copy(update={"metrics": wanted, "answer_format": None})
 
     def score(expected: Sequence[str], answers: Sequence[str]) -> Sequence[float]:
         found = {
@@ -139,11 +100,11 @@ def _build_bundle(
         base_digest=work.base.digest,
         data_digest=work.trained.data_digest,
         run_id=work.trained.run_id,
-        merge_base=found.taken.merge_base,
+        merge_base=found.selected.merge_base,
         dtype=export.dtype,
         size_bytes=artifacts[0].size_bytes,
         base_form=train.base_form,
-        parity=found.taken.parity,
+        parity=found.selected.parity,
         merge=found.merge,
         artifacts=tuple(artifacts),
         lineage=origin,
@@ -160,17 +121,17 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, bundle: ModelBundl
     for one in bundle.artifacts:
         about = f"export/{one.name}"
         figures |= {
-            f"{about}/kl": one.closeness.kl, f"{about}/greedy_agreement": one.closeness.greedy_agreement,
+            f"{about}/kl": one.distance.kl, f"{about}/greedy_agreement": one.distance.greedy_agreement,
             f"{about}/size_bytes": float(one.size_bytes), f"{about}/tokens_per_second": one.tokens_per_second,
         }  # fmt: skip
         if one.task:
             figures[f"{about}/{one.task.metric}"] = one.task.value
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
-    run = tracking.observer(RunPaths(layout.runs / bundle.run_id), settings, plots.draw_loss_curve)
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
+    run = tracking.create_callback(RunPaths(layout.runs / bundle.run_id), settings, plots.draw_loss_curve)
     tracking.report(
         run,
         figures,
         {"export": [layout.bundle]},
         {"ratchet.model_digest": bundle.model_digest},
-        settings.machine.tracking_grace_s,
+        settings.machine.tracking_timeout_s,
     )

@@ -1,4 +1,4 @@
-"""Carry out one trial: start the command, deal the blows when they are due, repeat the command as its contract says."""
+"""Runs fault trials: starts a training, injects faults when they are due, and restarts it as a user would."""
 
 import shutil
 import signal
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config import params_file
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RunFailedError
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection import injectors
@@ -32,22 +33,22 @@ from ratchet.storage.records.gate import ChampionFile
 from ratchet.tracking.mlflow.store import MlflowStore
 
 MOVED = " moved elsewhere"
-"""What the name of a project gains when it is moved; a space, as in many a home directory."""
+"""Added to the name of a project that is moved; a space, as in many home directories."""
 
 
 @dataclass(frozen=True)
 class FaultTrialLimits:
-    """What a trial may take."""
+    """Limits of a trial."""
 
     silence_s: float
     """Without a line in the journal; the trial is then ended and has failed."""
     grace_s: float
-    """From a request to stop to the end of the worker: `machine.grace_s`."""
+    """From a request to stop to the end of the worker: `machine.grace_period_s`."""
 
 
 @dataclass
 class FaultTrialRun:
-    """A trial that has been carried out."""
+    """A finished trial."""
 
     seen: FaultTrialTimeline = field(default_factory=FaultTrialTimeline)
     root: Path = Path()
@@ -56,17 +57,17 @@ class FaultTrialRun:
 
 
 class _FaultTrigger:
-    """Waits for a moment of the worker that is at work."""
+    """Waits for a moment of the running worker."""
 
     def __init__(self, moment: TrainingMoment, started: bool) -> None:
         self._moment, self._started = moment, started
-        self._reached_s = time.monotonic() if moment.loading else None
+        self._reached_s = time.monotonic() if moment.is_loading else None
 
     def come(self, seen: FaultTrialTimeline) -> bool:
-        """Whether the moment is there, or over."""
+        """Whether the moment has come, or has passed."""
         moment = self._moment
-        at_work = seen.own_steps > 0 or not self._started
-        if at_work and (moment.loading or seen.last_step > moment.step):
+        at_work = seen.worker_steps > 0 or not self._started
+        if at_work and (moment.is_loading or seen.last_step > moment.step):
             return True
         if self._reached_s is None and at_work and seen.last_step == moment.step:
             self._reached_s = time.monotonic()
@@ -74,13 +75,13 @@ class _FaultTrigger:
 
 
 class _FaultTrialRunner:
-    """The state of one trial that is being carried out."""
+    """State of one running trial."""
 
     def __init__(self, trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> None:
         self.trial, self.clock, self.limits = trial, clock, limits
         self.layout = ProjectLayout(root)
         self.seen = FaultTrialTimeline()
-        self.pending = list(trial.blows)
+        self.pending = list(trial.external_faults)
         self.began = time.monotonic()
         self._journal: Path | None = None
 
@@ -88,7 +89,7 @@ class _FaultTrialRunner:
         return time.monotonic() - self.began
 
     def read(self) -> bool:
-        """Take in the journal, once there is one."""
+        """Read new events of the journal, if it exists."""
         if self._journal is None:
             try:
                 self._journal = find_journal(self.layout)
@@ -97,7 +98,7 @@ class _FaultTrialRunner:
         return self.seen.read(self._journal, self.now())
 
     def follow(self, command: TrainCommandProcess) -> ExternalFault | None:
-        """Deal blows until the command has ended; the one that ended it, if one did."""
+        """Inject faults until the command ends. Returns the fault that ended it, if one did."""
         worker: int | None = None
         struck: int | None = None
         dealt: ExternalFault | None = None
@@ -109,9 +110,9 @@ class _FaultTrialRunner:
             found = command.worker()
             if found != worker:
                 worker, due = found, None
-                self.seen.ended(self.now())
+                self.seen.worker_ended(self.now())
                 if worker is not None:
-                    self.seen.begun(self.now())
+                    self.seen.worker_started(self.now())
                 heard = time.monotonic()
             if time.monotonic() - heard > self.limits.silence_s:
                 self.seen.problems.append(f"nothing happened for {self.limits.silence_s:.0f} s; the trial was ended")
@@ -123,55 +124,55 @@ class _FaultTrialRunner:
                     blow = self.pending.pop(0)
                     due, struck = None, worker
                     # Whatever else the blow is, nothing more is dealt to this command when it is to end by it.
-                    dealt = blow if blow.what not in ("kill worker", "stop worker") else None
+                    dealt = blow if blow.action not in ("kill worker", "stop worker") else None
             time.sleep(POLL_S)
         self.read()
-        self.seen.ended(self.now())
+        self.seen.worker_ended(self.now())
         return dealt
 
     def _due(self) -> _FaultTrigger | None:
         """When the next blow is to be dealt; None as long as what it waits for has not happened."""
         blow, seen = self.pending[0], self.seen
-        if self.clock is None or seen.own_steps < blow.own_steps or seen.farthest_step < blow.past_step:
+        if self.clock is None or seen.worker_steps < blow.worker_steps or seen.farthest_step < blow.min_step:
             return None
-        started = seen.own_steps == 0
+        started = seen.worker_steps == 0
         step = seen.checkpoint_step if started else seen.last_step
-        return _FaultTrigger(self.clock.moment(step, started, blow.fraction), started)
+        return _FaultTrigger(self.clock.find_moment(step, started, blow.fraction), started)
 
     def _deal(self, blow: ExternalFault, command: TrainCommandProcess) -> bool:
         """Whether the blow met something."""
-        if blow.what == "kill worker":
+        if blow.action == "kill worker":
             met = command.signal_worker(signal.SIGKILL)
-        elif blow.what == "stop worker":
+        elif blow.action == "stop worker":
             met = command.signal_worker(signal.SIGSTOP)
-        elif blow.what in ("terminate", "terminate twice"):
+        elif blow.action in ("terminate", "terminate twice"):
             command.process.send_signal(signal.SIGTERM)
-            if blow.what == "terminate twice":
+            if blow.action == "terminate twice":
                 command.process.send_signal(signal.SIGTERM)
             met = True
         else:
             met = command.process.poll() is None
         if met:
-            self.seen.hurt(self.now(), blow.what)
-        if met and (blow.what == "kill supervisor" or blow.what in DOWN) and not command.kill():
+            self.seen.record_fault(self.now(), blow.action)
+        if met and (blow.action == "kill supervisor" or blow.action in DOWN) and not command.kill():
             self.seen.problems.append("the worker outlived its supervisor")
         return met
 
     def accept(self, blow: ExternalFault | None, exit_code: int) -> bool:
-        """Whether the command is to be repeated; notes a problem when that is not what its contract says."""
+        """Whether to run the command again; records a problem when it did not end as documented."""
         if self.seen.problems or exit_code == EXIT_OK:
             return False
         if blow is None:
             self.seen.problems.append(f"exit code {exit_code}: {self._last_output()}")
             return False
-        if blow.what in ("terminate", "terminate twice"):
+        if blow.action in ("terminate", "terminate twice"):
             self._stopped(exit_code)
-        elif blow.what in DOWN:
+        elif blow.action in DOWN:
             self._while_down(blow)
         return not self.seen.problems
 
     def _stopped(self, exit_code: int) -> None:
-        """A command that was asked to stop has ended."""
+        """Check how a command ended that had received SIGTERM."""
         asked = next(at for at, what in reversed(self.seen.marks) if what.startswith("terminate"))
         took = self.seen.attempts[-1][-1] - asked
         self.seen.stops_s.append(took)
@@ -181,20 +182,20 @@ class _FaultTrialRunner:
             self.seen.problems.append(
                 f"{took:.1f} s from SIGTERM to the end of the worker, {self.limits.grace_s} given"
             )
-        elif self.seen.own_steps and self.seen.checkpoint_step < self.seen.last_step:
+        elif self.seen.worker_steps and self.seen.checkpoint_step < self.seen.last_step:
             text = f"step {self.seen.last_step} was done, step {self.seen.checkpoint_step} sealed after SIGTERM"
             self.seen.problems.append(text)
 
     def _while_down(self, blow: ExternalFault) -> None:
-        if blow.what == "move the project":
+        if blow.action == "move the project":
             goal = self.layout.root.with_name(self.layout.root.name + MOVED)
             self.layout.root.rename(goal)
             self.layout = ProjectLayout(goal)
         else:
             paths = RunPaths(find_journal(self.layout).parent)
-            self.seen.notes.append(injectors.damage_run(blow.what, paths, blow.draw))
+            self.seen.notes.append(injectors.damage_run(blow.action, paths, blow.seed))
         self._journal = find_journal(self.layout)
-        self.seen.reread(self._journal)
+        self.seen.skip_to_end(self._journal)
 
     def _last_output(self) -> str:
         lines = (self.layout.root / injectors.OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -202,13 +203,13 @@ class _FaultTrialRunner:
 
 
 def run_trial(trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> FaultTrialRun:
-    """Train the project in `root` to the end, with all that the trial says.
+    """Train the project in `root` to the end under the faults of a trial.
 
     Args:
         trial: see plan.py.
         root: a project of its own for this trial.
-        clock: of an undisturbed training; None when there is none yet, and then no blow is dealt.
-        limits: what it may take.
+        clock: timing of an undisturbed training; None: inject no faults.
+        limits: when to give up.
     """
     conduct, faults = _FaultTrialRunner(trial, root, clock, limits), trial.faults
     while True:
@@ -216,12 +217,10 @@ def run_trial(trial: FaultTrial, root: Path, clock: BaselineTiming | None, limit
             blow = conduct.follow(command)
         if not conduct.accept(blow, command.process.returncode):
             break
-        faults = () if trial.heals else faults
+        faults = () if trial.is_transient else faults
     conduct.seen.missed = len(conduct.pending)
     return FaultTrialRun(conduct.seen, conduct.layout.root, conduct.now())
 
-
-# Train a short reference, then the same under every fault of a plan, and compare. One training at a time.
 
 CHECKPOINT_EVERY_STEPS = 2
 STALL_S = 10.0
@@ -231,26 +230,26 @@ STALL_FIRST_S = 45.0
 """The same for loading and first steps, if five times the reference's start-up is not more."""
 
 TRIES = 3
-"""Of a trial whose blows came too late, because training went faster than the reference."""
+"""Attempts at a trial whose faults came too late because training was faster than the reference."""
 
 SILENCE_S = 240.0
-"""Added to ten times the reference's time: a journal without a new line for so long is a failure."""
+"""Added to ten times the reference's time: a trial fails when its journal has no new line for so long."""
 
 CROWD_ROWS = 4
-"""Of a micro-batch, at least, where memory is to run out: one row cannot be made smaller."""
+"""Smallest micro-batch, in rows, for trials in which memory runs out: one row cannot be split."""
 
 References = dict[tuple[object, ...], TrainingFingerprint]
 
 
 @dataclass(frozen=True)
 class FaultTrialResult:
-    """What one trial came to."""
+    """Result of one trial."""
 
     trial: FaultTrial
     differences: tuple[str, ...]
     """From the undisturbed training; empty: exact."""
     problems: tuple[str, ...]
-    """What needed a hand, or was not as promised; empty: recovered."""
+    """Manual steps that were needed, and broken promises; empty: recovered."""
     seen: FaultTrialTimeline
     wall_s: float
     folder: Path | None
@@ -258,12 +257,12 @@ class FaultTrialResult:
 
     @property
     def exact(self) -> bool:
-        """Finished, and every byte and every number as in the undisturbed training."""
+        """Whether it finished with the same bytes and numbers as the undisturbed training."""
         return not self.differences
 
     @property
     def recovered(self) -> bool:
-        """Without a hand, and as every command's contract says."""
+        """Whether the trial recovered without help, as documented."""
         return not self.problems
 
 
@@ -274,9 +273,9 @@ class FaultCampaign:
     Args:
         project: stages base and prepare have run; nothing in it is changed.
         settings: short ones, see `plan.TrainingShape`; where and how often checkpoints are written is decided here.
-        folder: for the projects of the trials, on the disk that is to be tried; made if needed.
-        say: told what goes on, a line at a time.
-        keep: leave the projects of all trials; otherwise only those of failed ones.
+        folder: directory for the projects of the trials, on the disk to test; created if needed.
+        say: receives a line about each trial.
+        keep: keep the projects of all trials, not only of failed ones.
     """
 
     project: ProjectLayout
@@ -286,7 +285,7 @@ class FaultCampaign:
     keep: bool = False
     clock: BaselineTiming | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the machine, as the reference's worker told them."""
+    """Facts about the machine, from the reference's journal."""
     _references: References = field(default_factory=dict)
 
     def run(self, plan: Sequence[FaultTrial]) -> list[FaultTrialResult]:
@@ -302,7 +301,7 @@ class FaultCampaign:
         return [self._trial(trial) for trial in plan]
 
     def _trial(self, trial: FaultTrial) -> FaultTrialResult:
-        """Repeated while all is well but not all blows met; what was not well at any try is the result."""
+        """Run a trial, again if its faults came too late. A failed attempt is the result."""
         result = self._try(trial)
         for _ in range(TRIES - 1):
             if not (result.exact and result.recovered and result.seen.missed):
@@ -310,8 +309,8 @@ class FaultCampaign:
             if result.folder is not None:
                 shutil.rmtree(result.folder)
             result = self._try(trial)
-        if trial.blows and not result.seen.delivered and result.recovered:
-            result = replace(result, problems=(f"in {TRIES} tries no blow met the training",))
+        if trial.external_faults and not result.seen.delivered and result.recovered:
+            result = replace(result, problems=(f"in {TRIES} attempts no fault hit the training",))
         return result
 
     def _try(self, trial: FaultTrial) -> FaultTrialResult:
@@ -321,32 +320,32 @@ class FaultCampaign:
         if seen.problems:
             different = ["it did not finish"]
         else:
-            found = TrainingFingerprint.of(ProjectLayout(carried.root))
+            found = TrainingFingerprint.from_project(ProjectLayout(carried.root))
             different = find_differences(expected, found)
         seen.problems += _find_violations(trial, seen)
         failed = bool(different or seen.problems)
         kept = carried.root if self.keep or failed else None
         if kept is None:
             shutil.rmtree(carried.root)
-            # MLflow knows the place of a run's artifacts by its whole path: of a moved project, the old one again.
+            # MLflow stores absolute artifact paths, so a moved project also leaves files at its old path.
             shutil.rmtree(self.folder / trial.name, ignore_errors=True)
         result = FaultTrialResult(trial, tuple(different), tuple(seen.problems), seen, carried.wall_s, kept)
         self.say(_format_result(result))
         return result
 
     def _reference(self, trial: FaultTrial) -> TrainingFingerprint:
-        """What the undisturbed training comes to under the same settings (and faults, if the trial says so)."""
+        """Fingerprint of the undisturbed training with the same settings, and with the faults if the trial says so."""
         key = trial.reference
         if key not in self._references:
             undisturbed = FaultTrial("reference", len(self._references), faults=key[0], guards=key[1])
             carried = self._carry_out(undisturbed, undisturbed.name)
             seen = carried.seen
-            if seen.problems or seen.kinds["attempt"] != 1:
-                cause = "; ".join(seen.problems) or f"it took {seen.kinds['attempt']} attempts"
+            if seen.problems or seen.kinds["attempt_started"] != 1:
+                cause = "; ".join(seen.problems) or f"it took {seen.kinds['attempt_started']} attempts"
                 raise RunFailedError(f"the undisturbed training failed, see {carried.root}: {cause}")
             if self.clock is None:
-                self.clock, self.facts = BaselineTiming.of(seen), seen.facts
-            self._references[key] = TrainingFingerprint.of(ProjectLayout(carried.root))
+                self.clock, self.facts = BaselineTiming.from_timeline(seen), seen.facts
+            self._references[key] = TrainingFingerprint.from_project(ProjectLayout(carried.root))
             under = f" under {key[0][0].kind}" if key[0] else ""
             self.say(f"reference{under}: {seen.farthest_step} steps in {carried.wall_s:.1f} s")
             if not self.keep:
@@ -358,11 +357,11 @@ class FaultCampaign:
         root = self.folder / name
         copy_project(self.project, root, settings, self._database())
         begun_s = self.clock.finished_s if self.clock else 0.0
-        silence_s = SILENCE_S + 10 * begun_s + settings.machine.stall_first_s * trial.stalls
-        return run_trial(trial, root, self.clock, FaultTrialLimits(silence_s, settings.machine.grace_s))
+        silence_s = SILENCE_S + 10 * begun_s + settings.machine.first_stall_timeout_s * trial.can_stall
+        return run_trial(trial, root, self.clock, FaultTrialLimits(silence_s, settings.machine.grace_period_s))
 
     def _database(self) -> Path:
-        """MLflow's database as it is when new: made once (6 s), copied for each trial."""
+        """An empty MLflow database: created once (6 s), copied for each trial."""
         template = ProjectLayout(self.folder / "template")
         if not template.mlflow_database.exists():
             template.mlruns.mkdir(parents=True)
@@ -379,25 +378,27 @@ class FaultCampaign:
         machine = self.settings.machine
         changes: dict[str, Any] = {
             "checkpoint_every": CHECKPOINT_EVERY_STEPS,
-            "mirror": None,  # else the first one's result would be everybody's
+            "replica": None,  # else the first one's result would be everybody's
             "keep_checkpoints": max(2, machine.keep_checkpoints),
-            "retries": max(machine.retries, len(trial.blows) + 2),  # blows may follow each other without a step between
-            "retry_delay_s": 0.1,
+            "max_restarts": max(
+                machine.max_restarts, len(trial.external_faults) + 2
+            ),  # blows may follow each other without a step between
+            "restart_delay_s": 0.1,
             "preemption_notice": None,
         }
-        if trial.stalls:
+        if trial.can_stall:
             start_s = self.clock.first_step_s if self.clock else 0.0
-            changes |= {"stall_s": STALL_S, "stall_first_s": max(STALL_FIRST_S, 5 * start_s)}
+            changes |= {"stall_timeout_s": STALL_S, "first_stall_timeout_s": max(STALL_FIRST_S, 5 * start_s)}
         if any(fault.kind == "memory" for fault in trial.faults):
-            changes["micro_batch_rows"] = self._crowd()
+            changes["micro_batch_size"] = self._crowd()
         return machine.model_copy(update=changes)
 
     def _crowd(self) -> int:
         """Rows of a micro-batch that do not fit where the longest row does: twice as long as it, of usual rows."""
         lengths = DatasetCard.load(self.project.dataset_card).lengths.values()
         longest, usual = max(one.greatest for one in lengths), max(1, min(one.median for one in lengths))
-        rows = max(CROWD_ROWS, self.settings.machine.micro_batch_rows, -(-2 * longest // int(usual)))
-        return min(rows, max(CROWD_ROWS, self.settings.train.batch_rows))
+        rows = max(CROWD_ROWS, self.settings.machine.micro_batch_size, -(-2 * longest // int(usual)))
+        return min(rows, max(CROWD_ROWS, self.settings.train.batch_size))
 
 
 def run_campaign(
@@ -408,7 +409,7 @@ def run_campaign(
 
 
 def plan_shape(project: ProjectLayout, settings: Settings, steps: int) -> TrainingShape:
-    """What a plan for this project must know. Raises DataError when stage prepare has not run."""
+    """The numbers that a plan for this project needs. Raises DataError when stage prepare has not run."""
     card = DatasetCard.load(project.dataset_card)
     longest = max((lengths.greatest for lengths in card.lengths.values()), default=1)
     if settings.train.batching == "packed":
@@ -417,7 +418,7 @@ def plan_shape(project: ProjectLayout, settings: Settings, steps: int) -> Traini
 
 
 def copy_project(project: ProjectLayout, root: Path, settings: Settings, database: Path) -> ProjectLayout:
-    """A project of its own that trains on the same base and data: linked, for nothing ever writes to them.
+    """Copy a project for a trial. Base and data are linked, since nothing writes to them.
 
     Raises:
         DataError, DamagedFileError: stage base or prepare has not run.
@@ -425,7 +426,7 @@ def copy_project(project: ProjectLayout, root: Path, settings: Settings, databas
     base = BaseCard.load(project.base_card)
     DatasetCard.load(project.dataset_card)
     if root.exists():
-        raise DataError(f"{root}: there is a trial of that name already; remove it, or take another folder")
+        raise DataError(f"{root}: a trial of this name exists; remove it or choose another folder")
     layout = ProjectLayout(root)
     for folder in ("base", "data"):
         files.link_tree(project.experiments / folder, layout.experiments / folder)
@@ -441,12 +442,16 @@ def copy_project(project: ProjectLayout, root: Path, settings: Settings, databas
 
 
 def _find_violations(trial: FaultTrial, seen: FaultTrialTimeline) -> list[str]:
-    """What the journal must show, or must not."""
+    """Events that the journal must or must not contain."""
     texts = []
-    if trial.shows and seen.delivered + len(trial.faults) and not any(seen.kinds[kind] for kind in trial.shows):
-        texts.append(f"nothing in the journal shows the fault (expected: {' or '.join(trial.shows)})")
-    if seen.kinds["died:stalled"] and not trial.stalls:
-        texts.append("false alarm: a worker that was at work was taken for stalled")
+    if (
+        trial.expected_events
+        and seen.delivered + len(trial.faults)
+        and not any(seen.kinds[kind] for kind in trial.expected_events)
+    ):
+        texts.append(f"nothing in the journal shows the fault (expected: {' or '.join(trial.expected_events)})")
+    if seen.kinds["worker_exited:stalled"] and not trial.can_stall:
+        texts.append("false alarm: a working worker was declared stalled")
     return texts
 
 

@@ -1,13 +1,10 @@
-"""How much memory a training will need, part by part and phase by phase, and what would fit; no weight is loaded."""
+"""`ratchet forecast`: the memory that a training needs, by part and phase, and what would fit. Loads no weights."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ratchet.config.schema import Settings
-from ratchet.config.units import choose_unit, format_bytes
+from ratchet.config.settings import Settings
 from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference
 from ratchet.models.memory import capacity
@@ -20,87 +17,76 @@ from ratchet.reports import training_page
 from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.training import MemoryForecast, PhaseMemory
+from ratchet.storage.records.base import BaseCard, Record
+from ratchet.storage.records.training import MemoryForecast
 from ratchet.training import microbatch_budget
 
-BAR_COLUMNS = 60
-BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
-"""Of the parts of a bar, told apart without colours; they come again when there are more parts."""
-
-LEGEND_COLUMNS = 90
-
-ACCURACY = (
-    "How close such forecasts come to what is measured: docs/memory.md; `python benchmarks/memory.py` measures it."
-)
+ACCURACY = "`python benchmarks/memory.py` compares such forecasts with measured training runs."
 
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """What the command line asks for; None is what the project says."""
+    """Inputs of a forecast; None stands for the value of the project's settings."""
 
     base: Path | None = None
     """A model directory, or a config.json alone."""
     rows: int | None = None
-    """Sequences of a micro-batch."""
+    """Rows of a micro-batch."""
     tokens: int | None = None
-    """Of the longest sequence."""
+    """Tokens of the longest row."""
     device: Literal["cpu", "cuda"] | None = None
     memory_bytes: int | None = None
-    """Of the device; None: what this machine has at hand."""
-    as_json: bool = False
+    """Memory of the device; None: what is available on this machine."""
     html: Path | None = None
-    """A page to write, beside the answer."""
+    """Page to write."""
     ranks: int | None = None
-    """That train together, each on a GPU; on CPUs, processes of one machine."""
+    """Ranks that train together, each on a GPU; on CPUs, processes of one machine."""
 
 
-@dataclass(frozen=True)
-class ForecastResult:
-    """The forecast and what it is held against."""
+class ForecastReport(Record):
+    """A forecast, and the memory that it is compared with."""
 
     architecture: str
     forecast: MemoryForecast
+    peak_bytes: int
+    peak_phase: str
+    needed_bytes: int
+    """Memory that each rank needs."""
     available_bytes: int | None
-    """For each rank; None when the device is not here and nobody said how large it is."""
+    """Memory for each rank; None when this machine has no such device and no size was given."""
+    fits: bool | None
+    """Whether the needed memory is available; None when that is unknown."""
     largest: LargestFittingSizes | None
+    """The largest sizes that fit, each with the others unchanged."""
     packed: bool
-    sharing: int
-    """Ranks that live in the same memory."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """By each rank."""
-        return self.forecast.needed_bytes(self.sharing)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the memory at hand, as far as that is known."""
-        return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
+    local_ranks: int
+    """Ranks that share the same memory."""
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The largest that fits, by what it is called in params.yaml."""
+        """The largest value that fits, by setting of params.yaml."""
         if self.largest is None:
             return {}
         length = "train.pack_tokens" if self.packed else "prepare.max_tokens"
         return {
-            "machine.micro_batch_rows": self.largest.micro_batch_rows,
+            "machine.micro_batch_size": self.largest.micro_batch_size,
             length: self.largest.row_tokens,
             "train.rank": self.largest.rank,
         }
 
 
-def forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> str:
-    """The verb.
+def forecast(
+    layout: ProjectLayout | None, settings: Settings, options: ForecastOptions = ForecastOptions()
+) -> ForecastReport:
+    """Forecast the memory of a training.
 
     Args:
-        layout: of the project; None outside of one, where `options.base` must be given.
-        settings: of the project, or the defaults.
-        options: of the command line.
+        layout: the project; None outside one, where `options.base` is required.
+        settings: the project's settings, or the defaults.
+        options: what to forecast.
 
     Raises:
-        SettingsError: no base is known, an option is no sensible number, or train settings do not fit the base.
+        SettingsError: no base is known, an option is out of range, or the train settings do not fit the base.
         BaseModelError: the base's configuration cannot be read.
     """
     numbers = {
@@ -108,24 +94,24 @@ def forecast(layout: ProjectLayout | None, settings: Settings, options: Forecast
     }  # fmt: skip
     for name, value in numbers.items():
         if value is not None and value < 1:
-            raise SettingsError(f"{name}: {value}: write a number from 1 on")
-    answer = _compute_forecast(layout, settings, options)
+            raise SettingsError(f"{name}: found {value}; expected 1 or more")
+    report = _compute_forecast(layout, settings, options)
     if options.html is not None:
-        room = None
-        if answer.available_bytes is not None:
-            room = MemoryHeadroom(answer.available_bytes, answer.limits, answer.sharing)
-        files.write_atomic(options.html, training_page.write_forecast_page(answer.forecast, room, (ACCURACY,)))
-    return _format_json(answer) if options.as_json else _format_text(answer)
+        headroom = None
+        if report.available_bytes is not None:
+            headroom = MemoryHeadroom(report.available_bytes, report.limits, report.local_ranks)
+        files.write_atomic(options.html, training_page.write_forecast_page(report.forecast, headroom, (ACCURACY,)))
+    return report
 
 
-def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> ForecastResult:
+def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> ForecastReport:
     plan = model_spec.load(*_locate_base(layout, settings, options))
     settings, device = _apply_options(settings, options)
     train, machine = settings.train, settings.machine
     work, notes = _largest_workload(layout, settings, options)
-    work = replace(work, device=device, sharing=work.sharing if device == "cpu" else 1)
+    work = replace(work, device=device, local_ranks=work.local_ranks if device == "cpu" else 1)
     at_hand = options.memory_bytes or _available_bytes(device)
-    available = None if at_hand is None else at_hand // work.sharing
+    available = None if at_hand is None else at_hand // work.local_ranks
     try:
         if available is not None and (way := _choose_fallback(plan, settings, work, available)):
             machine = way.machine
@@ -134,13 +120,25 @@ def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options:
         most = None if available is None else largest.find_largest_sizes(plan, train, machine, work, available)
     except RatchetError:
         raise
-    except Exception as error:  # a model of a kind that nobody has seen
+    except Exception as error:  # an unknown kind of model
         raise BaseModelError(
             f"{plan.class_name}: there is no forecast for this model, its step cannot be executed without data "
             f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
         ) from error
     found = found.model_copy(update={"notes": (*found.notes, *notes)})
-    return ForecastResult(plan.class_name, found, available, most, work.packed, work.sharing)
+    needed = found.needed_bytes(work.local_ranks)
+    return ForecastReport(
+        architecture=plan.class_name,
+        forecast=found,
+        peak_bytes=found.peak.total_bytes,
+        peak_phase=found.peak.phase,
+        needed_bytes=needed,
+        available_bytes=available,
+        fits=None if available is None else needed <= available,
+        largest=most,
+        packed=work.packed,
+        local_ranks=work.local_ranks,
+    )
 
 
 def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settings, Literal["cpu", "cuda"]]:
@@ -149,7 +147,7 @@ def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settin
     device = options.device or (_local_device() if machine.device == "auto" else machine.device)
     changed: dict[str, Any] = {"device": device}
     if options.rows is not None:
-        changed["micro_batch_rows"] = options.rows
+        changed["micro_batch_size"] = options.rows
     if options.ranks is not None:
         changed |= {"gpus": options.ranks, "nodes": "1"}
     return settings.model_copy(update={"machine": machine.model_copy(update=changed)}), device
@@ -158,10 +156,10 @@ def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settin
 def _choose_fallback(
     plan: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
 ) -> MemoryFallback | None:
-    """What a run would choose where not even one row fits; None where one does, or nothing helps."""
+    """The way to save memory that a run would choose when not one row fits; None if one fits, or nothing helps."""
     train, machine = settings.train, settings.machine
     least = simulation.forecast(plan, train, machine, work.single_row())
-    if least.needed_bytes(work.sharing) <= available:
+    if least.needed_bytes(work.local_ranks) <= available:
         return None
     return frugal.choose_fallback(plan, train, machine, work, available)
 
@@ -227,121 +225,10 @@ def _largest_workload(
 
 
 def _load_teacher_spec(layout: ProjectLayout | None, settings: Settings) -> tuple[ModelSpec | None, tuple[str, ...]]:
-    """The one that would be in memory, and what is to be said of it. Raises BaseModelError where it is gone."""
-    if not settings.train.distill.stays:
+    """The teacher that is in memory during training, and notes about it. Raises BaseModelError when it is missing."""
+    if not settings.train.distill.is_online:
         return None, ()
     if layout is None:
-        return None, ("train.distill.teacher: not counted, for it lies in a project, and this is none.",)
+        return None, ("train.distill.teacher is not counted: its path is relative to a project.",)
     found = model_spec.load(teacher_reference.teacher_directory(layout, settings.train))
-    return found, (f"The teacher is asked during training, so it is in memory too: {found.parameters:,} parameters.",)
-
-
-# --------------------------------------------------------------------------------------------------------- the answer
-
-
-def _format_json(answer: ForecastResult) -> str:
-    """Equal questions give equal text, but for `available_bytes`, which is the machine's."""
-    return json.dumps(
-        {
-            "format": 1,
-            "architecture": answer.architecture,
-            "peak_bytes": answer.forecast.peak.total_bytes,
-            "peak_phase": answer.forecast.peak.phase,
-            "available_bytes": answer.available_bytes,
-            "fits": answer.fits,
-            "largest": None if answer.largest is None else asdict(answer.largest),
-            "forecast": answer.forecast.model_dump(mode="json"),
-        },
-        indent=2,
-    )
-
-
-def _format_text(answer: ForecastResult) -> str:
-    found = answer.forecast
-    share = found.trainable_parameters / max(1, found.total_parameters)
-    lines = [
-        f"{answer.architecture}: {', '.join(training_page.describe_forecast(found))}",
-        f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
-        "",
-        *_format_table(found),
-        "",
-        *_draw_bars(found),
-        "",
-        *_format_verdict(answer),
-        *(f"note: {note}" for note in found.notes),
-        ACCURACY,
-    ]
-    return "\n".join(lines)
-
-
-def _memory_part_names(found: MemoryForecast) -> list[str]:
-    return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
-
-
-def _format_table(found: MemoryForecast) -> list[str]:
-    """Parts by phase, in one unit."""
-    size, unit = choose_unit(found.peak.total_bytes)
-    heads = [phase.phase.replace("_", " ") for phase in found.phases]
-    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _memory_part_names(found)]
-    rows.append(("in all", [phase.total_bytes for phase in found.phases]))
-    first = max(len(name) for name, _ in [*rows, (unit, [])])
-    lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
-    for name, counts in rows:
-        cells = (f"{count / size:,.2f}" if count else "-" for count in counts)
-        lines.append(f"{name:<{first}}  " + "  ".join(f"{cell:>10}" for cell in cells))
-    return lines
-
-
-def _draw_bars(found: MemoryForecast) -> list[str]:
-    """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
-    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(found))}
-    lines = [
-        f"{one.phase.replace('_', ' '):<11}{_draw_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
-        f"{format_bytes(one.total_bytes):>10}"
-        for one in found.phases
-    ]
-    return [*lines, *_wrap_entries([f"{block} {part}" for part, block in blocks.items()])]
-
-
-def _draw_bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
-    """Each border between two parts stands where it belongs, so that rounding does not add up."""
-    drawn, sum_bytes = "", 0
-    for part, block in blocks.items():
-        sum_bytes += one.parts.get(part, 0)
-        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, most)) - len(drawn))
-    return drawn
-
-
-def _wrap_entries(entries: Sequence[str]) -> list[str]:
-    lines = [""]
-    for entry in entries:
-        if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
-            lines.append("")
-        lines[-1] += f"   {entry}" if lines[-1] else entry
-    return lines
-
-
-def _format_verdict(answer: ForecastResult) -> list[str]:
-    peak = answer.forecast.peak
-    needed = f"peak {format_bytes(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
-    host = (
-        [f"memory of the host: {format_bytes(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
-    )
-    if answer.available_bytes is None:
-        return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
-    each = f" for each of {answer.sharing} ranks" if answer.sharing > 1 else ""
-    left = answer.available_bytes - answer.needed_bytes
-    fits = (
-        f"it fits, {format_bytes(left)} are left"
-        if left >= 0
-        else f"it does not fit, {format_bytes(-left)} are missing"
-    )
-    limits = ", ".join(
-        f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in answer.limits.items()
-    )
-    return [
-        f"{needed}, {format_bytes(answer.available_bytes)} at hand{each}: {fits}",
-        *host,
-        f"largest that fits, each for itself: {limits}",
-        "(tried: rows up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",
-    ]
+    return found, (f"The teacher runs during training, so its memory is counted: {found.parameters:,} parameters.",)

@@ -1,35 +1,61 @@
-"""Stage gate: what was evaluated and exported → verdict.json and the evidence page. A "no" is a success of the stage.
+"""Stage gate: decides from the reports of evaluate and export whether the model may be promoted.
 
-`gating` decides; here files are read, written, and told to MLflow. Nothing loads a model.
+The rules and statistics are in `ratchet.gate`; this module reads and writes files and reports to MLflow. No verdict is
+an error of the stage, and no model is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
 from ratchet.gate import evidence as reading
-from ratchet.gate import messages, noise, test_set_reuse
+from ratchet.gate import noise, test_set_reuse
 from ratchet.gate.decision import confirm_verdict, decide_verdict
 from ratchet.gate.evidence import GateEvidence, IncomparableError
+from ratchet.gate.noise import MetricNoise
 from ratchet.runs.directory import RunPaths
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.evaluation import EvaluationReport, Who, answers_file, documents_file
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.evaluation import EvaluationReport, ModelRole, answers_file, documents_file
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Verdict, read_champion
 
 
-def gate(layout: ProjectLayout, settings: Settings) -> str:
-    """Run the stage; returns the verdict in words.
+class NoiseReport(Record):
+    """Result of an A/A test: the candidate against itself, scored twice."""
+
+    metrics: tuple[MetricNoise, ...]
+    batch_rows: tuple[int, int]
+    """Rows in a batch of the first and the second scoring."""
+    confidence: float
+
+    @property
+    def is_within_limits(self) -> bool:
+        """Whether the noise of every metric is smaller than what the rules ask for."""
+        return all(metric.is_within_margin for metric in self.metrics)
+
+
+def gate(project: Project) -> Verdict:
+    """Run the stage.
 
     Raises:
         DataError: evaluate or export have not run.
-        DamagedFileError: what they left is not as they wrote it, or the list of look-ups is damaged.
-        SettingsError: a harness task is not defined any more.
+        DamagedFileError: their output has changed, or the list of test-set uses is damaged.
+        SettingsError: a harness task is no longer defined, or the webhook's address is not valid.
+        LockHeldError: another process runs this stage.
     """
+    from ratchet.stages.callbacks import notify_verdict
+
+    with project.lock("gate"), notify_verdict(project):
+        return _decide(project.layout, project.settings)
+
+
+def _decide(layout: ProjectLayout, settings: Settings) -> Verdict:
     from ratchet.reports import plots, verdict_page
     from ratchet.tracking.mlflow.client import MlflowTracker
 
@@ -41,37 +67,48 @@ def gate(layout: ProjectLayout, settings: Settings) -> str:
     rows = reading.read_rows(layout)
     answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
     verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking)
-    run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.draw_loss_curve)
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
+    run = tracking.create_callback(RunPaths(layout.runs / verdict.run_id), settings, plots.draw_loss_curve)
     shown = [layout.verdict, layout.gate_page]
-    tracking.report(run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_grace_s)
-    return f"{messages.describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
+    tracking.report(
+        run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_timeout_s
+    )
+    return verdict
 
 
-def run_aa_test(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]:
-    """`ratchet gate --aa`, after the candidate was scored a second time: whether noise is within what the rules allow.
+def run_aa_test(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> NoiseReport:
+    """`ratchet gate --aa`: score the candidate a second time and measure the difference, which is noise.
 
     Raises:
-        DataError: nothing was scored twice, or something else than what was evaluated.
+        DataError: the candidate has not been evaluated, or the evaluation is of another adapter.
     """
+    from ratchet.stages.evaluate import evaluate_again
+
+    with project.lock("gate"):
+        evaluate_again(project, on_progress)
+        return measure_noise(project)
+
+
+def measure_noise(project: Project) -> NoiseReport:
+    """The difference between the two evaluations on file. Raises DataError when they cannot be compared."""
+    layout, settings = project.layout, project.settings
     evidence = _load_evidence(layout, settings)
     try:
-        lines = noise.measure_noise(evidence, settings.gate)
+        metrics = noise.measure_noise(evidence, settings.gate)
     except IncomparableError as error:
         raise DataError(f"{layout.noise}: {error}") from None
     batch_rows = evidence.noise.batch_rows if evidence.noise else (0, 0)
-    text = noise.format_noise_table(lines, batch_rows, settings.gate.confidence)
-    return all(line.within for line in lines), text
+    return NoiseReport(metrics=tuple(metrics), batch_rows=batch_rows, confidence=settings.gate.confidence)
 
 
-def check_verdict(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]:
-    """Whether the verdict on file is PROMOTE, and the verdict in words.
+def check_verdict(project: Project) -> Verdict:
+    """The verdict on file, if it is about the present model, champion and anchor.
 
     Raises:
-        GateError: there is no verdict, or it is about another model, champion or anchor than those on file now, or
-            by the rules of now it would be another.
-        DamagedFileError: somebody changed it.
+        GateError: there is no verdict; it is about another model, champion or anchor; or today's rules give another.
+        DamagedFileError: the file was changed.
     """
+    layout, settings = project.layout, project.settings
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     files.verify_sealed(layout.gate, "gate")
@@ -85,7 +122,7 @@ def check_verdict(layout: ProjectLayout, settings: Settings) -> tuple[bool, str]
         confirm_verdict(
             layout, settings, fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict
         )
-    return verdict.decision == "PROMOTE", messages.describe_verdict(verdict)
+    return verdict
 
 
 def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:
@@ -93,7 +130,7 @@ def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:
     return reading.read_evidence(layout, settings, tasks)
 
 
-def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[Who, dict[str, list[str]]]:
+def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[ModelRole, dict[str, list[str]]]:
     """Generated answers by model and row."""
     found = {who: layout.evaluate / answers_file(who) for who in report.scores}
     return {
@@ -103,9 +140,11 @@ def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[Who, 
     }
 
 
-def _read_documents(layout: ProjectLayout, report: EvaluationReport) -> dict[Who, dict[str, list[dict[str, Any]]]]:
+def _read_documents(
+    layout: ProjectLayout, report: EvaluationReport
+) -> dict[ModelRole, dict[str, list[dict[str, Any]]]]:
     """The harness's documents by model and task."""
-    found: dict[Who, dict[str, list[dict[str, Any]]]] = {}
+    found: dict[ModelRole, dict[str, list[dict[str, Any]]]] = {}
     for who, scores in report.scores.items():
         tasks: Mapping[str, Any] = report.contracts.get(scores.contract, {}).get("harness", {})
         for task in tasks:

@@ -1,9 +1,9 @@
-"""What NVIDIA's driver says of the GPUs here, without torch: asked in a process of its own, for a sick GPU can hang.
+"""Asks the NVIDIA driver about GPUs without torch, in a separate process because a faulty GPU can hang.
 
     python -m ratchet.stages.gpu_query     prints what `query_gpus` returns, as JSON
 
-CUDA Driver API (libcuda.so.1) for what a training would see, so CUDA_VISIBLE_DEVICES holds; NVML for the version of the
-driver.
+The CUDA Driver API (libcuda.so.1) sees what a training would see, so CUDA_VISIBLE_DEVICES applies. NVML gives the
+version of the driver.
 """
 
 import ctypes

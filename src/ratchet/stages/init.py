@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet.config import params_file
-from ratchet.config.data import ColumnSettings, Prepare, SourceSettings, SplitSettings
-from ratchet.config.evaluation import Evaluate, HarnessSettings
+from ratchet.config.base import Base
+from ratchet.config.evaluate import Evaluate, HarnessSettings
 from ratchet.config.export import Export, GgufSettings, OnnxSettings
 from ratchet.config.gate import (
     AboveChanceRule,
@@ -22,9 +21,10 @@ from ratchet.config.gate import (
     Gate,
     MustImproveRule,
     MustNotRegressRule,
-    Promote,
 )
-from ratchet.config.schema import Base, Settings
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.promote import Promote
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.data import bundled_corpus, splits
 from ratchet.data.conversation import SourceRow, missing_part_reason
@@ -32,41 +32,43 @@ from ratchet.data.sources import SourceReader
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
 from ratchet.registry.signing import keys
-from ratchet.registry.signing.keys import SHOWN
+from ratchet.registry.signing.keys import SHOWN_DIGITS
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
 
 LABELS_AT_MOST = 200
-"""A column with no more different answers than this, each short and given again and again, holds labels."""
+"""A column holds labels if it has at most this many different answers, each short and frequent."""
 
 MARGINS = (0.02, 0.05)
-"""Least and greatest loss of accuracy that a new project's gate puts up with: below, some thousand rows would be
-needed; above, it would be another model. Between them the margin is what the test rows can show."""
+"""Smallest and largest margin of a new project's gate, as a loss of accuracy. A smaller one needs thousands of test
+rows; a larger one would accept a different model. In between, the margin is what the test rows can detect."""
 
 KEPT_FROM_DVC = (
     "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores",
-    "experiments/sweeps", "experiments/teachings", "mlruns", ".ratchet",
+    "experiments/sweeps", "experiments/distillation_shards", "mlruns", ".ratchet",
 )  # fmt: skip
-"""What changes while stages run, or is nobody's business."""
+"""Paths that change while stages run, or that must stay on this machine."""
 
 MOST_CONVERSATIONS = 0.01
-"""Share of rows with several questions up to which the harness task, which shows only the last, says the truth."""
+"""Largest share of rows with several questions: the harness task shows only the last question of a row."""
 
 IGNORED = "".join(
     f"/{name}\n"
     for name in (
-        ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "evaluate", "export",
+        ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "distillation_shards",
+        "evaluate", "export",
         "gate", "generations", "noise", "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores",
-        "teachings", "train",
+        "train",
     )
 )  # fmt: skip
-"""Of experiments, by git: what stages make, and what is kept for a machine only."""
+"""Entries of experiments/.gitignore: outputs of stages, and files that belong to one machine."""
 
 
 @dataclass
 class InitDataSummary:
-    """What was seen of the rows that can be learned from."""
+    """Counts of the usable rows."""
 
     responses: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
@@ -98,29 +100,52 @@ def _parse_columns(prompt: str | None, response: str | None) -> ColumnSettings:
     return ColumnSettings(prompt=prompt, response=response)
 
 
+class InitResult(Record):
+    """Result of `ratchet init`."""
+
+    directory: Path
+    rows: int
+    unusable_rows: int
+    """Malformed rows, and rows without prompt or response."""
+    schema_name: str
+    """How the rows were read, such as `columns` or `sharegpt`."""
+    task: str
+    """`labels` or `text` (prepare.task)."""
+    base: str
+    key: str
+    """Beginning of the signing key's fingerprint."""
+
+
 def init(
-    directory: Path, data: Path, named: tuple[str | None, str | None], base: str, revision: str | None
-) -> str:  # fmt: skip
-    """Make the project.
+    directory: Path,
+    data: Path,
+    *,
+    prompt: str | None = None,
+    response: str | None = None,
+    base: str = TINY,
+    revision: str | None = None,
+) -> InitResult:
+    """Make a project directory: settings, stages, git and DVC repositories, ready for `dvc repro`.
 
     Args:
         directory: new, or empty.
         data: rows to learn from; copied into the project.
-        named: columns with what the user says and what is answered; where none is named they are looked for, and shown.
+        prompt: column with the user's text; None: detected.
+        response: column with the answer or label; None: detected.
         base: `tiny`, a hub id or a directory.
-        revision: of a hub id.
+        revision: commit, tag or branch of a hub id.
 
     Raises:
-        DataError: the data cannot be read, or lacks a column.
-        SettingsError: the directory is in use, or columns are named that cannot be meant.
+        DataError: the data cannot be read, or lack a column.
+        SettingsError: the directory is in use, or the columns are not two different ones.
         InputError: git or DVC failed.
     """
     target = directory.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
-        raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
-    columns, wanted = _parse_columns(*named), _base_settings(base, revision)
+        raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
+    columns, wanted = _parse_columns(prompt, response), _base_settings(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
@@ -132,20 +157,21 @@ def init(
         scratch.rename(target)
     except OSError as error:
         raise SettingsError(f"{directory}: cannot be made ({error.strerror}: {error.filename})") from None
-    except DataError as error:  # in the words of the command that was typed
+    except DataError as error:  # name the flags that the user typed
         said = str(error).replace(f"data/raw/{data.name}", str(data))
         raise DataError(
             said.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    kind = "labels, so accuracy per class is measured" if settings.prepare.task == "labels" else "free text"
-    empty = f" ({dropped} of them malformed, or without prompt or response)" if dropped else ""
-    return (
-        f"{directory}: {rows} rows{empty}, read as {shape}; the responses look like {kind} (prepare.task)\n"
-        f"  settings: params.yaml    base model: {settings.base.source}\n"
-        f"  promoted models are signed with key {key.fingerprint[:SHOWN]}: keep .ratchet/private.pem, git does not\n"
-        f"  next: cd {shlex.quote(str(directory))} && dvc repro"
+    return InitResult(
+        directory=directory,
+        rows=rows,
+        unusable_rows=dropped,
+        schema_name=shape,
+        task=settings.prepare.task,
+        base=settings.base.source,
+        key=key.fingerprint[:SHOWN_DIGITS],
     )
 
 
@@ -168,7 +194,7 @@ def _write_files(
         raise DataError(f"{source}: {seen.rows} usable rows leave split {empty[0]} empty; more rows are needed")
     settings = suggest_settings(prepare, seen, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
     files.write_atomic(layout.params, params_file.dump(settings))
-    files.write_atomic(layout.root / "dvc.yaml", (Path(__file__).parents[1] / "template" / "dvc.yaml").read_text())
+    files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
         bundled_corpus.write_text(layout.text)
     else:
@@ -178,15 +204,15 @@ def _write_files(
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
-    return settings, rows, rows - seen.rows, read.shapes[0]
+    return settings, rows, rows - seen.rows, read.schema_descriptions[0]
 
 
 def _base_settings(base: str, revision: str | None) -> Base:
-    """What `--base` and `--revision` mean, as seen from where the command was typed."""
+    """Settings for `--base` and `--revision`; a path is relative to the current directory."""
     path = Path(base).expanduser()
     is_model = bool(base) and (path / "config.json").is_file()
     if revision is not None and (base == TINY or is_model):
-        raise SettingsError(f"--revision {revision}: only a hub id has one, and --base {base} is none")
+        raise SettingsError(f"--revision {revision}: only a hub id has one, and --base {base} is not a hub id")
     if base == TINY:
         return Base()
     if is_model:
@@ -218,7 +244,7 @@ def suggest_settings(prepare: Prepare, seen: InitDataSummary, base: Base, name: 
         base=base,
         prepare=prepare.model_copy(update={"max_tokens": 512}),
         train=_train_settings(base, epochs=1),
-        evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16)),
+        evaluate=Evaluate(generation_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16)),
         export=_export_settings(base),
         gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _forgetting_rules(base))),
         promote=Promote(model_name=model_name),
@@ -226,7 +252,7 @@ def suggest_settings(prepare: Prepare, seen: InitDataSummary, base: Base, name: 
 
 
 def _export_settings(base: Base) -> Export:
-    """The tiny base shows every format; of a real one somebody must choose, for each takes its time and disk."""
+    """The tiny base is exported to every format. For a real base the user chooses: each takes time and disk space."""
     if base.source != TINY:
         return Export()
     return Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
@@ -246,7 +272,7 @@ def _label_gate_settings(test_rows: int, base: Base) -> Gate:
     from ratchet.gate import statistics  # scipy takes a while to import
 
     rules = Gate()
-    shown = statistics.detectable_difference(test_rows, rules.discordance, rules.confidence, rules.power)
+    shown = statistics.detectable_difference(test_rows, rules.expected_discordance, rules.confidence, rules.power)
     margin = min(max(MARGINS[0], math.ceil(100 * shown) / 100), MARGINS[1])
     champion, anchor = (
         MustNotRegressRule(rule="must_not_regress", metric="accuracy", against=against, margin=margin)

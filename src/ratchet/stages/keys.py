@@ -1,90 +1,100 @@
-"""`ratchet keys`: who may sign promoted models of this project, and who may no longer."""
+"""`ratchet keys`: the keys and identities whose signatures on promoted models the project trusts."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keys as keyring
-from ratchet.registry.signing import keys as pairs
-from ratchet.registry.signing.keys import SHOWN, Keyring
+from ratchet.registry.signing import keys as signing_keys
+from ratchet.registry.signing.keys import Keyring
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
 
 
 @dataclass(frozen=True)
 class KeysOptions:
-    """What is to be done; nothing: only list."""
+    """The change to make to the keyring: at most one; by default none."""
 
     new: bool = False
-    """Make a key pair, and trust it."""
+    """Create a key pair and trust it."""
     trust: Path | None = None
     """Trust the public key in this PEM file."""
     revoke: str | None = None
-    """Trust the key of this fingerprint (or its beginning), or this identity, no longer."""
+    """No longer trust the key with this fingerprint (or its beginning), or this identity."""
     reason: str | None = None
     """Why it is revoked."""
     trust_identity: str | None = None
     """Trust what this identity signs through sigstore."""
     issuer: str | None = None
-    """Who vouches for the identity."""
+    """OpenID Connect issuer that certifies the identity."""
 
 
-def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> str:
-    """Do what is asked; returns what to tell: what was done, and everybody who is or was trusted.
+class KeyringChange(Record):
+    """A change of the keyring."""
+
+    action: Literal["created", "trusted", "revoked"]
+    key: str | None = None
+    """Fingerprint."""
+    identity: str | None = None
+    issuer: str | None = None
+
+
+class KeyringReport(Record):
+    """The project's keyring."""
+
+    keyring: Keyring
+    keyring_file: Path
+    private_key_file: Path
+    own_key: str | None
+    """Fingerprint of the key that signs on this machine."""
+    own_key_problem: str | None
+    """Why no key can sign on this machine."""
+    change: KeyringChange | None
+    """What was changed; None if nothing was."""
+
+
+def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> KeyringReport:
+    """Change the keyring, and return it.
 
     Raises:
-        SettingsError: options that do not go together, a file without a key, a fingerprint that is none.
-        DamagedFileError: keys.json was tampered with.
-        LockHeldError: somebody else is changing it.
+        SettingsError: options that do not go together, a file without a public key, or an unknown fingerprint.
+        DamagedFileError: keys.json was changed by hand.
+        LockHeldError: another process changes it.
     """
     _check_options(options)
-    said = _apply_options(layout, options)
-    return "\n".join([*said, *_list_keys(layout, keyring.read_keyring(layout.keyring))])
+    change = _change_keyring(layout, options)
+    own_key, problem = None, None
+    try:
+        own_key = signing_keys.own_fingerprint(layout)
+    except SettingsError as error:
+        problem = str(error)
+    return KeyringReport(
+        keyring=signing_keys.read_keyring(layout.keyring), keyring_file=layout.keyring,
+        private_key_file=layout.private_key, own_key=own_key, own_key_problem=problem, change=change,
+    )  # fmt: skip
 
 
 def _check_options(options: KeysOptions) -> None:
-    asked = [options.new, options.trust is not None, options.revoke is not None, options.trust_identity is not None]
-    if sum(asked) > 1:
-        raise SettingsError("keys: --new, --trust, --trust-identity and --revoke are done one at a time")
+    changes = [options.new, options.trust is not None, options.revoke is not None, options.trust_identity is not None]
+    if sum(changes) > 1:
+        raise SettingsError("keys: give only one of --new, --trust, --trust-identity and --revoke")
     if (options.revoke is None) != (options.reason is None):
-        raise SettingsError("keys: --revoke FINGERPRINT and --reason TEXT belong together")
+        raise SettingsError("keys: --revoke FINGERPRINT and --reason TEXT belong together: give both or neither")
     if (options.trust_identity is None) != (options.issuer is None):
-        raise SettingsError("keys: --trust-identity WHO and --issuer URL belong together")
+        raise SettingsError("keys: --trust-identity WHO and --issuer URL belong together: give both or neither")
 
 
-def _apply_options(layout: ProjectLayout, options: KeysOptions) -> list[str]:
-    commit = f"commit {layout.keyring.relative_to(layout.root)}"
+def _change_keyring(layout: ProjectLayout, options: KeysOptions) -> KeyringChange | None:
     if options.new:
-        key = pairs.create_key_pair(layout)
-        return [f"key {key.fingerprint[:SHOWN]} is made and trusted; {commit}, and keep {layout.private_key}: it alone "
-                "can sign as this key, and nobody else should see it"]  # fmt: skip
+        return KeyringChange(action="created", key=signing_keys.create_key_pair(layout).fingerprint)
     if options.trust is not None:
-        return [f"key {pairs.trust_key(layout, options.trust).fingerprint[:SHOWN]} is trusted; {commit}"]
+        return KeyringChange(action="trusted", key=signing_keys.trust_key(layout, options.trust).fingerprint)
     if options.trust_identity is not None and options.issuer is not None:
-        one = pairs.trust_identity(layout, options.trust_identity, options.issuer)
-        return [f"{one.identity} of {one.issuer} is trusted; {commit}"]
+        trusted = signing_keys.trust_identity(layout, options.trust_identity, options.issuer)
+        return KeyringChange(action="trusted", identity=trusted.identity, issuer=trusted.issuer)
     if options.revoke is not None and options.reason is not None:
-        whom = pairs.revoke_trust(layout, options.revoke, options.reason)
-        shown = whom if "@" in whom or "/" in whom else f"key {whom[:SHOWN]}"
-        return [f"{shown} is revoked: what it signed is refused from now on; {commit}, and promote again what is still "
-                "wanted, with another key"]  # fmt: skip
-    return []
-
-
-def _list_keys(layout: ProjectLayout, known: Keyring) -> list[str]:
-    own, wrong = None, []
-    try:
-        own = pairs.own_fingerprint(layout)
-    except SettingsError as error:
-        wrong = [f"no key signs here: {error}"]
-    lines = [
-        _format_key(f"key {key.fingerprint[:SHOWN]}", key.revoked, "  (yours)" if key.fingerprint == own else "")
-        for key in known.keys
-    ]
-    lines += [_format_key(f"{one.identity} of {one.issuer}", one.revoked, "") for one in known.identities]
-    if own is not None and known.key(own) is None:
-        lines.append(f"key {own[:SHOWN]}  not trusted  (yours)")
-    return [*lines, *wrong] or ["no key is trusted yet; the first promotion makes one, or `ratchet keys --new`"]
-
-
-def _format_key(who: str, revoked: str | None, whose: str) -> str:
-    return f"{who}  {'trusted' if revoked is None else f'revoked: {revoked}'}{whose}"
+        revoked = signing_keys.revoke_trust(layout, options.revoke, options.reason)
+        if signing_keys.read_keyring(layout.keyring).find_key(revoked) is None:
+            return KeyringChange(action="revoked", identity=revoked)
+        return KeyringChange(action="revoked", key=revoked)
+    return None

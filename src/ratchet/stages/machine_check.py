@@ -1,4 +1,4 @@
-"""What a machine is asked for before it gets work: `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps`."""
+"""Requirements that a machine must meet before it gets work: `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps`."""
 
 import difflib
 import math
@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes, parse_bytes
-from ratchet.errors import MirrorError, SettingsError, UnsuitableMachineError, first_line
+from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
 from ratchet.models.memory import capacity
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages import gpu_query
@@ -62,7 +62,7 @@ def _parse_rate(text: str, where: str) -> Amount:
 
 def _parse_count(text: str, where: str) -> Amount:
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not int(text):
-        raise SettingsError(f"{where}: {text!r} is no number of them; write a whole number, 1 or more")
+        raise SettingsError(f"{where}: found {text!r}; expected a whole number, 1 or more")
     return float(text)
 
 
@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[str, str], Amount]] = {
 
 
 def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
-    """What `--require` says, in the order of KINDS.
+    """Parse `--require`; the result is in the order of KINDS.
 
     Raises:
         SettingsError: a name that is none, given twice or without value, or a value that is none.
@@ -100,8 +100,6 @@ def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
         found[name] = MachineRequirement(name, value, KINDS[name](value, f"{OPTION} {name}"))
     return tuple(found[name] for name in KINDS if name in found)
 
-
-# What a machine has beside GPUs: CPUs that we may use, memory, a disk that keeps what it is given.
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _QUOTA_V1, _PERIOD_V1 = (Path("/sys/fs/cgroup/cpu", name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
@@ -122,7 +120,7 @@ def available_cpus(quota: Path = _QUOTA, quota_v1: Path = _QUOTA_V1, period_v1: 
 
 
 def memory_capacity() -> capacity.MemoryCapacity:
-    """Of this machine, or of the container if that allows less."""
+    """Memory of this machine, or of the container if that allows less."""
     return capacity.measure_host()
 
 
@@ -147,7 +145,7 @@ def find_disk_fault(folder: Path) -> str:
     return "" if same else f"{folder}: what was written is not what was read back"
 
 
-# How fast this machine reaches the mirror: bytes of nothing are sent there and read back, as checkpoints would be.
+# How fast this machine reaches the replica: bytes of nothing are sent there and read back, as checkpoints would be.
 
 SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Bytes of one try; the next larger one follows when one took less than LONG_ENOUGH_S: up to 32 MiB each way."""
@@ -166,7 +164,7 @@ def measure_transfer_speed(store: ReplicaStore) -> TransferSpeed:
     """Send and fetch content that cannot be compressed, and remove it.
 
     Raises:
-        MirrorError: the store cannot be reached, or not for long enough.
+        ReplicaError: the store cannot be reached, or not for long enough.
         SettingsError: it must not be used like this: bucket, credentials, clock.
     """
     store.check()
@@ -197,9 +195,6 @@ def _upload_samples(store: ReplicaStore, path: Path, size: int) -> Iterator[tupl
         store.remove([name])
 
 
-# Each requirement beside what there is.
-
-
 class RequirementResult(Record):
     """One requirement, and what was found."""
 
@@ -219,6 +214,8 @@ class MachineCheckReport(Record):
     ratchet: str
     admitted: bool
     findings: tuple[RequirementResult, ...]
+    write_problems: tuple[str, ...] = ()
+    """Files of the record that could not be written."""
 
 
 class _Measurement(NamedTuple):
@@ -234,14 +231,14 @@ class MachineProbe:
     disk: Path
     """Where runs will lie."""
     measure: Callable[[], TransferSpeed]
-    """How fast the network is; raises MirrorError."""
+    """How fast the network is; raises ReplicaError."""
     ask_gpus: Callable[[], GpuInventory] = gpu_query.query_gpus
 
     def findings(self, requirements: Sequence[MachineRequirement]) -> tuple[RequirementResult, ...]:
         """Look at everything; one that is not met stops nothing.
 
         Raises:
-            SettingsError: the mirror must not be used like this, from any machine.
+            SettingsError: the replica must not be used like this, from any machine.
         """
         self._wanted = {one.name: one.least for one in requirements}
         return tuple(self._finding(one) for one in requirements)
@@ -255,7 +252,7 @@ class MachineProbe:
     # each of KINDS has a method of its name
 
     def _vram(self) -> _Measurement:
-        """Of the GPU that has least among as many of the best as are asked for."""
+        """Free memory of the smallest of the best GPUs, as many as are required."""
         if not self._gpus_seen.devices:
             return self._no_gpu
         ordered = sorted(self._gpus_seen.devices, key=lambda one: one.free_bytes, reverse=True)
@@ -310,7 +307,7 @@ class MachineProbe:
     def _speed(self) -> TransferSpeed | str:
         try:
             return self.measure()
-        except MirrorError as error:
+        except ReplicaError as error:
             return str(error)
 
     @cached_property
@@ -334,36 +331,34 @@ def _is_sufficient(found: Amount, least: Amount) -> bool:
     return not isinstance(found, tuple) and not isinstance(least, tuple) and found >= least
 
 
-# `ratchet doctor --require`: is this machine good enough, before it gets work? For orchestrators, without torch.
-
 PATIENCE_S, TIMEOUT_S = 30.0, 15.0
 """A machine whose network does not come round within that is not wanted."""
 
 
-def admission(
-    layout: ProjectLayout | None, settings: Settings, required: str | None, mirror: str | None, target: Path | None
-) -> str:
-    """The verb; returns the table.
+def check_machine(
+    layout: ProjectLayout | None, settings: Settings, required: str | None, replica: str | None, target: Path | None
+) -> MachineCheckReport:
+    """Compare this machine with requirements, before it gets work. Loads no torch.
 
     Args:
-        layout: of the project, which keeps the record as experiments/admission.json; None outside of one.
-        settings: of the project, or those of a new one.
-        required: such as `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps,upload=20Mbps`; None is refused.
-        mirror: what the network is measured against instead of machine.mirror.
-        target: a file for the record, too.
+        layout: the project, which keeps the record as experiments/admission.json; None outside one.
+        settings: the project's settings, or the defaults.
+        required: such as `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps,upload=20Mbps`.
+        replica: storage to measure the network with, in place of machine.replica.
+        target: another file for the record.
 
     Raises:
-        SettingsError: a requirement that is none, nothing to measure the network against, a mirror that nobody may use.
-        UnsuitableMachineError: the machine is not good enough; the table is in the message, the record is written.
+        SettingsError: a requirement is not valid, there is no storage to measure the network with, or it refuses us.
+        UnsuitableMachineError: the machine does not meet a requirement; the message has the table.
     """
     if required is None:
-        raise SettingsError(f"--mirror and --json go with {OPTION}, such as {OPTION} disk=50GB")
+        raise SettingsError(f"--replica and --output need {OPTION}, such as {OPTION} disk=50GB")
     asked = parse_requirements(required)
-    where = mirror or settings.machine.mirror
+    where = replica or settings.machine.replica
     if where is None and (network := [one.name for one in asked if one.name in ("download", "upload")]):
         raise SettingsError(
-            f"{OPTION}: {' and '.join(network)}: nothing to measure against; set machine.mirror, or name "
-            "a place of storage with --mirror URL"
+            f"{OPTION}: {' and '.join(network)}: nothing to measure against; set machine.replica, or name "
+            "a place of storage with --replica URL"
         )
     inspection = MachineProbe(
         layout.runs if layout else Path.cwd(), lambda: measure_transfer_speed(_open_store(where or ""))
@@ -372,31 +367,33 @@ def admission(
         machine=socket.gethostname(), at=datetime.now(UTC).isoformat(timespec="seconds"), ratchet=version(DISTRIBUTION),
         findings=(findings := inspection.findings(asked)), admitted=all(one.ok for one in findings),
     )  # fmt: skip
-    text = "\n".join(
-        [_format_table(found.findings), *_write_records(found, [layout.admission if layout else None, target])]
-    )
+    problems = list(_write_records(found, [layout.admission if layout else None, target]))
+    found = found.model_copy(update={"write_problems": tuple(problems)})
     if missing := [one.name for one in found.findings if not one.ok]:
+        text = format_findings(found)
         raise UnsuitableMachineError(f"{found.machine} is not good enough: {', '.join(missing)}\n{text}")
-    return f"{found.machine} is admitted\n{text}"
+    return found
 
 
 def _write_records(found: MachineCheckReport, places: Iterable[Path | None]) -> Iterator[str]:
-    """Write the record; what cannot be written is told: a machine with a bad disk is refused, and not for that."""
+    """Write the record. A file that cannot be written is reported: the requirement `disk` decides about the disk."""
     for path in places:
         try:
             if path is not None:
                 found.save(path)
         except OSError as error:
-            yield f"  {path}: not written ({error.strerror})"
+            yield f"{path}: not written ({error.strerror})"
 
 
 def _open_store(url: str) -> ReplicaStore:
-    return ReplicaStore(url, TransferLimits(patience_s=PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
+    return ReplicaStore(url, TransferLimits(retry_timeout_s=PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
 
 
-def _format_table(findings: tuple[RequirementResult, ...]) -> str:
-    width = max(len(one.asked) for one in findings)
-    lines = (
-        f"  {one.name:<9} {one.asked:>{width}}  {'ok    ' if one.ok else 'NOT OK'}  {one.found}" for one in findings
-    )
-    return "\n".join(lines)
+def format_findings(report: MachineCheckReport) -> str:
+    """A table with a row for each requirement."""
+    width = max(len(one.asked) for one in report.findings)
+    lines = [
+        f"  {one.name:<9} {one.asked:>{width}}  {'ok    ' if one.ok else 'NOT OK'}  {one.found}"
+        for one in report.findings
+    ]
+    return "\n".join([*lines, *(f"  {problem}" for problem in report.write_problems)])

@@ -1,192 +1,292 @@
-"""Verdict and Bundle → registered version → alias `champion` → ledger, champion file, hooks; and back. No torch.
+"""`ratchet promote` and `ratchet rollback`: which registered version is champion.
 
-Everything that may refuse is asked before anything is changed; then the intent is written, and `promotion.road` does
-what is left, in an order of which every step may be repeated. What a command that died has left is finished or dropped
-by the next one, before it does anything of its own. docs/promotion.md has the table.
+Everything that can fail is checked before anything changes. Then the intent is written, and `registry.promotion` does
+the rest in steps that can each be repeated: version, alias `champion`, ledger, champion file, hooks. The next command
+finishes or drops what a killed command left behind. No torch.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.gate.decision import confirm_verdict
 from ratchet.registry import bundle_files, hooks, ledger, model_store, outbox, promotion, promotion_record
-from ratchet.registry.deployment import model_files
+from ratchet.registry.deployment import server_files
+from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion_record import UNREGISTERED, PromotionIntent, version_label
-from ratchet.registry.signing import policy
+from ratchet.registry.signing import signature
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion, Verdict, read_champion
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
-SMOKE_TIMEOUT_S = 600.0
+SMOKE_TEST_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class PromoteOptions:
-    """How a promotion or a rollback is asked for."""
+    """Options of a promotion or a rollback."""
 
     force: bool = False
-    """Promote against the verdict; `reason` must say why."""
+    """Promote against the verdict; `reason` is required."""
     reason: str | None = None
     dry_run: bool = False
-    """Say what would be done, and change nothing."""
+    """List what would be done, and change nothing."""
     anchor: bool = False
-    """Make it the anchor, too."""
+    """Make the model the anchor as well."""
 
 
-def promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions = PromoteOptions()) -> str:
-    """Make the exported model champion; returns what to tell. Repeating it changes nothing.
+class PromotionResult(Record):
+    """Result of a promotion or a rollback."""
+
+    champion: Champion
+    """The champion; after a dry run, the model that would become champion (version 0: not registered yet)."""
+    replaced: Champion | None = None
+    """The champion before."""
+    promotion: Promotion | None = None
+    """The new line of the ledger; None if the champion did not change."""
+    plan: tuple[str, ...] = ()
+    """Dry run: the steps that would be done."""
+    deliveries: tuple[HookDelivery, ...] = ()
+    """How the event was delivered to each hook."""
+    notes: tuple[str, ...] = ()
+    """What else was done: an interrupted command that was finished or dropped, a key pair, a repaired model folder."""
+    warnings: tuple[str, ...] = ()
+
+
+def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> PromotionResult:
+    """Make the exported model champion. Repeating it changes nothing.
 
     Raises:
-        SettingsError: a hook that cannot be told; force without a reason, or a reason without force.
-        GateError: the verdict is not PROMOTE, or is not about this model, or compared it with an earlier champion, or
-            would be another by the rules of now.
-        ChampionError: champion file and registry disagree, or somebody else promoted meanwhile.
-        LockHeldError: another promotion is at work.
-        DataError, DamagedFileError: a stage's output is missing or damaged, or the ledger is.
-        SettingsError: there is no key to sign with that this project trusts.
+        SettingsError: a hook cannot be called, `force` without a reason or a reason without `force`, or no key to sign
+            with that the project trusts.
+        GateError: the verdict is not PROMOTE, is about another model, was reached against another champion, or today's
+            rules give another one.
+        ChampionError: champion file and registry disagree, or the champion changed meanwhile.
+        LockHeldError: another promotion is running.
+        DataError, DamagedFileError: a stage's output or the ledger is missing or damaged.
         TrackingError: MLflow's database cannot be used.
     """
+    from ratchet.stages.callbacks import notify_promotions
+
+    with notify_promotions(project):
+        return _promote(project.layout, project.settings, options)
+
+
+def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions) -> PromotionResult:
     reason = ledger.normalize_reason(options.reason)
     if options.force != (reason is not None):
         raise SettingsError(
-            "--force wants a reason: --reason TEXT" if options.force else "--reason is for --force: give both"
+            "--force needs a reason: add --reason TEXT"
+            if options.force
+            else "--reason is only used with --force: give both or neither"
         )
     hooks.check_hooks(settings.promote.hooks)
-    with _promotion_lock(layout, options):
-        told = _recover_interrupted(layout, options)
-        if told and options.dry_run:
-            return told[0]
+    with _acquire_lock(layout, options):
+        if options.dry_run and (interrupted := _plan_recovery(layout)):
+            return interrupted
+        notes = [] if options.dry_run else _recover_interrupted(layout)
         verdict, bundle = _load_verdict(layout), ModelBundle.load(layout.bundle)
         exported = bundle_files.verify_export(layout)
         before = _load_champion_file(layout)
         registry = MlflowModelRegistry(layout, settings.promote.model_name)
-        if (
-            before.champion
-            and before.champion.model_digest == bundle.model_digest
-            and not _should_anchor(before, options)
-        ):
+        is_champion = before.champion is not None and before.champion.model_digest == bundle.model_digest
+        if before.champion is not None and is_champion and not _becomes_anchor(before, options):
             _check_alias(layout, registry, before, target=None)
-            told = [*told, *_restore_champion(layout, settings, bundle, exported, before.champion, options)]
-            return _format_messages([*told, f"{version_label(before.champion)} is champion already"], layout, "")
+            problem = signature.find_problem(layout, layout.promoted_model(bundle.model_digest))
+            if options.dry_run:
+                repair = (f"copy the model from {layout.export} and sign it again: {problem}",) if problem else ()
+                return PromotionResult(champion=before.champion, replaced=before.champion, plan=repair)
+            if problem is not None:  # a byte changed, or the signer is no longer trusted
+                signer, signer_notes = _store_model(layout, settings, bundle, exported, before.champion.forced)
+                notes += [*signer_notes, f"{problem}: copied again from {layout.export}, signed by {signer}"]
+            return _build_result(layout, champion=before.champion, replaced=before.champion, notes=tuple(notes))
         report = EvaluationReport.load(layout.eval_report)
         _check_evidence(layout, verdict, report, bundle, before)
-        confirm_verdict(
-            layout, settings, fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict
-        )
+        tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
+        confirm_verdict(layout, settings, tasks, verdict)
         _check_decision(verdict, bundle, forced=options.force)
-        back = _check_return(layout, bundle, forced=options.force)
-        known = registry.number_of(bundle.model_digest)
-        alias = _check_alias(layout, registry, before, target=known)
-        model_store.collect_sources(layout, bundle, exported)  # refuses what is missing
-        who, now = ledger.current_actor(layout.root), promotion_record.utc_now()
-        forced = options.force and (verdict.decision != "PROMOTE" or back)
+        was_withdrawn = _check_withdrawal(layout, bundle, forced=options.force)
+        registered = registry.find_version(bundle.model_digest)
+        alias = _check_alias(layout, registry, before, target=registered)
+        model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
+        actor, time = ledger.current_actor(layout.root), promotion_record.utc_now()
+        is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn)
         champion = Champion(
             version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
             run_id=bundle.run_id,
-            forced=ForcedPromotion(by=who, reason=reason or "", decision=verdict.decision) if forced else None,
+            forced=ForcedPromotion(actor=actor, reason=reason or "", decision=verdict.decision) if is_forced else None,
         )  # fmt: skip
-        about = PromotionIntent(
-            id=promotion_record.new_event_id(), time=now, action="promote", by=who, project=layout.root.name,
+        intent = PromotionIntent(
+            id=promotion_record.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
-            before=before.champion.version if before.champion else None, decision=verdict.decision, reason=reason,
-            anchored=options.anchor or (before.anchor is None and not forced), hooks=settings.promote.hooks,
-            description=promotion_record.describe_version(champion, who, now, bundle, verdict, report),
+            previous_version=before.champion.version if before.champion else None, decision=verdict.decision,
+            reason=reason,
+            is_anchor=options.anchor or (before.anchor is None and not is_forced), hooks=settings.promote.hooks,
+            description=promotion_record.describe_version(champion, actor, time, bundle, verdict, report),
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
-            return promotion_record.describe_plan(
-                layout, about, known, f"keep the model as {folder}", policy.describe_signer(layout, settings)
-            )
-        told = [*told, *_store_model(layout, settings, bundle, exported, champion.forced)[1]]
-        tags = promotion_record.model_tags(
-            bundle, verdict, report, model_store.gate_page_path(layout, bundle.model_digest).as_uri()
-        )
+            first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
+            plan = promotion_record.plan_steps(layout, intent, registered, *first_steps)
+            return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
+        _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced)
+        page = model_store.gate_page_path(layout, bundle.model_digest).as_uri()
+        tags = promotion_record.model_tags(bundle, verdict, report, page)
         entry, event = promotion.execute_promotion(
             layout,
             registry,
-            about,
+            intent,
             lambda: registry.ensure_version(bundle.model_digest, folder, bundle.run_id, tags),
         )
-    return _format_messages([*told, _success_message(layout, entry, champion, before)], layout, event)
+    return _build_result(
+        layout, event, champion=champion.model_copy(update={"version": entry.version}), replaced=before.champion,
+        promotion=entry, notes=(*notes, *signer_notes),
+    )  # fmt: skip
 
 
 def rollback(
+    project: Project,
+    version: int | None = None,
+    options: PromoteOptions = PromoteOptions(),
+    smoke_test: Callable[[Path], None] | None = None,
+) -> PromotionResult:
+    """Make an earlier version champion again.
+
+    Args:
+        project: the project.
+        version: the registered version; None: the previous champion.
+        options: `force` and `anchor` must not be set.
+        smoke_test: raises ChampionError for a model folder that does not work; None: `run_smoke_test`.
+
+    Raises:
+        SettingsError: a hook cannot be called, an empty reason, or an option that a rollback does not have.
+        ChampionError: no such version; its model is gone, damaged, not signed by a trusted key, or fails the smoke
+            test; the champion changed meanwhile; or champion file and registry disagree and name other versions.
+        DamagedFileError: the ledger is damaged.
+        LockHeldError: another promotion is running.
+        TrackingError: MLflow's database cannot be used.
+    """
+    from ratchet.stages.callbacks import notify_promotions
+
+    with notify_promotions(project):
+        return _roll_back(project.layout, project.settings, version, options, smoke_test or run_smoke_test)
+
+
+def _roll_back(
     layout: ProjectLayout,
     settings: Settings,
     version: int | None,
-    options: PromoteOptions = PromoteOptions(),
-    check: Callable[[Path], None] | None = None,
-) -> str:
-    """Make an earlier version champion again; returns what to tell.
-
-    Args:
-        version: the registered version; None takes the previous champion.
-        options: `force` and `anchor` are for promotions.
-        check: raises ChampionError for a model folder that does not work; by default loads it in a process of its own.
-
-    Raises:
-        SettingsError: a hook that cannot be told, an empty reason, or an option that a rollback does not have.
-        ChampionError: no such version, its model is gone, damaged or does not answer, somebody else promoted meanwhile,
-            or champion file and registry disagree and this is neither's version.
-        DamagedFileError: the ledger is broken.
-        LockHeldError: another promotion is at work.
-        TrackingError: MLflow's database cannot be used.
-    """
+    options: PromoteOptions,
+    smoke_test: Callable[[Path], None],
+) -> PromotionResult:
     if options.force or options.anchor:
-        raise SettingsError("rollback: --force and --anchor are for `ratchet promote`")
+        raise SettingsError("rollback: --force and --anchor are options of `ratchet promote`")
     reason = ledger.normalize_reason(options.reason)
     hooks.check_hooks(settings.promote.hooks)
-    with _promotion_lock(layout, options):
-        told = _recover_interrupted(layout, options)
-        if told and options.dry_run:
-            return told[0]
+    with _acquire_lock(layout, options):
+        if options.dry_run and (interrupted := _plan_recovery(layout)):
+            return interrupted
+        notes = [] if options.dry_run else _recover_interrupted(layout)
         before = _load_champion_file(layout)
         registry = MlflowModelRegistry(layout, settings.promote.model_name)
         if version is None:
             if not before.previous:
-                raise ChampionError(f"{layout.champion}: names no previous champion, so there is none to go back to")
+                raise ChampionError(f"{layout.champion}: there is no previous champion to roll back to")
             version = before.previous[0].version
-        alias = _check_alias(layout, registry, before, target=version)
-        champion = _load_registered(registry, before, version)
-        if before.champion and before.champion.version == version and alias == version:
-            return _format_messages([*told, f"{version_label(champion)} is champion already"], layout, "")
-        (check or run_smoke_test)(_require_trusted(layout, champion))
-        about = PromotionIntent(
+        target = version
+        alias = _check_alias(layout, registry, before, target=target)
+        champion = _load_registered(registry, before, target)
+        if before.champion and before.champion.version == target and alias == target:
+            if options.dry_run:
+                return PromotionResult(champion=champion, replaced=champion)
+            return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
+        smoke_test(_require_trusted(layout, champion))
+        intent = PromotionIntent(
             id=promotion_record.new_event_id(), time=promotion_record.utc_now(), action="rollback",
-            by=ledger.current_actor(layout.root),
-            project=layout.root.name, model_name=settings.promote.model_name, champion=champion, alias=alias,
-            before=before.champion.version if before.champion else None, decision=None, reason=reason, anchored=False,
-            hooks=settings.promote.hooks,
+            actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
+            champion=champion, alias=alias, previous_version=before.champion.version if before.champion else None,
+            decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks,
         )  # fmt: skip
         if options.dry_run:
-            return promotion_record.describe_plan(
-                layout, about, version, f"{version_label(champion)} is whole, loads and answers"
-            )
-        entry, event = promotion.execute_promotion(layout, registry, about, lambda: version)
-    return _format_messages([*told, _success_message(layout, entry, champion, before)], layout, event)
+            checked = f"{version_label(champion)} is complete, signed, loads and answers (checked now)"
+            plan = promotion_record.plan_steps(layout, intent, target, checked)
+            return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
+        entry, event = promotion.execute_promotion(layout, registry, intent, lambda: target)
+    return _build_result(
+        layout, event, champion=champion, replaced=before.champion, promotion=entry, notes=tuple(notes)
+    )
 
 
-def _restore_champion(
-    layout: ProjectLayout, settings: Settings, bundle: ModelBundle, exported: files.Manifest, now: Champion,
-    options: PromoteOptions,
-) -> list[str]:  # fmt: skip
-    """Make the champion's folder anew from the export if it is damaged, or signed by nobody who is trusted now."""
-    folder = layout.promoted_model(bundle.model_digest)
-    wrong = policy.find_problem(layout, folder)
-    if wrong is None or options.dry_run:
-        return [] if wrong is None else [f"dry run: {wrong}: it would be made and signed again"]
-    by, told = _store_model(layout, settings, bundle, exported, now.forced)
-    return [*told, f"{wrong}: made again from {layout.export}, signed by {by}"]
+def run_smoke_test(model: Path) -> None:
+    """Load a Hugging Face folder in a new process and generate an answer. Raises ChampionError if that fails."""
+    command = [sys.executable, "-m", "ratchet.models.smoke_test", str(model)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SMOKE_TEST_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ChampionError(
+            f"{model}: did not answer within {SMOKE_TEST_TIMEOUT_S:g} s; the champion is unchanged"
+        ) from None
+    if done.returncode != 0:
+        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ChampionError(f"{model}: does not load and answer ({last_line}); the champion is unchanged")
+
+
+def _build_result(
+    layout: ProjectLayout,
+    event: str = "",
+    *,
+    champion: Champion,
+    replaced: Champion | None,
+    promotion: Promotion | None = None,
+    notes: tuple[str, ...] = (),
+) -> PromotionResult:
+    """The result, after every event in the outbox was delivered to its hooks."""
+    problem = outbox.deliver_pending(layout.outbox, layout.root)
+    return PromotionResult(
+        champion=champion,
+        replaced=replaced,
+        promotion=promotion,
+        deliveries=outbox.read_event_deliveries(layout.outbox, event) if event else (),
+        notes=notes,
+        warnings=(problem,) if problem else (),
+    )
+
+
+def _acquire_lock(layout: ProjectLayout, options: PromoteOptions) -> AbstractContextManager[object]:
+    if options.dry_run and not layout.mlruns.is_dir():
+        return nullcontext()  # no promotion can be running, and a dry run does not create the lock's folder
+    return promotion.acquire_lock(layout)
+
+
+def _recover_interrupted(layout: ProjectLayout) -> list[str]:
+    """Finish or drop what an interrupted command left behind; a sentence about it."""
+    text = promotion.recover_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
+    return [text] if text else []
+
+
+def _plan_recovery(layout: ProjectLayout) -> PromotionResult | None:
+    """Dry run: what would be done about an interrupted command; None if there is none."""
+    found = promotion.find_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
+    if found is None:
+        return None
+    step = "finish" if found.is_committed else "drop"
+    started = f"started on {found.intent.time} by {found.intent.actor}"
+    plan = (
+        f"{step} the interrupted {found.intent.action}, {started}; `ratchet promotions` does only that",
+        "then start this command: repeat the dry run after that to see its steps",
+    )
+    return PromotionResult(champion=found.intent.champion, replaced=read_champion(layout.champion).champion, plan=plan)
 
 
 def _store_model(
@@ -195,110 +295,67 @@ def _store_model(
     bundle: ModelBundle,
     exported: files.Manifest,
     forced: ForcedPromotion | None,
-) -> tuple[str, list[str]]:
-    """Sign and seal the model's folder; who signed, and what to tell of it."""
-    signer = policy.load_signer(layout, settings)
-    extra = model_files.build_model_files(
+) -> tuple[str, tuple[str, ...]]:
+    """Write, sign and seal the model's folder. Returns the signer, and notes about its key."""
+    signer = signature.load_signer(layout, settings)
+    extra_files = server_files.build_model_files(
         layout.export, bundle, settings.promote.model_name, forced
     ) | model_store.forced_marker(forced)
-    model_store.store_model(layout, bundle, exported, extra, policy.ProjectSigner(layout, signer))
-    return signer.by, [signer.told] if signer.told else []
+    model_store.store_model(layout, bundle, exported, extra_files, signature.ProjectSigner(layout, signer))
+    return signer.name, (signer.notice,) if signer.notice else ()
 
 
 def _require_trusted(layout: ProjectLayout, champion: Champion) -> Path:
-    """Its Hugging Face folder. Raises ChampionError unless every byte is as somebody whom the project trusts signed."""
+    """The Hugging Face folder of a version. Raises ChampionError if a byte differs from what a trusted key signed."""
     folder = model_store.verify_version(layout, champion)
-    if doubt := policy.find_problem(layout, folder.parent):
+    if problem := signature.find_problem(layout, folder.parent):
         raise ChampionError(
-            f"{version_label(champion)} cannot be champion: {doubt}; choose another: `ratchet rollback VERSION`"
+            f"{version_label(champion)} cannot be champion: {problem}; choose another: `ratchet rollback VERSION`"
         )
     return folder
 
 
-def run_smoke_test(model: Path) -> None:
-    """Load a Hugging Face folder in a fresh process and let it answer. Raises ChampionError with what it said."""
-    command = [sys.executable, "-m", "ratchet.models.smoke_test", str(model)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SMOKE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ChampionError(f"{model}: did not answer within {SMOKE_TIMEOUT_S:g} s; champion is unchanged") from None
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ChampionError(f"{model}: does not load and answer ({last}); champion is unchanged")
-
-
-def _promotion_lock(layout: ProjectLayout, options: PromoteOptions) -> AbstractContextManager[object]:
-    if options.dry_run and not layout.mlruns.is_dir():
-        return nullcontext()  # nobody can be at work, and the lock's folder would be a change
-    return promotion.acquire_lock(layout)
-
-
-def _recover_interrupted(layout: ProjectLayout, options: PromoteOptions) -> list[str]:
-    """Finish or drop what an interrupted command has left; what to tell of it."""
-    if not options.dry_run:
-        text = promotion.recover_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
-        return [text] if text else []
-    found = promotion.find_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
-    if found is None:
-        return []
-    will = "would be finished" if found.forward else "would be dropped"
-    about = f"begun on {found.intent.time} by {found.intent.by}"
-    return [f"dry run: an interrupted {found.intent.action}, {about}, {will} first: `ratchet promotions` does that"]
-
-
 def _load_champion_file(layout: ProjectLayout) -> ChampionFile:
-    """The champion file, once it and the ledger are known to belong together."""
+    """The champion file. Raises DamagedFileError if it and the ledger do not match."""
     file = read_champion(layout.champion)
     ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
     return file
 
 
-def _should_anchor(before: ChampionFile, options: PromoteOptions) -> bool:
-    """Whether the champion is to become the anchor, and is not yet."""
-    same = before.anchor and before.champion and before.anchor.version == before.champion.version
-    return options.anchor and not same
-
-
-def _check_evidence(
-    layout: ProjectLayout, verdict: Verdict, report: EvaluationReport, bundle: ModelBundle, before: ChampionFile
-) -> None:
-    """Raise GateError unless verdict and evaluation are about this model beside this champion, force or not."""
-    for path, found in ((layout.verdict, verdict.model_digest), (layout.eval_report, report.model_digest)):
-        if found != bundle.model_digest:
-            raise GateError(
-                f"{path}: is about model {(found or 'none')[:12]}, "
-                f"but {layout.export} holds {bundle.model_digest[:12]}; run `dvc repro`"
-            )
-    pairs = [("champion", verdict.champion_digest, before.champion)]
-    if verdict.anchor_digest is not None:
-        pairs.append(("anchor", verdict.anchor_digest, before.anchor))
-    for what, was, now in pairs:
-        if was != (now.model_digest if now else None):
-            raise GateError(
-                f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is now "
-                f"{version_label(now) if now else 'none'}"
-                f"{promotion_record.describe_last_promotion(ledger.read_entries(layout.promotions))}; "
-                "run `dvc repro`"
-            )
-
-
 def _load_verdict(layout: ProjectLayout) -> Verdict:
-    """The verdict on file, as it was sealed."""
+    """The sealed verdict."""
     verdict = Verdict.load(layout.verdict)
     files.verify_sealed(layout.gate, "gate")
     return verdict
 
 
-def _check_return(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
-    """Whether this model was rolled back; that it comes again must be said. Raises GateError where it is not."""
-    back = ledger.find_withdrawal(ledger.read_entries(layout.promotions), bundle.model_digest)
-    if back is None or forced:
-        return back is not None
-    why = f" ({back.reason})" if back.reason else ""
-    raise GateError(
-        f"model {bundle.model_digest[:12]} was champion and was rolled back on {back.time} by {back.by}{why}; "
-        "if it is to be champion again: `ratchet promote --force --reason TEXT`"
-    )
+def _becomes_anchor(before: ChampionFile, options: PromoteOptions) -> bool:
+    """Whether the champion must become the anchor and is not yet."""
+    is_anchor = before.anchor and before.champion and before.anchor.version == before.champion.version
+    return options.anchor and not is_anchor
+
+
+def _check_evidence(
+    layout: ProjectLayout, verdict: Verdict, report: EvaluationReport, bundle: ModelBundle, before: ChampionFile
+) -> None:
+    """Raise GateError unless verdict and evaluation are about this model and this champion, forced or not."""
+    for path, digest in ((layout.verdict, verdict.model_digest), (layout.eval_report, report.model_digest)):
+        if digest != bundle.model_digest:
+            raise GateError(
+                f"{path}: is about model {(digest or 'none')[:12]}, "
+                f"but {layout.export} contains {bundle.model_digest[:12]}; run `dvc repro`"
+            )
+    opponents = [("champion", verdict.champion_digest, before.champion)]
+    if verdict.anchor_digest is not None:
+        opponents.append(("anchor", verdict.anchor_digest, before.anchor))
+    for role, compared, current in opponents:
+        if compared != (current.model_digest if current else None):
+            raise GateError(
+                f"{layout.verdict}: compared with {role} {(compared or 'none')[:12]}, but the {role} is now "
+                f"{version_label(current) if current else 'none'}"
+                f"{promotion_record.describe_last_promotion(ledger.read_entries(layout.promotions))}; "
+                "run `dvc repro`"
+            )
 
 
 def _check_decision(verdict: Verdict, bundle: ModelBundle, forced: bool) -> None:
@@ -308,38 +365,52 @@ def _check_decision(verdict: Verdict, bundle: ModelBundle, forced: bool) -> None
     raise GateError(f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}")
 
 
+def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
+    """Whether this model was rolled back before. Raises GateError if so, unless the promotion is forced."""
+    withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), bundle.model_digest)
+    if withdrawal is None or forced:
+        return withdrawal is not None
+    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
+    raise GateError(
+        f"model {bundle.model_digest[:12]} was champion and was rolled back on {withdrawal.time} by {withdrawal.actor}"
+        f"{why}; to promote it again: `ratchet promote --force --reason TEXT`"
+    )
+
+
 def _check_alias(
     layout: ProjectLayout, registry: MlflowModelRegistry, file: ChampionFile, target: int | None
 ) -> int | None:
-    """The version that the alias is at, once it is known that it may move from there.
+    """The version that the alias `champion` points to.
 
-    Raises ChampionError unless file and alias agree, or one of them names `target`, which is to be champion: that is
-    so when the alias was moved by hand, and one of the two versions is chosen.
+    Raises:
+        ChampionError: champion file and alias name different versions, and neither is `target`, the version that will
+            be champion. (If one of them is, the alias was moved by hand, and the command chooses one of the two.)
     """
     filed, alias = file.champion, registry.champion()
     if filed is not None:
         found = registry.version(filed.version)
         if found is None or found.model_digest != filed.model_digest:
             raise ChampionError(
-                f"{layout.champion} names {version_label(filed)}, which the registry in {layout.mlruns} does not have. "
-                "Git does not hold mlruns/: copy it from where that version was promoted, or, if it is lost, "
-                f"start anew: echo {{}} > {layout.champion}; dvc repro"
+                f"{layout.champion} names {version_label(filed)}, which is not in the registry {layout.mlruns}. "
+                "Git does not track mlruns/: copy it from the machine where that version was promoted. If it is lost, "
+                f"start without a champion: echo {{}} > {layout.champion}; dvc repro"
             )
     number = filed.version if filed else None
     if number == alias or (target is not None and target in (number, alias)):
         return alias
-    ways = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
-    at = registry.version(alias) if alias is not None else None
-    by = f", promoted by {at.tags['ratchet.promoted_by']}" if at and "ratchet.promoted_by" in at.tags else ""
+    commands = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
+    at_alias = registry.version(alias) if alias is not None else None
+    promoted_by = at_alias.tags.get("ratchet.promoted_by") if at_alias else None
+    by = f", promoted by {promoted_by}" if promoted_by is not None else ""
     raise ChampionError(
-        f"{layout.champion} names {version_label(filed) if filed else 'no champion'}, but the registry's alias is at "
-        f"{'no version' if alias is None else f'version {alias}{by}'}: somebody promoted from another checkout (then "
-        f"take over their commit), or one of them was changed by hand. Then choose: {ways}"
+        f"{layout.champion} names {version_label(filed) if filed else 'no champion'}, but the registry's alias points "
+        f"to {'no version' if alias is None else f'version {alias}{by}'}. Either another checkout promoted it (then "
+        f"pull its commit), or one of the two was changed by hand (then choose one: {commands})"
     )
 
 
 def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: int) -> Champion:
-    """What is known of a version. Raises ChampionError when it is not registered."""
+    """A registered version. Raises ChampionError if it is not registered."""
     found = registry.version(number)
     if found is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
@@ -354,24 +425,3 @@ def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: 
         run_id=found.tags[promotion_record.RUN],
         forced=promotion_record.parse_forced(found.tags),
     )
-
-
-def _success_message(layout: ProjectLayout, entry: Promotion, champion: Champion, before: ChampionFile) -> str:
-    now = version_label(champion.model_copy(update={"version": entry.version}))
-    how = "again" if entry.action == "rollback" else "now"
-    formerly = f", after {version_label(before.champion)}" if before.champion else ""
-    forced = champion.forced
-    why = ""
-    if forced and entry.action == "promote":
-        against = "it was rolled back" if forced.decision == "PROMOTE" else f"the verdict is {forced.decision}"
-        why = f"\n  FORCED by {forced.by}, although {against}: {forced.reason}"
-    paths = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
-    return f"{now} is champion {how}{formerly}; commit {paths}{why}"
-
-
-def _format_messages(told: Sequence[str], layout: ProjectLayout, event: str) -> str:
-    """The lines, and how the hooks took it."""
-    lines = list(told)
-    if problem := outbox.deliver_pending(layout.outbox, layout.root):
-        lines.append(f"warning: {problem}")
-    return "\n  ".join([*lines, *outbox.describe_deliveries(layout.outbox, event)])

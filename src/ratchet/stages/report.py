@@ -1,7 +1,4 @@
-"""One training as a page: curves, events, evaluation, memory, lineage; or a generation's answers beside references.
-
-Reads what is there, and changes nothing.
-"""
+"""`ratchet report`: a page about one training, or about a generation's answers. Changes nothing that it reads."""
 
 import json
 import os
@@ -10,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.evaluation.answer_analysis import is_output, read_generation
 from ratchet.gate.evidence import read_rows
-from ratchet.inference.output import ENDINGS
+from ratchet.inference.output import OUTPUT_ENDINGS
 from ratchet.reports import comparison, comparison_page, page_files, run_page
 from ratchet.reports.comparison import (
     CURRENT,
@@ -30,10 +27,12 @@ from ratchet.reports.comparison import (
 from ratchet.reports.forest_plot import REFERENCES
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
 from ratchet.runs import directory
+from ratchet.stages.project import Project
 from ratchet.storage.code_version import revision_tags
 from ratchet.storage.html import NONE
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import answers_file, curves_file
 from ratchet.storage.records.gate import Verdict
@@ -42,35 +41,48 @@ CHECKED_OUT = {
     "git.revision": "Git, checked out now", "dvc.lock": "dvc.lock, checked out now", "dvc.base": "DVC, base",
     "dvc.prepare": "DVC, data",
 }  # fmt: skip
-"""What is said of the project as it is now; the run itself notes the version of the code only."""
+"""Labels of the revisions that are checked out now; the run itself records only the code version."""
 
 
-def report(layout: ProjectLayout, settings: Settings, name: str | None, output: Path | None) -> str:
-    """The verb: writes the page, and returns the figures.
+class ReportResult(Record):
+    """Result of `ratchet report`."""
+
+    title: str
+    figures: dict[str, str]
+    """The final figures as text, by name."""
+    page: Path
+    pictures: tuple[Path, ...] = ()
+    text: str = ""
+    """Analysis of the answers of a generation; empty for a training."""
+
+
+def report(project: Project, name: str | None = None, output: Path | None = None) -> ReportResult:
+    """Write a page about a training, or about the answers of a generation.
 
     Args:
-        layout: the project.
-        settings: its settings; of section gate, how differences are tested.
-        name: what is reported on, see reports/comparison, or the output of a generation; None: the latest run.
+        project: the project; section gate of its settings says how differences are tested.
+        name: a training (see reports/comparison.py), or an output of `ratchet generate`; None: the latest run.
         output: the page; None: experiments/pages/report-RUN.html, or answers-GENERATION.html.
 
     Raises:
-        DataError: a name that nothing has, or several have; or there is no run yet.
-        SettingsError: a group of seeds, which `ratchet compare` shows; an output without its card, or another file; or
-            no page may be written there.
-        DamagedFileError: a file that was to be read is not as it was written.
+        DataError: `name` matches nothing, or more than one thing; or the project has no runs yet.
+        SettingsError: a group of seeds (use `ratchet compare`), a file that is not an output of `ratchet generate`, or
+            a page that cannot be written.
+        DamagedFileError: a file differs from what was written.
     """
+    layout, settings = project.layout, project.settings
     if output is not None:
         page_files.require_writable_target(output)
     if name is not None and is_output(name):
         return _write_answers_page(layout, settings, Path(name), output)
     if name is not None and _is_file(name):
         raise SettingsError(
-            f"{name}: no output of `ratchet generate`, which is a file that ends in {' or '.join(ENDINGS)} with its "
-            f"card beside it; to see a training, {HOW}"
+            f"{name}: not an output of `ratchet generate`, which is a file that ends in "
+            f"{' or '.join(OUTPUT_ENDINGS)} with its "
+            f"card next to it; to see a training, {HOW}"
         )
     if name is not None and JOINED in name:
-        raise SettingsError(f"{name}: a report is about one training; `ratchet compare` shows groups beside others")
+        raise SettingsError(f"{name}: a report is about one training; `ratchet compare` compares groups")
     if name is None:
         newest = directory.find_newest_run(layout.runs)
         if newest is None:
@@ -79,7 +91,7 @@ def report(layout: ProjectLayout, settings: Settings, name: str | None, output: 
     names = ComparisonIndex(layout)
     examinations = EvaluationIndex(layout, names)
     side = comparison.read_side(layout, names.subject(name), names, examinations, MOST_POINTS)
-    target = output or layout.pages / f"report-{side.accounts[0].run_id}.html"
+    target = output or layout.pages / f"report-{side.runs[0].run_id}.html"
     with _remove_old_plots(target):
         run_page.write(
             side,
@@ -87,7 +99,8 @@ def report(layout: ProjectLayout, settings: Settings, name: str | None, output: 
             _load_provenance(layout, side, target),
             target,
         )
-    return f"{describe(side)}\n  page: {target}"
+    figures = {name: value for name, [value] in comparison_page.summarize_sides([side]) if value != NONE}
+    return ReportResult(title=f"run {side.runs[0].run_id}", figures=figures, page=target)
 
 
 def _is_file(name: str) -> bool:
@@ -95,8 +108,8 @@ def _is_file(name: str) -> bool:
     return bool(Path(name.rpartition(LABELLED)[2]).suffix)
 
 
-def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> str:
-    """The panel of a generation's answers: page, pictures, and the figures for the terminal."""
+def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> ReportResult:
+    """The page and pictures about a generation's answers."""
     from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
@@ -107,8 +120,13 @@ def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, o
     drawn = answers_page.write_plots(found, _plots_folder(target))
     with _remove_old_plots(target, drawn):
         page_files.write(target, answers_page.render(found))
-    lines = [answer_analysis.format_analysis(found), "", f"  page: {target}"]
-    return "\n".join([*lines, *(f"  picture: {one}" for one in drawn)])
+    return ReportResult(
+        title=f"generation {found.answers.card.id}",
+        figures={},
+        page=target,
+        pictures=tuple(drawn),
+        text=answer_analysis.format_analysis(found),
+    )
 
 
 def _plots_folder(target: Path) -> Path:
@@ -127,36 +145,29 @@ def _remove_old_plots(target: Path, drawn: Collection[Path] = ()) -> Iterator[No
         answers_page.remove_plots(folder, drawn)
 
 
-def describe(side: ComparisonSide) -> str:
-    """The figures, for the terminal."""
-    figures = [(name, value) for name, [value] in comparison_page.summarize_sides([side]) if value != NONE]
-    lines = [f"run {side.accounts[0].run_id}", *(f"  {name:22} {value}" for name, value in figures)]
-    return "\n".join(lines)
-
-
 def _load_run_evaluation(
     layout: ProjectLayout, settings: Settings, side: ComparisonSide, examinations: EvaluationIndex
 ) -> RunEvaluation | None:
-    """What the evaluation has of single rows; of one that was kept with a version, figures only."""
-    found = next(iter(side.examined), None)
+    """The evaluation with its rows; for one that was stored with a registered version, only its figures."""
+    found = next(iter(side.evaluations), None)
     if found is None:
         return None
     if found.place != CURRENT:
-        return RunEvaluation(found.report, found.who)
-    others = [examinations.scored(who) for who in REFERENCES if who != found.who and who in found.report.scores]
-    known = [SubjectScores(one.who, [one], []) for one in (found, *others)]
-    findings, _ = comparison.compare_pairs(known, settings.gate, only=found.who)
-    answers = layout.evaluate / answers_file(found.who)
+        return RunEvaluation(found.report, found.role)
+    others = [examinations.role_scores(who) for who in REFERENCES if who != found.role and who in found.report.scores]
+    known = [SubjectScores(one.role, [one], []) for one in (found, *others)]
+    findings, _ = comparison.compare_pairs(known, settings.gate, only=found.role)
+    answers = layout.evaluate / answers_file(found.role)
     given = {row["id"]: row["answers"] for row in base.read_lines(answers)} if answers.exists() else {}
     return RunEvaluation(
-        found.report, found.who, findings, read_rows(layout), given, found.samples,
-        _read_json(layout.evaluate / f"confusion/{found.who}.json"),
-        _read_json(layout.evaluate / curves_file(found.who)),
+        found.report, found.role, findings, read_rows(layout), given, found.samples,
+        _read_json(layout.evaluate / f"confusion/{found.role}.json"),
+        _read_json(layout.evaluate / curves_file(found.role)),
     )  # fmt: skip
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """What a file holds that stage evaluate has sealed; None where there is none."""
+    """Read a file of stage evaluate; None when it does not exist."""
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_bytes())
@@ -164,7 +175,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _load_provenance(layout: ProjectLayout, side: ComparisonSide, target: Path) -> RunProvenance:
-    account = side.accounts[0]
+    account = side.runs[0]
     tags = revision_tags(layout.root)
     checkout = {said: tags[key][:40] for key, said in CHECKED_OUT.items() if key in tags}
     if tags.get("git.dirty") == "true":

@@ -1,94 +1,209 @@
-"""`ratchet status`: where a run stands. Imports neither torch nor MLflow."""
+"""`ratchet status`: progress of runs, here or in a replica. Imports neither torch nor MLflow."""
 
 import time
+from collections.abc import Sequence
+from typing import Literal
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.runs import directory
-from ratchet.runs import status as journal
+from ratchet.runs import status as run_status
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.runs.progress_view import create_view, is_generation
+from ratchet.runs.progress_view import ProgressView, create_view, is_generation
 from ratchet.runs.replication import remote_status
-from ratchet.runs.status import format_duration
+from ratchet.runs.replication.remote_status import RemoteRunStatus
+from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.gate import Champion, read_champion
 
 
-def status(layout: ProjectLayout, run: str | None) -> str:
-    """The verb.
+class RunStatus(Record):
+    """Progress of a training or a generation."""
+
+    run_id: str
+    kind: Literal["training", "generation"]
+    state: Literal["running", "finished", "stopped", "not_running"]
+    """`stopped`: on request. `not_running`: never started, crashed or killed. The same command resumes both."""
+    step: int
+    """Optimizer steps done; of a generation, answers."""
+    planned_steps: int | None
+    """None until a worker knows it."""
+    loss: float | None = None
+    learning_rate: float | None = None
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    """Lowest validation loss."""
+    best_step: int | None = None
+    checkpoint_step: int = 0
+    """Step of the newest checkpoint."""
+    steps_per_s: float | None = None
+    """Recent speed in steps; of a generation, in answers."""
+    tokens_per_s: float | None = None
+    remaining_s: float | None = None
+    """Estimated time left; None if unknown or not running."""
+    attempts: int = 0
+    lost_steps: int = 0
+    """Steps that were repeated after interruptions."""
+    alerts: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    description: str
+    """The same and more, in several lines for people."""
+
+
+class StatusReport(Record):
+    """Progress of some runs of a project, and its champion."""
+
+    runs: tuple[RunStatus, ...]
+    champion: Champion | None
+
+
+class ReplicaRunStatus(Record):
+    """Progress of a run, as far as it has arrived in a replica."""
+
+    run_id: str
+    is_finished: bool
+    """Whether the result is in the replica."""
+    machine: str | None
+    """Machine that holds the run's lease; None if no machine does."""
+    step: int
+    planned_steps: int | None
+    durable_step: int
+    """Step of the newest checkpoint in the replica; 0 if there is none."""
+    attempts: int
+    lost_steps: int
+    goodput: float | None
+    """Share of the time since the start that was spent in steps that count, between 0 and 1."""
+    description: str
+    """The same and more for people: in one line, or in several if one run was asked for."""
+
+
+class ReplicaStatusReport(Record):
+    """Progress of the runs in a replica."""
+
+    runs: tuple[ReplicaRunStatus, ...]
+
+
+def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
+    """Read the progress of runs.
 
     Args:
         layout: the project.
-        run: id of a training or generation, or its beginning; None: the latest training, and the generations that go
-            on now; where nothing was trained, the latest generation.
+        run: id of a training or generation, or its first characters. None: the latest training and all generations that
+            are running; if nothing was trained, the latest generation.
 
     Raises:
-        DataError: no such run, or several.
-        DamagedFileError: it is of a newer version.
+        DataError: no run has this id, or several do.
+        DamagedFileError: a newer version of Ratchet wrote the run.
     """
-    generations = [paths for paths in directory.list_runs(layout.generations) if paths.lock().held_elsewhere()]
-    if run is None:
+    if run is not None:
+        chosen: Sequence[RunPaths] = [directory.find_run((layout.runs, layout.generations), run)]
+    else:
         latest = directory.find_newest_run(layout.runs)
+        generations = [paths for paths in directory.list_runs(layout.generations) if paths.lock().is_held()]
         if latest is None and not generations and (last := directory.find_newest_run(layout.generations)):
             generations = [last]
-        described = [*([] if latest is None else [journal.describe_run(latest)]), *map(_format_generation, generations)]
-        if not described:
-            return "no run yet; `dvc repro` starts one"
-    else:
-        paths = directory.find_run((layout.runs, layout.generations), run)
-        described = [_format_generation(paths) if is_generation(paths) else journal.describe_run(paths)]
-    lines = described
-    if champion := read_champion(layout.champion).champion:
-        forced = champion.forced
-        note = f"; FORCED by {forced.by} against {forced.decision}: {forced.reason}" if forced else ""
-        whose = f"model {champion.model_digest[:12]}, run {champion.run_id}"
-        lines.append(f"champion: version {champion.version}, {whose}{note}")
-    return "\n".join(lines)
+        chosen = [*([] if latest is None else [latest]), *generations]
+    return StatusReport(runs=tuple(map(read_run_status, chosen)), champion=read_champion(layout.champion).champion)
 
 
-def _format_generation(paths: RunPaths) -> str:
-    """A generation in a few lines. Raises DamagedFileError for one of a newer version."""
+def read_run_status(paths: RunPaths) -> RunStatus:
+    """Read the progress of one run. Raises DamagedFileError if a newer version of Ratchet wrote it."""
     paths.require_known_format()
-    reader, vitals = JournalReader(paths.journal), create_view(paths)
+    reader, is_running = JournalReader(paths.journal), paths.lock().is_held()
+    if not is_generation(paths):
+        progress = run_status.replay_events(reader.read())
+        description = run_status.describe_progress(paths, progress, reader.damaged_lines)
+        return _build_status(paths, progress, is_running, description)
+    view = create_view(paths)
     for event in reader.read():
-        vitals.see(event)
-    p, found, running = vitals.progress, vitals.answering, paths.lock().held_elsewhere()
-    lines = [f"generation {paths.root.name}: {journal.describe_state(p, running, 'ratchet generate')}"]
-    lines.append(f"  answers     {p.step:,} of {format(p.planned_steps, ',') if p.planned_steps else '?'}")
-    if found is not None and found.answers_per_s is not None and found.tokens_per_s is not None:
-        lines.append(f"  rate        {found.answers_per_s:,.2f} answers/s, {found.tokens_per_s:,.0f} tokens/s")
-    if running and (left := vitals.outlook.left(time.time())):
-        lines.append(f"  time left   {left.describe()}")
-    if found is not None and found.finishes:
-        lines.append(f"  ends        {', '.join(found.ends())}")
-    lines += [
-        f"  budget      at most {tokens:,} padded tokens" for tokens, _ in p.budgets.values() if tokens is not None
-    ]
-    if p.last_t and not p.finished:
-        lines.append(f"  last told   {format_duration(max(0.0, time.time() - p.last_t))} ago")
-    return "\n".join([*lines, *journal.describe_events(p, reader.damaged_lines)])
+        view.update(event)
+    description = _describe_generation(paths, view, is_running, reader.damaged_lines)
+    remaining = view.eta.estimate(time.time()) if is_running else None
+    generation_fields = {
+        "kind": "generation",
+        "steps_per_s": view.generation.answers_per_s if view.generation else None,
+        "tokens_per_s": view.generation.tokens_per_s if view.generation else None,
+        "remaining_s": remaining.estimate_s if remaining else None,
+    }
+    return _build_status(paths, view.progress, is_running, description).model_copy(update=generation_fields)
 
 
-# `ratchet status --mirror`: where runs stand, from any machine, without their directories.
+def _build_status(paths: RunPaths, progress: RunProgress, is_running: bool, description: str) -> RunStatus:
+    """The record of a training."""
+    state: Literal["running", "finished", "stopped", "not_running"]
+    if progress.finished:
+        state = "finished"
+    elif is_running:
+        state = "running"
+    else:
+        state = "stopped" if progress.stopped else "not_running"
+    return RunStatus(
+        run_id=paths.root.name, kind="training", state=state, step=progress.step,
+        planned_steps=progress.planned_steps or None, loss=progress.loss, learning_rate=progress.learning_rate,
+        validation_loss=progress.validation_loss, best_loss=progress.best_loss,
+        best_step=None if progress.best_loss is None else progress.best_step,
+        checkpoint_step=progress.checkpoint_step, steps_per_s=progress.steps_per_s,
+        tokens_per_s=progress.tokens_per_s, remaining_s=progress.remaining_s if is_running else None,
+        attempts=progress.attempts, lost_steps=progress.lost_steps, alerts=tuple(progress.alerts),
+        notices=tuple(progress.notices), description=description,
+    )  # fmt: skip
 
 
-def replica_status(machine: Machine, words: str | bool, run: str | None) -> str:
-    """The verb: all runs in a mirror, or one.
+def _describe_generation(paths: RunPaths, view: ProgressView, is_running: bool, damaged_lines: int) -> str:
+    progress, generation = view.progress, view.generation
+    state = run_status.describe_state(progress, is_running, "ratchet generate")
+    planned = format(progress.planned_steps, ",") if progress.planned_steps else "?"
+    lines = [f"generation {paths.root.name}: {state}", f"  answers     {progress.step:,} of {planned}"]
+    if generation is not None and generation.answers_per_s is not None and generation.tokens_per_s is not None:
+        lines.append(
+            f"  rate        {generation.answers_per_s:,.2f} answers/s, {generation.tokens_per_s:,.0f} tokens/s"
+        )
+    if is_running and (remaining := view.eta.estimate(time.time())):
+        lines.append(f"  time left   {remaining.describe()}")
+    if generation is not None and generation.finish_counts:
+        lines.append(f"  ended by    {', '.join(generation.describe_finishes())}")
+    for tokens, _ in progress.budgets.values():
+        if tokens is not None:
+            lines.append(f"  budget      at most {tokens:,} padded tokens")
+    if progress.last_t and not progress.finished:
+        lines.append(f"  last event  {format_duration(max(0.0, time.time() - progress.last_t))} ago")
+    return "\n".join([*lines, *run_status.describe_events(progress, damaged_lines)])
+
+
+# Runs in a replica: any machine can read them, without the run directories.
+
+
+def replica_status(machine: Machine, replica: str | bool, run: str | None = None) -> ReplicaStatusReport:
+    """Read the progress of all runs in a replica, or of one.
 
     Args:
-        machine: settings of the project, or those of a new one.
-        words: what followed `--mirror`: a URL, the beginning of a run's id, or True: nothing.
-        run: the beginning of a run's id; None: all.
+        machine: settings of the project, or the defaults.
+        replica: value of `--replica`: a URL, the first characters of a run id, or True for machine.replica.
+        run: the first characters of a run id; None: all runs.
 
     Raises:
-        SettingsError: there is no mirror, or none that may be used like this.
-        DataError: no such run there, or several.
-        MirrorError: it cannot be reached.
+        SettingsError: no replica is named, or it cannot be used.
+        DataError: no run has this id, or several do.
+        ReplicaError: the replica cannot be reached.
     """
-    store, run = remote_status.resolve_mirror(machine, words, run)
+    store, run = remote_status.resolve_replica(machine, replica, run)
     if run is not None:
-        return remote_status.describe_remote_run(store, remote_status.find_remote_run(store, run))
-    return (
-        "\n".join(remote_status.summarize_run(store, one) for one in remote_status.list_remote_runs(store))
-        or "no run in this mirror yet"
+        found = remote_status.read_remote_run(store, remote_status.find_remote_run(store, run))
+        return ReplicaStatusReport(runs=(build_replica_status(found, remote_status.describe_remote_run(found)),))
+    runs = [remote_status.read_remote_run(store, name) for name in remote_status.list_remote_runs(store)]
+    return ReplicaStatusReport(
+        runs=tuple(build_replica_status(found, remote_status.summarize_run(found)) for found in runs)
     )
+
+
+def build_replica_status(found: RemoteRunStatus, description: str) -> ReplicaRunStatus:
+    """The record of a run in a replica."""
+    progress, holder = found.progress, found.state.holder
+    return ReplicaRunStatus(
+        run_id=found.run_id, is_finished=found.state.finished,
+        machine=holder.node if holder is not None and holder.state == "holding" else None, step=progress.step,
+        planned_steps=progress.planned_steps or None, durable_step=found.state.durable[1],
+        attempts=progress.attempts, lost_steps=progress.lost_steps, goodput=found.goodput.share(),
+        description=description,
+    )  # fmt: skip

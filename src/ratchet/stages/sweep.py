@@ -1,7 +1,7 @@
-"""Many supervised runs chosen by a study → winning values. A command, no stage; imports no torch.
+"""`ratchet sweep`: many supervised training runs, chosen by an Optuna study. Loads no torch.
 
-Workers are processes (tuning/worker.py) that share the study with any others, on this machine and elsewhere. Here
-they are started and watched, their trials shown in MLflow and in the terminal, and what came of it is written down.
+Workers are processes (tuning/worker.py) that share the study, on this machine and on others. This module starts and
+watches them, reports the trials to the terminal and MLflow, and writes the report.
 """
 
 import subprocess
@@ -11,136 +11,179 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from ratchet.config import params_file
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
 from ratchet.reports import plots, sweep_page, sweep_plots
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.signals import StopSignal
 from ratchet.runs.status import RunProgress
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.evaluation import LOSS, MEASURED, HeldOutJob, HeldOutLaunch
+from ratchet.storage.records.evaluation import VALIDATION_LOSS, VALIDATION_METRICS, ValidationJob, ValidationLaunch
 from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning import final_round, journal_storage, ray_cluster, samplers, validation_scores, worker_pool
 from ratchet.tuning import report as adoption
+from ratchet.tuning.report import AdoptedTrial
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage_retry import retry_storage
 from ratchet.tuning.study import FinalRoundProgress, StudySession
-from ratchet.tuning.tracking_payload import Status, count_states
+from ratchet.tuning.tracking_payload import Status
 from ratchet.tuning.tracking_sync import SweepTrackingSync, TrialProgressReader
 from ratchet.tuning.trial_summary import compute_savings
 from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerKillInjector, WorkerLauncher, WorkerPool
 
-LOOK_S = 0.5
+POLL_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
+"""Seconds between two kills of workers (`--chaos`), drawn from this range."""
 DATA_WAIT_S = 3600.0
+"""How long a second `ratchet sweep` waits while the first prepares the data."""
 PAGE = "page.html"
-SHOWN = 5
-"""Of a Pareto front, in the terminal."""
 
 
-@dataclass(frozen=True)
-class SweepOptions:
-    """What the command line says."""
+class SweepResult(Record):
+    """Result of a sweep."""
 
-    workers: int = 1
-    fork: bool = False
-    chaos: int = 0
-    """Workers to kill on purpose."""
-    report: bool = False
-    """Only write down what came of it until now."""
-    adopt: bool = False
-    adopted: int | None = None
-    """Trial to adopt instead of the winner."""
-    engine: str = "local"
-    """Where workers run: `local`, or `ray`."""
+    report: SweepReport
+    page: Path
 
 
 class SweepDisplay(Protocol):
-    """Shows a sweep to whoever started it."""
+    """Shows a running sweep."""
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Show where it stands; called about twice a second."""
+        """Show the progress; called about twice a second."""
 
     def close(self, report: SweepReport) -> None:
-        """Leave the last state on the screen."""
+        """Show the last state; nothing follows."""
 
 
 def sweep(
-    layout: ProjectLayout,
-    settings: Settings,
-    options: SweepOptions,
-    board: Callable[[], SweepDisplay],
-    say: Callable[[str], None],
-) -> str:
-    """Run the command; returns what came of it, for people.
+    project: Project,
+    *,
+    workers: int = 1,
+    fork: bool = False,
+    engine: Literal["local", "ray"] = "local",
+    chaos: int = 0,
+    create_display: Callable[[], SweepDisplay] | None = None,
+    on_progress: Callable[[str], None] = ignore_progress,
+) -> SweepResult:
+    """Search hyperparameters: run trials until the study is complete. Call it again to resume.
 
     Args:
-        layout: the project.
-        settings: of params.yaml.
-        options: of the command line.
-        board: makes what shows the sweep while it runs.
-        say: told what happens beside it.
+        project: the project; section sweep of its settings has the search space.
+        workers: trials that run at the same time.
+        fork: start a new study from the trials of the old one, after a change of sweep settings.
+        engine: `local`: worker processes on this machine; `ray`: on the Ray cluster of machine.ray.
+        chaos: number of workers to kill at random times, as a test.
+        create_display: makes what shows the running sweep; None: nothing does.
+        on_progress: receives lines about what happens.
 
     Raises:
-        SettingsError: a space that cannot be searched, or is not the one that the study was begun with.
-        DataError: nothing to search on, or nothing to adopt.
-        InterruptedRunError: asked to stop; checkpoints are sealed, and repeating the command goes on.
-        RunFailedError: trials, or workers, fail again and again; the message is the diagnosis.
+        SettingsError: the space cannot be searched, or differs from that of the study.
+        DataError: there are no data to train on.
+        InterruptedRunError: stopped on request after checkpoints were saved.
+        RunFailedError: trials or workers fail repeatedly; the message has the diagnosis.
     """
-    if options.workers < 1:
-        raise SettingsError(f"--workers: {options.workers} is none; give 1 or more")
-    if options.chaos < 0:
-        raise SettingsError(f"--chaos: {options.chaos} is no number of workers to kill")
-    SearchSpace.of(settings)  # a mistake in it is told before anything takes minutes
-    is_work = not (options.adopt or options.report)
-    if is_work:
-        if settings.machine.mirror is not None:
-            say("machine.mirror: trials are not copied there; the winner is, when `ratchet train` takes it as its run")
-        if options.engine == "ray":
-            require_cluster(settings.machine)
-        run_outdated_stages(layout, say)
-        require_objective_data(layout, settings)
-    with StudySession.open(layout, settings, options.fork, make=is_work) as desk:
-        if options.adopt:
-            return adoption.adopt_trial(layout, settings, desk.report(), options.adopted)
-        folder = layout.sweep(desk.register.study)
-        if options.report:
-            report = desk.report()
-            write_report(folder, report)
-            return f"{describe(report)}\n  page: {folder / PAGE}"
-        _SweepSession(desk, options, say).run(board())  # the board says what came of it
-    return f"  page: {folder / PAGE}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
+    layout, settings = project.layout, project.settings
+    if workers < 1:
+        raise SettingsError(f"--workers: found {workers}; expected 1 or more")
+    if chaos < 0:
+        raise SettingsError(f"--chaos: found {chaos}; expected 0 or more workers to kill")
+    SearchSpace.from_settings(settings)  # an invalid space is refused before the stages run
+    if settings.machine.replica is not None:
+        on_progress(
+            "machine.replica: trials are not copied there; `ratchet train` copies the winner when it adopts its run"
+        )
+    if engine == "ray":
+        require_cluster(settings.machine)
+    run_outdated_stages(layout, on_progress)
+    require_objective_data(layout, settings)
+    with StudySession.open(layout, settings, fork, create=True) as session:
+        options = _SweepOptions(workers, chaos, engine)
+        display = create_display() if create_display else _NoDisplay()
+        _SweepCommand(session, options, on_progress).run(display)
+        return _write_result(layout, session)
+
+
+def report_sweep(project: Project, fork: bool = False) -> SweepResult:
+    """Write the report of the study as it is, without running trials. Raises DataError when there is no study."""
+    SearchSpace.from_settings(project.settings)
+    with StudySession.open(project.layout, project.settings, fork, create=False) as session:
+        return _write_result(project.layout, session)
+
+
+def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
+    """Write the hyperparameters of a trial into params.yaml.
+
+    Args:
+        project: the project.
+        number: the trial; None: the winner.
+
+    Raises:
+        DataError: there is no winner yet, or no complete trial of that number.
+        SettingsError: params.yaml cannot be changed without touching other keys.
+    """
+    SearchSpace.from_settings(project.settings)
+    with StudySession.open(project.layout, project.settings, fork=False, create=False) as session:
+        return adoption.adopt_trial(project.layout, project.settings, session.report(), number)
+
+
+def _write_result(layout: ProjectLayout, session: StudySession) -> SweepResult:
+    report, folder = session.report(), layout.sweep(session.store.study)
+    write_report(folder, report)
+    return SweepResult(report=report, page=folder / PAGE)
+
+
+@dataclass(frozen=True)
+class _SweepOptions:
+    workers: int
+    chaos: int
+    engine: str
+
+
+class _NoDisplay:
+    """A display that shows nothing."""
+
+    def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
+        """Do nothing."""
+
+    def close(self, report: SweepReport) -> None:
+        """Do nothing."""
 
 
 def repair_journal(layout: ProjectLayout) -> str:
-    """Cut the journal of studies where it is damaged; see studies.journal. Returns what was done, for people.
+    """Cut a damaged study journal at the first bad line. Returns a sentence about what was done.
 
-    Raises LockHeldError when a sweep runs here.
+    Raises LockHeldError while a sweep runs on this machine.
     """
     for path in sorted(layout.stage_lock("sweep").parent.glob("sweep-*")):
-        if (lock := FileLock(path, f"sweep {path.name.removeprefix('sweep-')}")).held_elsewhere():
-            raise LockHeldError(f"{lock.what} runs here and writes to the journal; stop it, then repeat")
+        if (lock := FileLock(path, f"sweep {path.name.removeprefix('sweep-')}")).is_held():
+            raise LockHeldError(
+                f"{lock.subject} runs here and writes to the journal; stop it and run the command again"
+            )
     return journal_storage.repair(layout.study_journal)
 
 
-def run_outdated_stages(layout: ProjectLayout, say: Callable[[str], None]) -> None:
-    """Run stages base and prepare if anything they depend on has changed: all trials learn from the same rows.
+def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None]) -> None:
+    """Run stages base and prepare if their inputs have changed, so that all trials learn from the same rows.
 
-    A project without DVC is taken as it is. Raises DataError when a stage fails.
+    A project without DVC is used as it is. Raises DataError when a stage fails.
     """
     if not (layout.root / ".dvc").is_dir():
         return
-    # DVC refuses to run twice at once; a worker that joins waits until the first has seen to it.
-    say("bringing base and data up to date (`dvc repro prepare`)")
+    # DVC refuses to run twice at the same time: a second `ratchet sweep` waits for the first.
+    on_progress("bringing base and data up to date (`dvc repro prepare`)")
     with FileLock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
         done = subprocess.run(command, cwd=layout.root, check=False)
@@ -149,181 +192,174 @@ def run_outdated_stages(layout: ProjectLayout, say: Callable[[str], None]) -> No
 
 
 def require_cluster(machine: Machine) -> None:
-    """Raise SettingsError where workers cannot be placed on a cluster, before anything takes minutes."""
-    if machine.studies is None:
+    """Raise SettingsError when workers cannot be placed on a cluster, before any slow work."""
+    if machine.study_storage is None:
         raise SettingsError(
-            "--engine ray: workers on several machines share the study through a database; set machine.studies to one, "
-            "such as postgresql://ratchet@db.example/studies (docs/scale.md)"
+            "--engine ray: workers on several machines share the study "
+            "through a database; set machine.study_storage to "
+            "its URL, such as postgresql://ratchet@db.example/studies"
         )
     ray_cluster.connect(machine.ray.address)
 
 
 def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
-    """Raise SettingsError where an objective asks for what these data have not, before anything is trained."""
-    asked = [aim.metric for aim in settings.sweep.objectives if aim.metric in MEASURED and aim.metric != LOSS]
-    if not asked:
+    """Raise SettingsError when an objective needs something that the data lack, before any training."""
+    metrics = [
+        objective.metric
+        for objective in settings.sweep.objectives
+        if objective.metric in VALIDATION_METRICS and objective.metric != VALIDATION_LOSS
+    ]
+    if not metrics:
         return
-    job = HeldOutJob(run_ids=(), metrics=tuple(map(validation_scores.parse_row_metric, asked)))
-    launch = HeldOutLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=settings.machine)
+    job = ValidationJob(run_ids=(), metrics=tuple(map(validation_scores.parse_row_metric, metrics)))
+    launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=settings.machine)
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
 
 
-class _SweepSession:
-    """Workers, and what is told of them, from the start of the command to its end."""
+class _SweepCommand:
+    """Runs the workers of a sweep and reports on them, from the start of the command to its end."""
 
-    def __init__(self, desk: StudySession, options: SweepOptions, say: Callable[[str], None]) -> None:
-        self._desk, self._options, self._say = desk, options, say
-        self._layout, self._settings = desk.layout, desk.settings
-        self._study = desk.register.study
+    def __init__(self, session: StudySession, options: _SweepOptions, on_progress: Callable[[str], None]) -> None:
+        self._session, self._options, self._on_progress = session, options, on_progress
+        self._layout, self._settings = session.layout, session.settings
+        self._study = session.store.study
         self._folder = self._layout.sweep(self._study)
 
-    def run(self, board: SweepDisplay) -> None:
-        """Start workers and stay until nothing is left to do. Raises as `sweep`."""
-        for library, now in samplers.library_versions().items():
-            if (then := self._desk.register.versions.get(library, now)) != now:
-                self._say(f"the study was begun with {library} {then}, this is {now}: it may propose other values")
-        if earlier := self._desk.forgive():
-            self._say(f"it had been stopped: {earlier}; going on")
-        team = self._team()
+    def run(self, display: SweepDisplay) -> None:
+        """Start workers and wait until the study is complete. Raises the exceptions of `sweep`."""
+        for library, installed in samplers.library_versions().items():
+            if (recorded := self._session.store.versions.get(library, installed)) != installed:
+                self._on_progress(
+                    f"the study was started with {library} {recorded}, installed "
+                    f"is {installed}: it may propose other values"
+                )
+        if earlier := self._session.resume_after_failures():
+            self._on_progress(f"the sweep had stopped: {earlier}; resuming")
+        pool = self._create_pool()
         status: Status = "FAILED"
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal().installed())
-            clerk = self._clerk(stack)
+            tracking_sync = self._start_tracking(stack)
             try:
-                status = self._watched(team, board, stop)
+                status = self._watch(pool, display, stop)
             finally:
-                team.stop(self._settings.machine.grace_s)
-                if clerk is not None:
-                    self._conclude(clerk, status)
+                pool.stop(self._settings.machine.grace_period_s)
+                if tracking_sync is not None:
+                    self._finish_tracking(tracking_sync, status)
         if status == "KILLED":
-            over = sum(trial.is_over for trial in self._desk.register.trials())
+            over = sum(trial.is_over for trial in self._session.store.trials())
             raise InterruptedRunError(
-                f"sweep {self._study}: stopped on request, {over} trials are over; checkpoints are sealed, repeat it "
-                "to go on"
+                f"sweep {self._study}: stopped on request, {over} trials have ended; checkpoints are saved, "
+                "run it again to resume"
             )
         if status == "FAILED":
             raise RunFailedError(
-                f"sweep {self._study}: {self._desk.report(whole=False).stopped}\n"
-                "  mend the cause and repeat the command: it goes on, and these failures are forgiven"
+                f"sweep {self._study}: {self._session.report(with_importances=False).stopped}\n"
+                "  fix the cause and run the command again: the sweep resumes and does not count these failures"
             )
 
-    def _team(self) -> WorkerPool:
+    def _create_pool(self) -> WorkerPool:
         from ratchet.data import token_files
 
-        chosen, settings = self._options, self._settings
-        is_ray = chosen.engine == "ray"
+        options, settings = self._options, self._settings
+        is_ray = options.engine == "ray"
         machine = (
             ray_cluster.adapt_machine_to_nodes(settings.machine)
             if is_ray
-            else worker_pool.divide_threads(settings.machine, chosen.workers)
+            else worker_pool.divide_threads(settings.machine, options.workers)
         )
-        written = self._folder / "params.yaml"  # workers read this one: the project's may change meanwhile
+        worker_params = self._folder / "params.yaml"  # the project's file may change while workers run
         files.make_directory(self._folder)
         final_round.write_objective(
             self._layout, self._study, token_files.open_split(self._layout.data, "validation")["id"]
         )
         text = params_file.dump(settings.model_copy(update={"machine": machine}))
-        files.write_atomic(written, text)
-        kills = WorkerKillInjector(chosen.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if chosen.chaos else None
+        files.write_atomic(worker_params, text)
+        kills = WorkerKillInjector(options.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if options.chaos else None
         root = self._layout.root
         engine: WorkerLauncher = (
-            ray_cluster.RayWorkerLauncher(machine.ray, root, text, self._say)
+            ray_cluster.RayWorkerLauncher(machine.ray, root, text, self._on_progress)
             if is_ray
-            else LocalWorkerLauncher([str(root), str(written)])
+            else LocalWorkerLauncher([str(root), str(worker_params)])
         )
-        return WorkerPool(engine, chosen.workers, self._folder, kills, self._say)
+        return WorkerPool(engine, options.workers, self._folder, kills, self._on_progress)
 
-    def _watched(self, team: WorkerPool, board: SweepDisplay, stop: StopSignal) -> Status:
-        standings = TrialProgressReader(self._layout.runs)
-        news = FinalRoundProgress(self._desk)
-        self._last = self._desk.report(whole=False)
+    def _watch(self, pool: WorkerPool, display: SweepDisplay, stop: StopSignal) -> Status:
+        progress = TrialProgressReader(self._layout.runs)
+        final_round_progress = FinalRoundProgress(self._session)
+        self._last = self._session.report(with_importances=False)
         try:
-            while team.look() and not stop.asked:
-                with suppress(StorageError, LockHeldError):  # workers wait for the study, and say so in the end
-                    self._last = self._desk.report(whole=False)
-                    for line in news.of(self._last):
-                        self._say(line)
-                board.show(self._last, standings.of(self._last), team.alive)
-                stop.wait(LOOK_S, _do_nothing)
-            wait_s = self._settings.machine.storage_wait_s
-            self._last = retry_storage(lambda: self._desk.report(whole=False), wait_s, _do_nothing)
+            while pool.poll() and not stop.asked:
+                with suppress(
+                    StorageError, LockHeldError
+                ):  # workers wait for the study and report a failure at the end
+                    self._last = self._session.report(with_importances=False)
+                    for line in final_round_progress.list_news(self._last):
+                        self._on_progress(line)
+                display.show(self._last, progress.read(self._last), pool.alive_count)
+                stop.wait(POLL_S, _do_nothing)
+            wait_s = self._settings.machine.storage_timeout_s
+            self._last = retry_storage(lambda: self._session.report(with_importances=False), wait_s, _do_nothing)
         finally:
-            board.close(self._last)
-        if team.killed:
-            self._say(f"{team.killed} workers were killed on purpose")
+            display.close(self._last)
+        if pool.kill_count:
+            self._on_progress(f"{pool.kill_count} workers were killed as requested (--chaos)")
         if stop.asked:
             return "KILLED"
-        if not self._last.stopped and final_round.count_trials(self._last.trials) < self._last.wanted_trials:
-            own = self._last.trials[self._desk.register.carried :]
-            self._say(final_round.check_limits(self._settings.sweep, own) or "every point of the space has been tried")
+        if not self._last.stopped and final_round.count_trials(self._last.trials) < self._last.planned_trials:
+            new_trials = self._last.trials[self._session.store.carried :]
+            self._on_progress(
+                final_round.check_limits(self._settings.sweep, new_trials)
+                or "every point of the search space has been tried"
+            )
         return "FAILED" if self._last.stopped else "FINISHED"
 
-    def _clerk(self, stack: ExitStack) -> SweepTrackingSync | None:
-        """Shows the sweep in MLflow, if no other command here does so already."""
+    def _start_tracking(self, stack: ExitStack) -> SweepTrackingSync | None:
+        """Report the sweep to MLflow, unless another command on this machine does."""
         lock = FileLock(self._layout.stage_lock(f"sweep-{self._study}"), f"sweep {self._study}")
         try:
             stack.enter_context(lock.acquire())
         except LockHeldError:
-            self._say(f"joining: another command here shows study {self._study} in MLflow")
+            self._on_progress(f"another command on this machine reports study {self._study} to MLflow")
             return None
         settings = self._settings
-        tracking = MlflowTracker(self._layout, settings.promote.model_name, settings.machine.tracking)
+        tracking = MlflowTracker(self._layout, settings.promote.model_name, settings.machine.tracking_uri)
         self._shown = MlflowSweepTracker(tracking, _savings_metrics)
         shown = self._shown
 
-        def observer(run_id: str, trial: Trial) -> MlflowRunCallback:
+        def create_callback(run_id: str, trial: Trial) -> MlflowRunCallback:
             paths = RunPaths(self._layout.runs / run_id)
-            return tracking.observer(paths, self._settings, plots.draw_loss_curve, reconcile=False)
+            return tracking.create_callback(paths, self._settings, plots.draw_loss_curve, reconcile=False)
 
-        def tidy_up() -> None:
+        def reconcile() -> None:
             for note in (*tracking.reconcile(self._layout.runs), *shown.reconcile(self._is_alive)):
-                self._say(note)
+                self._on_progress(note)
 
-        clerk = SweepTrackingSync(self._layout.runs, lambda: self._desk.report(whole=False), observer, shown, tidy_up)
-        clerk.start()
-        return clerk
+        sync = SweepTrackingSync(
+            self._layout.runs, lambda: self._session.report(with_importances=False), create_callback, shown, reconcile
+        )
+        sync.start()
+        return sync
 
     def _is_alive(self, study: str) -> bool:
-        """Whether a command of this project works on a study, ours included."""
-        return FileLock(self._layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
+        """Whether a command of this project, this one included, runs the study."""
+        return FileLock(self._layout.stage_lock(f"sweep-{study}"), study).is_held()
 
-    def _conclude(self, clerk: SweepTrackingSync, status: Status) -> None:
-        """Write down what came of it, and send the rest to MLflow."""
+    def _finish_tracking(self, tracking_sync: SweepTrackingSync, status: Status) -> None:
+        """Write the report and send what is left to MLflow."""
         try:
-            report = self._desk.report()
-        except (StorageError, LockHeldError):  # why the sweep ends; MLflow is told what was known before
+            report = self._session.report()
+        except (StorageError, LockHeldError):  # the cause of the failure: MLflow gets the last report
             report = self._last
-        made = write_report(self._folder, report)
-        artifacts = {"": made[:2], "plots": made[2:]}
-        clerk.close(self._settings.machine.tracking_grace_s, partial(self._shown.finish, report, artifacts, status))
-
-
-def describe(report: SweepReport) -> str:
-    """What came of a sweep, in a few lines."""
-    states = count_states(report.trials)
-    each = ", ".join(f"{count} {state}" for state, count in states.items())
-    saved = compute_savings(report)
-    lines = [f"sweep {report.study}: {states.total()} trials ({each})"]
-    for number in report.best[:SHOWN]:
-        trial = report.trials[number]
-        figures = ", ".join(
-            f"{one.metric} {value:.6g}" for one, value in zip(report.objectives, trial.objectives, strict=True)
+        paths = write_report(self._folder, report)
+        artifacts = {"": paths[:2], "plots": paths[2:]}
+        tracking_sync.close(
+            self._settings.machine.tracking_timeout_s, partial(self._shown.finish, report, artifacts, status)
         )
-        chosen = ", ".join(f"{knob} {_format_value(value)}" for knob, value in trial.values.items())
-        lines.append(f"  {'best' if len(report.best) == 1 else 'front'}: trial {number}: {figures} ({chosen})")
-    if report.finals:
-        lines.append(f"  winner: {report.finals.reason}")
-    pruning = f"{saved.tokens:,} saved ({saved.pruned.tokens:,} by pruning)"
-    lines.append(f"  learned from {saved.trained_tokens:,} answer tokens; {pruning}")
-    return "\n".join(lines)
-
-
-def _format_value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_report(folder: Path, report: SweepReport) -> list[Path]:
-    """Write page, record and pictures of a sweep; returns where they are: page and record first."""
+    """Write page, record and pictures of a sweep; returns their paths, page and record first."""
     page, record = folder / PAGE, folder / "report.json"
     files.make_directory(folder)
     report.save(record)
@@ -332,10 +368,10 @@ def write_report(folder: Path, report: SweepReport) -> list[Path]:
 
 
 def _savings_metrics(report: SweepReport) -> dict[str, float]:
-    """For MLflow, beside what it shows of the trials."""
+    """Metrics of the whole sweep for MLflow."""
     saved = compute_savings(report)
     return {"saved/tokens": float(saved.tokens), "saved/seconds": saved.seconds, "tokens": float(saved.trained_tokens)}
 
 
 def _do_nothing() -> None:
-    """Nobody looks."""
+    """A heartbeat that nothing reads."""

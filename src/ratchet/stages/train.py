@@ -1,11 +1,12 @@
-"""Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
+"""Stage train: supervise a run and seal its result. Only the worker process loads torch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 
-from ratchet.config.schema import Machine, Settings
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.errors import InterruptedRunError, SettingsError
 from ratchet.reports import plots
 from ratchet.reports.training_page import format_profile, write_train_page
@@ -15,12 +16,13 @@ from ratchet.runs.directory import Run, RunPaths, storage_errors
 from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.base import Record, TrainReport
 from ratchet.storage.records.training import (
-    LEAST_STEPS,
+    MIN_PROFILE_STEPS,
     PAGE,
     PROFILE,
     TRACE,
@@ -32,54 +34,68 @@ from ratchet.storage.records.training import (
 from ratchet.training.run_spec import build_launch, build_run_spec
 
 WORK = ".work"
-"""Below the profiles: run directories in which one is being made, or where making one failed."""
+"""Folder of run directories in which a profile is made, or was interrupted."""
+
+
+class TrainResult(Record):
+    """Result of the stage."""
+
+    report: TrainReport
+    was_trained_before: bool
+    """Whether the run was complete already, so that nothing was trained."""
+    page: Path
+    """HTML page of the run."""
 
 
 def train(
-    layout: ProjectLayout,
-    settings: Settings,
-    observers: Callable[[RunPaths], Sequence[RunCallback]],
+    project: Project,
+    create_callbacks: Callable[[RunPaths], Sequence[RunCallback]],
     publish: Callable[[RunPaths, Path], None],
-) -> str:
-    """Run the stage: start or go on with the run, until its result is sealed, then publish it as the stage's out.
+) -> TrainResult:
+    """Run the stage: start or resume the run until its result is sealed, then link it as the stage's output.
 
     Args:
-        observers: makes the observers of the run, given where it is.
-        publish: told of the page that the run has got, now or before.
+        project: the project.
+        create_callbacks: makes the callbacks of the run.
+        publish: receives the run and its HTML page when the run is complete.
 
     Raises:
-        LockHeldError: another process trains this run.
-        InterruptedRunError, InputError, RunFailedError, MirrorError: see `supervise`.
+        LockHeldError: another process trains this run, or runs this stage.
+        InterruptedRunError, InputError, RunFailedError, ReplicaError: see `supervise`.
     """
-    launch = build_launch(layout, settings)
-    _require_mirror(settings.machine)
-    run = Run.open(layout.runs, build_run_spec(layout, settings))
-    try:
-        trained_before = run.paths.is_finished()
-        supervise(run, launch, observers(run.paths), code_version(), custody=_create_replicator(run, settings.machine))
-        with files.sealed_directory(layout.train, "train") as scratch:
-            files.link_tree(run.paths.result, scratch)
-        if not trained_before or not run.paths.page.exists():
-            write_page(run.paths)
-        publish(run.paths, run.paths.page)
-    finally:
-        run.close()
-    return f"{describe(TrainReport.load(layout.train_report), trained_before)}\n  page: {run.paths.page}"
+    layout, settings = project.layout, project.settings
+    with project.lock("train"):
+        launch = build_launch(layout, settings)
+        _require_replica(settings.machine)
+        run = Run.open(layout.runs, build_run_spec(layout, settings))
+        try:
+            was_trained_before = run.paths.is_finished()
+            callbacks = create_callbacks(run.paths)
+            supervise(run, launch, callbacks, code_version(), replicator=_create_replicator(run, settings.machine))
+            with files.sealed_directory(layout.train, "train") as scratch:
+                files.link_tree(run.paths.result, scratch)
+            if not was_trained_before or not run.paths.page.exists():
+                write_page(run.paths)
+            publish(run.paths, run.paths.page)
+        finally:
+            run.close()
+    report = TrainReport.load(layout.train_report)
+    return TrainResult(report=report, was_trained_before=was_trained_before, page=run.paths.page)
 
 
-def _require_mirror(machine: Machine) -> None:
-    """Refuse a mirror that cannot be one before there is a run. Raises SettingsError."""
-    if machine.mirror is not None:
+def _require_replica(machine: Machine) -> None:
+    """Refuse a replica that cannot be one before there is a run. Raises SettingsError."""
+    if machine.replica is not None:
         from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 
-        ReplicaStore(machine.mirror, TransferLimits(), lambda: False)
+        ReplicaStore(machine.replica, TransferLimits(), lambda: False)
 
 
 def _create_replicator(run: Run, machine: Machine) -> ReplicatorProtocol | None:
-    """Who keeps the run's mirror, if it is to have one: with the library of the storage, which few need."""
-    if machine.mirror is None:
+    """The replicator of the run, if it has a replica. Its storage library is imported here, since few runs need it."""
+    if machine.replica is None:
         return None
-    if machine.meeting_place is not None:
+    if machine.active_rendezvous is not None:
         from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
 
         return MultiNodeReplicator(run, machine)
@@ -88,27 +104,29 @@ def _create_replicator(run: Run, machine: Machine) -> ReplicatorProtocol | None:
     return RunReplicator(run, machine)
 
 
-def profile_training(layout: ProjectLayout, settings: Settings, steps: int) -> str:
-    """Measure the first steps of the run that is meant, in a directory of its own; returns the page.
+def profile_training(project: Project, steps: int) -> str:
+    """Measure the first steps of the run in a directory of its own; returns the page as text.
 
-    Neither the run nor MLflow nor the stage's out is touched. An earlier profile of the run is replaced.
+    The run, MLflow and the stage's output stay as they are. An earlier profile of the run is replaced.
 
     Raises:
-        SettingsError: too few steps, asked for or planned.
-        DataError, DamagedFileError: the data are not as they were prepared.
-        LockHeldError: somebody else profiles this run.
+        SettingsError: `steps` or the planned training is too short.
+        DataError, DamagedFileError: the data differ from what was prepared.
+        LockHeldError: another process profiles this run.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
-    if steps < LEAST_STEPS:
+    layout, settings = project.layout, project.settings
+    if steps < MIN_PROFILE_STEPS:
         raise SettingsError(
-            f"--profile {steps}: it takes {LEAST_STEPS} optimizer steps at least: one to warm up, two for a median, "
+            f"--profile {steps}: it takes {MIN_PROFILE_STEPS} optimizer steps "
+            f"at least: one to warm up, two for a median, "
             "one to trace"
         )
     launch = build_launch(layout, settings).model_copy(update={"profile_steps": steps})
     spec = build_run_spec(layout, settings)
     _require_steps(layout, settings)
-    if settings.machine.mirror is not None:
-        print_message("a profile is not copied to machine.mirror")
+    if settings.machine.replica is not None:
+        print_message("a profile is not copied to machine.replica")
     work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
     _remove_profile(work)
     run = Run.open(work.root.parent, spec)
@@ -140,7 +158,7 @@ def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
 
 
 def _remove_profile(work: RunPaths, run: Run | None = None) -> None:
-    """Remove the directory that a profile is made in. Raises LockHeldError while somebody else makes one there."""
+    """Remove the directory that a profile is made in. Raises LockHeldError while another process makes one."""
     if work.root.exists():
         with storage_errors(work.root), work.lock().acquire() if run is None else nullcontext():
             files.remove_sealed(work.root)
@@ -159,16 +177,3 @@ def write_page(paths: RunPaths) -> None:
     forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
     measured = status.read_progress(paths).memory.peaks
     files.write_atomic(paths.page, write_train_page(report, analysis, forecast, measured, pictures))
-
-
-def describe(report: TrainReport, trained_before: bool) -> str:
-    """The report in a few lines, for the terminal."""
-    head = f"run {report.run_id}: " + ("trained before, taken as it is" if trained_before else f"{report.steps} steps")
-    early = f" (stopped early, {report.planned_steps} were planned)" if report.steps < report.planned_steps else ""
-    share = report.trainable_parameters / report.total_parameters
-    return (
-        f"{head}{early}\n  validation loss {report.validation_loss[report.best_step]:.4f} at step {report.best_step}; "
-        f"adapter of step {report.kept_step}, digest {report.adapter_digest[:12]}\n"
-        f"  {report.trainable_parameters:,} of {report.total_parameters:,} parameters trained ({share:.1%}), "
-        f"{report.trained_tokens:,} answer tokens learned from"
-    )

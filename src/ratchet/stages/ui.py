@@ -1,75 +1,83 @@
-"""MLflow's UI on the project's own store, on loopback: first made true, and with our columns."""
+"""`ratchet ui`: MLflow's UI on the project's own store, on loopback, with Ratchet's columns."""
 
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError, TrackingError
 from ratchet.reports import plots
 from ratchet.runs.log import print_message
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 
 
-def ui(layout: ProjectLayout, settings: Settings, port: int) -> NoReturn:
-    """Become MLflow's UI, making the store if it is not there. Runs that nobody trains any more are ended before.
+def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_progress) -> NoReturn:
+    """Replace this process by MLflow's server. The store is created if it does not exist.
 
-    Where runs and sweeps are shown on a server, it says so: registered models are in the project's store alone.
+    Before that, runs and sweeps that MLflow shows as RUNNING although no process works on them are ended. If runs are
+    tracked on a server (machine.tracking_uri), a message says so: only the project's own store has registered models.
+
+    Args:
+        project: the project.
+        port: the port on 127.0.0.1.
+        on_progress: receives a line with name and address for each of Ratchet's views.
 
     Raises:
-        SettingsError: another process has the port.
-        TrackingSchemaError: the store is another MLflow's.
-        TrackingError: it cannot be read or written.
+        SettingsError: another process uses the port.
+        TrackingSchemaError: another version of MLflow wrote the store.
+        TrackingError: the store cannot be read or written.
     """
     _require_free_port(port)
-    name, here = settings.promote.model_name, f"http://127.0.0.1:{port}"
-    own = MlflowTracker(layout, name)
-    _end_dead_runs(own, layout, settings)
-    addresses = own.views(here)
-    if (server := settings.machine.tracking) is not None:
+    layout, settings = project.layout, project.settings
+    model_name = settings.promote.model_name
+    local = MlflowTracker(layout, model_name)
+    _end_dead_runs(local, project)
+    addresses = local.views(f"http://127.0.0.1:{port}")
+    if (server := settings.machine.tracking_uri) is not None:
         print_message(
-            f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store, with its "
-            "registered models and what was trained before"
+            f"runs and sweeps are shown on {server} (machine.tracking_uri); this is the project's own store, with its "
+            "registered models and earlier runs"
         )
         try:
-            shared = MlflowTracker(layout, name, server)
-            _end_dead_runs(shared, layout, settings)
-            addresses |= {f"{view}, on the server": url for view, url in shared.views(server).items()}
+            remote = MlflowTracker(layout, model_name, server)
+            _end_dead_runs(remote, project)
+            addresses |= {f"{view}, on the server": url for view, url in remote.views(server).items()}
         except TrackingError as error:
-            print_message(f"the server's views were not looked at: {error}")
+            print_message(f"the server's views are not available: {error}")
     width = max(map(len, addresses))
     for view, url in addresses.items():
-        print(f"  {view:{width}}  {url}", flush=True)
+        on_progress(f"  {view:{width}}  {url}")
     store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
     command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    # Jobs of its own (scorers of traces) would be eight more processes, which outlive it when it is killed.
+    # MLflow's job execution (scorers of traces) would start eight more processes, which survive when it is killed.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 (no shell is wanted)
 
 
 def _require_free_port(port: int) -> None:
-    """Raise SettingsError where MLflow could not listen: it would say so in the middle of its log, and exit with 0."""
+    """Raise SettingsError if the port is in use. MLflow would report that in the middle of its log, and exit with 0."""
     with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as its server does: a port just left is free
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's server: a port just left is free
         try:
             trial.bind(("127.0.0.1", port))
         except OSError as error:
-            raise SettingsError(f"--port {port}: {error.strerror}; name another one") from None
+            raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from None
 
 
-def _end_dead_runs(tracking: MlflowTracker, layout: ProjectLayout, settings: Settings) -> None:
-    """End runs and sweeps that are RUNNING though nobody works on them, and send what the runs lack."""
-    for note in tracking.complete(layout.runs, settings, plots.draw_loss_curve):
+def _end_dead_runs(tracker: MlflowTracker, project: Project) -> None:
+    """End runs and sweeps that are RUNNING although no process works on them, and send what MLflow lacks of them."""
+    for note in tracker.send_missing(project.layout.runs, project.settings, plots.draw_loss_curve):
         print_message(note)
-    for note in MlflowSweepTracker(tracking, lambda _: {}).reconcile(partial(_is_sweep_alive, layout)):
+    for note in MlflowSweepTracker(tracker, lambda _: {}).reconcile(partial(_is_sweep_running, project.layout)):
         print_message(note)
 
 
-def _is_sweep_alive(layout: ProjectLayout, study: str) -> bool:
-    """Whether a sweep of this project works on a study."""
-    return FileLock(layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
+def _is_sweep_running(layout: ProjectLayout, study: str) -> bool:
+    """Whether a process works on a study of this project."""
+    return FileLock(layout.stage_lock(f"sweep-{study}"), study).is_held()

@@ -1,6 +1,6 @@
-"""`ratchet verify PATH...`: is every byte as it was sealed, and, of a promoted model, as it was signed?
+"""`ratchet verify PATH...`: whether every byte is as it was sealed and, of a promoted model, as it was signed.
 
-Checks sealed directories, runs, directories that were deployed into, and whole projects.
+Checks sealed directories, runs, deployment directories and whole projects.
 """
 
 import json
@@ -8,83 +8,104 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ratchet.errors import DamagedFileError, DataError, SettingsError
+from ratchet.errors import DamagedFileError, DataError, ProjectError, SettingsError
 from ratchet.registry import bundle_files
 from ratchet.registry.deployment import release
 from ratchet.registry.signing import keys, signature
-from ratchet.registry.signing.keys import SHOWN, Keyring
+from ratchet.registry.signing.keys import SHOWN_DIGITS, Keyring
 from ratchet.registry.signing.signature import SIGNATURE, SignatureVerdict
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, compute_run_id
 from ratchet.runs.journal import JournalReader
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import find_differing_keys
+from ratchet.storage.records.base import Record, find_differing_keys
 
-SIGNED = {"model", release.KIND}
-KINDS = SIGNED | {
+SIGNED_KINDS = {"model", release.KIND}
+KINDS = SIGNED_KINDS | {
     "base", "data", "distill", "distill-shard", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise",
     "profile", "quantization",
 }  # fmt: skip
 
-SAID = {"unsigned": "UNSIGNED", "unknown": "UNTRUSTED", "revoked": "REVOKED", "damaged": "DAMAGED"}
-"""How a line begins, by what there is to say of a signature."""
+FindingStatus = Literal["ok", "damaged", "unsigned", "untrusted", "revoked"]
+SIGNATURE_STATUS: dict[signature.State, FindingStatus] = {
+    "unsigned": "unsigned", "unknown": "untrusted", "revoked": "revoked", "damaged": "damaged",
+}  # fmt: skip
 
-Line = tuple[bool, str]
-"""Whether a thing is whole, and what is printed of it."""
+
+class VerifyFinding(Record):
+    """One sealed directory, file or signature that was checked."""
+
+    status: FindingStatus
+    path: Path
+    kind: str = ""
+    """Kind of a sealed directory, or `spec`, `journal`, `signature`, `project`, `deployment`; empty for a problem."""
+    digest: str | None = None
+    size_bytes: int | None = None
+    text: str = ""
+    """Details; for anything that is not ok, the problem and what to do."""
+
+
+class VerifyReport(Record):
+    """Everything that was checked, in order."""
+
+    findings: tuple[VerifyFinding, ...]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether everything is undamaged, and signed where it must be."""
+        return all(finding.status == "ok" for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class SignatureTrust:
-    """Who is asked whether a signature counts."""
+    """Which keys count when a signature is checked."""
 
     key: Keyring | None
-    """The one key that must have signed, where it was named."""
+    """The only key that counts, if one was given."""
     project: Path | None
-    """Where a project was named."""
+    """The project whose keys count, if one was given."""
 
     def keyring(self, folder: Path) -> Keyring | None:
-        """Keys that count for a folder: the named one, else those of the named project, of the one that the folder lies
-        in, of the one that the command is given in; None when there is none of these."""
+        """The keys that count for a folder; None if there are none.
+
+        They are the given key, else those of the given project, of the project that contains the folder, or of the
+        project in the current directory.
+        """
         if self.key is not None:
             return self.key
         for start in (self.project, folder, Path.cwd()):
             try:
                 if start is not None:
                     return keys.read_keyring(ProjectLayout.find(start).keyring)
-            except SettingsError:
+            except ProjectError:
                 if start is self.project:
                     raise
         return None
 
 
-def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path | None = None) -> tuple[bool, str]:
+def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path | None = None) -> VerifyReport:
     """Check everything sealed at or below these paths.
 
     Args:
-        paths: sealed directories, runs, directories that were deployed into, projects.
-        public_key: PEM file of the key that must have signed; None asks the keys.json of a project
-            (`SignatureTrust.keyring`).
-        project: whose keys.json counts, wherever the paths lie.
-
-    Returns:
-        Whether all is whole, and signed where it should be; and one line a thing: `ok PATH KIND DIGEST SIZE`,
-        `ok PATH signature WHO`, or `DAMAGED`, `UNSIGNED`, `UNTRUSTED`, `REVOKED` with `PATH: WHAT`.
+        paths: sealed directories, runs, deployment directories, projects.
+        public_key: PEM file of the only key that counts; None: keys.json of a project (see `SignatureTrust.keyring`).
+        project: the project whose keys.json counts for all paths.
 
     Raises:
-        SettingsError: a path is nothing that could be checked, the key's file holds none, or the project is none.
+        SettingsError: a path is nothing that can be checked, or the key's file contains no public key.
+        ProjectError: `project` is not a project.
     """
     trust = SignatureTrust(keys.build_keyring([keys.read_public_key(public_key)]) if public_key else None, project)
-    checks = [_choose_check(path)(path, trust) for path in paths]
-    lines = [line for found in checks for line in found]
-    return all(whole for whole, _ in lines), "\n".join(text for _, text in lines)
+    checks = [(_choose_check(path), path) for path in paths]
+    return VerifyReport(findings=tuple(finding for check, path in checks for finding in check(path, trust)))
 
 
-def _choose_check(path: Path) -> Callable[[Path, SignatureTrust], Iterator[Line]]:
-    """What a path is. Damage may have taken what tells it, so one of several signs is enough."""
+def _choose_check(path: Path) -> Callable[[Path, SignatureTrust], Iterator[VerifyFinding]]:
+    """Find out what a path is. Damage may have removed files, so one of several marks is enough."""
     if not path.exists():
-        raise SettingsError(f"{path}: not there")
+        raise SettingsError(f"{path}: does not exist")
     if (path / "params.yaml").is_file() and (path / "dvc.yaml").is_file():
         return _verify_project
     run = RunPaths(path)
@@ -95,117 +116,124 @@ def _choose_check(path: Path) -> Callable[[Path, SignatureTrust], Iterator[Line]
     if (path / release.OWNER).is_file():
         return _verify_deployment
     raise SettingsError(
-        f"{path}: nothing that is sealed: no {files.MANIFEST} (sealed directory), no spec.json (run), "
-        f"no params.yaml beside a dvc.yaml (project), no {release.OWNER} (deployed into)"
+        f"{path}: contains nothing that can be checked: no {files.MANIFEST} (sealed directory), no spec.json (run), "
+        f"no params.yaml with dvc.yaml (project), no {release.OWNER} (deployment directory)"
     )
 
 
-def _verify_project(root: Path, trust: SignatureTrust) -> Iterator[Line]:
+def _verify_project(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
     layout = ProjectLayout(root.resolve())
-    outs = (
+    outputs = (
         layout.base, layout.data, layout.train, layout.export, layout.evaluate, layout.gate, layout.noise,
         layout.quantization,
     )  # fmt: skip
-    things = [out for out in outs if out.exists()]
-    things += _list_folders(layout.models)
-    for thing in things:
-        yield from _verify_signed(thing, trust)
-    for folder in _list_folders(layout.runs):
-        yield from _verify_run(folder, trust)
-    if not things and not _list_folders(layout.runs):
-        yield True, f"ok  {root}  project  nothing is sealed in it yet"
+    sealed = [output for output in outputs if output.exists()] + _list_folders(layout.models)
+    runs = _list_folders(layout.runs)
+    for path in sealed:
+        yield from _verify_signed(path, trust)
+    for path in runs:
+        yield from _verify_run(path, trust)
+    if not sealed and not runs:
+        yield VerifyFinding(status="ok", path=root, kind="project", text="nothing is sealed in it yet")
 
 
 def _list_folders(parent: Path) -> list[Path]:
-    """Those that are not being written or removed."""
+    """Folders that are not being written or removed."""
     return sorted(p for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
 
 
-def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[Line]:
-    """Every release in a directory that was deployed into."""
+def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
+    """Every release in a deployment directory."""
     folders = _list_folders(root / "releases")
     for folder in folders:
         yield from _verify_signed(folder, trust)
     if not folders:
-        yield True, f"ok  {root}  deployment  nothing is deployed in it"
+        yield VerifyFinding(status="ok", path=root, kind="deployment", text="nothing is deployed in it yet")
 
 
-def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[Line]:
-    """A sealed directory, and what speaks for it: its bundle.json, its signature."""
-    lines = list(_verify_sealed(path))
-    yield from lines
-    if not all(whole for whole, _ in lines):
+def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
+    """A sealed directory, its bundle.json and its signature."""
+    sealed = _verify_sealed(path)
+    yield sealed
+    if sealed.status != "ok":
         return
     manifest = files.read_manifest(path)
-    digests = {name: sha for name, (sha, _) in manifest.files.items()}
-    if manifest.kind in ("export", "model") and bundle_files.BUNDLE in digests:
+    known_digests = {name: sha256 for name, (sha256, _) in manifest.files.items()}
+    if manifest.kind in ("export", "model") and bundle_files.BUNDLE in known_digests:
         try:
-            bundle_files.require_match(path, digests)
+            bundle_files.require_match(path, known_digests)
         except (DamagedFileError, DataError) as error:
-            yield _damage_line(path, error)
+            yield _build_damage(path, error)
             return
-    if manifest.kind in SIGNED:
-        yield _verify_signature(path, manifest.kind, digests, trust)
+    if manifest.kind in SIGNED_KINDS:
+        yield _verify_signature(path, manifest.kind, known_digests, trust)
 
 
-def _verify_signature(path: Path, kind: str, digests: Mapping[str, str], trust: SignatureTrust) -> Line:
-    """By whom a whole folder is signed, and whether that counts."""
+def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], trust: SignatureTrust) -> VerifyFinding:
+    """Check who signed an undamaged folder, and whether that signer is trusted."""
     try:
-        known = trust.keyring(path)
-        if known is None:
-            return _unverified_line(path)
-        found = (
-            signature.judge_folder(path, known, digests) if kind == "model" else signature.read_signature(path, known)
-        )
+        keyring = trust.keyring(path)
+        if keyring is None:
+            return _check_without_keyring(path)
+        if kind == "model":
+            found = signature.verify_folder(path, keyring, known_digests)
+        else:
+            found = signature.read_signature(path, keyring)
         if kind == release.KIND and found.state == "trusted":
             release.require_signed(path, release.verify_release(path), found.files)
     except (DamagedFileError, DataError) as error:
-        return _damage_line(path, error)
+        return _build_damage(path, error)
     if found.state == "trusted":
-        return True, f"ok  {path / SIGNATURE}  signature  {found.text}"
-    return False, f"{SAID[found.state]} {path}: {_strip_path(path, found.text)}"
+        return VerifyFinding(status="ok", path=path / SIGNATURE, kind="signature", text=found.message)
+    return _build_signature_problem(path, found)
 
 
-def _unverified_line(path: Path) -> Line:
-    """Of a signature that nobody here can say anything about."""
-    found: SignatureVerdict = signature.read_signature(path, Keyring())
+def _check_without_keyring(path: Path) -> VerifyFinding:
+    """The signature of a folder where no project says whose signatures count."""
+    found = signature.read_signature(path, Keyring())
     if found.state != "unknown":
-        return False, f"{SAID[found.state]} {path}: {_strip_path(path, found.text)}"
-    who = f"key {found.by[:SHOWN]}" if found.by != signature.SIGSTORE else "an identity of sigstore"
-    return False, (
-        f"UNTRUSTED {path}: says that it is signed by {who}, and no project here says whether to trust that; name one "
-        "with --project DIR, or the key with --public-key FILE"
+        return _build_signature_problem(path, found)
+    signer = f"key {found.signer[:SHOWN_DIGITS]}" if found.signer != signature.SIGSTORE else "an identity of sigstore"
+    text = (
+        f"claims to be signed by {signer}, but no project says whether to trust it; name one with --project DIR, "
+        "or the key with --public-key FILE"
     )
+    return VerifyFinding(status="untrusted", path=path, text=text)
 
 
-def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> Iterator[Line]:
-    """A sealed directory; a checkpoint must belong to the run of `spec`, or of the directory that it lies in."""
+def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> VerifyFinding:
+    """A sealed directory. A checkpoint must belong to the run of `spec`, or to the run directory that contains it."""
     try:
         manifest = files.verify_sealed(path, kind)
         if manifest.kind not in KINDS:
-            raise DamagedFileError(f"{path / files.MANIFEST}: of the unknown kind {manifest.kind!r}")
+            raise DamagedFileError(f"{path / files.MANIFEST}: unknown kind {manifest.kind!r}")
         if manifest.kind == CHECKPOINT:
-            _require_fitting(path, spec)
+            _require_run_of_checkpoint(path, spec)
     except DamagedFileError as error:
-        yield _damage_line(path, error)
-    else:
-        yield True, f"ok  {path}  {manifest.kind}  {manifest.digest[: digests.SHORT]}  {manifest.size_bytes:,} bytes"
+        return _build_damage(path, error)
+    return VerifyFinding(
+        status="ok", path=path, kind=manifest.kind, digest=manifest.digest, size_bytes=manifest.size_bytes
+    )
 
 
-def _damage_line(path: Path, error: Exception) -> Line:
-    return False, f"DAMAGED {path}: {_strip_path(path, str(error))}"
+def _build_damage(path: Path, error: Exception) -> VerifyFinding:
+    return VerifyFinding(status="damaged", path=path, text=_strip_path(path, str(error)))
+
+
+def _build_signature_problem(path: Path, found: SignatureVerdict) -> VerifyFinding:
+    return VerifyFinding(status=SIGNATURE_STATUS[found.state], path=path, text=_strip_path(path, found.message))
 
 
 def _strip_path(path: Path, text: str) -> str:
-    """A message without the path that the line begins with."""
+    """A message without the path at its beginning, which the finding has already."""
     return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
-def _require_fitting(path: Path, spec: dict[str, Any] | None) -> None:
-    """Raise DamagedFileError unless an intact checkpoint is of this run, and what it refers to is there."""
+def _require_run_of_checkpoint(path: Path, spec: dict[str, Any] | None) -> None:
+    """Raise DamagedFileError unless an intact checkpoint belongs to this run and the checkpoints it names exist."""
     identity, state = path / "identity.json", path / "state.json"
     if not identity.exists():
-        return  # format 1 had none
+        return  # a checkpoint of format 1
     run = RunPaths(path.parent.parent)
     if spec is None and path.parent == run.checkpoints and run.spec.is_file():
         spec = _read_json(run.spec)
@@ -213,14 +241,14 @@ def _require_fitting(path: Path, spec: dict[str, Any] | None) -> None:
     if spec is not None and (names := find_differing_keys(found if isinstance(found, dict) else {}, spec)):
         raise DamagedFileError(f"{identity}: belongs to another run, it differs in {', '.join(names)}")
     if path.parent != run.checkpoints:
-        return  # of a result, which holds the best and the last beside each other
+        return  # part of a result, which contains only the best and the last checkpoint
     counters = _read_json(state).get("state")
-    for name in ("best_step", "good_step"):
+    for name in ("best_step", "rollback_step"):
         step = counters.get(name) if isinstance(counters, dict) else None
         if not isinstance(step, int):
-            raise DamagedFileError(f"{state}: no {name} in it")
+            raise DamagedFileError(f"{state}: has no {name}")
         if step and not run.checkpoint(step).exists():
-            raise DamagedFileError(f"{state}: refers to the checkpoint of step {step}, which is not there")
+            raise DamagedFileError(f"{state}: refers to the checkpoint of step {step}, which does not exist")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -229,40 +257,39 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path}: unreadable ({error})") from None
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{path}: not an object of JSON")
+        raise DamagedFileError(f"{path}: not a JSON object")
     return value
 
 
-def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[Line]:
-    """A run; nothing in it is signed."""
+def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
+    """A run. Nothing in it is signed."""
     run = RunPaths(root)
     spec: dict[str, Any] | None = None
     try:
         run.require_known_format()
         spec = _read_json(run.spec)
-        own, name = compute_run_id(spec), root.resolve().name
-        if own != name and re.fullmatch(f"[0-9a-f]{{{digests.SHORT}}}", name):  # a copy may have a name of its own
-            raise DamagedFileError(f"{run.spec}: is the spec of run {own}, not {name}")
+        run_id, name = compute_run_id(spec), root.resolve().name
+        if run_id != name and re.fullmatch(f"[0-9a-f]{{{digests.SHORT}}}", name):  # a copy may have any other name
+            raise DamagedFileError(f"{run.spec}: is the spec of run {run_id}, not {name}")
     except DamagedFileError as error:
-        yield _damage_line(root, error)
+        yield _build_damage(root, error)
     else:
-        yield True, f"ok  {run.spec}  spec  {own}  {run.spec.stat().st_size:,} bytes"
-    yield from _verify_journal(run)
+        yield VerifyFinding(status="ok", path=run.spec, kind="spec", digest=run_id, size_bytes=run.spec.stat().st_size)
+    yield _verify_journal(run)
     for path in map(run.checkpoint, run.checkpoint_steps()):
-        yield from _verify_sealed(path, CHECKPOINT, spec)
+        yield _verify_sealed(path, CHECKPOINT, spec)
     if run.result.exists():
-        yield from _verify_sealed(run.result, RESULT)
+        yield _verify_sealed(run.result, RESULT)
 
 
-def _verify_journal(run: RunPaths) -> Iterator[Line]:
+def _verify_journal(run: RunPaths) -> VerifyFinding:
     if not run.journal.exists():
-        yield False, f"DAMAGED {run.journal}: missing"
-        return
+        return VerifyFinding(status="damaged", path=run.journal, text="missing")
     reader = JournalReader(run.journal)
     events = sum(1 for _ in reader.read())
-    unfinished = run.journal.stat().st_size > reader.offset
+    size = run.journal.stat().st_size
     if reader.damaged_lines:
-        yield False, f"DAMAGED {run.journal}: {reader.damaged_lines} damaged line(s) beside {events} events"
-    else:
-        end = "  the last line is not finished" if unfinished else ""
-        yield True, f"ok  {run.journal}  journal  {events} events  {run.journal.stat().st_size:,} bytes{end}"
+        text = f"{reader.damaged_lines} damaged line(s) among {events} events"
+        return VerifyFinding(status="damaged", path=run.journal, text=text)
+    text = f"{events} events" + ("; the last line is not finished" if size > reader.offset else "")
+    return VerifyFinding(status="ok", path=run.journal, kind="journal", size_bytes=size, text=text)

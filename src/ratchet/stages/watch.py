@@ -1,5 +1,4 @@
-"""`ratchet watch`: trainings and generations of others, on this screen for as long as they go on. Imports neither torch
-nor MLflow, and writes nothing."""
+"""`ratchet watch`: shows runs of other processes on this terminal. Imports no torch and no MLflow; writes no file."""
 
 import math
 import os
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from rich.live import Live
 from rich.text import Text
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.console.log_lines import LINE_EVERY_S, RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
 from ratchet.console.text_layout import ScreenSize, TerminalConsole, encode_safely, is_live_terminal
-from ratchet.errors import MirrorError, SettingsError
+from ratchet.errors import ReplicaError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.run_source import LocalRunSource, RunSource
@@ -28,250 +27,266 @@ if TYPE_CHECKING:
     from ratchet.runs.replication.remote_status import RemoteRunSource
     from ratchet.runs.replication.store import ReplicaStore
 
-DRAW_EVERY_S = 0.5
-SEARCH_EVERY_S = 3.0
-"""Between two searches for runs that have begun: there may be hundreds of directories."""
-MIRROR_EVERY_S = 10.0
-"""Between two looks at a mirror, which cost requests; journals are copied there every machine.mirror_every_s."""
-PANEL_LINES = 14
-"""Several runs that have so many lines each get a panel each."""
-UNSIZED = ScreenSize(100, 40)
-"""Of a picture that goes into a file."""
+DRAW_INTERVAL_S = 0.5
+SEARCH_INTERVAL_S = 3.0
+"""How often new runs are searched: there may be hundreds of directories."""
+REPLICA_INTERVAL_S = 10.0
+"""How often a replica is read, which costs requests; journals are uploaded every machine.replica_interval_s."""
+MIN_PANEL_LINES = 14
+"""If each of several runs has this many lines of the screen, each gets a panel; otherwise they share a table."""
+FILE_SIZE = ScreenSize(100, 40)
+"""Size of the screen when the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What was asked on the command line."""
+    """Options of the command."""
 
     runs: tuple[str, ...] = ()
-    """Ids, or their beginnings; none: all that go on now."""
-    mirror: str | bool | None = None
-    """What followed `--mirror`: a URL, or True: nothing; None: it was not there."""
+    """Run ids, or their first characters; empty: all runs that are active."""
+    replica: str | bool | None = None
+    """A replica's URL; True: machine.replica; None: runs on this machine."""
     once: bool = False
+    """Draw once and return."""
 
 
 class WatchSource(Protocol):
-    """The runs that are looked at."""
+    """The runs to show."""
 
-    every_s: float
-    """Between two looks."""
-    nothing: str
-    """What to say while there is none."""
+    interval_s: float
+    """How often `refresh` should be called."""
+    empty_text: str
+    """Text to show while no run is found."""
 
-    def now(self) -> Sequence[RunSource]:
-        """Those of this moment, each looked at; what is once among them stays."""
+    def refresh(self) -> Sequence[RunSource]:
+        """Read what is new. A run stays in the list once it was in it."""
 
 
 def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions, stream: TextIO) -> None:
-    """The verb: returns when all runs are finished, at Ctrl-C, or, where nothing can be drawn, when none is trained.
+    """Show runs until all are finished or the user presses Ctrl-C; without a terminal, until none is active.
 
     Args:
-        layout: the project; None: outside of one, where only a mirror can be looked at.
-        machine: settings of the project, or those of a new one.
-        options: what was asked.
-        stream: where to draw; if it is no terminal, a line for each change.
+        layout: the project; None outside one, where only a replica can be watched.
+        machine: settings of the project, or the defaults.
+        options: which runs, from where.
+        stream: where to draw. If it is not a terminal, a line is printed for each change.
 
     Raises:
-        DataError: no such run, or several.
-        SettingsError: there is no project, or no mirror, or none that may be used like this.
-        MirrorError: it cannot be reached at the beginning.
+        DataError: no run has this id, or several do.
+        SettingsError: there is no project and no replica, or the replica cannot be used.
+        ReplicaError: the replica cannot be reached at the start.
     """
-    choice = _choose_source(layout, machine, options)
+    source = _choose_source(layout, machine, options)
     try:
         if options.once:
-            _print_once(choice, stream)
+            _print_once(source, stream)
         elif is_live_terminal(stream):
-            _WatchScreen(choice, stream).run()
+            _WatchScreen(source, stream).run()
         else:
-            _print_events(choice, stream)
+            _print_events(source, stream)
     except KeyboardInterrupt:
-        return  # the way to end it
-    except BrokenPipeError:  # `| head`, a closed terminal: nobody looks any more
+        return  # Ctrl-C is the normal end
+    except BrokenPipeError:  # `| head`, or a closed terminal
         if stream is sys.stdout:
             sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
 
 
+def render_runs(runs: Sequence[RunSource], size: ScreenSize, now: float) -> Text:
+    """Draw runs: as panels where there is room, otherwise as a table. `now` is Unix time."""
+    rows = [(run.name, run.view, run.sidecar) for run in runs]
+    if len(rows) == 1:
+        return render_panel(*rows[0], now, size)
+    lines_each = size.height // max(1, len(rows))
+    if lines_each < MIN_PANEL_LINES:
+        return render_table(rows, now, size)
+    return _stack_texts([render_panel(*row, now, size._replace(height=lines_each)) for row in rows])
+
+
 def _choose_source(layout: ProjectLayout | None, machine: Machine, options: WatchOptions) -> WatchSource:
-    if options.mirror is not None:
+    if options.replica is not None:
         from ratchet.runs.replication import remote_status
 
         names = list(options.runs)
-        url, first = remote_status.resolve_mirror(machine, options.mirror, names[0] if names else None)
-        return _ReplicaWatchSource(url, [name for name in (first, *names[1:]) if name])
+        store, first = remote_status.resolve_replica(machine, options.replica, names[0] if names else None)
+        return _ReplicaWatchSource(store, [name for name in (first, *names[1:]) if name])
     if layout is None:
-        raise SettingsError("there is no params.yaml here: name the project (--project DIR) or a mirror (--mirror URL)")
+        raise SettingsError(
+            "there is no params.yaml in this directory or above it: name a project (--project DIR) or a replica "
+            "(--replica URL)"
+        )
     return _LocalWatchSource((layout.runs, layout.generations), options.runs)
 
 
 class _LocalWatchSource:
-    """Runs of a project."""
+    """Runs of a project on this machine.
 
-    every_s = DRAW_EVERY_S
+    Args:
+        folders: directories that contain run directories.
+        names: run ids, or their first characters; empty: every run that becomes active, or else the newest one.
+    """
 
-    def __init__(self, runs: tuple[Path, ...], names: Sequence[str]) -> None:
-        self._runs, self._named = runs, bool(names)
-        self._found: dict[str, LocalRunSource] = {}
-        self._searched_s = -math.inf
+    interval_s = DRAW_INTERVAL_S
+
+    def __init__(self, folders: tuple[Path, ...], names: Sequence[str]) -> None:
+        self._folders, self._is_search = folders, not names
+        self._runs: dict[str, LocalRunSource] = {}
+        self._last_search_s = -math.inf
         for name in names:
-            self._attach(directory.find_run(runs, name))
-        self.nothing = f"no run in {runs[0]} yet; `dvc repro`, `ratchet sweep` or `ratchet generate` starts one"
+            self._add(directory.find_run(folders, name))
+        self.empty_text = f"no run in {folders[0]} yet; `dvc repro`, `ratchet sweep` or `ratchet generate` starts one"
 
-    def _attach(self, paths: RunPaths) -> None:
-        if paths.root.name not in self._found:
+    def _add(self, paths: RunPaths) -> None:
+        if paths.root.name not in self._runs:
             paths.require_known_format()
-            self._found[paths.root.name] = LocalRunSource(paths)
+            self._runs[paths.root.name] = LocalRunSource(paths)
 
-    def now(self) -> Sequence[RunSource]:
-        """See `WatchSource.now`. Where none was named: all that go on now, else the one that did last."""
-        if not self._named and time.monotonic() - self._searched_s > SEARCH_EVERY_S:
-            self._searched_s = time.monotonic()
-            for paths in directory.list_runs(*self._runs):
-                if paths.lock().held_elsewhere():
-                    self._attach(paths)
-            if not self._found and (last := directory.find_newest_run(*self._runs)):
-                self._attach(last)
-        for run in self._found.values():
-            run.look()
-        return list(self._found.values())
+    def refresh(self) -> Sequence[RunSource]:
+        """See `WatchSource.refresh`."""
+        if self._is_search and time.monotonic() - self._last_search_s > SEARCH_INTERVAL_S:
+            self._last_search_s = time.monotonic()
+            for paths in directory.list_runs(*self._folders):
+                if paths.lock().is_held():
+                    self._add(paths)
+            if not self._runs and (newest := directory.find_newest_run(*self._folders)):
+                self._add(newest)
+        for run in self._runs.values():
+            run.refresh()
+        return list(self._runs.values())
 
 
 class _ReplicaWatchSource:
-    """Runs in a mirror."""
+    """Runs in a replica.
 
-    every_s = MIRROR_EVERY_S
+    Args:
+        store: the replica.
+        names: run ids, or their first characters; empty: every run whose lease a machine holds.
+    """
+
+    interval_s = REPLICA_INTERVAL_S
 
     def __init__(self, store: "ReplicaStore", names: Sequence[str]) -> None:
         from ratchet.runs.replication import remote_status
 
-        self._store, self._named = store, bool(names)
-        self._found: dict[str, RemoteRunSource] = {}
+        self._store, self._is_search = store, not names
+        self._runs: dict[str, RemoteRunSource] = {}
         for name in names:
-            self._attach(remote_status.find_remote_run(store, name))
-        self.nothing = f"nobody trains a run in {store.shown} now; name one: ratchet status --mirror lists them"
+            self._add(remote_status.find_remote_run(store, name))
+        self.empty_text = (
+            f"no machine trains a run in {store.display_url} now; to name one, `ratchet status --replica` lists them"
+        )
 
-    def _attach(self, name: str) -> None:
+    def _add(self, name: str) -> None:
         from ratchet.runs.replication.remote_status import RemoteRunSource
 
-        self._found.setdefault(name, RemoteRunSource(self._store, name))
+        self._runs.setdefault(name, RemoteRunSource(self._store, name))
 
-    def now(self) -> Sequence[RunSource]:
-        """See `WatchSource.now`. Where none was named: all that a machine holds."""
+    def refresh(self) -> Sequence[RunSource]:
+        """See `WatchSource.refresh`."""
         from ratchet.runs.replication import remote_status
 
-        if not self._named:
+        if self._is_search:
             for name in remote_status.list_held_runs(self._store):
-                self._attach(name)
-        for run in self._found.values():
-            run.look()
-        return list(self._found.values())
+                self._add(name)
+        for run in self._runs.values():
+            run.refresh()
+        return list(self._runs.values())
 
 
-def render_runs(runs: Sequence[RunSource], size: ScreenSize, now: float) -> Text:
-    """One run as a panel; several below each other where there is room, else in a table."""
-    rows = [(run.name, run.vitals, run.aside) for run in runs]
-    if len(rows) == 1:
-        return render_panel(*rows[0], now, size)
-    each = size.height // max(1, len(rows))
-    if each < PANEL_LINES:
-        return render_table(rows, now, size)
-    return _stack_texts([render_panel(*row, now, size._replace(height=each)) for row in rows])
-
-
-def _stack_texts(parts: Sequence[Text]) -> Text:
-    """One below the other."""
-    return Text("\n", no_wrap=True, overflow="crop", end="").join(parts)
-
-
-def _print_once(choice: WatchSource, stream: TextIO) -> None:
-    runs = choice.now()
+def _print_once(source: WatchSource, stream: TextIO) -> None:
+    """Draw once."""
+    runs = source.refresh()
     if not runs:
-        print(choice.nothing, file=stream, flush=True)
+        print(source.empty_text, file=stream, flush=True)
         return
     terminal = TerminalConsole(stream)
-    width = shutil.get_terminal_size(UNSIZED[:2]).columns
-    size = terminal.extent() if stream.isatty() else UNSIZED._replace(width=width, encoding=terminal.encoding)
+    width = shutil.get_terminal_size(FILE_SIZE[:2]).columns
+    size = terminal.extent() if stream.isatty() else FILE_SIZE._replace(width=width, encoding=terminal.encoding)
     terminal.width = size.width
     terminal.print(render_runs(runs, size, time.time()), no_wrap=True, overflow="crop")
 
 
 class _WatchScreen:
-    """Draws over and over on the terminal's other page, and leaves the last picture on the first."""
+    """Redraws on the terminal's alternate screen, and leaves the last picture on the normal one."""
 
-    def __init__(self, choice: WatchSource, stream: TextIO) -> None:
-        self._choice, self._terminal = choice, TerminalConsole(stream)
+    def __init__(self, source: WatchSource, stream: TextIO) -> None:
+        self._source, self._terminal = source, TerminalConsole(stream)
         self._runs: Sequence[RunSource] = []
-        self._looked_s = -math.inf
-        self._trouble = ""
+        self._refreshed_s = -math.inf
+        self._problem = ""
 
     def run(self) -> None:
-        """Until all are finished, or somebody has seen enough."""
-        self._look()  # what is wrong from the beginning is an error
+        """Redraw until all runs are finished. Raises ReplicaError if the first refresh fails."""
+        self._refresh()
         try:
             with Live(console=self._terminal, screen=True, auto_refresh=False) as live:
                 while True:
-                    live.update(self._drawn(), refresh=True)
-                    if self._runs and all(run.aside.finished for run in self._runs):
+                    live.update(self._render(), refresh=True)
+                    if self._runs and all(run.sidecar.finished for run in self._runs):
                         break
-                    time.sleep(DRAW_EVERY_S)
-                    self._look_again()
+                    time.sleep(DRAW_INTERVAL_S)
+                    self._refresh_if_due()
         finally:
-            self._terminal.print(self._drawn(), no_wrap=True, overflow="crop")
+            self._terminal.print(self._render(), no_wrap=True, overflow="crop")
 
-    def _look_again(self) -> None:
-        if time.monotonic() - self._looked_s < self._choice.every_s:
+    def _refresh_if_due(self) -> None:
+        if time.monotonic() - self._refreshed_s < self._source.interval_s:
             return
         try:
-            self._look()
-        except MirrorError as error:
-            self._looked_s, self._trouble = time.monotonic(), str(error).splitlines()[0]
+            self._refresh()
+        except ReplicaError as error:
+            self._refreshed_s, self._problem = time.monotonic(), str(error).splitlines()[0]
 
-    def _look(self) -> None:
-        self._runs = self._choice.now()
-        self._looked_s, self._trouble = time.monotonic(), ""
+    def _refresh(self) -> None:
+        self._runs = self._source.refresh()
+        self._refreshed_s, self._problem = time.monotonic(), ""
 
-    def _drawn(self) -> Text:
+    def _render(self) -> Text:
         size = self._terminal.extent()
         parts: list[Text] = []
         if not self._runs:
-            parts.append(Text(self._choice.nothing))
+            parts.append(Text(self._source.empty_text))
         else:
             parts.append(render_runs(self._runs, size._replace(height=size.height - 2), time.time()))
-        if self._trouble:
-            parts.append(Text(encode_safely(f"! {self._trouble}", size.encoding)))
+        if self._problem:
+            parts.append(Text(encode_safely(f"! {self._problem}", size.encoding)))
         return _stack_texts(parts)
 
 
-def _print_events(choice: WatchSource, stream: TextIO) -> None:
-    """Lines: where each run stands when it is first seen, then what happens; until nobody trains any of them."""
-    encoding = stream.encoding or "utf-8"
+def _stack_texts(parts: Sequence[Text]) -> Text:
+    """One text below the other."""
+    return Text("\n", no_wrap=True, overflow="crop", end="").join(parts)
 
-    def say(line: str) -> None:
+
+def _print_events(source: WatchSource, stream: TextIO) -> None:
+    """Print lines: a summary of each run when it is first seen, then its events, until no run is active."""
+    encoding = stream.encoding or "utf-8"
+    formatters: dict[str, RunEventFormatter] = {}
+    summaries: dict[str, str] = {}
+
+    def print_line(line: str) -> None:
         print(encode_safely(line, encoding), file=stream, flush=True)
 
-    tellings: dict[str, RunEventFormatter] = {}
-    said: dict[str, str] = {}
-
-    def stands(run: RunSource) -> None:
-        line = f"{run.name} {summarize_run(run.vitals, run.aside, time.time())}"
-        if said.get(run.name) != line:
-            say(line)
-        said[run.name] = line
+    def print_summary(run: RunSource) -> None:
+        line = f"{run.name} {summarize_run(run.view, run.sidecar, time.time())}"
+        if summaries.get(run.name) != line:
+            print_line(line)
+        summaries[run.name] = line
 
     while True:
-        runs = choice.now()
+        runs = source.refresh()
         if not runs:
-            say(choice.nothing)
+            print_line(source.empty_text)
             return
         for run in runs:
-            if run.name not in tellings:
-                tellings[run.name] = RunEventFormatter(say, f"{run.name} ", step_unit(run.vitals))
-                stands(run)
+            if run.name not in formatters:
+                formatters[run.name] = RunEventFormatter(print_line, f"{run.name} ", step_unit(run.view))
+                print_summary(run)
                 continue
-            for event in run.new:
-                tellings[run.name].event(event)
-            tellings[run.name].figures(run.vitals, time.time())
-        if not any(run.aside.running for run in runs):
+            for event in run.new_events:
+                formatters[run.name].event(event)
+            formatters[run.name].figures(run.view, time.time())
+        if not any(run.sidecar.running for run in runs):
             for run in runs:
-                stands(run)
+                print_summary(run)
             return
-        time.sleep(max(LINE_EVERY_S, choice.every_s))
+        time.sleep(max(LINE_EVERY_S, source.interval_s))

@@ -1,4 +1,4 @@
-"""Content fingerprints: SHA-256 over bytes, canonical JSON and directory trees."""
+"""SHA-256 digests of bytes, canonical JSON and directory trees."""
 
 import hashlib
 import json
@@ -7,35 +7,35 @@ from pathlib import Path
 from typing import Any
 
 SHORT = 12
-"""Hex digits shown to people and used in directory names (48 bits)."""
+"""Hex digits in messages and directory names (48 bits)."""
 
 
 def hash_bytes(data: bytes) -> str:
-    """SHA-256 of bytes, as 64 hex digits."""
+    """Return the SHA-256 of bytes, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in blocks."""
+    """Return the SHA-256 of a file, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> str:
-    """One text for one value: sorted keys, no spaces, shortest float that round-trips, NaN refused."""
+    """Format a value as JSON in exactly one way: sorted keys, no spaces, shortest floats that round-trip, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def hash_json(value: Any) -> str:
-    """SHA-256 of the canonical JSON of `value`."""
+    """Return the SHA-256 of the canonical JSON of a value."""
     return hash_bytes(canonical_json(value).encode())
 
 
 def hash_files(files: Mapping[str, str]) -> str:
-    """Fingerprint of a directory given each file's relative POSIX name and SHA-256."""
+    """Return the digest of a directory from the relative POSIX name and SHA-256 of each file."""
     return hash_json(sorted(files.items()))
 
 
 def hash_tree(root: Path, names: Iterable[str]) -> str:
-    """Fingerprint of the named files below `root` (names and contents, not times or modes)."""
+    """Return the digest of the named files below `root` (names and contents, not times or modes)."""
     return hash_files({name: hash_file(root / name) for name in names})

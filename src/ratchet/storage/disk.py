@@ -1,7 +1,4 @@
-"""What the operating system is asked for beyond what Python offers: free space, durability, an exchange of names.
-
-And whether a file can be made where it is wanted, before the work that it is to hold.
-"""
+"""Operations on disks beyond Python's: free space, fsync, atomic exchange of two names, checks of output paths."""
 
 import ctypes
 import errno
@@ -14,17 +11,17 @@ from pathlib import Path
 from ratchet.errors import SettingsError
 
 RESERVE_BYTES = 16 * 2**20
-"""Left free on a disk, for journals and logs."""
+"""Space to leave free on a disk, for journals and logs."""
 
 PARTIAL = ".partial-"
-"""How names of what is being written, or removed, begin: nobody may read it."""
+"""Prefix of files that are being written or removed; readers ignore them."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
-    """Make durable what was written to a file, or with O_DIRECTORY the names in a directory."""
+    """Sync a file, or with O_DIRECTORY the names in a directory, to the disk."""
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -34,7 +31,7 @@ def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Let an OSError say which file it is about: that of a write, on a full disk say, names none by itself."""
+    """Add the file name to an OSError that has none, such as that of a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -44,61 +41,62 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raise OSError (ENOSPC) unless the file system of `directory` has room for so much and RESERVE_BYTES."""
-    room = os.statvfs(directory)
-    free = room.f_bavail * room.f_frsize
-    if room.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems tell no size at all
-        text = f"{needed_bytes:,} bytes are to be written and {RESERVE_BYTES:,} to stay free, but only {free:,} are"
+    """Raise OSError (ENOSPC) unless the file system of `directory` has `needed_bytes` and RESERVE_BYTES free."""
+    stats = os.statvfs(directory)
+    free = stats.f_bavail * stats.f_frsize
+    if stats.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems report no size
+        text = f"needs {needed_bytes:,} bytes and {RESERVE_BYTES:,} more in reserve, but only {free:,} are free"
         raise OSError(errno.ENOSPC, text, str(directory))
 
 
-def require_writable(target: Path, said: str) -> None:
-    """Try whether a file can be made under a name, in a folder that may be missing too; leaves nothing behind.
+def require_writable(target: Path, option: str) -> None:
+    """Check that a file can be created, in a folder that may not exist yet. Leaves nothing behind.
 
     Args:
-        target: the file that is wanted; a regular one that is there may be replaced.
-        said: by which option it was named, for the message.
+        target: the file. A regular file of that name may be replaced.
+        option: the command-line option that names it, for the message.
 
     Raises:
-        SettingsError: it is a directory, or a link that leads nowhere; its folder cannot be made or takes no file; its
-            name, with what is added to it while it is written, is too long.
+        SettingsError: it is a directory or a broken link, its folder cannot be created or written, or its name (with
+            the prefix for partial files) is too long.
     """
     try:
         if target.is_symlink() and not target.exists():
-            problem = f"is a link that leads to nothing ({target.readlink()}); remove it"
+            problem = f"found a broken link to {target.readlink()}; remove it"
         elif target.is_dir():
-            problem = "is a directory; name a file in it"
+            problem = "found a directory; name a file in it"
         elif target.exists() and not target.is_file():
-            problem = "is no regular file; name one"
+            problem = "expected a regular file; choose another name"
         else:
             _create_and_remove(target)
             return
     except OSError as error:
         folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
-        problem = f"no file can be made there ({folder}{error.strerror}); name another"
-    raise SettingsError(f"{said} {target}: {problem}")
+        problem = f"cannot be created ({folder}{error.strerror}); choose another name"
+    raise SettingsError(f"{option} {target}: {problem}")
 
 
 def _create_and_remove(target: Path) -> None:
-    """Make an empty file beside the target, with the folders that are missing, and remove them. Raises OSError."""
-    made: list[Path] = []
-    trial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # what `files` writes to, of any process
+    """Create an empty file next to the target, with missing folders, and remove both. Raises OSError."""
+    created: list[Path] = []
+    probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # as long as any partial name of `files`
     try:
         for folder in reversed([folder for folder in target.parents if not folder.is_dir()]):
             folder.mkdir()
-            made.append(folder)
-        os.close(os.open(trial, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
-        trial.unlink()
+            created.append(folder)
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        probe.unlink()
     finally:
-        for folder in reversed(made):
-            with suppress(OSError):  # somebody else has put something there meanwhile
+        for folder in reversed(created):
+            with suppress(OSError):  # another process has created a file in it
                 folder.rmdir()
 
 
 def exchange_names(a: Path, b: Path) -> bool:
-    """Exchange two names in one operation (renameat2 with RENAME_EXCHANGE, Linux 3.15).
+    """Exchange two names atomically (renameat2 with RENAME_EXCHANGE, Linux 3.15).
 
-    Returns False, having done nothing, where kernel, C library or file system cannot. Raises OSError otherwise.
+    Returns False without a change if kernel, C library or file system do not support it. Raises OSError for other
+    failures.
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
@@ -112,19 +110,19 @@ def exchange_names(a: Path, b: Path) -> bool:
 
 
 def grant_read(path: Path, like: Path) -> None:
-    """Let those read a file who may read the directory `like`: safetensors makes files for their owner alone."""
+    """Give a file the read permissions of the directory `like`: safetensors creates files for their owner only."""
     mode = path.stat().st_mode
-    if (wanted := mode | like.stat().st_mode & 0o444) != mode:
-        path.chmod(stat.S_IMODE(wanted))
+    if (new_mode := mode | like.stat().st_mode & 0o444) != mode:
+        path.chmod(stat.S_IMODE(new_mode))
 
 
 def point_symlink(link: Path, target: str, partial: Path) -> None:
-    """Let a symbolic link lead to `target`, in one operation: readers find the old target or the new one.
+    """Point a symbolic link to `target` atomically: readers find the old target or the new one.
 
     Args:
-        link: made, or replaced if it is a link already.
-        target: as it is to be written into the link: relative ones are relative to its folder.
-        partial: name in the same folder under which the new link is made.
+        link: the link, created or replaced.
+        target: the text of the link; relative to its folder.
+        partial: temporary name in the same folder.
     """
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)

@@ -1,11 +1,12 @@
 """Atomic files and sealed directories: the only code that renames or fsyncs.
 
-A sealed directory is complete or absent: it is written aside, every file and folder is fsynced, the manifest (SHA-256
-and size of each file) is written last, and one rename publishes it. `verify_sealed` reads it all back. The order
-follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before its
-contents are durable, and nothing is removed before the rename that replaces it is. `before` is the seam through which
-disks are made to fail: called before every operation here that changes one, it may raise OSError, wait, or kill the
-process (runs/fault_injection/injection.py).
+A sealed directory is complete or absent: it is written under a temporary name, every file and folder is fsynced, the
+manifest (SHA-256 and size of each file) is written last, and one rename publishes it. `verify_sealed` checks all of it.
+The order follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before
+its contents are durable, and nothing is removed before the rename that replaces it is durable.
+
+Fault injection replaces `before`, which is called before each operation that changes a disk: it may raise OSError,
+wait, or kill the process (runs/fault_injection/injection.py).
 """
 
 import glob
@@ -24,53 +25,53 @@ from ratchet.storage import digests, disk
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 FOREIGN = "registered_model_meta"
-"""MLflow writes it into the folder of a version that it opens; it belongs to no seal, and nothing here reads it."""
+"""File that MLflow adds to the folder of a model version; it is not part of a seal."""
 PARTIAL = disk.PARTIAL
-"""What is being written, or removed: nobody may read it."""
+"""Prefix of files that are being written or removed; readers ignore them."""
 DISPLACED = ".displaced-"
-"""What stood under a name until the new one is there; only where names cannot be exchanged at once."""
+"""Prefix of a directory that is being replaced, on file systems that cannot exchange two names atomically."""
 
 Operation = Literal["mkdir", "write", "fsync", "link", "rename", "unlink"]
 Entry = tuple[str, int]
 """SHA-256 and size in bytes of a file."""
 Block = Iterable[bytes | memoryview]
-"""What is written at once."""
+"""Data that is written at once."""
 
 
-def _ignore_beat(*about: object) -> None:
-    """Nobody wants to know."""
+def _do_nothing(*arguments: object) -> None:
+    """Default hook."""
 
 
-before: Callable[[Operation, Path], None] = _ignore_beat
-"""Called with what is about to happen, and to which path (of a rename: the new name). Replace it to imitate nature."""
+before: Callable[[Operation, Path], None] = _do_nothing
+"""Called with the next operation and its path (for a rename, the new name). Tests replace it to inject faults."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a sealed directory holds: `files` maps relative names to (SHA-256, size in bytes)."""
+    """Contents of a sealed directory: `files` maps relative names to (SHA-256, size in bytes)."""
 
     kind: str
     files: dict[str, Entry]
 
     @property
     def digest(self) -> str:
-        """Fingerprint of names and contents."""
+        """Digest of names and contents."""
         return digests.hash_files({name: sha for name, (sha, _) in self.files.items()})
 
     @property
     def size_bytes(self) -> int:
-        """Sum of the sizes of the files."""
+        """Total size of the files."""
         return sum(size for _, size in self.files.values())
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync the names in a directory to the disk."""
     before("fsync", path)
     disk.fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def make_directory(path: Path) -> None:
-    """Make a folder and those above it that are missing; their names are durable."""
+    """Create a folder and its missing parents, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     for folder in reversed(missing):
         before("mkdir", folder)
@@ -78,13 +79,13 @@ def make_directory(path: Path) -> None:
         fsync_directory(folder.parent)
 
 
-def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] = _ignore_beat) -> None:
-    """Write a new file and fsync it (not its name: whoever seals or renames it does).
+def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], None] = _do_nothing) -> None:
+    """Write a file and fsync it. The caller makes its name durable when it seals or renames it.
 
     Args:
-        path: the file; one that is there is written over, so it must be no sealed one.
+        path: the file. An existing file is overwritten in place, so it must not be a sealed one.
         blocks: its contents.
-        beat: called after each block.
+        on_block: called after each block.
     """
     before("write", path)
     with disk.name_file_in_errors(path), path.open("wb") as stream:
@@ -92,13 +93,13 @@ def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] =
             before("write", path)
             stream.writelines(block)
             stream.flush()
-            beat()
+            on_block()
         before("fsync", path)
         os.fsync(stream.fileno())
 
 
 def _remove_tree(root: Path) -> None:
-    """Remove a file, or a folder and all in it (links themselves, not what they lead to)."""
+    """Remove a file, or a folder with its contents. Links are removed, not their targets."""
     if not root.is_dir() or root.is_symlink():
         before("unlink", root)
         root.unlink()
@@ -110,16 +111,16 @@ def _remove_tree(root: Path) -> None:
 
 
 def _clear(path: Path, error: BaseException) -> None:
-    """Remove what a failed writer made; if even that fails, say so in a note of its error."""
+    """Remove the partial output of a failed writer; if that fails too, add a note to the error."""
     try:
         if os.path.lexists(path):
             _remove_tree(path)
     except OSError as second:
-        error.add_note(f"{path} is left behind until the next start: {second}")
+        error.add_note(f"{path} could not be removed; the next start removes it: {second}")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content`: after a crash either the old or the new bytes are there, never a mixture."""
+    """Replace a file atomically: after a crash it has either the old or the new content."""
     data = content.encode() if isinstance(content, str) else content
     make_directory(path.parent)
     partial = path.parent / f"{PARTIAL}{path.name}-{os.getpid()}"
@@ -134,31 +135,31 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON for people and machines: sorted, indented, NaN refused; equal values give equal bytes."""
+    """Format a value as indented JSON with sorted keys and without NaN; equal values give equal bytes."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `json_bytes` of a value, atomically."""
+    """Write a value as JSON (`json_bytes`), atomically."""
     write_atomic(path, json_bytes(value))
 
 
 def _list_files(root: Path) -> list[str]:
-    own = (root / MANIFEST, root / FOREIGN)  # those of sealed directories inside are ordinary files of this one
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p not in own)
+    ignored = (root / MANIFEST, root / FOREIGN)  # manifests in subfolders are ordinary files of this directory
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p not in ignored)
 
 
 @contextmanager
 def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Iterator[Path]:
-    """Yield a scratch directory; on a clean exit seal it and publish it as `target`, on an error leave no trace.
+    """Yield a scratch directory. On success it is sealed and published as `target`; on an error it is removed.
 
-    An existing `target` is replaced: readers see the old one or the new one (for an instant none, on file systems
-    that cannot exchange two names; see `publish_directory`).
+    An existing `target` is replaced: readers see the old one or the new one (briefly none, on file systems that cannot
+    exchange two names; see `publish_directory`).
 
     Args:
         target: the final name.
-        kind: what it is, for `verify_sealed`.
-        known: see `seal_directory`; may be filled while the directory is.
+        kind: kind of the contents, for `verify_sealed`.
+        known: see `seal_directory`; it may be filled inside the context.
     """
     make_directory(target.parent)
     _remove_orphans(target)
@@ -175,7 +176,7 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
 
 
 def _remove_orphans(target: Path) -> None:
-    """Delete what processes that were killed left of earlier attempts at `target`, or put it back."""
+    """Remove or restore what killed processes left of earlier attempts to write `target`."""
     for prefix in (PARTIAL, DISPLACED):
         for path in target.parent.glob(f"{prefix}{glob.escape(target.name)}-*"):
             pid = path.name.removeprefix(f"{prefix}{target.name}-").removeprefix("doomed-")
@@ -184,12 +185,12 @@ def _remove_orphans(target: Path) -> None:
 
 
 def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Manifest:
-    """Fsync every file and folder below `directory`, then write the manifest; returns it.
+    """Fsync every file and folder below `directory`, then write and return the manifest.
 
     Args:
-        directory: what to seal.
-        kind: what it is, for `verify_sealed`.
-        known: durable files whose digest the caller vouches for: of `write_blocks`, or links to sealed ones; not read.
+        directory: the directory.
+        kind: kind of the contents, for `verify_sealed`.
+        known: digests of durable files that need not be read again: from `write_blocks`, or links to sealed files.
     """
     entries: dict[str, Entry] = {}
     for name in _list_files(directory):
@@ -209,10 +210,10 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
 
 
 def publish_directory(scratch: Path, target: Path) -> None:
-    """Give a sealed scratch directory its final name, durably, in the place of what had it.
+    """Rename a sealed scratch directory to its final name, durably, replacing an existing one.
 
-    Where the file system can, both names are exchanged at once (`disk.exchange_names`). Elsewhere the old one steps
-    aside; a crash in that instant leaves no `target`, and the next writer (or `remove_partials`) puts the old one back.
+    If the file system supports it, both names are exchanged atomically (`disk.exchange_names`). Otherwise the old one
+    is renamed first; after a crash in between, the next writer (or `remove_partials`) restores it.
     """
     if not os.path.lexists(target):
         before("rename", target)
@@ -230,51 +231,50 @@ def publish_directory(scratch: Path, target: Path) -> None:
         except BaseException:
             old.rename(target)
             raise
-    fsync_directory(target.parent)  # first: a machine that dies must not lose the exchange and keep the removal
+    fsync_directory(target.parent)  # before the removal, so that no crash can undo the exchange but keep the removal
     _remove_tree(old)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a sealed directory, without checking the files. Raises DamagedFileError when there is none."""
+    """Return the manifest of a sealed directory, without checking its files. Raises DamagedFileError."""
     path = directory / MANIFEST
     try:
         raw = json.loads(content := path.read_bytes())
         if (found := raw["format"]) != MANIFEST_FORMAT:
             raise DamagedFileError(
-                f"{path}: manifest format {found}, this version reads {MANIFEST_FORMAT}; use the version that wrote it"
+                f"{path}: found manifest format {found}; expected {MANIFEST_FORMAT}; use the version that wrote it"
             )
         if content != json_bytes(raw):
-            raise ValueError("not the bytes that were written")
+            raise ValueError("its bytes were changed")
         entries = {name: (str(e["sha256"]), int(e["bytes"])) for name, e in raw["files"].items()}
         return Manifest(str(raw["kind"]), entries)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedFileError(
-            f"{directory}: not sealed (no {MANIFEST}); it was never finished, make it again"
+            f"{directory}: not sealed (no {MANIFEST}), so it was never finished; create it again"
         ) from None
     except OSError as error:
-        raise DamagedFileError(f"{path}: cannot be read ({error.strerror}); make the directory again") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error.strerror}); create the directory again") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedFileError(f"{path}: unreadable manifest ({error}); make the directory again") from None
+        raise DamagedFileError(f"{path}: invalid manifest ({error}); create the directory again") from None
 
 
 def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
-    """Check every byte of a sealed directory against its manifest.
+    """Check all contents of a sealed directory against its manifest.
 
     Raises:
-        DamagedFileError: names the first file that is missing, unreadable, of another size or content, or not in the
-            manifest.
+        DamagedFileError: a file is missing, unreadable, changed, or not in the manifest; the message names the first.
     """
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:
-        raise DamagedFileError(f"{directory}: sealed as {manifest.kind!r}, expected {kind!r}")
+        raise DamagedFileError(f"{directory}: found a sealed {manifest.kind!r}; expected {kind!r}")
     if extra := sorted(set(_list_files(directory)) - set(manifest.files)):
         names = str(directory / extra[0]) + (f" and {len(extra) - 1} more" if extra[1:] else "")
-        left = " (`map` of `datasets` left it)" if Path(extra[0]).match("cache-*.arrow") else ""
-        raise DamagedFileError(f"{names}: not named in the manifest{left}; remove, or make the directory again")
+        cause = " (a cache file of `datasets.map`)" if Path(extra[0]).match("cache-*.arrow") else ""
+        raise DamagedFileError(f"{names}: not in the manifest{cause}; remove it, or create the directory again")
     for name, entry in manifest.files.items():
         try:
             _check_file(directory / name, entry)
-        except OSError as error:  # a bad sector is damage
+        except OSError as error:  # for example a bad sector
             raise DamagedFileError(f"{directory / name}: cannot be read ({error.strerror})") from None
     return manifest
 
@@ -282,31 +282,31 @@ def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
 def _check_file(path: Path, entry: Entry) -> None:
     sha, size = entry
     if not path.is_file():
-        raise DamagedFileError(f"{path}: missing although the manifest names it")
+        raise DamagedFileError(f"{path}: missing, but listed in the manifest")
     if path.stat().st_size != size:
-        raise DamagedFileError(f"{path}: {path.stat().st_size} bytes, the manifest says {size}")
+        raise DamagedFileError(f"{path}: found {path.stat().st_size} bytes; expected {size} (manifest)")
     if digests.hash_file(path) != sha:
         raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
 
 
 def link_file(source: Path, target: Path) -> bool:
-    """Give a sealed (durable, never again written) file a second name; False where the file system cannot.
+    """Create a hard link to a sealed file. Returns False if the file system does not support it.
 
-    Whether the source is undamaged is for the caller to know.
+    The caller must know that the source is undamaged.
     """
     before("link", target)
     try:
         os.link(source, target)
-    except OSError:  # another file system, one without links, too many links: the caller writes, and learns of the rest
+    except OSError:  # another file system, no hard links, too many links; the caller then copies and sees other errors
         return False
     return True
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Put sealed files elsewhere without using space twice; copy, durably, where they cannot be linked."""
+    """Create a hard link to a sealed file, or a durable copy if links are not possible."""
     make_directory(target.parent)
     if os.path.lexists(target):
-        _remove_tree(target)  # copying over it would write into the sealed file that it may be a link to
+        _remove_tree(target)  # it may be a link to a sealed file, which a copy would overwrite
     if link_file(source, target):
         return
     before("write", target)
@@ -316,14 +316,14 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """`link_or_copy` for every file below `source`, its manifest included."""
+    """Link or copy every file below `source`, its manifest included."""
     for path in sorted(source.rglob("*")):
         if path.is_file():
             link_or_copy(path, target / path.relative_to(source))
 
 
 def remove_sealed(directory: Path) -> None:
-    """Remove a directory: renamed aside first, so that a crash never leaves half of it under its name."""
+    """Remove a directory. It is renamed first, so that a crash never leaves a part of it under its name."""
     doomed = directory.parent / f"{PARTIAL}{directory.name}-doomed-{os.getpid()}"
     if doomed.exists():
         _remove_tree(doomed)
@@ -334,19 +334,19 @@ def remove_sealed(directory: Path) -> None:
 
 
 def remove_partials(directory: Path) -> None:
-    """Delete what writers that died left behind, or put it back. Only for whoever holds the directory's lock."""
+    """Remove or restore the leftovers of killed writers. The caller must hold the lock of the directory."""
     for prefix in (PARTIAL, DISPLACED):
         for path in list(directory.glob(f"{prefix}*")):
             _remove_or_restore(path)
 
 
-def _remove_or_restore(left: Path) -> None:
-    """Of what stepped aside for a new one: back to its name if the new one did not come, else gone."""
-    if left.name.startswith(DISPLACED):
-        target = left.parent / left.name.removeprefix(DISPLACED).rsplit("-", 1)[0]
+def _remove_or_restore(leftover: Path) -> None:
+    """Restore a displaced directory if its replacement is missing; remove any other leftover."""
+    if leftover.name.startswith(DISPLACED):
+        target = leftover.parent / leftover.name.removeprefix(DISPLACED).rsplit("-", 1)[0]
         if not target.exists():
             before("rename", target)
-            left.rename(target)
-            fsync_directory(left.parent)
+            leftover.rename(target)
+            fsync_directory(leftover.parent)
             return
-    _remove_tree(left)
+    _remove_tree(leftover)

@@ -1,38 +1,37 @@
-"""Every path of a project, from one root."""
+"""All paths of a project."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.errors import SettingsError
+from ratchet.errors import ProjectError
 
 RUNS_VARIABLE = "RATCHET_RUNS"
-"""Environment variable that moves the run directories, and profiles of runs, for example to a larger disk."""
+"""Environment variable with another directory for runs, profiles and generations, for example on a larger disk."""
 
-
-OWN_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class ProjectLayout:
-    """Where things live. `root` is absolute; it is the directory that holds params.yaml and dvc.yaml."""
+    """The paths of a project. `root` is absolute; it contains params.yaml and dvc.yaml."""
 
     root: Path
 
     @classmethod
     def find(cls, start: Path) -> "ProjectLayout":
-        """The project that `start` lies in. Raises SettingsError when there is none."""
-        here = start.resolve()
-        for folder in (here, *here.parents):
+        """Return the project that contains `start`. Raises ProjectError if there is none."""
+        start = start.resolve()
+        for folder in (start, *start.parents):
             if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
-                if odd := set(str(folder)) & set("?%"):
-                    raise SettingsError(
-                        f"{folder}: MLflow cannot keep a database below a path with {odd.pop()}; move it"
+                if unusable := set(str(folder)) & set("?%"):
+                    raise ProjectError(
+                        f"{folder}: MLflow cannot use a path that contains {unusable.pop()}; move the project"
                     )
                 return cls(folder)
-        raise SettingsError(
-            f"{here}: no Ratchet project here (no params.yaml beside a dvc.yaml); "
-            "go to one, name it with --project DIR, or make one with `ratchet init DIR --data FILE ...`"
+        raise ProjectError(
+            f"{start}: no Ratchet project here (expected params.yaml and dvc.yaml); change to its folder, pass "
+            "--project DIR, or create one with `ratchet init DIR --data FILE ...`"
         )
 
     @property
@@ -41,12 +40,12 @@ class ProjectLayout:
 
     @property
     def raw(self) -> Path:
-        """Source files of the rows to learn from; everything that `prepare.sources` names lies below."""
+        """Source files of the rows; `prepare.sources` names files below it."""
         return self.root / "data" / "raw"
 
     @property
     def text(self) -> Path:
-        """Plain text that the tiny base is pre-trained on."""
+        """Plain text for the pre-training of the tiny base."""
         return self.root / "data" / "text"
 
     @property
@@ -60,7 +59,7 @@ class ProjectLayout:
 
     @property
     def base(self) -> Path:
-        """Out of stage base: base.json, and model/ when we built the model ourselves."""
+        """Output of stage base: base.json, and model/ if Ratchet built or converted the model."""
         return self.experiments / "base"
 
     @property
@@ -68,9 +67,9 @@ class ProjectLayout:
         return self.base / "base.json"
 
     @property
-    def own_template(self) -> Path | None:
-        """The project's chat template, in the place of the tokenizer's, if base.chat_template names one."""
-        path = self.base / OWN_TEMPLATE
+    def chat_template(self) -> Path | None:
+        """The project's chat template, which replaces the tokenizer's; None unless base.chat_template is set."""
+        path = self.base / CHAT_TEMPLATE_FILE
         return path if path.is_file() else None
 
     @property
@@ -79,12 +78,12 @@ class ProjectLayout:
 
     @property
     def data(self) -> Path:
-        """Out of stage prepare: card.json, card.html, one Arrow file a split, test.jsonl for harness tasks."""
+        """Output of stage prepare: card.json, card.html, an Arrow file per split, test.jsonl for harness tasks."""
         return self.experiments / "data"
 
     @property
     def dataset_page(self) -> Path:
-        """The dataset card for people."""
+        """The dataset card as HTML."""
         return self.data / "card.html"
 
     @property
@@ -93,17 +92,17 @@ class ProjectLayout:
 
     @property
     def distill(self) -> Path:
-        """Out of `ratchet distill`: distill.json, and what the teacher says about the training rows, in shards."""
+        """Output of `ratchet distill`: distill.json, and shards with the teacher's probabilities."""
         return self.experiments / "distill"
 
     @property
-    def teachings(self) -> Path:
-        """Shards of a `ratchet distill` that has not come to its end; outside git and DVC."""
-        return self.experiments / "teachings"
+    def distillation_shards(self) -> Path:
+        """Shards of an unfinished `ratchet distill`; outside git and DVC."""
+        return self.experiments / "distillation_shards"
 
     @property
     def train(self) -> Path:
-        """Out of stage train: train.json, adapter/, checkpoints/best and checkpoints/last."""
+        """Output of stage train: train.json, adapter/, checkpoints/best and checkpoints/last."""
         return self.experiments / "train"
 
     @property
@@ -116,7 +115,7 @@ class ProjectLayout:
 
     @property
     def evaluate(self) -> Path:
-        """Out of stage evaluate: eval.json, samples/*.jsonl, confusion matrix."""
+        """Output of stage evaluate: eval.json, samples/*.jsonl, confusion matrix."""
         return self.experiments / "evaluate"
 
     @property
@@ -125,12 +124,12 @@ class ProjectLayout:
 
     @property
     def quantization(self) -> Path:
-        """Out of `ratchet evaluate --quantization`, which is no stage: quantization.json and quantization.png."""
+        """Output of `ratchet evaluate --quantization` (not a stage): quantization.json and quantization.png."""
         return self.experiments / "quantization"
 
     @property
     def export(self) -> Path:
-        """Out of stage export: bundle.json, sbom.json, hf/, gguf/*.gguf, onnx/*/."""
+        """Output of stage export: bundle.json, sbom.json, hf/, gguf/*.gguf, onnx/*/."""
         return self.experiments / "export"
 
     @property
@@ -143,76 +142,76 @@ class ProjectLayout:
 
     @property
     def sbom(self) -> Path:
-        """CycloneDX: libraries, base and data of the exported model."""
+        """Libraries, base and data of the exported model, as CycloneDX."""
         return self.export / "sbom.json"
 
     @property
     def keyring(self) -> Path:
-        """Public keys whose signatures this project trusts, and those it no longer does; committed to git."""
+        """Public keys that this project trusts, and revoked ones; committed to git."""
         return self.root / ".ratchet" / "keys.json"
 
     @property
     def private_key(self) -> Path:
-        """The key that signs here unless RATCHET_SIGNING_KEY names another; readable by its owner, ignored by git."""
+        """The signing key unless RATCHET_SIGNING_KEY names another; readable by its owner only, ignored by git."""
         return self.root / ".ratchet" / "private.pem"
 
     @property
     def evidence(self) -> Path:
-        """What spoke for promoted models and shows rows of the data: a folder a model, beside the models."""
+        """Evaluation results of promoted models that contain rows of the data: a folder per model."""
         return self.mlruns / "evidence"
 
     @property
     def scores(self) -> Path:
-        """Scores by model and contract, kept between evaluations and across kills; outside git and DVC."""
+        """Cache of scores by model and contract, kept across evaluations and crashes; outside git and DVC."""
         return self.experiments / "scores"
 
     @property
     def noise(self) -> Path:
-        """Out of `ratchet gate --aa`, which is no stage: noise.json and samples/."""
+        """Output of `ratchet gate --aa` (not a stage): noise.json and samples/."""
         return self.experiments / "noise"
 
     @property
     def objectives(self) -> Path:
-        """Sets by which models are chosen (records_evaluation.Objective), a JSON file each."""
+        """Samples used to select models, which must not be in the test set: a JSON file (`ObjectiveSet`) each."""
         return self.experiments / "objectives"
 
     @property
     def sweeps(self) -> Path:
-        """Studies of sweeps, a folder each, and the journal that all of them share; outside git and DVC."""
+        """Studies of sweeps, a folder each, and their common journal; outside git and DVC."""
         return self.experiments / "sweeps"
 
     @property
     def study_journal(self) -> Path:
-        """Optuna's journal of all studies, where no database keeps them."""
+        """Optuna's journal of all studies, unless machine.study_storage is a database."""
         return self.sweeps / "studies.jsonl"
 
     def sweep(self, study: str) -> Path:
-        """Of one study: report.json, page.html, finals/, plots/."""
+        """Return the folder of a study: report.json, page.html, finals/, plots/."""
         return self.sweeps / study
 
     @property
     def pages(self) -> Path:
-        """Pages of `ratchet compare` and `ratchet report`; outside git and DVC."""
+        """Reports of `ratchet compare` and `ratchet report`; outside git and DVC."""
         return self.experiments / "pages"
 
     @property
     def admission(self) -> Path:
-        """What `ratchet doctor --require` found on this machine; outside git and DVC."""
+        """Result of `ratchet doctor --require` on this machine; outside git and DVC."""
         return self.experiments / "admission.json"
 
     @property
-    def lookups(self) -> Path:
-        """Models whose scores on a gate set were seen, a JSON line each; committed to git."""
-        return self.experiments / "lookups.jsonl"
+    def test_set_uses(self) -> Path:
+        """Uses of test sets: one JSON line per evaluated or judged model; committed to git."""
+        return self.experiments / "test_set_uses.jsonl"
 
     @property
     def gate(self) -> Path:
-        """Out of stage gate: verdict.json."""
+        """Output of stage gate: verdict.json."""
         return self.experiments / "gate"
 
     @property
     def gate_page(self) -> Path:
-        """Out of stage gate, too: the evidence, for people."""
+        """Output of stage gate: the verdict with its evidence as HTML."""
         return self.experiments / "report" / "gate.html"
 
     @property
@@ -221,52 +220,51 @@ class ProjectLayout:
 
     @property
     def champion(self) -> Path:
-        """Which version is champion; committed to git, so that git log is the promotion history."""
+        """The champion's version; committed to git, so git log is the promotion history."""
         return self.experiments / "champion.json"
 
     @property
     def promotions(self) -> Path:
-        """The promotion ledger: JSON lines, each with the digest of the one before; committed to git."""
+        """The promotion ledger: JSON lines, each with the digest of the previous one; committed to git."""
         return self.experiments / "promotions.jsonl"
 
     @property
-    def intent(self) -> Path:
-        """What a promotion that has begun is about to do."""
+    def promotion_intent(self) -> Path:
+        """Intent of a promotion in progress, so that it can be completed after a crash."""
         return self.mlruns / "promotion.json"
 
     @property
     def outbox(self) -> Path:
-        """Events for hooks, and how far their delivery is: a folder an event."""
+        """Events for hooks with the state of their delivery: a folder per event."""
         return self.mlruns / "outbox"
 
     def stage_lock(self, stage: str) -> Path:
-        """Lock of who writes this stage's out."""
+        """Return the path of the lock for writing a stage's output."""
         return self.experiments / ".locks" / stage
 
     @property
     def runs(self) -> Path:
-        """Run directories, outside git and DVC: a stage's rerun must not delete checkpoints."""
-        return self._moved or self.experiments / "runs"
+        """Run directories, outside git and DVC: DVC would delete checkpoints when a stage runs again."""
+        return self._runs_root or self.experiments / "runs"
 
     @property
     def profiles(self) -> Path:
-        """Of `ratchet train --profile`, which changes no run: a folder a RunId; outside git and DVC.
+        """Output of `ratchet train --profile`: a folder per RunId; outside git and DVC.
 
-        Each is made in a run directory of its own, which takes a run's room: they move with the runs, and lie among
-        them under a name that is no run's.
+        A profile is made in a run directory of its own, so profiles move with the runs.
         """
-        return self._moved / ".profiles" if self._moved else self.experiments / "profiles"
+        return self._runs_root / ".profiles" if self._runs_root else self.experiments / "profiles"
 
     @property
     def generations(self) -> Path:
-        """Run directories of `ratchet generate`; outside git and DVC, and where the runs are, like profiles."""
-        return self._moved / ".generations" if self._moved else self.experiments / "generations"
+        """Run directories of `ratchet generate`; outside git and DVC; they move with the runs."""
+        return self._runs_root / ".generations" if self._runs_root else self.experiments / "generations"
 
     @property
-    def _moved(self) -> Path | None:
-        """Where RUNS_VARIABLE puts the runs, if it is set."""
-        moved = os.environ.get(RUNS_VARIABLE)
-        return Path(moved).resolve() if moved else None
+    def _runs_root(self) -> Path | None:
+        """The directory in RUNS_VARIABLE, if it is set."""
+        directory = os.environ.get(RUNS_VARIABLE)
+        return Path(directory).resolve() if directory else None
 
     @property
     def mlruns(self) -> Path:
@@ -278,14 +276,14 @@ class ProjectLayout:
 
     @property
     def artifacts(self) -> Path:
-        """MLflow's artifacts of runs."""
+        """Artifacts of MLflow runs."""
         return self.mlruns / "artifacts"
 
     @property
     def models(self) -> Path:
-        """Promoted models, one sealed directory a model digest; what registered versions point at."""
+        """Promoted models, a sealed directory per model digest; registered versions point to them."""
         return self.mlruns / "models"
 
     def promoted_model(self, model_digest: str) -> Path:
-        """Where the promoted model of this digest is kept: bundle, verdict, evaluation, gate.html, adapter/, hf/."""
+        """Return the directory of a promoted model: bundle, verdict, evaluation, gate.html, adapter/, hf/."""
         return self.models / model_digest[:16]

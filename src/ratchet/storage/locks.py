@@ -1,4 +1,4 @@
-"""Locks that die with their holders: two writers of one directory cannot exist, and a stale file locks nothing."""
+"""File locks. The kernel releases a lock when its holder ends, so a leftover lock file has no effect."""
 
 import contextlib
 import fcntl
@@ -21,25 +21,29 @@ def _try_lock(fd: int) -> bool:
 
 
 class FileLock:
-    """An exclusive advisory lock (flock) that dies with its holders: a stale lock file locks nothing.
+    """An exclusive advisory lock (flock).
 
-    The descriptor may be inherited by a child, which then holds the lock too until it ends.
+    A child process that inherits the descriptor holds the lock too, until it ends.
+
+    Args:
+        path: the lock file.
+        subject: what the lock protects, for messages.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path, subject: str) -> None:
         self.path = path
-        self.what = what
+        self.subject = subject
         self._fd: int | None = None
 
     @property
     def fd(self) -> int:
-        """The open descriptor, to pass to a child process."""
+        """The descriptor, to pass to a child process."""
         if self._fd is None:
             raise RuntimeError(f"lock {self.path} is not held")
         return self._fd
 
     def acquire(self, wait_s: float = 0.0) -> "FileLock":
-        """Take the lock, trying for `wait_s` seconds. Raises LockHeldError naming the holder's process id."""
+        """Acquire the lock, waiting up to `wait_s` seconds. Raises LockHeldError with the holder's process id."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + wait_s
@@ -48,17 +52,17 @@ class FileLock:
                 holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
                 os.close(fd)
                 raise LockHeldError(
-                    f"{self.what} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
+                    f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
                 )
             time.sleep(LOCK_POLL_S)
         self._fd = fd
-        with contextlib.suppress(OSError):  # a hint for people; a full disk does not keep anybody from locking
+        with contextlib.suppress(OSError):  # only for the message above; a full disk must not prevent locking
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return self
 
-    def held_elsewhere(self) -> bool:
-        """Whether some process holds the lock now (asked without taking it)."""
+    def is_held(self) -> bool:
+        """Whether a process holds the lock; does not acquire it."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -72,7 +76,7 @@ class FileLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Give the lock back (children that inherited it keep it)."""
+        """Release the lock. Child processes that inherited it keep it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -1,4 +1,4 @@
-"""A file that somebody asked for, and the card beside it: by which choice it was made, and the SHA-256 of its bytes."""
+"""Output files with a card: a JSON file next to the output that records its specification and SHA-256."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,28 +10,28 @@ from ratchet.storage import digests, files
 from ratchet.storage.records.base import Record, find_differing_keys
 
 CARD_ENDING = ".card.json"
-"""What the name of a card has behind that of its file."""
+"""Suffix of a card's file name, after the name of the output."""
 
 
 class OutputCard(Record):
-    """What every card of an output says; each kind says more."""
+    """Base class of output cards."""
 
     spec: Record
-    """Everything that decides what the output holds."""
+    """Everything that determines the content of the output."""
     output: str = ""
-    """SHA-256 of the file beside which this lies."""
+    """SHA-256 of the output."""
 
 
 Kind = TypeVar("Kind", bound=OutputCard)
 
 
 def card_path(output: Path) -> Path:
-    """Where the card of an output lies."""
+    """Return the path of an output's card."""
     return output.with_name(f"{output.name}{CARD_ENDING}")
 
 
 def read_card(output: Path, kind: type[Kind]) -> Kind | None:
-    """The card beside an output, which itself is not read; None: nothing lies there, or no card of this kind."""
+    """Read the card of an output, without the output itself; None if there is no card of this kind."""
     try:
         return kind.model_validate_json(card_path(output).read_bytes())
     except (OSError, ValueError):
@@ -39,67 +39,73 @@ def read_card(output: Path, kind: type[Kind]) -> Kind | None:
 
 
 def explain_missing_card(output: Path) -> str:
-    """Why there is no `read_card` an output, in words."""
-    place = card_path(output)
-    return f"{place.name} is no card of that" if place.exists() else f"no {place.name} lies beside it"
+    """Return why `read_card` found no card."""
+    path = card_path(output)
+    return f"{path.name} is not such a card" if path.exists() else f"{path.name} is missing"
 
 
-def _all_names(_: OutputCard, names: list[str]) -> list[str]:
-    return names
+def _keep_all_keys(_: OutputCard, keys: list[str]) -> list[str]:
+    return keys
 
 
 def is_output_current(
-    output: Path, spec: Record, kind: type[Kind], verb: str, told: Callable[[Kind, list[str]], list[str]] = _all_names
+    output: Path,
+    spec: Record,
+    kind: type[Kind],
+    command: str,
+    select_keys: Callable[[Kind, list[str]], list[str]] = _keep_all_keys,
 ) -> bool:
-    """Whether an output of this very choice is there, as it was written.
+    """Whether the output exists, with this specification and unchanged.
 
     Args:
         output: the file.
-        spec: everything that decides what it holds.
-        kind: of its card.
-        verb: that writes it.
-        told: of the keys in which the spec on a card is another, those that tell somebody something; at least one.
+        spec: everything that determines its content.
+        kind: class of its card.
+        command: the command that writes it.
+        select_keys: selects the keys to report (at least one), given the card and all keys that differ.
 
     Raises:
-        SettingsError: something else has its name; the message says what, or what differs.
+        SettingsError: the file exists, but has another specification, was changed, or is not such an output.
     """
     if not output.exists():
         return False
-    there, another = f"{output}: is there", "remove it, or name another --output"
-    found = read_card(output, kind)
-    if found is None:
-        raise SettingsError(f"{there}, and not by `ratchet {verb}` ({explain_missing_card(output)}); {another}")
-    if names := find_differing_keys(found.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
-        what = ", ".join(told(found, names))
-        raise SettingsError(f"{there}, of a `ratchet {verb}` that differs in {what}; {another}")
-    if digests.hash_file(output) != found.output:
-        raise SettingsError(f"{output}: was changed since it was written; {another}")
+    remedy = "remove it, or set another --output"
+    card = read_card(output, kind)
+    if card is None:
+        raise SettingsError(
+            f"{output}: exists, but `ratchet {command}` did not write it ({explain_missing_card(output)}); {remedy}"
+        )
+    if keys := find_differing_keys(card.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
+        differing = ", ".join(select_keys(card, keys))
+        raise SettingsError(f"{output}: exists, from a `ratchet {command}` that differs in {differing}; {remedy}")
+    if digests.hash_file(output) != card.output:
+        raise SettingsError(f"{output}: changed since it was written; {remedy}")
     return True
 
 
-def write_output(output: Path, contents: Callable[[Path], None], about: Kind) -> Kind:
-    """Write an output with its card; after a crash the file is whole, or not there.
+def write_output(output: Path, write: Callable[[Path], None], card: Kind) -> Kind:
+    """Write an output with its card, atomically: after a crash the output is complete or absent.
 
     Args:
-        output: the file; one that is there is replaced.
-        contents: writes the file, durably, under the name that it is given.
-        about: the card, without the SHA-256 of the file.
+        output: the file; an existing one is replaced.
+        write: writes the content durably to the path it is given.
+        card: the card without the SHA-256 of the output.
 
     Returns:
-        The card as it was written.
+        The card as written.
 
     Raises:
-        OSError: the disk does not take it; no half-written file is left behind.
+        OSError: the disk cannot be written; no partial file remains.
     """
     files.make_directory(output.parent)
-    aside = output.with_name(f"{files.PARTIAL}{output.name}")
+    partial = output.with_name(f"{files.PARTIAL}{output.name}")
     try:
-        contents(aside)
-        about = about.model_copy(update={"output": digests.hash_file(aside)})
-        about.save(card_path(output))  # first: an output without its card would be a stranger's
-        files.publish_directory(aside, output)
+        write(partial)
+        card = card.model_copy(update={"output": digests.hash_file(partial)})
+        card.save(card_path(output))  # first, because an output without a card is not recognized
+        files.publish_directory(partial, output)
     except BaseException:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         raise
-    return about
+    return card

@@ -1,7 +1,15 @@
-"""What the figures of an analysis say: which modules barely moved, and what to try in the next run.
+"""Analyses what training did to each module: gradient norms, updates, and advice for the next run.
 
-The thresholds are ours, chosen so that a healthy training gives little advice; the papers are cited for the relations
-that they rest on. Every sentence holds its figures, so that a reader may disagree.
+Gradient norms are recorded at a fixed grid of steps in the training's state, so an interrupted run has the same ones.
+The update scale·B·A is never computed as a whole: with the QR decompositions B = Q₁R₁ and Aᵀ = Q₂R₂ its singular values
+are those of the small matrix scale·R₁R₂ᵀ. Numbers are rounded to six digits, because the others are noise of the
+machine.
+
+Effective rank: exponential of the Shannon entropy of the singular values divided by their sum (Roy and Vetterli, "The
+effective rank: a measure of effective dimensionality", EUSIPCO 2007).
+
+The thresholds of the advice are Ratchet's own, chosen so that a healthy training gets little advice; papers are cited
+for the relations behind them. Every sentence has its numbers, so that a reader may disagree.
 """
 
 import math
@@ -24,52 +32,48 @@ from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 from ratchet.training.train_state import TrainState
 
 STILL_FACTOR = 10.0
-"""A module that barely moved did so at most by the median over this ..."""
+"""A module barely moved if its update is below the median divided by this, and ..."""
 STILL_DEVIATIONS = 3.5
-"""... and lies, in logarithms, this many scaled median absolute deviations below it (Iglewicz and Hoaglin 1993)."""
+"""... in logarithms, this many scaled median absolute deviations below it (Iglewicz and Hoaglin 1993)."""
 NORMAL_MAD = 1.4826
 """Standard deviations in one median absolute deviation of a normal distribution."""
 
-MOST = 0.75
-"""Share of the modules that makes a rule."""
-FAR_BELOW, NEAR = 0.5, 0.9
-"""Of its rank, a module's effective rank."""
-SPREAD = 10.0
-"""Factor between kinds of modules, in the median of update over weight, that is told."""
-LITTLE = 1e-3
-"""Update over weight, in the median, below which a training has done next to nothing."""
-GROWTH = 3.0
-"""Factor by which gradients grew from the first third of the run to the last."""
-FEWEST_STEPS = 12
-"""Steps with gradient norms that tell a trend."""
-NAMED = 4
+MOST_MODULES = 0.75
+"""Share of the modules for which a finding counts as general."""
+LOW_RANK_SHARE, HIGH_RANK_SHARE = 0.5, 0.9
+"""Effective rank divided by rank."""
+MIN_SPREAD = 10.0
+"""Factor between kinds of modules, in the median of update over weight, that is reported."""
+MIN_UPDATE = 1e-3
+"""Update over weight, in the median, below which a training has changed almost nothing."""
+MIN_GROWTH = 3.0
+"""Factor of gradient norms between the first and the last third of the run that is reported."""
+MIN_STEPS = 12
+"""Steps with gradient norms that are enough for a trend."""
+MAX_NAMES = 4
 
 Modules = Mapping[str, ModuleAnalysis]
 
 
 def find_still_modules(modules: Modules) -> tuple[str, ...]:
-    """Modules that barely moved, in order of their names: their update, beside their weights, is far below the median.
+    """Return modules that barely moved, by name: their update, relative to their weights, is far below the median.
 
-    Far: see STILL_FACTOR and STILL_DEVIATIONS, both of which must hold; in logarithms, for ratios are spread over
-    orders of magnitude. Nothing is still when most modules are. Small gradients are no sign of it: Adam scales every
-    update to about the learning rate.
+    Both STILL_FACTOR and STILL_DEVIATIONS must hold, in logarithms, because ratios span orders of magnitude. No module
+    is still if most are. Small gradients do not matter: Adam scales every update to about the learning rate.
     """
-    return tuple(sorted(_names_far_below({name: one.update_ratio for name, one in modules.items()})))
-
-
-def _names_far_below(found: Mapping[str, float]) -> set[str]:
-    if not found or (median := statistics.median(found.values())) <= 0:
-        return set()
+    ratios = {name: module.update_ratio for name, module in modules.items()}
+    if not ratios or (median := statistics.median(ratios.values())) <= 0:
+        return ()
     centre = math.log(median)
-    known = {name: math.log(value) if value > 0 else -math.inf for name, value in found.items()}
-    # With half or more of the modules alike the deviation is 0, and the factor decides alone.
-    deviation = NORMAL_MAD * statistics.median(abs(value - centre) for value in known.values())
+    logarithms = {name: math.log(value) if value > 0 else -math.inf for name, value in ratios.items()}
+    # If half or more of the modules are equal, the deviation is 0 and the factor alone decides.
+    deviation = NORMAL_MAD * statistics.median(abs(value - centre) for value in logarithms.values())
     limit = centre - max(math.log(STILL_FACTOR), STILL_DEVIATIONS * deviation)
-    return {name for name, value in known.items() if value < limit}
+    return tuple(sorted(name for name, value in logarithms.items() if value < limit))
 
 
-def suggest_changes(modules: Modules, not_moved: Sequence[str], settings: Train) -> tuple[str, ...]:
-    """Sentences about the next run, each with the figures that it rests on; none when nothing stands out."""
+def suggest_changes(modules: Modules, still: Sequence[str], settings: Train) -> tuple[str, ...]:
+    """Return advice for the next run, each sentence with its numbers; empty if nothing is conspicuous."""
     if not modules:
         return ()
     if not any(one.update_norm for one in modules.values()):
@@ -77,128 +81,119 @@ def suggest_changes(modules: Modules, not_moved: Sequence[str], settings: Train)
     rules: tuple[Callable[[], str | None], ...] = (
         lambda: _suggest_on_small_updates(modules, settings),
         lambda: _suggest_on_rank(modules, settings),
-        lambda: _suggest_on_still_modules(modules, not_moved),
+        lambda: _suggest_on_still_modules(modules, still),
         lambda: _suggest_on_spread(modules),
         lambda: _suggest_on_growth(modules, settings),
     )
-    return tuple(said for rule in rules if (said := rule()))
+    return tuple(text for rule in rules if (text := rule()))
 
 
 def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
     typical = statistics.median(one.update_ratio for one in modules.values())
-    if typical >= LITTLE:
+    if typical >= MIN_UPDATE:
         return None
     return (
         f"train.learning_rate: try {5 * settings.learning_rate:g}: the update is {typical:.2g} of a module's weights "
-        "in the median, next to nothing; if the validation loss hardly fell, steps were too short or too few."
+        "in the median, almost nothing; if the validation loss hardly fell, steps were too small or too few."
     )
 
 
 def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
-    """How much of the rank is used.
+    """Suggest a rank by how much of it is used.
 
-    A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2); where all are used alike,
-    the rank may be what limits it.
+    A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2). If all are used equally,
+    the rank may limit it.
     """
     moved = [one for one in modules.values() if one.singular_values and one.update_norm]
-    if not moved or settings.adapter == "adalora":  # which finds its ranks itself
+    if not moved or settings.adapter == "adalora":  # AdaLoRA allocates its ranks itself
         return None
-    used = [one.effective_rank / len(one.singular_values) for one in moved]
-    below, near = (sum(map(test, used)) for test in (lambda share: share < FAR_BELOW, lambda share: share >= NEAR))
+    shares = [one.effective_rank / len(one.singular_values) for one in moved]
+    below = sum(share < LOW_RANK_SHARE for share in shares)
+    near = sum(share >= HIGH_RANK_SHARE for share in shares)
     typical = statistics.median(one.effective_rank for one in moved)
-    most = statistics.median(len(one.singular_values) for one in moved)
-    facts = f"effective rank {typical:.1f} of {most:g} in the median"
-    if below >= MOST * len(used) and settings.rank > 1:
+    rank = statistics.median(len(one.singular_values) for one in moved)
+    facts = f"effective rank {typical:.1f} of {rank:g} in the median"
+    if below >= MOST_MODULES * len(shares) and settings.rank > 1:
         return (
-            f"train.rank: {settings.rank // 2} may do as well: {below} of {len(used)} modules use less than "
-            f"{FAR_BELOW:.0%} of their rank ({facts}; Hu et al. 2021, section 7.2)."
+            f"train.rank: {settings.rank // 2} may do as well: {below} of {len(shares)} modules use less than "
+            f"{LOW_RANK_SHARE:.0%} of their rank ({facts}; Hu et al. 2021, section 7.2)."
         )
-    if near >= MOST * len(used):
-        stable = "" if settings.rank_stabilized else ", with rank_stabilized: true if it is large (Kalajdzievski 2023)"
+    if near >= MOST_MODULES * len(shares):
+        stable = "" if settings.use_rslora else ", with use_rslora: true if it is large (Kalajdzievski 2023)"
         return (
-            f"train.rank: {2 * settings.rank} may learn more{stable}: {near} of {len(used)} modules use at least "
-            f"{NEAR:.0%} of their rank ({facts}). Compare the validation loss."
+            f"train.rank: {2 * settings.rank} may learn more{stable}: {near} of {len(shares)} modules use at least "
+            f"{HIGH_RANK_SHARE:.0%} of their rank ({facts}). Compare the validation loss."
         )
     return None
 
 
-def _suggest_on_still_modules(modules: Modules, not_moved: Sequence[str]) -> str | None:
-    if not not_moved:
+def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str | None:
+    if not still:
         return None
-    saved = sum(modules[name].parameters for name in not_moved)
-    share = saved / max(1, sum(one.parameters for one in modules.values()))
+    parameters = sum(modules[name].parameters for name in still)
+    share = parameters / max(1, sum(one.parameters for one in modules.values()))
     kinds: dict[str, list[str]] = {}
     for name in modules:
         kinds.setdefault(module_names.parse_module_name(name).kind, []).append(name)
-    whole = sorted(what for what, members in kinds.items() if set(members) <= set(not_moved))
-    where = f"every {_join_names(whole)}" if whole else _join_names(not_moved)
+    complete_kinds = sorted(kind for kind, members in kinds.items() if set(members) <= set(still))
+    names = f"every {_join_names(complete_kinds)}" if complete_kinds else _join_names(still)
     return (
-        f"train.targets: leave out what barely moved, {len(not_moved)} of {len(modules)} modules ({where}), with "
-        f"{share:.1%} of what is trained."
+        f"train.target_modules: leave out the modules that barely moved, {len(still)} of {len(modules)} ({names}), "
+        f"with {share:.1%} of the trainable parameters."
     )
 
 
 def _suggest_on_spread(modules: Modules) -> str | None:
-    """Modules of one kind are judged together: their place in the model differs, their task does not."""
+    """Compare kinds of modules, such as all q_proj: modules of one kind have the same task."""
     kinds: dict[str, list[float]] = {}
     for name, one in modules.items():
         kinds.setdefault(module_names.parse_module_name(name).kind, []).append(one.update_ratio)
-    medians = {what: statistics.median(ratios) for what, ratios in kinds.items()}
-    moved = {what: ratio for what, ratio in medians.items() if ratio > 0}
+    medians = {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
+    moved = {kind: ratio for kind, ratio in medians.items() if ratio > 0}
     if len(moved) < 2:
         return None
-    most, least = max(moved, key=lambda what: moved[what]), min(moved, key=lambda what: moved[what])
-    if moved[most] < SPREAD * moved[least]:
+    most, least = max(moved, key=lambda kind: moved[kind]), min(moved, key=lambda kind: moved[kind])
+    if moved[most] < MIN_SPREAD * moved[least]:
         return None
     return (
         f"train.rank_pattern, train.alpha_pattern: {most} changed by {moved[most]:.2%} of its weights in the median, "
-        f"{least} by {moved[least]:.2%}; more rank or alpha for the one, less for the other, may even that out "
+        f"{least} by {moved[least]:.2%}; a different rank or alpha for the two may balance them "
         "(budgets by importance: Zhang et al. 2023, AdaLoRA)."
     )
 
 
 def _suggest_on_growth(modules: Modules, settings: Train) -> str | None:
     series = [one.gradient_norms for one in modules.values() if one.gradient_norms]
-    if not series or len(series[0]) < FEWEST_STEPS:
+    if not series or len(series[0]) < MIN_STEPS:
         return None
     totals = [math.hypot(*step) for step in zip(*series, strict=True)]
     third = len(totals) // 3
     first, last = statistics.median(totals[:third]), statistics.median(totals[-third:])
-    if first <= 0 or last < GROWTH * first:
+    if first <= 0 or last < MIN_GROWTH * first:
         return None
     return (
         f"train.learning_rate: try {settings.learning_rate / 2:g}: the gradient norm grew from {first:.3g} in the "
-        f"first third of the run to {last:.3g} in the last; steps may be too long."
+        f"first third of the run to {last:.3g} in the last; steps may be too large."
     )
 
 
-def _join_names(found: Sequence[str]) -> str:
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return ", ".join(found[:NAMED]) + more
+def _join_names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + rest
 
 
-# What training did to the model, module by module: gradients on the way, updates at the end, advice for the next run.
-#
-# Gradient norms are taken at a fixed grid of steps and kept in the training's state, so that an interrupted run has
-# the
-# same ones. The update scale·B·A is never formed: with the QR decompositions B = Q₁R₁ and Aᵀ = Q₂R₂ its singular
-# values
-# are those of the small matrix scale·R₁R₂ᵀ. Figures are rounded to six digits: what is beyond is noise of the machine.
-#
-# Effective rank: exponential of the Shannon entropy of the singular values divided by their sum (Roy and Vetterli,
-# "The
-# effective rank: a measure of effective dimensionality", EUSIPCO 2007).
+# Gradient norms during training.
 
 GRID_POINTS = 50
-"""Steps of a run at which gradients are taken apart, at most."""
+"""Maximum number of steps of a run at which gradient norms of modules are recorded."""
 
 DIGITS = 6
-"""Of every figure."""
+"""Digits of every number."""
 
 
 @lru_cache(maxsize=8)
 def analysis_steps(steps: int) -> frozenset[int]:
-    """Optimizer steps (from 1) of a run of `steps` at which gradients are taken apart: evenly spread, ends included."""
+    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, ends included."""
     if steps <= GRID_POINTS:
         return frozenset(range(1, steps + 1))
     gaps = GRID_POINTS - 1
@@ -206,114 +201,114 @@ def analysis_steps(steps: int) -> frozenset[int]:
 
 
 def is_due(step: int, steps: int) -> bool:
-    """Whether gradients are taken apart at optimizer step `step` (from 1) of the `steps` that are planned."""
+    """Return whether module norms are recorded at optimizer step `step` (from 1) of `steps`."""
     return step in analysis_steps(steps)
 
 
 def compute_module_norms(model: Model) -> dict[str, float]:
-    """L2 norm of each module's gradient, all that learns in it together, by the module's name in the base model.
+    """Return the L2 norm of the gradient of all trainable parameters of each module, by its name in the base.
 
-    To be called with the whole step's gradient in place, before it is clipped. The device is waited for once.
+    Call it with the whole step's gradient, before clipping. It waits for the device once.
     """
-    owned = [
+    gradients = [
         (name, parameter.grad)
-        for name, found in _trainable_by_module(model)
-        for parameter in found
+        for name, parameters in _trainable_by_module(model)
+        for parameter in parameters
         if parameter.grad is not None
     ]
-    if not owned:
+    if not gradients:
         return {}
-    each = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for _, gradient in owned]).tolist()
-    together: dict[str, list[float]] = {}
-    for (name, _), norm in zip(owned, each, strict=True):
-        together.setdefault(name, []).append(norm)
-    return {name: _round_value(math.hypot(*parts)) for name, parts in together.items()}
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for _, gradient in gradients])
+    by_module: dict[str, list[float]] = {}
+    for (name, _), norm in zip(gradients, norms.tolist(), strict=True):
+        by_module.setdefault(name, []).append(norm)
+    return {name: _round_value(math.hypot(*parts)) for name, parts in by_module.items()}
 
 
-def record_norms(state: TrainState, step: int, found: Mapping[str, float]) -> TrainState:
-    """The state with the norms of a step; unchanged when there are none."""
-    if not found:
+def record_norms(state: TrainState, step: int, norms: Mapping[str, float]) -> TrainState:
+    """Return the state with the norms of a step; unchanged when there are none."""
+    if not norms:
         return state
-    before, missing = state.gradient_norms, (0.0,) * len(state.gradient_steps)
-    series = {name: (*before.get(name, missing), found.get(name, 0.0)) for name in dict.fromkeys((*before, *found))}
-    return replace(state, gradient_steps=(*state.gradient_steps, step), gradient_norms=series)
+    before, missing = state.module_norms, (0.0,) * len(state.module_norm_steps)
+    series = {name: (*before.get(name, missing), norms.get(name, 0.0)) for name in dict.fromkeys((*before, *norms))}
+    return replace(state, module_norm_steps=(*state.module_norm_steps, step), module_norms=series)
 
 
 def _trainable_by_module(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
-    """What learns in each module of the base, and nowhere below another adapter."""
+    """Yield the trainable parameters of each module of the base, without those of an adapter below it."""
     for name, layer in model.get_base_model().named_modules():
         if isinstance(layer, BaseTunerLayer) and (own := _own_parameters(layer)):
             yield name_in_base(name, layer).removesuffix(".token_adapter"), own
 
 
 def _own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What learns in a layer of peft; not what does in the layer below, which may have an adapter of its own."""
+    """Return the trainable parameters of a peft layer, without those of its base layer, which may have an adapter."""
     below = {id(parameter) for parameter in layer.base_layer.parameters()}
     return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in below]
 
 
-# ------------------------------------------------------------------------------------------------- after training
+# Updates, after training.
 
 
 def analyse(model: Model, state: TrainState, settings: Train) -> AdapterAnalysis:
-    """What training did to every module with an adapter; the weights of `model` are those that are kept.
+    """Analyse every module with an adapter; the model has the kept weights.
 
-    `update_norm` holds what changed in the weights as they act: of DoRA its magnitudes too. Singular values and
-    effective rank are those of scale·B·A alone; `rank` counts the directions of the update: twice train.rank for PiSSA,
-    whatever is left for AdaLoRA. Of fused experts all norms are those of all experts together, singular values the root
-    mean squares over the experts, effective ranks their mean. `weight_norm` is 0 where the weights cannot be read.
-    Rows of added tokens have gradient norms in the state, but are no module with a rank, and are left out.
+    `update_norm` is the norm of the effective change of the weights, for DoRA with the magnitudes. Singular values and
+    effective rank are those of scale·B·A alone. `rank` is the number of directions of the update: twice train.rank for
+    PiSSA, the allocated rank for AdaLoRA. For fused experts, norms are over all experts, singular values are root mean
+    squares over the experts, and the effective rank is their mean. `weight_norm` is 0 if the weights cannot be read.
+    Rows of added tokens have gradient norms in the state, but no rank, and are left out.
 
     Args:
-        model: with its adapter; one layer's weights at a time are dequantised.
-        state: of the last step.
-        settings: that the run was made with.
+        model: model with its adapter; one layer's weights at a time are dequantised.
+        state: state after the last step.
+        settings: settings of the run.
     """
     with torch.no_grad():
-        modules = {one.name: _analyse_module(one, state) for one in adapters.iterate_factors(model)}
+        modules = {factors.name: _analyse_module(factors, state) for factors in adapters.iterate_factors(model)}
     still = find_still_modules(modules)
     return AdapterAnalysis(
-        steps=state.gradient_steps,
+        steps=state.module_norm_steps,
         modules=modules,
-        still=still,
+        unchanged_modules=still,
         advice=suggest_changes(modules, still, settings),
     )
 
 
-def _analyse_module(found: LoraFactors, state: TrainState) -> ModuleAnalysis:
-    values = compute_singular_values(found)  # [experts, rank]; a layer is one expert
-    weight = _read_frozen_weight(found.layer)
-    moved = math.hypot(*values.flatten().tolist())
-    magnitude = _dora_magnitude(found.layer)
+def _analyse_module(factors: LoraFactors, state: TrainState) -> ModuleAnalysis:
+    values = compute_singular_values(factors)  # [experts, rank]; a layer is one expert
+    weight = _read_frozen_weight(factors.layer)
+    update_norm = math.hypot(*values.flatten().tolist())
+    magnitude = _dora_magnitude(factors.layer)
     if magnitude is not None and weight is not None:
-        moved = _dora_update_norm(weight, found, magnitude)
+        update_norm = _dora_update_norm(weight, factors, magnitude)
     spectrum = values.square().mean(dim=0).sqrt().tolist()
     return ModuleAnalysis(
-        rank=found.rank,
-        parameters=sum(parameter.numel() for parameter in _own_parameters(found.layer)),
-        gradient_norms=state.gradient_norms.get(found.name, ()),
+        rank=factors.rank,
+        parameters=sum(parameter.numel() for parameter in _own_parameters(factors.layer)),
+        gradient_norms=state.module_norms.get(factors.name, ()),
         weight_norm=0.0 if weight is None else _round_value(float(_compute_row_norms(weight).norm())),
-        update_norm=_round_value(moved),
+        update_norm=_round_value(update_norm),
         singular_values=tuple(map(_round_value, spectrum)),
         effective_rank=_round_value(statistics.fmean(compute_effective_rank(one) for one in values.tolist())),
     )
 
 
-def compute_singular_values(found: LoraFactors) -> Tensor:
-    """Of scale·B·A, [experts, rank] (a layer is one expert), descending, in float64 on the CPU.
+def compute_singular_values(factors: LoraFactors) -> Tensor:
+    """Return the singular values of scale·B·A, [experts, rank] (a layer is one expert), descending, float64, CPU.
 
-    As many as the rank, or as the smaller side of the weights where that is less.
+    There are as many as the rank, or as the smaller side of the weights if that is less.
     """
-    a, b = (one.double().cpu() for one in (found.a, found.b))
+    a, b = (one.double().cpu() for one in (factors.a, factors.b))
     a, b = (one if one.ndim == 3 else one.unsqueeze(0) for one in (a, b))
-    if not found.rank:
+    if not factors.rank:
         return torch.zeros(len(a), 0, dtype=torch.float64)
-    of_a, of_b = (torch.linalg.qr(one, mode="r").R for one in (a.mT, b))
-    return torch.linalg.svdvals(found.scale * of_b @ of_a.mT)
+    r_a, r_b = (torch.linalg.qr(one, mode="r").R for one in (a.mT, b))
+    return torch.linalg.svdvals(factors.scale * r_b @ r_a.mT)
 
 
 def compute_effective_rank(values: Sequence[float]) -> float:
-    """Exponential of the entropy of the values over their sum (Roy and Vetterli 2007); 0 when all are 0."""
+    """Return the exponential of the entropy of the values over their sum (Roy and Vetterli 2007); 0 if all are 0."""
     total = math.fsum(values)
     if total <= 0:
         return 0.0
@@ -322,41 +317,42 @@ def compute_effective_rank(values: Sequence[float]) -> float:
 
 
 def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
-    """Frozen weights in float32, [outputs, inputs], of experts one dimension more; None where they cannot be read."""
+    """Return frozen weights in float32, [outputs, inputs], or [experts, ...]; None if they cannot be read."""
     if isinstance(layer, ParamWrapper):
         return frozen_weights.gather_full_weight(layer.get_param().detach()).float()
     try:
         return frozen_weights.dense_weight(layer)
-    except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
+    except BaseModelError:  # torch cannot dequantise this base; the rest of the analysis is possible
         return None
 
 
 def _compute_row_norms(weight: Tensor) -> Tensor:
-    """L2 norm of each output's weights, in float64; summed in float32 a row at a time, so that nothing is copied."""
+    """Return the L2 norm of each row in float64; summed in float32 row by row, so that nothing is copied."""
     return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
 
 
 def _dora_magnitude(layer: torch.nn.Module) -> Tensor | None:
-    """DoRA's magnitudes [outputs], in float64; None for other adapters."""
-    held = getattr(layer, "lora_magnitude_vector", None)
-    if not held:
+    """Return DoRA's magnitudes [outputs] in float64; None for other adapters."""
+    vectors = getattr(layer, "lora_magnitude_vector", None)
+    if not vectors:
         return None
-    (vector,) = held.values()
-    found: Tensor = vector.weight.detach().double().cpu().flatten()
-    return found
+    (vector,) = vectors.values()
+    magnitude: Tensor = vector.weight.detach().double().cpu().flatten()
+    return magnitude
 
 
-def _dora_update_norm(weight: Tensor, found: LoraFactors, magnitude: Tensor) -> float:
-    """‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
+def _dora_update_norm(weight: Tensor, factors: LoraFactors, magnitude: Tensor) -> float:
+    """Return ‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
 
-    With c = m / ‖W + U‖ a row has changed by (c - 1) W + c U, whose square needs only products with the thin A and B.
+    With c = m / ‖W + U‖, a row has changed by (c - 1) W + c U. Its square needs products with the thin A and B only.
     """
-    a, b = found.a.double().cpu(), found.scale * found.b.double().cpu()
-    of_weight = _compute_row_norms(weight).square()
-    across = ((weight @ found.a.T.to(weight.device)).double().cpu() * b).sum(dim=1)
-    of_update = ((b @ (a @ a.T)) * b).sum(dim=1)
-    c = magnitude / (of_weight + 2 * across + of_update).clamp_min(0).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    squares = (c - 1).square() * of_weight + 2 * c * (c - 1) * across + c.square() * of_update
+    a, b = factors.a.double().cpu(), factors.scale * factors.b.double().cpu()
+    weight_squares = _compute_row_norms(weight).square()
+    cross_terms = ((weight @ factors.a.T.to(weight.device)).double().cpu() * b).sum(dim=1)
+    update_squares = ((b @ (a @ a.T)) * b).sum(dim=1)
+    norms = (weight_squares + 2 * cross_terms + update_squares).clamp_min(0).sqrt()
+    c = magnitude / norms.clamp_min(torch.finfo(torch.float64).tiny)
+    squares = (c - 1).square() * weight_squares + 2 * c * (c - 1) * cross_terms + c.square() * update_squares
     return math.sqrt(max(0.0, float(squares.sum())))
 
 

@@ -1,7 +1,7 @@
-"""What is done about a step whose loss or gradient is not as it should be: pure rules, told by `train.guards`.
+"""Rules for a step whose loss or gradient is abnormal, set by `train.guards`: pure functions.
 
-They are asked before the optimizer sees the gradient, so no weight is ever moved by a number that is not finite. Like
-the budget, what they decide depends on the run's own figures alone: repeated, it is decided the same.
+They run before the optimizer step, so a number that is not finite never changes a weight. Their decisions depend on
+the run's own numbers only, so a repeated step gets the same decision.
 """
 
 import math
@@ -12,51 +12,51 @@ from ratchet.config.train import GuardSettings
 from ratchet.training.train_state import TrainState
 
 MAD_SCALE = 1.4826
-"""Makes the median absolute deviation of normal samples their standard deviation (Rousseeuw & Croux, "Alternatives to
-the Median Absolute Deviation", JASA 88, 1993: b = 1.4826)."""
-LEAST_DEVIATION = 0.05
-"""Of the median: norms that hardly vary must not make every step a spike."""
+"""Turns the median absolute deviation of normal samples into their standard deviation (Rousseeuw & Croux,
+"Alternatives to the Median Absolute Deviation", JASA 88, 1993: b = 1.4826)."""
+MIN_DEVIATION = 0.05
+"""Share of the median: without it, every step would be a spike when norms hardly vary."""
 
 
 @dataclass(frozen=True)
 class StepAcceptance:
-    """Learn from the step."""
+    """Apply the step."""
 
 
 @dataclass(frozen=True)
 class GradientSpike:
-    """Learn from it, and say that its gradient is unusually large."""
+    """Apply the step, and report that its gradient is unusually large."""
 
     median: float
-    """Of the gradient norms of the steps before."""
+    """Median gradient norm of the previous steps."""
     deviations: float
-    """By how many scaled median absolute deviations the norm is above it."""
+    """Distance of the norm from the median, in scaled median absolute deviations."""
 
 
 @dataclass(frozen=True)
 class StepRepeat:
-    """Compute the same step once more: a flicker of the hardware does not come twice."""
+    """Compute the same step again: a transient hardware error does not repeat."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StepSkip:
-    """Go on without learning from this step."""
+    """Continue without applying this step."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StepRollback:
-    """Go on with the weights of the last good snapshot; the steps since, and this one, are left out."""
+    """Continue with the weights of the last snapshot; this step and those since the snapshot are skipped."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TrainingHalt:
-    """End the run; a person must look."""
+    """End the run; a person must decide."""
 
     diagnosis: str
 
@@ -65,112 +65,118 @@ Verdict = StepAcceptance | GradientSpike | StepRepeat | StepSkip | StepRollback 
 
 
 def judge_step(
-    rules: GuardSettings, state: TrainState, loss: float, norm: float, rate: float, *, repeated: bool
+    rules: GuardSettings, state: TrainState, loss: float, norm: float, learning_rate: float, *, repeated: bool
 ) -> Verdict:
-    """What to do about the step after `state.step`.
+    """Return what to do about the step after `state.step`.
 
     Args:
         rules: `train.guards`.
-        state: before the step.
-        loss: of the step, in nats per answer token.
+        state: state before the step.
+        loss: loss of the step, in nats per answer token.
         norm: L2 norm of its gradient before clipping.
-        rate: learning rate that it would be learned with.
-        repeated: it has been computed a second time already.
+        learning_rate: learning rate of the step.
+        repeated: the step was computed again already.
     """
-    found = _describe_non_finite(loss, norm)
-    if found:
+    problem = _describe_non_finite(loss, norm)
+    if problem:
         if not repeated:
-            return StepRepeat(found)
-        return _choose_remedy(rules, state, f"{found}, computed twice", rate, rules.on_non_finite)
+            return StepRepeat(problem)
+        return _choose_remedy(rules, state, f"{problem}, computed twice", learning_rate, rules.on_non_finite)
     spike = _detect_spike(rules, state, norm)
     if spike is None:
         return StepAcceptance()
     if rules.on_spike == "report":
         return spike
     text = f"gradient norm {norm:.4g} is {spike.deviations:.4g} deviations above the running median {spike.median:.4g}"
-    return _choose_remedy(rules, state, text, rate, rules.on_spike)
+    return _choose_remedy(rules, state, text, learning_rate, rules.on_spike)
 
 
 def record_good_step(state: TrainState, rules: GuardSettings, norm: float) -> TrainState:
-    """The state with one more gradient norm to compare later ones with; `step` is left to the caller."""
-    return replace(state, norms=(*state.norms, norm)[-rules.window_steps :])
+    """Return the state with one more gradient norm in its history; the caller advances `step`."""
+    return replace(state, grad_norms=(*state.grad_norms, norm)[-rules.window_steps :])
 
 
-def record_bad_step(state: TrainState, rules: GuardSettings, back_to: TrainState | None = None) -> TrainState:
-    """The state after a step that was left out: counted as done, and learned nothing from.
+def record_bad_step(state: TrainState, rules: GuardSettings, rollback_to: TrainState | None = None) -> TrainState:
+    """Return the state after a skipped step: counted as done, but not applied.
 
-    Counters and histories go on, also when the weights go back. The gradient norms of undone steps stay: their median
-    is that of this stage of the training, unless more than half of the window was bad.
+    Counters and histories continue, also after a rollback. The gradient norms of undone steps stay: their median is
+    that of this stage of the training, unless more than half of the window was bad.
 
     Args:
-        state: before the step.
+        state: state before the step.
         rules: `train.guards`.
-        back_to: state of the snapshot whose weights go on; None when the weights stay what they are.
+        rollback_to: state of the snapshot whose weights are restored; None when the weights do not change.
     """
     step = state.step + 1
-    # What was left out before the snapshot stays left out, and of what came after nothing is in the weights any more.
-    skipped = state.skipped_steps + 1 if back_to is None else back_to.skipped_steps + step - back_to.step
+    # Steps skipped before the snapshot stay skipped, and no step after it is in the weights any more.
+    skipped = state.skipped_steps + 1 if rollback_to is None else rollback_to.skipped_steps + step - rollback_to.step
     return replace(
         state,
         step=step,
         skipped_steps=skipped,
         bad_steps=(*_recent_bad_steps(rules, state), step),
-        rate_scale=state.rate_scale * rules.rate_factor,
+        learning_rate_scale=state.learning_rate_scale * rules.learning_rate_factor,
     )
 
 
 def _recent_bad_steps(rules: GuardSettings, state: TrainState) -> tuple[int, ...]:
-    """Bad steps of the window that ends with the step after `state.step`."""
+    """Return the bad steps of the window that ends with the step after `state.step`."""
     return tuple(step for step in state.bad_steps if step > state.step + 1 - rules.window_steps)
 
 
 def _describe_non_finite(loss: float, norm: float) -> str:
-    for what, value in (("loss", loss), ("gradient norm", norm)):
+    for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
-            return f"{what} is {value}"
+            return f"{name} is {value}"
     return ""
 
 
 def _detect_spike(rules: GuardSettings, state: TrainState, norm: float) -> GradientSpike | None:
-    """How far the norm is above those before it; None when that is not too far, or too few are known."""
-    norms = state.norms[-rules.window_steps :]
+    """Return how far the norm is above the previous ones; None if it is normal, or if too few are known."""
+    norms = state.grad_norms[-rules.window_steps :]
     if len(norms) < rules.window_steps // 2:
         return None
     median = statistics.median(norms)
     spread = MAD_SCALE * statistics.median(abs(value - median) for value in norms)
-    deviation = max(spread, LEAST_DEVIATION * median)
+    deviation = max(spread, MIN_DEVIATION * median)
     if norm <= median + rules.spike_deviations * deviation or deviation == 0:
-        return None  # a window of zeros (nothing to learn from) has no scale
+        return None  # a window of zeros has no scale
     return GradientSpike(median, (norm - median) / deviation)
 
 
-def _choose_remedy(rules: GuardSettings, state: TrainState, reason: str, rate: float, action: str) -> Verdict:
-    """Do without the step, in the way that the rules ask for and as long as they put up with it."""
+def _choose_remedy(rules: GuardSettings, state: TrainState, reason: str, learning_rate: float, action: str) -> Verdict:
+    """Skip the step, roll back, or halt after too many bad steps."""
     bad = (*_recent_bad_steps(rules, state), state.step + 1)
-    if action == "stop" or len(bad) > rules.patience:
-        return TrainingHalt(_write_diagnosis(rules, state, reason, rate, bad))
+    if action == "stop" or len(bad) > rules.max_bad_steps:
+        return TrainingHalt(_write_diagnosis(rules, state, reason, learning_rate, bad))
     return StepRollback(reason) if action == "roll_back" else StepSkip(reason)
 
 
-def _write_diagnosis(rules: GuardSettings, state: TrainState, reason: str, rate: float, bad: tuple[int, ...]) -> str:
-    """Which steps, what was found, and what to change."""
+def _write_diagnosis(
+    rules: GuardSettings, state: TrainState, reason: str, learning_rate: float, bad: tuple[int, ...]
+) -> str:
+    """Return which steps were bad, why, and what to change."""
     step = state.step + 1
     lines = [f"step {step}: {reason}"]
     if len(bad) > 1:
-        named = ", ".join(map(str, bad[-10:]))
+        numbers = ", ".join(map(str, bad[-10:]))
         in_a_row = " in a row" if bad[-1] - bad[0] == len(bad) - 1 else f" within {rules.window_steps}"
         lines.append(
-            f"{len(bad)} bad steps{in_a_row} ({'..., ' if len(bad) > 10 else ''}{named}); "
-            f"train.guards.patience puts up with {rules.patience}"
+            f"{len(bad)} bad steps{in_a_row} ({'..., ' if len(bad) > 10 else ''}{numbers}); "
+            f"train.guards.max_bad_steps is {rules.max_bad_steps}"
         )
-    norms = state.norms[-rules.window_steps :]
+    norms = state.grad_norms[-rules.window_steps :]
     if norms:
         lines.append(f"median gradient norm of the last {len(norms)} good steps {statistics.median(norms):.4g}")
-    scale = "" if state.rate_scale == 1 else f" (train.guards has multiplied it by {state.rate_scale:.4g})"
-    lines.append(f"learning rate {rate:.4g}{scale}; no weight was changed by these steps")
+    scale = (
+        ""
+        if state.learning_rate_scale == 1
+        else f" (train.guards has multiplied it by {state.learning_rate_scale:.4g})"
+    )
+    lines.append(f"learning rate {learning_rate:.4g}{scale}; these steps changed no weight")
     if norms or len(bad) > 1:
-        advice = "lower train.learning_rate or raise train.warmup, and look at the rows of these steps"
+        advice = "lower train.learning_rate or raise train.warmup_ratio, and check the rows of these steps"
     else:
-        advice = "look at the rows of this step and at train.compute_dtype (float16 overflows), or lower the rate"
-    spikes = "; a higher train.guards.spike_deviations lets such steps pass" if "deviations above" in reason else ""
+        advice = "check the rows of this step and train.compute_dtype (float16 overflows), or lower train.learning_rate"
+    spikes = "; a higher train.guards.spike_deviations accepts such steps" if "deviations above" in reason else ""
     return "; ".join(lines) + f". What to do: {advice}{spikes}"

@@ -1,4 +1,9 @@
-"""When the next checkpoint is due: after so many steps, after so long, or as often as is worth it. It has no clock."""
+"""Decides when a checkpoint is due, and saves checkpoints in a background thread.
+
+The snapshot alone blocks training, never a disk. At most one save is in progress. Meanwhile a snapshot that is due by
+interval is not taken (the interval grows to the length of a save); one that must be kept (a new best, the end) waits in
+memory. A disk that fails (full, I/O errors, read-only) is reported once, and saving is tried again until it works.
+"""
 
 import contextlib
 import errno
@@ -19,33 +24,33 @@ from ratchet.training import checkpoint
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 PRIOR_S = 6 * 3600.0
-"""What is believed before anything is seen: one failure in six hours, of the weight of six hours of watching."""
-FIRST_S = 30.0
-"""Until the first checkpoint has told what one costs."""
-LONGEST_S = 30 * 60.0
-"""However rare failures are: nobody wants to lose more than half an hour."""
-LARGEST_SHARE = 0.01
-"""Of the wall clock that checkpoints may cost training."""
+"""Prior of the failure rate: one failure in six hours, with the weight of six hours of observation."""
+FIRST_INTERVAL_S = 30.0
+"""Interval until the cost of a checkpoint is known."""
+MAX_INTERVAL_S = 30 * 60.0
+"""At most half an hour is lost, however rare failures are."""
+MAX_COST_SHARE = 0.01
+"""Share of the wall clock that checkpoints may cost."""
 BACKGROUND_SHARE = 0.1
-"""Of the time of a save in the background that training is taken to lose: it hashes and writes beside it, on other
-processors where there are any. An assumption; where it is too high, checkpoints are rarer than they might be."""
+"""Assumed share of the time of a background save by which it slows training, as it hashes and writes on other
+processors. If it is too high, checkpoints are rarer than necessary."""
 
 
-def checkpoint_cost_s(block_s: float, save_s: float) -> float:
-    """What one checkpoint costs training, in seconds: the time that it stands still, and a share of the save."""
-    return block_s + BACKGROUND_SHARE * save_s
+def checkpoint_cost_s(blocked_s: float, save_s: float) -> float:
+    """Return the cost of one checkpoint in seconds: the time that it blocks training, and a share of the save."""
+    return blocked_s + BACKGROUND_SHARE * save_s
 
 
 def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
-    """Mean time between failures, estimated from the run itself, in seconds.
+    """Return the mean time between failures in seconds, estimated from the run itself.
 
-    Failures as a Poisson process whose rate has a Gamma(1, PRIOR_S) prior: the inverse of the rate's posterior mean.
+    Failures are a Poisson process whose rate has a Gamma(1, PRIOR_S) prior: the inverse of the rate's posterior mean.
     """
     return (observed_s + PRIOR_S) / (deaths + 1)
 
 
 def optimal_interval_s(cost_s: float, failure_s: float) -> float:
-    """Time between two checkpoints that loses least, in seconds; 0 where a checkpoint costs nothing.
+    """Return the time between two checkpoints that loses the least, in seconds; 0 if a checkpoint costs nothing.
 
     sqrt(2 C M) - C: Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974) with
     the first term of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22(3),
@@ -54,36 +59,37 @@ def optimal_interval_s(cost_s: float, failure_s: float) -> float:
     return max(0.0, math.sqrt(2 * cost_s * failure_s) - cost_s)
 
 
-def auto_interval_s(block_s: float, save_s: float, deaths: int, observed_s: float) -> float:
-    """The interval of `auto`, in seconds.
+def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: float) -> float:
+    """Return the interval of `auto`, in seconds.
 
-    At most LONGEST_S; but in any case so long that checkpoints cost no more than LARGEST_SHARE of the time, which is at
-    least ten times the duration of a save: one is over before the next begins.
+    It is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time. So it is at
+    least ten times the duration of a save: a save ends before the next one begins.
 
     Args:
-        block_s: time that training stands still for one checkpoint.
+        blocked_s: time that one checkpoint blocks training.
         save_s: whole duration of one save.
         deaths: failures of this run so far.
-        observed_s: time that this run has been trained for so far, all attempts together.
+        observed_s: training time of this run so far, over all attempts.
     """
-    cost = checkpoint_cost_s(block_s, save_s)
+    cost = checkpoint_cost_s(blocked_s, save_s)
     return max(
-        min(LONGEST_S, optimal_interval_s(cost, mean_failure_interval_s(deaths, observed_s))), cost / LARGEST_SHARE
+        min(MAX_INTERVAL_S, optimal_interval_s(cost, mean_failure_interval_s(deaths, observed_s))),
+        cost / MAX_COST_SHARE,
     )
 
 
 class CheckpointInterval:
-    """`machine.checkpoint_every` for one attempt. Asked at every step, so it is never shorter than one.
+    """Applies `machine.checkpoint_every` in one attempt. It has no clock. An interval is never shorter than a step.
 
     Args:
         setting: a number of steps, a time such as `30 s`, `10 min` or `1.5 h`, or `auto`.
-        step: at which the attempt begins.
-        now_s: on any clock that only goes forward; the same is meant below.
-        deaths: failures of this run before.
-        observed_s: time that earlier attempts have trained for.
+        step: step at which the attempt begins.
+        now_s: time on any monotonic clock; the methods take the same clock.
+        deaths: earlier failures of this run.
+        observed_s: training time of earlier attempts.
 
     Raises:
-        SettingsError: the setting is none of these.
+        SettingsError: the setting is invalid.
     """
 
     def __init__(self, setting: str | int, step: int, now_s: float, deaths: int = 0, observed_s: float = 0.0) -> None:
@@ -91,82 +97,75 @@ class CheckpointInterval:
         self._start_s = self._last_s = now_s
         self._last_step = step
         self._deaths, self._observed_s = deaths, observed_s
-        self._block_s, self._taken = 0.0, 0
+        self._mean_blocked_s, self._count = 0.0, 0
         self._save_s = 0.0
 
     def seconds(self, now_s: float) -> float | None:
-        """From one checkpoint to the next, as it is known by now; None when it is set in steps."""
+        """Return the current time between two checkpoints; None if it is set in steps."""
         if isinstance(self._setting, int):
             return None
         if isinstance(self._setting, float):
             return self._setting
         if not self._save_s:
-            return FIRST_S
+            return FIRST_INTERVAL_S
         observed_s = self._observed_s + now_s - self._start_s
-        return auto_interval_s(self._block_s, self._save_s, self._deaths, observed_s)
+        return auto_interval_s(self._mean_blocked_s, self._save_s, self._deaths, observed_s)
 
-    def due(self, step: int, now_s: float) -> bool:
-        """Whether a checkpoint of `step` is due: there is something new, and the interval is over.
+    def is_due(self, step: int, now_s: float) -> bool:
+        """Return whether a checkpoint of `step` is due: the step is new, and the interval is over.
 
-        An interval of n steps is over at the multiples of n, whatever was saved in between; and stays so until
-        something is saved.
+        An interval of n steps is over at the multiples of n, whatever was saved in between, and stays so until the next
+        checkpoint.
         """
         if step <= self._last_step:
             return False
-        wait_s = self.seconds(now_s)
+        interval_s = self.seconds(now_s)
         if isinstance(self._setting, int):
             return step // self._setting > self._last_step // self._setting
-        return wait_s is not None and now_s - self._last_s >= wait_s
+        return interval_s is not None and now_s - self._last_s >= interval_s
 
-    def taken(self, step: int, now_s: float, block_s: float, save_s: float) -> None:
-        """A checkpoint was taken, for whatever reason.
+    def record(self, step: int, now_s: float, blocked_s: float, save_s: float) -> None:
+        """Record that a checkpoint was taken, for whatever reason.
 
         Args:
-            step: that it is of.
-            now_s: now.
-            block_s: time that training stood still for it.
-            save_s: duration of the last save that is complete; 0 when there was none.
+            step: its step.
+            now_s: current time.
+            blocked_s: time that it blocked training.
+            save_s: duration of the last completed save; 0 if there was none.
         """
         self._last_step, self._last_s = step, now_s
-        self._taken += 1
-        self._block_s += (block_s - self._block_s) / self._taken
+        self._count += 1
+        self._mean_blocked_s += (blocked_s - self._mean_blocked_s) / self._count
         self._save_s = save_s or self._save_s
 
 
 def _parse_interval(setting: str | int) -> int | float | None:
-    """Steps as int, seconds as float, None for auto."""
+    """Return steps as int, seconds as float, None for auto."""
     try:
         return parse_interval(setting)
     except ValueError as error:
-        raise SettingsError(f"machine.checkpoint_every: {error}") from None
+        raise SettingsError(f"machine.checkpoint_every: found {setting!r}; {error}") from None
 
-
-# Saving in a thread of its own: training is held up by the snapshot alone, and never by a disk.
-#
-# At most one save is in flight. While it is, a snapshot that is due by interval is not taken (the interval grows to
-# the
-# length of a save); one that must be kept (a new best, the end) waits in memory, at most one of each kind. A disk that
-# takes no checkpoint (full, failing, read-only) is told of once, and tried again until it does.
 
 FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 30.0
+MAX_RETRY_S = 30.0
 POLL_S = 0.05
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
 class _PendingSnapshot:
     snapshot: TrainSnapshot
-    block_s: float
+    blocked_s: float
 
 
 class AsyncCheckpointer:
-    """Seals snapshots in the order of their steps.
+    """Seals snapshots in the order of their steps, in a background thread.
 
     Args:
         paths: the run.
-        journal: told of every sealed checkpoint and of every outage.
-        identity: written beside each checkpoint (see checkpoint.py).
+        journal: gets an event for every sealed checkpoint and every outage.
+        identity: saved with each checkpoint (checkpoint.py).
         keep: `machine.keep_checkpoints`.
         sealed: state of the newest checkpoint on disk; that of step 0 if there is none.
     """
@@ -176,60 +175,60 @@ class AsyncCheckpointer:
     ) -> None:
         self._paths, self._journal, self._identity, self._keep = paths, journal, identity, keep
         self.sealed = sealed
-        """The newest state that is on disk."""
+        """State of the newest checkpoint on disk."""
         self.save_s = 0.0
         """Duration of the last save."""
         self.outage = ""
-        """Why nothing can be saved at the moment; empty when it can."""
-        self.chunks = 0
+        """Why saving fails at the moment; empty while it works."""
+        self.progress = 0
         """Grows while a save makes progress."""
         self._waiting: dict[int, _PendingSnapshot] = {}
-        self._in_flight: int | None = None
-        self._failed: BaseException | None = None
+        self._saving_step: int | None = None
+        self._error: BaseException | None = None
         self._closed = False
         self._retry_s = FIRST_RETRY_S
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
         self._thread.start()
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a save is under way. Raises what ended the thread, if anything did."""
+    def is_saving(self) -> bool:
+        """Whether a save is in progress. Raises the error that ended the thread, if one did."""
         with self._changed:
-            if self._failed is not None:
-                raise self._failed
-            return self._in_flight is not None
+            if self._error is not None:
+                raise self._error
+            return self._saving_step is not None
 
-    def offer(self, snapshot: TrainSnapshot, block_s: float) -> None:
-        """Save this one as soon as can be; older ones that it does not refer to need no saving any more."""
+    def submit(self, snapshot: TrainSnapshot, blocked_s: float) -> None:
+        """Save this snapshot as soon as possible; drop waiting snapshots that its state does not require."""
         with self._changed:
-            needed = snapshot.state.refers_to | {self._in_flight}
-            self._waiting = {step: item for step, item in self._waiting.items() if step in needed}
-            self._waiting[snapshot.state.step] = _PendingSnapshot(snapshot, block_s)
+            required = snapshot.state.required_steps | {self._saving_step}
+            self._waiting = {step: item for step, item in self._waiting.items() if step in required}
+            self._waiting[snapshot.state.step] = _PendingSnapshot(snapshot, blocked_s)
             self._changed.notify_all()
 
-    def drain(self, wait_s: float, beat: Callable[[], None]) -> bool:
-        """Wait until everything is sealed; False when that took longer than `wait_s`.
+    def drain(self, timeout_s: float, beat: Callable[[], None]) -> bool:
+        """Wait until everything is sealed; return False after `timeout_s`.
 
         Args:
-            wait_s: counted from the last sign of progress.
-            beat: called while the disk makes progress, or says why it does not.
+            timeout_s: counted from the last progress.
+            beat: sends a heartbeat; called while the disk makes progress or reports errors.
         """
         self._retry_s = FIRST_RETRY_S
-        seen, since = self.chunks, time.monotonic()
-        while self.in_flight or self._waiting:
-            if self.chunks != seen or self.outage:
+        seen, since_s = self.progress, time.monotonic()
+        while self.is_saving or self._waiting:
+            if self.progress != seen or self.outage:
                 beat()
-            if self.chunks != seen and not self.outage:
-                seen, since = self.chunks, time.monotonic()
-            if time.monotonic() - since > wait_s:
+            if self.progress != seen and not self.outage:
+                seen, since_s = self.progress, time.monotonic()
+            if time.monotonic() - since_s > timeout_s:
                 return False
             with self._changed:
                 self._changed.wait(POLL_S)
         return True
 
     def close(self) -> None:
-        """Save nothing more; what is under way is finished."""
+        """Save nothing more; a save in progress is finished."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -243,91 +242,91 @@ class AsyncCheckpointer:
                     if self._closed:
                         return
                     step, item = min(self._waiting.items())
-                    self._in_flight = step
+                    self._saving_step = step
                 try:
                     self._save(item)
                 except OSError as error:
-                    self._make_room(error)
-                    self._tell_outage(error)
+                    self._free_disk_space(error)
+                    self._report_outage(error)
                 else:
-                    self._tell_end_of_outage()
+                    self._report_recovery()
                     with self._changed:
                         del self._waiting[step]
-                        self._in_flight = None
+                        self._saving_step = None
                         self._changed.notify_all()
-        except BaseException as error:  # the training thread raises it: see `busy`
+        except BaseException as error:  # the training thread raises it: see `is_saving`
             with self._changed:
-                self._failed = error
+                self._error = error
                 self._changed.notify_all()
 
     def _save(self, item: _PendingSnapshot) -> None:
-        started, state = time.monotonic(), item.snapshot.state
-        self._journal.sync()  # what the checkpoint assumes to be told must not be lost with the machine
+        started_s, state = time.monotonic(), item.snapshot.state
+        self._journal.sync()  # events up to the checkpoint must not be lost with the machine
         if state != self.sealed:
             written = checkpoint.write(self._paths, item.snapshot, self._identity, self._beat)
             self.sealed = state
-            self.save_s = time.monotonic() - started
+            self.save_s = time.monotonic() - started_s
             self._journal.append(
-                "checkpoint", step=state.step, best=state.best_step == state.step, size_bytes=written.size_bytes,
-                bytes_written=written.bytes_written, bytes_linked=written.bytes_linked,
-                block_s=round(item.block_s, 6), seconds=round(self.save_s, 4),
+                "checkpoint_saved", step=state.step, is_best=state.best_step == state.step,
+                size_bytes=written.size_bytes, bytes_written=written.bytes_written, bytes_linked=written.bytes_linked,
+                blocked_s=round(item.blocked_s, 6), seconds=round(self.save_s, 4),
             )  # fmt: skip
         checkpoint.rotate(
             self._paths,
             self._keep,
-            {state.best_step, state.good_step} | replication_protocol.find_unsent_steps(self._paths),
+            {state.best_step, state.rollback_step} | replication_protocol.find_unsent_steps(self._paths),
         )
 
-    def _make_room(self, error: OSError) -> None:
-        """On a full disk old checkpoints go although the mirror has not got them: newer ones stand for them."""
-        if error.errno in FULL:
-            needed = {self.sealed.best_step, self.sealed.good_step} | replication_protocol.find_steps_in_flight(
+    def _free_disk_space(self, error: OSError) -> None:
+        """Remove old checkpoints from a full disk, even if the replica lacks them: newer ones replace them."""
+        if error.errno in DISK_FULL:
+            required = {self.sealed.best_step, self.sealed.rollback_step} | replication_protocol.find_steps_in_flight(
                 self._paths
             )
-            with contextlib.suppress(OSError):  # the error that we have is the one to tell
-                checkpoint.rotate(self._paths, self._keep, needed)
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                checkpoint.rotate(self._paths, self._keep, required)
 
     def _beat(self) -> None:
-        self.chunks += 1
+        self.progress += 1
 
-    def _tell_outage(self, error: OSError) -> None:
+    def _report_outage(self, error: OSError) -> None:
         if not self.outage:
             self.outage = str(error)
             where = self._paths.checkpoints
-            text = f"no checkpoint can be saved in {where} ({error}); training goes on, saving is tried again"
+            text = f"no checkpoint can be saved in {where} ({error}); training continues, saving is tried again"
             self._journal.append("alert", text=text)
             print_message(text)
         with self._changed:
-            self._in_flight = None  # a newer snapshot may take the place of this one
+            self._saving_step = None  # a newer snapshot may replace this one
             self._changed.notify_all()
             self._changed.wait(self._retry_s)
-        self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s)
+        self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
 
-    def _tell_end_of_outage(self) -> None:
+    def _report_recovery(self) -> None:
         self._retry_s = FIRST_RETRY_S
         if self.outage:
             self.outage = ""
-            self._journal.append("alert", text=f"checkpoints are saved again, the newest is of step {self.sealed.step}")
+            self._journal.append("alert", text=f"checkpoints are saved again; the newest is of step {self.sealed.step}")
 
 
 class NullCheckpointer:
-    """The saver of a rank whose machine has another one that saves."""
+    """Checkpointer of a rank that is not its machine's writer: it saves nothing."""
 
-    in_flight = False
+    is_saving = False
     save_s = 0.0
     outage = ""
 
     def __init__(self, sealed: TrainState) -> None:
         self.sealed = sealed
-        """The newest state that was to be saved."""
+        """State of the newest submitted snapshot."""
 
-    def offer(self, snapshot: TrainSnapshot, block_s: float) -> None:
-        """Somebody else saves the same."""
+    def submit(self, snapshot: TrainSnapshot, blocked_s: float) -> None:
+        """Do nothing: the writer saves the same snapshot."""
         self.sealed = snapshot.state
 
-    def drain(self, wait_s: float, beat: Callable[[], None]) -> bool:
-        """There is nothing to wait for."""
+    def drain(self, timeout_s: float, beat: Callable[[], None]) -> bool:
+        """Return True: there is nothing to wait for."""
         return True
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""

@@ -1,8 +1,16 @@
-"""Tensors to a safetensors file, streaming: no second copy of them, equal tensors give equal bytes.
+"""Checkpoints: everything that the next step depends on, sealed, in safetensors and JSON only.
 
-The format (README of huggingface/safetensors): 8 bytes, the length N of the header as a little-endian integer; N bytes
-of JSON, for each name its dtype, shape and place in what follows; the tensors' bytes, row-major and little-endian,
-without gaps. `safetensors` reads it back. Its own writer takes no path to a seam, and hashes nothing.
+    trainable.safetensors   the adapter's matrices, by parameter name
+    optimizer.safetensors   the optimizer's tensors (optimizer.py)
+    constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if any
+    adapter.safetensors     further tensors of the kind of adapter (AdaLoRA, PiSSA), if any
+    residuals.safetensors   each rank's residuals of gradient compression, by RANK/NAME, if any
+    state.json              format, state (train_state.py), the optimizer's other values
+    identity.json           the run's spec and its environment: versions of libraries, device, threads
+
+Learning rate, order of rows and random numbers are functions of the step (optimizer.py, data/batches.py), and the base
+is pinned by digest, so nothing else has to be saved. Equal snapshots give equal bytes in every file, whatever was saved
+before.
 """
 
 import hashlib
@@ -30,9 +38,9 @@ from ratchet.training import optimizer as optimizers
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 CHUNK_BYTES = 16 * 2**20
-"""Written at once."""
+"""Bytes written at once."""
 
-_NAMES = {
+_DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
     torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3",
@@ -41,14 +49,14 @@ _NAMES = {
 
 
 def _ignore_beat() -> None:
-    """Nobody listens."""
+    """Send no heartbeat."""
 
 
 def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> tuple[str, int]:
-    """SHA-256 and size in bytes of the file that `write` makes of these tensors.
+    """Return SHA-256 and size in bytes of the file that `write_safetensors` writes.
 
     Raises:
-        TypeError: the format has no name for a tensor's dtype.
+        TypeError: safetensors has no name for a tensor's dtype.
     """
     sha, size = hashlib.sha256(), 0
     for block in _iterate_blocks(tensors):
@@ -60,38 +68,43 @@ def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], No
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> None:
-    """Write a new file and fsync it (its name is for the caller to make durable).
+    """Write a new safetensors file, streaming, and fsync it. The caller makes its name durable.
+
+    Equal tensors give equal bytes, and there is no second copy of them in memory. Format (README of
+    huggingface/safetensors): 8 bytes, the length N of the header as a little-endian integer; N bytes of JSON with the
+    dtype, shape and offsets of each name; the tensors' bytes, row-major and little-endian, without gaps. The
+    writer of the library can neither inject faults nor hash.
 
     Args:
         path: the file.
-        tensors: on the CPU; one that is not contiguous is copied.
-        beat: called after each chunk of at most CHUNK_BYTES.
+        tensors: tensors on the CPU; one that is not contiguous is copied.
+        beat: sends a heartbeat; called after each chunk of at most CHUNK_BYTES.
     """
     files.write_blocks(path, _iterate_blocks(tensors), beat)
 
 
 def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
-    """The file in pieces: as many in one block as make up at most CHUNK_BYTES."""
+    """Yield the file in blocks of at most CHUNK_BYTES, each a list of pieces."""
     if sys.byteorder != "little":
-        raise RuntimeError("tensors lie in memory as big-endian numbers here, and checkpoints hold little-endian ones")
-    # The largest numbers first: then each tensor begins at a multiple of its numbers' size, as readers need.
+        raise RuntimeError("this machine is big-endian; checkpoints need a little-endian machine")
+    # The largest elements first: then each tensor begins at a multiple of its element size, as readers need.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     block: list[bytes | memoryview] = [_build_header(tensors, order)]
-    room = CHUNK_BYTES - len(block[0])
+    left = CHUNK_BYTES - len(block[0])
     for name in order:
         view = _view_bytes(tensors[name])
         while len(view):
-            if room <= 0:
+            if left <= 0:
                 yield block
-                block, room = [], CHUNK_BYTES
-            block.append(view[:room])
-            view, room = view[room:], room - len(block[-1])
+                block, left = [], CHUNK_BYTES
+            block.append(view[:left])
+            view, left = view[left:], left - len(block[-1])
     yield block
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    numbers = tensor.detach().contiguous().reshape(-1)
-    view: memoryview = memoryview(numbers.view(torch.uint8).numpy())
+    flat = tensor.detach().contiguous().reshape(-1)
+    view: memoryview = memoryview(flat.view(torch.uint8).numpy())
     return view
 
 
@@ -99,109 +112,108 @@ def _build_header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
     entries, begin = {}, 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in _DTYPE_NAMES:
             raise TypeError(f"{name}: safetensors has no name for {tensor.dtype}")
         end = begin + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-# What a checkpoint says of itself in JSON, read with suspicion: whatever is found there, no error but DamagedFileError.
+# The JSON files of a checkpoint, validated on read: any bad content raises DamagedFileError.
 
 FORMAT = 3
-"""2 had no file of the adapter's own tensors, and a state without gradient norms."""
 STATE = "state.json"
 IDENTITY = "identity.json"
 
-_GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """The JSON side of a checkpoint."""
+    """The JSON files of a checkpoint."""
 
     state: TrainState
-    optimizer: dict[str, Any]
-    """The optimizer's other values."""
+    optimizer_values: dict[str, Any]
+    """The optimizer's values that are no tensors."""
     identity: dict[str, Any]
-    """`spec` of the run, and what it was `made_by`."""
+    """`spec` of the run and the `environment` that computed the checkpoint."""
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """State and identity of a checkpoint; its bytes are not compared with the manifest.
+    """Read state and identity of a checkpoint; their bytes are not compared with the manifest.
 
     Raises:
-        DamagedFileError: they are not such, or of another format.
+        DamagedFileError: a file is invalid or of another format.
     """
     document = read_json(path / STATE)
-    found = document.get("format", 1)
-    if found != FORMAT:
-        raise DamagedFileError(f"{path / STATE}: format {found}, this version goes on from format {FORMAT} only")
+    version = document.get("format", 1)
+    if version != FORMAT:
+        raise DamagedFileError(f"{path / STATE}: found format {version}; this version reads format {FORMAT} only")
     identity = read_json(path / IDENTITY)
     try:
-        state, rest = _parse_state(document["state"]), document["optimizer"]
-        if not isinstance(rest["groups"], list) or not isinstance(rest["values"], dict):
+        state, optimizer_values = _parse_state(document["state"]), document["optimizer"]
+        if not isinstance(optimizer_values["groups"], list) or not isinstance(optimizer_values["values"], dict):
             raise TypeError("optimizer")
-        for key in ("spec", "made_by"):
+        for key in ("spec", "environment"):
             if not isinstance(identity[key], dict):
                 raise TypeError(key)
-    except _GARBAGE as error:
-        raise DamagedFileError(f"{path}: its state is unreadable ({type(error).__name__}: {error})") from None
+    except _PARSE_ERRORS as error:
+        raise DamagedFileError(f"{path}: the state is invalid ({type(error).__name__}: {error})") from None
     if path.name.startswith("step-") and path.name != f"step-{state.step:08d}":
-        raise DamagedFileError(f"{path}: is of step {state.step}")
-    return CheckpointMetadata(state, rest, identity)
+        raise DamagedFileError(f"{path}: holds the state of step {state.step}")
+    return CheckpointMetadata(state, optimizer_values, identity)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON, without NaN. Raises DamagedFileError for anything else, and for a file that cannot be read."""
+    """Read a JSON object without NaN. Raises DamagedFileError for other content, and if the file cannot be read."""
     try:
         value = json.loads(path.read_bytes(), parse_constant=_reject_non_finite)
     except OSError as error:
         raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path}: not JSON ({error})") from None
+        raise DamagedFileError(f"{path}: invalid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{path}: not an object of JSON")
+        raise DamagedFileError(f"{path}: found {type(value).__name__}; expected a JSON object")
     return value
 
 
 def _reject_non_finite(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not valid in JSON")
 
 
 def _parse_state(raw: dict[str, Any]) -> TrainState:
     state = TrainState.from_json(raw)
-    for found, model in (
+    for parsed, default in (
         (state, TrainState()),
         (state.budget, TrainState().budget),
         (state.validation_budget, TrainState().budget),
     ):
-        for entry in fields(model):
-            value, example = getattr(found, entry.name), getattr(model, entry.name)
+        for entry in fields(default):
+            value, example = getattr(parsed, entry.name), getattr(default, entry.name)
             allowed = {type(example)} | ({int} if example is None or type(example) is float else set())
             if type(value) not in allowed:
                 raise TypeError(f"{entry.name} is {value!r}")
     return state
 
 
-# Snapshots of a training: the only time for which a checkpoint holds training up.
+# Snapshots: the only part of a checkpoint that blocks training.
 
 
 def take_snapshot(state: TrainState, model: Model, optimizer: optimizers.Optimizer) -> TrainSnapshot:
-    """Copy weights, optimizer and what else the adapter needs to the CPU's memory.
+    """Copy weights, optimizer and further tensors of the adapter to the host's memory.
 
-    Copies on purpose: on a CPU `.cpu()` is the tensor itself.
+    It copies explicitly: on a CPU `.cpu()` is the tensor itself.
     """
-    own, rest = optimizers.flatten_state(optimizer)
+    optimizer_tensors, optimizer_values = optimizers.flatten_state(optimizer)
     weights = _copy_tensors({name: parameter.detach() for name, parameter in adapters.trainable_parameters(model)})
-    tensors = _copy_tensors(own)
-    extra = _copy_tensors(adapters.extra_tensors(model))
-    if any(tensor.is_cuda for tensor in own.values()) or model.device.type == "cuda":
-        torch.cuda.synchronize()  # the copies below are only under way until then
-    return TrainSnapshot(state, weights, tensors, rest, extra)
+    copied_tensors = _copy_tensors(optimizer_tensors)
+    adapter_tensors = _copy_tensors(adapters.extra_tensors(model))
+    if any(tensor.is_cuda for tensor in optimizer_tensors.values()) or model.device.type == "cuda":
+        torch.cuda.synchronize()  # the copies are asynchronous
+    return TrainSnapshot(state, weights, copied_tensors, optimizer_values, adapter_tensors)
 
 
 def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -211,57 +223,43 @@ def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _copy_to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
-    # All copies run at once into pinned memory, which torch keeps and gives out again at the next snapshot.
+    # All copies run at once into pinned memory, which torch caches and reuses for the next snapshot.
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return target.copy_(tensor, non_blocking=True)
 
 
 def is_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether no value of any floating-point tensor is NaN or infinite."""
+    """Return whether all values of all floating-point tensors are finite."""
     return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
 
 
-# Checkpoints: everything that the next step depends on, sealed; safetensors and JSON only.
-#
-#     trainable.safetensors   the adapter's matrices, by parameter name
-#     optimizer.safetensors   the optimizer's tensors (see optimizer.py)
-#     constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
-#     adapter.safetensors     what the kind of adapter needs beside its matrices (AdaLoRA, PiSSA), if it needs anything
-#     wire.safetensors        what each rank has left unsent of its gradients (wire.py), by RANK/NAME, if anything
-#     state.json              format, state (state.py), the optimizer's other values
-#     identity.json           the run's spec, and what made it: versions of libraries, device, threads
-#
-# Learning rate, order of rows and random streams are functions of the step (schedule.py, data/batches.py), and the
-# base
-# is pinned by digest: there is nothing else to save. Equal snapshots give equal bytes in every file, whatever was
-# saved
-# before.
+# Files of a checkpoint.
 
 WEIGHTS = "trainable.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONSTANTS = "constants.safetensors"
 ADAPTER = "adapter.safetensors"
-WIRE = "wire.safetensors"
-SET_ASIDE = "damaged-"
-"""Checkpoints that a run did not go on from, though they were newer."""
+RESIDUALS = "residuals.safetensors"
+QUARANTINE_PREFIX = "damaged-"
+"""Prefix of checkpoints that a run did not resume from, although they were newer."""
 
-_CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): made once, never written again
+_CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
 
 
 @dataclass(frozen=True)
 class CheckpointWriteStats:
-    """What a save has cost."""
+    """Bytes of a save."""
 
     size_bytes: int
-    """Of all files of the checkpoint."""
+    """Bytes of all files of the checkpoint."""
     bytes_written: int
     bytes_linked: int
-    """Of files that an earlier checkpoint holds too: no space, no writing."""
+    """Bytes of files that are hard links to an earlier checkpoint: they take no space."""
 
 
 @dataclass(frozen=True)
 class _CheckpointFile:
-    """A file to be made: its fingerprint, and how to write it."""
+    """A file to write: its manifest entry, and a function that writes it."""
 
     entry: files.Entry
     write: Callable[[Path], None]
@@ -270,34 +268,34 @@ class _CheckpointFile:
 def write(
     paths: RunPaths, snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
 ) -> CheckpointWriteStats:
-    """Seal a checkpoint. Nothing is left behind when it fails.
+    """Seal a checkpoint. Nothing remains of it if it fails.
 
-    A file that the newest checkpoint but one holds already is linked, not written. Not the newest: so everything that
-    is kept lies on the disk twice, and one flipped bit never damages all checkpoints at once.
+    A file that equals one of the second-newest checkpoint is linked, not written. It is not linked to the newest, so
+    every file is on the disk twice, and one flipped bit never damages all checkpoints at once.
 
     Args:
         paths: the run.
-        snapshot: what to save; nobody may change it meanwhile.
-        identity: `spec` of the run and what it is `made_by`, as JSON.
-        beat: called after each piece of work, as a sign of life.
+        snapshot: the snapshot to save.
+        identity: `spec` of the run and its `environment`, as JSON.
+        beat: sends a heartbeat; called after each piece of work.
 
     Raises:
-        NonFiniteStateError: a weight or a state of optimizer or adapter is not finite.
-        OSError: the disk is full or failing; the checkpoints that were there are as they were.
+        NonFiniteStateError: a weight, or a state of optimizer or adapter, is not finite.
+        OSError: the disk is full or failing; existing checkpoints are unchanged.
     """
-    for tensors in (snapshot.weights, snapshot.optimizer, snapshot.extra):
+    for tensors in (snapshot.weights, snapshot.optimizer_tensors, snapshot.adapter_tensors):
         _require_finite(tensors, snapshot.state.step)
         beat()
-    made = _plan_files(snapshot, identity, beat)
+    planned = _plan_files(snapshot, identity, beat)
     earlier = _find_previous_sealed(paths, snapshot.state.step)
-    linked = {name for name, file in made.items() if earlier is not None and _has_entry(earlier / name, file.entry)}
-    size = sum(file.entry[1] for file in made.values())
-    size_linked = sum(made[name].entry[1] for name in linked)
+    linked = {name for name, file in planned.items() if earlier is not None and _has_entry(earlier / name, file.entry)}
+    size = sum(file.entry[1] for file in planned.values())
+    size_linked = sum(planned[name].entry[1] for name in linked)
     target = paths.checkpoint(snapshot.state.step)
     files.make_directory(target.parent)
     disk.require_space(target.parent, size - size_linked)
-    with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in made.items()}) as scratch:
-        for name, file in made.items():
+    with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in planned.items()}) as scratch:
+        for name, file in planned.items():
             if earlier is None or name not in linked or not files.link_file(earlier / name, scratch / name):
                 file.write(scratch / name)
                 size_linked -= file.entry[1] if name in linked else 0
@@ -308,24 +306,26 @@ def write(
 def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
     for name, tensor in tensors.items():
         if not is_finite({name: tensor}):
-            raise NonFiniteStateError(f"{name} is not finite after step {step}: this state is not saved")
+            raise NonFiniteStateError(f"{name} is not finite after step {step}; the state was not saved")
 
 
 def _plan_files(
     snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
 ) -> dict[str, _CheckpointFile]:
-    constants = {path: t for path, t in snapshot.optimizer.items() if path.rsplit("/", 1)[-1] in _CONSTANT_KEYS}
-    changing = {path: tensor for path, tensor in snapshot.optimizer.items() if path not in constants}
-    state = {"format": FORMAT, "state": snapshot.state.as_json(), "optimizer": snapshot.rest}
-    made = {
+    constants = {path: t for path, t in snapshot.optimizer_tensors.items() if path.rsplit("/", 1)[-1] in _CONSTANT_KEYS}
+    changing = {path: tensor for path, tensor in snapshot.optimizer_tensors.items() if path not in constants}
+    state = {"format": FORMAT, "state": snapshot.state.to_json(), "optimizer": snapshot.optimizer_values}
+    planned = {
         WEIGHTS: _make_tensor_file(snapshot.weights, beat),
         OPTIMIZER: _make_tensor_file(changing, beat),
         STATE: _make_json_file(state),
         IDENTITY: _make_json_file(identity),
     }
-    unsent = {f"{rank}/{name}": tensor for rank, own in enumerate(snapshot.wire) for name, tensor in own.items()}
-    where_any = {CONSTANTS: constants, ADAPTER: snapshot.extra, WIRE: unsent}
-    return made | {name: _make_tensor_file(tensors, beat) for name, tensors in where_any.items() if tensors}
+    residuals = {
+        f"{rank}/{name}": tensor for rank, own in enumerate(snapshot.residuals) for name, tensor in own.items()
+    }
+    optional = {CONSTANTS: constants, ADAPTER: snapshot.adapter_tensors, RESIDUALS: residuals}
+    return planned | {name: _make_tensor_file(tensors, beat) for name, tensors in optional.items() if tensors}
 
 
 def _make_tensor_file(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _CheckpointFile:
@@ -339,7 +339,7 @@ def _make_json_file(value: Any) -> _CheckpointFile:
 
 
 def _looks_sealed(paths: RunPaths, step: int) -> bool:
-    with suppress(DamagedFileError):  # the question is whether it is
+    with suppress(DamagedFileError):
         return files.read_manifest(paths.checkpoint(step)).kind == CHECKPOINT
     return False
 
@@ -350,34 +350,35 @@ def _find_previous_sealed(paths: RunPaths, saving: int) -> Path | None:
 
 
 def _has_entry(path: Path, entry: files.Entry) -> bool:
-    """Whether a file is there with just these bytes: one that was damaged on the disk is not passed on."""
+    """Return whether the file has exactly these bytes, so that a damaged file is never linked."""
     with suppress(OSError):  # then it is written
         return path.stat().st_size == entry[1] and digests.hash_file(path) == entry[0]
     return False
 
 
 def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every byte is right, and with it every other that its state refers to.
+    """Return the newest checkpoint that is valid together with all checkpoints that its state requires.
 
-    Each damaged or outdated newer one is reported by `notice` and passed over.
+    Newer checkpoints that are damaged or outdated are reported to `notice` and skipped.
 
     Raises:
-        DamagedFileError: one that is intact was written by a newer version, or belongs to another run.
+        DamagedFileError: an intact checkpoint was written by a newer version, or belongs to another run.
     """
     for step in reversed(paths.checkpoint_steps()):
         path = paths.checkpoint(step)
         _refuse_newer(path)
         try:
-            sealed = _verify_and_read(path)
-            others = [_verify_and_read(paths.checkpoint(other)) for other in sorted(sealed.state.refers_to)]
+            metadata = _verify_and_read(path)
+            required = [_verify_and_read(paths.checkpoint(one)) for one in sorted(metadata.state.required_steps)]
         except DamagedFileError as error:
-            notice(f"checkpoint of step {step} is passed over: {error}")
+            notice(f"checkpoint of step {step} is skipped: {error}")
             continue
-        for one in (sealed, *others):
+        for one in (metadata, *required):
             if names := find_differing_keys(one.identity["spec"], spec.model_dump(mode="json")):
                 where = paths.checkpoint(one.state.step)
                 raise DamagedFileError(
-                    f"{where}: belongs to another run, it differs in {', '.join(names)}; move it away, and repeat"
+                    f"{where}: belongs to another run (different: {', '.join(names)}); move it away, then run the same "
+                    "command again"
                 )
         return path
     return None
@@ -389,85 +390,95 @@ def _verify_and_read(path: Path) -> CheckpointMetadata:
 
 
 def _refuse_newer(path: Path) -> None:
-    """Raise DamagedFileError for an intact checkpoint of a later format.
+    """Raise DamagedFileError for an intact checkpoint of a newer format.
 
-    One flipped bit can make a later format of any number: so it takes an intact seal, or a later seal as well.
+    One flipped bit can turn the format into a newer one, so the seal must be intact, or of a newer format as well.
     """
-    found = _read_format(path / STATE)
-    if found <= FORMAT:
+    version = _read_format(path / STATE)
+    if version <= FORMAT:
         return
     if _read_format(path / files.MANIFEST) <= files.MANIFEST_FORMAT:
         try:
             files.verify_sealed(path, CHECKPOINT)
         except DamagedFileError:
-            return  # it is damaged, and will be passed over
+            return  # it is damaged and will be skipped
     raise DamagedFileError(
-        f"{path}: format {found}, written by a newer version of ratchet (this one knows {FORMAT}); use that version"
+        f"{path}: found format {version}, written by a newer version of Ratchet; this version reads format {FORMAT}: "
+        "use the newer version"
     )
 
 
 def _read_format(path: Path) -> int:
     try:
-        found = read_json(path).get("format", 1)
+        version = read_json(path).get("format", 1)
     except DamagedFileError:
         return 0
-    return found if isinstance(found, int) else 0
+    return version if isinstance(version, int) else 0
 
 
-def quarantine_newer(paths: RunPaths, going_on_from: Path | None) -> None:
-    """Take checkpoints newer than this one (all, if there is none) out of the way of those that will be written.
+def quarantine_newer(paths: RunPaths, newest_valid: Path | None) -> None:
+    """Rename checkpoints newer than `newest_valid` (all, if None) to `damaged-step-…`, for a person to inspect.
 
-    They stay beside as `damaged-step-…`, for a person to look at; a later one of the same step takes their place.
+    A later one of the same step replaces them.
     """
-    last = "" if going_on_from is None else going_on_from.name
+    last = "" if newest_valid is None else newest_valid.name
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
         if path.name > last and path.exists():
-            files.publish_directory(path, path.with_name(f"{SET_ASIDE}{path.name}"))
+            files.publish_directory(path, path.with_name(f"{QUARANTINE_PREFIX}{path.name}"))
 
 
-_UNSAID = {"ranks": "1"}
-"""What is meant where nothing is said."""
+_DEFAULT_ENVIRONMENT = {"ranks": "1"}
+"""Values of entries that are left out."""
 
 
-def list_origin_differences(path: Path, identity: dict[str, Any]) -> list[str]:
-    """What has changed since a checkpoint was made that its numbers depend on, such as `torch 2.12 → 2.13`."""
-    then, now = read_metadata(path).identity["made_by"], identity["made_by"]
+def list_environment_differences(path: Path, identity: dict[str, Any]) -> list[str]:
+    """Return what has changed in the environment since a checkpoint was saved, such as `torch 2.12 → 2.13`."""
+    saved, current = read_metadata(path).identity["environment"], identity["environment"]
+
+    def value(environment: dict[str, str], key: str) -> str:
+        return environment.get(key, _DEFAULT_ENVIRONMENT.get(key, "unknown"))
+
     return [
-        f"{key} {then.get(key, _UNSAID.get(key, 'unknown'))} → {now.get(key, _UNSAID.get(key, 'unknown'))}"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
+        f"{key} {value(saved, key)} → {value(current, key)}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
     ]
 
 
 def read(path: Path) -> TrainSnapshot:
-    """The snapshot that was saved, in memory of its own.
+    """Read a checkpoint as a snapshot.
 
     Raises:
-        DamagedFileError: it is not what was sealed, or its state is not one of this format.
+        DamagedFileError: the files differ from the manifest, or the state has another format.
     """
-    sealed = read_metadata(path)
-    tensors = _load_tensors(path, OPTIMIZER) | _load_optional_tensors(path, CONSTANTS)
-    extra, wire = _load_optional_tensors(path, ADAPTER), _split_by_rank(_load_optional_tensors(path, WIRE))
-    return TrainSnapshot(sealed.state, _load_tensors(path, WEIGHTS), tensors, sealed.optimizer, extra, wire)
+    metadata = read_metadata(path)
+    return TrainSnapshot(
+        state=metadata.state,
+        weights=_load_tensors(path, WEIGHTS),
+        optimizer_tensors=_load_tensors(path, OPTIMIZER) | _load_optional_tensors(path, CONSTANTS),
+        optimizer_values=metadata.optimizer_values,
+        adapter_tensors=_load_optional_tensors(path, ADAPTER),
+        residuals=_split_by_rank(_load_optional_tensors(path, RESIDUALS)),
+    )
 
 
 def _split_by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-    found: dict[int, dict[str, Tensor]] = {}
+    by_rank: dict[int, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         rank, name = path.split("/", 1)
-        found.setdefault(int(rank), {})[name] = tensor
-    return tuple(found[rank] for rank in sorted(found))
+        by_rank.setdefault(int(rank), {})[name] = tensor
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
 def _load_optional_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Tensors of a file that not every checkpoint has; the manifest says whether this one does."""
+    """Load the tensors of a file that not every checkpoint has; the manifest lists it if this one does."""
     return _load_tensors(path, name) if name in files.read_manifest(path).files else {}
 
 
 def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Tensors of a file. They are hashed where they lie in memory: between a check of the file and this, it may change.
+    """Load the tensors of a file and hash them in memory, because the file may change after a check.
 
-    `load_file` maps the file, so its tensors would change with it: they are copied.
+    `load_file` maps the file, so its tensors are copied.
     """
     try:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
@@ -479,53 +490,53 @@ def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
-    """Put model and optimizer into a state. What they learn later does not change the snapshot.
+    """Restore model and optimizer from a snapshot. Later steps do not change the snapshot.
 
     Raises:
-        DamagedFileError: it is of other parameters than this model trains, or of another optimizer.
+        DamagedFileError: the snapshot has other parameters than this model trains, or another optimizer.
     """
-    _put_weights(snapshot.weights, snapshot.extra, model, f"the checkpoint of step {snapshot.state.step}")
-    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer.items()}  # optimizers keep those they get
-    optimizers.restore(optimizer, tensors, deepcopy(snapshot.rest))
+    _load_into_model(snapshot.weights, snapshot.adapter_tensors, model, f"the checkpoint of step {snapshot.state.step}")
+    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # not copied later
+    optimizers.restore(optimizer, tensors, deepcopy(snapshot.optimizer_values))
 
 
 def load_weights(path: Path, model: Model) -> None:
-    """Put the adapter of a checkpoint into the model. Raises DamagedFileError if it does not fit."""
-    _put_weights(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
+    """Load the adapter of a checkpoint into the model. Raises DamagedFileError if it does not fit."""
+    _load_into_model(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
 
 
-def _put_weights(saved: dict[str, Tensor], extra: dict[str, Tensor], model: Model, where: str) -> None:
-    wanted = dict(adapters.trainable_parameters(model))
-    other = sorted(saved.keys() ^ wanted.keys())
-    other += [n for n in sorted(saved.keys() & wanted.keys()) if saved[n].shape != wanted[n].shape]
-    if other:
-        raise DamagedFileError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
+def _load_into_model(saved: dict[str, Tensor], adapter_tensors: dict[str, Tensor], model: Model, where: str) -> None:
+    parameters = dict(adapters.trainable_parameters(model))
+    different = sorted(saved.keys() ^ parameters.keys())
+    different += [n for n in sorted(saved.keys() & parameters.keys()) if saved[n].shape != parameters[n].shape]
+    if different:
+        raise DamagedFileError(f"{where}: has other parameters than this model trains, such as {different[0]}")
     try:
-        adapters.restore_extra(model, extra)
+        adapters.restore_extra(model, adapter_tensors)
     except DamagedFileError as error:
         raise DamagedFileError(f"{where}: {error}") from None
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             parameter.copy_(saved[name])
 
 
 def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
-    """Remove old checkpoints by step order.
+    """Remove old checkpoints in the order of their steps.
 
     Args:
         paths: the run.
-        keep: how many of the newest that look sealed are kept, at least one, and with each what it refers to: without
-            its best checkpoint none can be resumed from.
-        protected: steps that are not removed: the best, those of snapshots, those that are not mirrored yet.
+        keep: number of newest sealed checkpoints to keep, at least one, with all that their states require: a
+            checkpoint cannot be resumed from without its best one.
+        protected: steps that are not removed: the best, rollback snapshots, those that are not replicated yet.
     """
     steps = paths.checkpoint_steps()
     kept = [step for step in steps if _looks_sealed(paths, step)][-max(1, keep) :]
     if not kept:
         return
-    needed = set(protected)
+    required = set(protected)
     for step in kept:
-        with suppress(DamagedFileError):  # a damaged one is no reason to keep another
-            needed |= read_metadata(paths.checkpoint(step)).state.refers_to
+        with suppress(DamagedFileError):  # a damaged one requires no other
+            required |= read_metadata(paths.checkpoint(step)).state.required_steps
     for step in steps:
-        if step < kept[0] and step not in needed and paths.checkpoint(step).exists():
+        if step < kept[0] and step not in required and paths.checkpoint(step).exists():
             files.remove_sealed(paths.checkpoint(step))

@@ -1,9 +1,9 @@
-"""What a teacher has said about the training rows, as files: shards of safetensors, sealed and read memory-mapped.
+"""The teacher's outputs for the training rows, as sealed shards of safetensors that are read memory-mapped.
 
 A shard holds some rows of the training split, in order: `tokens` int32 [positions, k], `log_probabilities` float16
-[positions, k + 1] (the last: of all other tokens together), `offsets` int64 [rows + 1] (where each row's positions
-begin in the shard) and `sums` float64 [2] (the given answers' negative log-likelihood, and the probability left out).
-Positions are those that are learned from. Which rows a shard has depends on the rows alone.
+[positions, k + 1] (the last: all other tokens together), `offsets` int64 [rows + 1] (where each row's positions begin
+in the shard) and `sums` float64 [2] (negative log-likelihood of the references, and the probability outside of the k
+tokens). Positions are the trained ones. Which rows a shard has depends on the rows alone.
 """
 
 import time
@@ -24,75 +24,77 @@ from ratchet.models import oom
 from ratchet.models.loss import SequenceBatch, StoredTeacherTargets
 from ratchet.models.teacher import TeacherModel, TeacherPredictions
 from ratchet.storage import digests, files
-from ratchet.storage.records.data import CARD, DistillationCard
+from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
 from ratchet.training import checkpoint
 
 KIND = "distill"
 SHARD_POSITIONS = 2**16
-"""Of one shard: what a kill can cost; 12.7 MB for 32 tokens."""
-MOST_SHARDS = 256
-"""Files that training has open; beyond that shards are larger."""
+"""Positions of a shard, which a kill can lose; 12.7 MB for 32 tokens."""
+MAX_SHARDS = 256
+"""Files that training keeps open; with more positions, shards are larger."""
 
 
 @dataclass(frozen=True)
 class TeacherShardPlan:
-    """How large the whole will be, and which rows belong to which shard."""
+    """Which rows belong to which shard."""
 
     rows: int
     positions: int
-    borders: tuple[int, ...]
-    """First row of each shard, and the number of rows."""
+    boundaries: tuple[int, ...]
+    """First row of each shard, and last the number of rows."""
 
     @classmethod
-    def of(cls, rows: TokenRows) -> "TeacherShardPlan":
-        """Consecutive rows, until a shard has its positions."""
-        before = rows.trained_before.tolist()
-        target = max(SHARD_POSITIONS, -(-before[-1] // MOST_SHARDS))
-        borders = [0]
+    def from_rows(cls, rows: TokenRows) -> "TeacherShardPlan":
+        """Fill each shard with consecutive rows up to SHARD_POSITIONS."""
+        offsets = rows.cumulative_trained_tokens.tolist()
+        target = max(SHARD_POSITIONS, -(-offsets[-1] // MAX_SHARDS))
+        boundaries = [0]
         for row in range(1, len(rows)):
-            if before[row] - before[borders[-1]] >= target:
-                borders.append(row)
-        return cls(len(rows), before[-1], (*borders, len(rows)))
+            if offsets[row] - offsets[boundaries[-1]] >= target:
+                boundaries.append(row)
+        return cls(len(rows), offsets[-1], (*boundaries, len(rows)))
 
     @property
     def shards(self) -> Iterator[tuple[str, range]]:
-        """Name of each file, and its rows."""
-        for number, (first, last) in enumerate(pairwise(self.borders)):
+        """File name and rows of each shard."""
+        for number, (first, last) in enumerate(pairwise(self.boundaries)):
             yield f"shard-{number:05d}.safetensors", range(first, last)
 
-    def bytes_of(self, top_k: int) -> int:
-        """On disk."""
+    def size_bytes(self, top_k: int) -> int:
+        """Return the size on disk for `top_k` tokens per position."""
         return self.positions * (4 * top_k + 2 * (top_k + 1)) + 8 * (self.rows + 1)
 
 
 class TeacherShardReader:
-    """What the teacher has said, for batches of training rows."""
+    """Reads the distillation targets of batches of training rows from shards."""
 
-    def __init__(self, directory: Path, rows: TokenRows, settings: DistillSettings, teaching: str) -> None:
-        """Open it; nothing is read but headers.
+    def __init__(self, directory: Path, rows: TokenRows, settings: DistillSettings, distillation_digest: str) -> None:
+        """Open the shards; only headers are read.
 
         Args:
             directory: sealed by `ratchet distill`.
             rows: the training split.
-            settings: how much it counts.
-            teaching: digest of the shards, as the run's spec has it.
+            settings: weight, temperature and direction of the distillation loss.
+            distillation_digest: digest of the shards in the run's spec.
 
         Raises:
-            DamagedFileError: a file is not as it was sealed.
-            DataError: it is of other rows, or not what the run began with.
+            DamagedFileError: a file has changed since it was sealed.
+            DataError: the shards are of other rows, or not those that the run started with.
         """
         files.verify_sealed(directory, KIND)
-        card = DistillationCard.load(directory / CARD)
-        plan = TeacherShardPlan.of(rows)
-        if card.digest != teaching or (card.rows, card.positions) != (plan.rows, plan.positions):
-            raise DataError(f"{directory}: changed since the run was started; run `ratchet distill`, and repeat")
+        card = DistillationCard.load(directory / DISTILLATION_CARD)
+        plan = TeacherShardPlan.from_rows(rows)
+        if card.digest != distillation_digest or (card.rows, card.positions) != (plan.rows, plan.positions):
+            raise DataError(
+                f"{directory}: changed since the run was started; run `ratchet distill`, then this command again"
+            )
         self.settings = settings
-        self._before: list[int] = rows.trained_before.tolist()
-        self._first = list(plan.borders[:-1])
+        self._offsets: list[int] = rows.cumulative_trained_tokens.tolist()
+        self._first_rows = list(plan.boundaries[:-1])
         self._shards = [_map_shard(directory / name) for name, _ in plan.shards]
 
-    def of(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> StoredTeacherTargets:
-        """At all learned positions of these sequences of rows, one after the other; `batch`: of the same."""
+    def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> StoredTeacherTargets:
+        """Return the targets of all trained positions of these sequences of rows; `batch`: the same as tensors."""
         device = batch.labels.device
         tokens, values = zip(*(self._row(row) for sequence in sequences for row in sequence), strict=True)
         return StoredTeacherTargets(
@@ -101,82 +103,84 @@ class TeacherShardReader:
         )  # fmt: skip
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
-        number = bisect_right(self._first, row) - 1
-        begun = self._before[self._first[number]]
-        span = slice(self._before[row] - begun, self._before[row + 1] - begun)
+        number = bisect_right(self._first_rows, row) - 1
+        start = self._offsets[self._first_rows[number]]
+        span = slice(self._offsets[row] - start, self._offsets[row + 1] - start)
         tokens, values = self._shards[number]
         return tokens[span], values[span]
 
 
 def _map_shard(path: Path) -> tuple[Tensor, Tensor]:
-    """Tensors whose pages are read when they are looked at (safetensors maps a file on a CPU)."""
+    """Map the tensors of a shard; safetensors maps a file on a CPU, so pages are read on access."""
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as found:
-            return found.get_tensor("tokens"), found.get_tensor("log_probabilities")
+        with safe_open(str(path), framework="pt", device="cpu") as shard:
+            return shard.get_tensor("tokens"), shard.get_tensor("log_probabilities")
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{path}: unreadable ({error}); run `ratchet distill` again") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error}); run `ratchet distill` again") from None
 
 
 def read_shard_sums(path: Path) -> Tensor:
-    """What is known of a shard beside its contents: float64 [2]."""
-    with safe_open(str(path), framework="pt", device="cpu") as found:
-        sums: Tensor = found.get_tensor("sums")
+    """Return the sums of a shard, float64 [2]."""
+    with safe_open(str(path), framework="pt", device="cpu") as shard:
+        sums: Tensor = shard.get_tensor("sums")
     return sums
 
 
 def compute_content_digest(entries: dict[str, files.Entry]) -> str:
-    """Of the shards, by their manifest entries."""
+    """Return the digest of all shards, from their manifest entries."""
     return digests.hash_files({name: sha for name, (sha, _) in entries.items()})
 
 
-# Asking a teacher about all training rows, shard by shard; what is sealed is not asked again.
+# Computing the teacher's outputs, shard by shard; a sealed shard is not computed again.
 
 SHARD = "distill-shard"
-TOLD_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 
 Progress = Callable[[str], None]
 
 
 @dataclass
 class TeacherShardWriter:
-    """The shards of one teaching, in a folder of their own until all are there."""
+    """Writes the shards of one distillation into a folder of their own until all exist."""
 
     folder: Path
     plan: TeacherShardPlan
 
-    def missing(self) -> list[tuple[str, range]]:
-        """Those that are not there, or not whole: a damaged one is made again."""
+    def list_missing(self) -> list[tuple[str, range]]:
+        """Return the shards that are missing or damaged."""
         return [(name, rows) for name, rows in self.plan.shards if self._entry(name) is None]
 
-    def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_rows: int, progress: Progress) -> None:
-        """Ask about every row of the shards that are missing, and seal each as soon as it is complete.
+    def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_size: int, progress: Progress) -> None:
+        """Compute all missing shards, and seal each as soon as it is complete.
 
         Raises:
-            DataError: the teacher answers with NaN.
-            MemoryExhaustedError: it cannot read even one row.
+            DataError: the teacher returns NaN.
+            MemoryExhaustedError: a single row does not fit into memory.
         """
-        left = self.missing()
-        told = _TeacherProgress(progress, sum(len(span) for _, span in left))
-        for name, span in left:
-            tensors = self._asked(teacher, rows, span, micro_batch_rows, told)
+        missing = self.list_missing()
+        reporter = _ProgressReporter(progress, sum(len(span) for _, span in missing))
+        for name, span in missing:
+            tensors = self._compute_shard(teacher, rows, span, micro_batch_size, reporter)
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
                 checkpoint.write_safetensors(scratch / name, tensors)
 
     def gather(self, directory: Path) -> dict[str, files.Entry]:
-        """Give all shards a second name in a directory; returns what is known of the files."""
-        found = {}
+        """Link all shards into a directory; return their manifest entries."""
+        entries = {}
         for name, _ in self.plan.shards:
             entry = self._entry(name)
             if entry is None:
-                raise DamagedFileError(f"{self.folder / name}: not whole any more; run `ratchet distill` again")
+                raise DamagedFileError(
+                    f"{self.folder / name}: damaged after it was sealed; run `ratchet distill` again"
+                )
             files.link_or_copy(self.folder / name / name, directory / name)
-            found[name] = entry
-        return found
+            entries[name] = entry
+        return entries
 
-    def take_over(self, directory: Path) -> None:
-        """Use the shards of a sealed teaching that is the same but for its card."""
+    def reuse(self, directory: Path) -> None:
+        """Link the shards of a sealed distillation that differs in its card only."""
         files.verify_sealed(directory, KIND)
-        for name, _ in self.missing():
+        for name, _ in self.list_missing():
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
                 files.link_or_copy(directory / name, scratch / name)
 
@@ -186,61 +190,66 @@ class TeacherShardWriter:
         except (DamagedFileError, KeyError):
             return None
 
-    def _asked(
-        self, teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_rows: int, told: "_TeacherProgress"
+    def _compute_shard(
+        self, teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_size: int, reporter: "_ProgressReporter"
     ) -> dict[str, Tensor]:
-        """Rows of like length together, the longest first; back in order."""
-        lengths = [rows.tokens([row]) for row in span]
-        said: dict[int, tuple[Tensor, Tensor]] = {}
+        """Compute rows of similar length together, the longest first; return them in order."""
+        lengths = [rows.count_tokens([row]) for row in span]
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
         sums = torch.zeros(2, dtype=torch.float64)
-        for piece in split_micro_batches(list(span), lengths, micro_batch_rows):
-            for some, answer in _query_teacher(teacher, rows, piece):
-                sums += torch.tensor([answer.loss, answer.left_out], dtype=torch.float64)
-                counts = [rows.trained([row]) for row in some]
-                parts = zip(answer.tokens.split(counts), answer.log_probabilities.split(counts), strict=True)
-                said |= dict(zip(some, parts, strict=True))
-            told.rows(len(piece))
-        counts = torch.tensor([0, *(len(said[row][0]) for row in span)])
+        for piece in split_micro_batches(list(span), lengths, micro_batch_size):
+            for part, predictions in _compute_predictions(teacher, rows, piece):
+                sums += torch.tensor([predictions.loss, predictions.left_out], dtype=torch.float64)
+                counts = [rows.count_trained([row]) for row in part]
+                tensors = zip(
+                    predictions.tokens.split(counts), predictions.log_probabilities.split(counts), strict=True
+                )
+                outputs |= dict(zip(part, tensors, strict=True))
+            reporter.add(len(piece))
+        offsets = torch.tensor([0, *(len(outputs[row][0]) for row in span)])
         return {
-            "tokens": torch.cat([said[row][0] for row in span]),
-            "log_probabilities": torch.cat([said[row][1] for row in span]),
-            "offsets": counts.cumsum(0),
+            "tokens": torch.cat([outputs[row][0] for row in span]),
+            "log_probabilities": torch.cat([outputs[row][1] for row in span]),
+            "offsets": offsets.cumsum(0),
             "sums": sums,
         }
 
 
-def _query_teacher(
+def _compute_predictions(
     teacher: TeacherModel, rows: TokenRows, piece: list[int]
 ) -> list[tuple[list[int], TeacherPredictions]]:
-    """Half as many at a time where memory does not suffice."""
+    """Compute rows at once, or half of them at a time when they do not fit into memory."""
     try:
-        return [(piece, teacher.say(rows, piece))]
+        return [(piece, teacher.predict(rows, piece))]
     except Exception as error:
         if not oom.is_out_of_memory(error):
             raise
     oom.release_memory()
     if len(piece) == 1:
         raise MemoryExhaustedError(
-            f"train.distill.teacher: memory does not suffice for training row {piece[0]} of {rows.tokens(piece)} "
-            "tokens; set train.distill.quantization: nf4, a smaller prepare.max_tokens, or take a smaller teacher"
+            f"train.distill.teacher: not enough memory for training row {piece[0]} of {rows.count_tokens(piece)} "
+            "tokens; set train.distill.quantization: nf4, a smaller prepare.max_tokens or a smaller teacher"
         )
     half = len(piece) // 2
-    return [*_query_teacher(teacher, rows, piece[:half]), *_query_teacher(teacher, rows, piece[half:])]
+    return [
+        *_compute_predictions(teacher, rows, piece[:half]),
+        *_compute_predictions(teacher, rows, piece[half:]),
+    ]
 
 
-class _TeacherProgress:
-    """How far it is, now and then."""
+class _ProgressReporter:
+    """Reports progress every REPORT_EVERY_S."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
-        self.begun = self.last = time.monotonic()
+        self.started_s = self.reported_s = time.monotonic()
 
-    def rows(self, count: int) -> None:
-        """So many more are done."""
+    def add(self, count: int) -> None:
+        """Count completed rows."""
         self.done += count
-        now = time.monotonic()
-        if now - self.last >= TOLD_EVERY_S:
-            self.last = now
-            rate = self.done / (now - self.begun)
+        now_s = time.monotonic()
+        if now_s - self.reported_s >= REPORT_EVERY_S:
+            self.reported_s = now_s
+            rate = self.done / (now_s - self.started_s)
             left_s = (self.total - self.done) / rate
             self.progress(f"{self.done:,} of {self.total:,} rows, {rate:,.1f} rows/s, {left_s / 60:,.0f} min left")

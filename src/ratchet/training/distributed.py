@@ -1,10 +1,10 @@
-"""The processes that train one run together: who they are, and what they tell each other.
+"""The processes (ranks) that train one run together: who they are, and how they exchange data.
 
-Every rank holds the same weights, optimizer and state; each computes some micro-batches of a step, and the gradients
-are summed once a step. So ranks need to agree on little: the sum, the loss, and what none of them can know alone (one
-is asked to stop, one has no room for its micro-batch). They agree over gloo, on the CPU, whatever carries gradients.
+Every rank holds the same weights, optimizer and state. Each computes some micro-batches of a step, and the gradients
+are summed once a step. So ranks have little to agree on: the sum, the loss, and what a single rank cannot know (another
+one has to stop, or ran out of memory). They agree over gloo, on the CPU, whatever backend carries the gradients.
 
-A rank that waits gives signs of life: only the one that it waits for falls silent, and is found by its own supervisor.
+A waiting rank sends heartbeats: only the rank that the others wait for is silent, and its own supervisor finds it.
 """
 
 import json
@@ -30,151 +30,155 @@ from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.runs.journal import Journal, RunDecisions
 from ratchet.storage import digests, files
 from ratchet.training.checkpoint import read_metadata
-from ratchet.training.consistency_check import NEEDED, describe_difference
+from ratchet.training.consistency_check import REQUIREMENT, describe_difference
 
 T = TypeVar("T")
 POLL_S = 0.0005
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 NEVER = timedelta(days=7)
-"""We look at the clock ourselves, and beat meanwhile."""
-PIECE_BYTES = 2**26
+"""Timeout for torch: the waiting loop here has its own, and sends heartbeats meanwhile."""
+BLOCK_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where a rank stands, as torch's elastic agent tells its children in their environment."""
+    """Position of a rank, as torch's elastic agent passes it in the environment."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_world: int = 1
+    local_world_size: int = 1
 
     @classmethod
-    def of_environment(cls) -> "RankEnvironment":
-        """That of this process; alone where no agent has started it."""
+    def from_environment(cls) -> "RankEnvironment":
+        """Return that of this process; a single rank if no agent has started it."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         return cls(*(int(os.environ[name]) for name in names))
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes its machine's run directory: one a machine does, for each keeps the whole run."""
+    def is_writer(self) -> bool:
+        """Whether this rank writes the run directory of its machine: one rank per machine does."""
         return self.local_rank == 0
 
 
 class RankGroup:
-    """All ranks of an attempt. Every method but the properties has to be called by all of them, in the same order."""
+    """All ranks of an attempt. All ranks must call its methods (not properties), in the same order."""
 
-    def __init__(self, place: RankEnvironment, device: torch.device, beat: Callable[[], None], wait_s: float) -> None:
-        """Meet the others; alone, nothing happens.
+    def __init__(
+        self, environment: RankEnvironment, device: torch.device, beat: Callable[[], None], timeout_s: float
+    ) -> None:
+        """Join the other ranks; a single rank joins nothing.
 
         Args:
-            place: of this process.
-            device: where it computes.
-            beat: a sign of life, given while waiting.
-            wait_s: how long to wait for the others at one place; then they are lost.
+            environment: position of this process.
+            device: the device of this rank.
+            beat: sends a heartbeat; called while waiting.
+            timeout_s: how long to wait for the other ranks at one place; then they are lost.
 
         Raises:
-            PeersLostError: they do not come.
+            PeersLostError: the other ranks do not join.
         """
-        self.place = place
-        self._beat, self._wait_s = beat, wait_s
+        self.environment = environment
+        self._beat, self._timeout_s = beat, timeout_s
         self.group: Any = None
-        """That of the gradients; None when alone."""
-        if place.world == 1:
+        """Process group of the gradients; None for a single rank."""
+        if environment.world_size == 1:
             return
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=wait_s))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
             raise PeersLostError(
-                f"rank {place.rank} of {place.world} did not meet the others: {_first_error_line(error)}"
+                f"rank {environment.rank} of {environment.world_size} could not join the other ranks: "
+                f"{_first_error_line(error)}"
             ) from None
         self.group = dist.group.WORLD
         if device.type == "cuda":
             self.group = dist.new_group(backend="nccl", timeout=NEVER)
 
     @property
-    def alone(self) -> bool:
-        return self.place.world == 1
+    def is_single(self) -> bool:
+        """Whether this is the only rank."""
+        return self.environment.world_size == 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first of all."""
-        return self.place.rank == 0
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.environment.rank == 0
 
-    # ------------------------------------------------------------------------------------------------------- numbers
+    # Numbers.
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank, in the order of ranks; as many of each."""
-        if self.alone:
+        """Return the values of every rank, by rank; all ranks pass as many."""
+        if self.is_single:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.place.world)]
-        self.wait(dist.all_gather(found, own, async_op=True))
-        return [one.tolist() for one in found]
+        by_rank = [torch.empty_like(own) for _ in range(self.environment.world_size)]
+        self.wait(dist.all_gather(by_rank, own, async_op=True))
+        return [tensor.tolist() for tensor in by_rank]
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over ranks, added in the order of ranks: the same bits everywhere."""
+        """Return sums over ranks, added in the order of ranks: the same bits on every rank."""
         return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether the flag of any rank is set."""
         return any(value for (value,) in self.gather([float(flag)]))
 
-    # --------------------------------------------------------------------------------------------------------- bytes
+    # Bytes.
 
     def gather_json(self, value: Any) -> list[Any]:
-        """A value of every rank, as JSON."""
+        """Return a JSON value of every rank."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-        """Named tensors of every rank, on the CPU."""
-        if self.alone:
+        """Return named tensors of every rank, on the CPU."""
+        if self.is_single:
             return (tensors,)
         data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         return tuple(load(one) for one in self.gather_bytes(data))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, of whatever length."""
-        if self.alone:
+        """Return bytes of every rank; their lengths may differ."""
+        if self.is_single:
             return [data]
         sizes = [int(size) for (size,) in self.gather([len(data)])]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in sizes]
-        self.wait(dist.all_gather(found, own, async_op=True))
-        return [bytes(one[:size].numpy().data) for one, size in zip(found, sizes, strict=True)]
+        by_rank = [torch.empty_like(own) for _ in sizes]
+        self.wait(dist.all_gather(by_rank, own, async_op=True))
+        return [bytes(tensor[:size].numpy().data) for tensor, size in zip(by_rank, sizes, strict=True)]
 
-    def send_block(self, source: int, block: bytes | None, size: int) -> bytes:
-        """The source's block of `size` bytes, on every rank; None elsewhere."""
+    def broadcast_block(self, source: int, block: bytes | None, size: int) -> bytes:
+        """Return the source's block of `size` bytes on every rank; the other ranks pass None."""
         data = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(size, dtype=torch.uint8)
         if size:
             self.wait(dist.broadcast(data, source, async_op=True))
         return bytes(data.numpy().data)
 
-    # --------------------------------------------------------------------------------------------------------- waiting
+    # Waiting.
 
-    def in_turns(self, work: Callable[[], T]) -> T:
-        """Do what takes much of a machine's memory on one of its ranks at a time, however long it takes there."""
-        if self.alone:
+    def run_in_turns(self, work: Callable[[], T]) -> T:
+        """Run `work` on one rank of each machine at a time, because it takes much of the machine's memory."""
+        if self.is_single:
             return work()
         group = dist.new_group(backend="gloo", timeout=NEVER)
-        found: list[T] = []
-        for turn in range(max(int(count) for (count,) in self.gather([self.place.local_world]))):
-            if turn == self.place.local_rank:
-                found.append(work())
+        results: list[T] = []
+        for turn in range(max(int(count) for (count,) in self.gather([self.environment.local_world_size]))):
+            if turn == self.environment.local_rank:
+                results.append(work())
             self.wait(dist.barrier(group, async_op=True), math.inf)
-        return found[0]
+        return results[0]
 
     @contextmanager
-    def in_concert(self, needed: bool) -> Iterator[None]:
-        """For what talks to other ranks by itself, through DTensors: all begin it together, and may lose each other.
+    def collective_section(self, is_needed: bool) -> Iterator[None]:
+        """Wrap work that communicates by itself, through DTensors: all ranks begin it together.
 
         Raises:
-            PeersLostError: they did.
+            PeersLostError: another rank was lost in it.
         """
-        if not needed:
+        if not is_needed:
             yield
             return
         self.any(False)
@@ -183,52 +187,55 @@ class RankGroup:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise PeersLostError(f"rank {self.place.rank} lost another one: {_first_error_line(error)}") from None
+            raise self._lost_peer(error) from None
 
-    def settle(self, device: torch.device) -> None:
-        """Until a GPU has done what it was given, with signs of life: it may wait for another rank."""
+    def wait_for_device(self, device: torch.device) -> None:
+        """Wait until a GPU has done its queued work, with heartbeats: it may wait for another rank."""
         if device.type == "cuda":
             self.wait(_CudaWork())
 
-    def wait(self, work: Any, wait_s: float | None = None) -> None:
-        """Until a collective operation is done, with signs of life.
+    def wait(self, work: Any, timeout_s: float | None = None) -> None:
+        """Wait until a collective operation is done, with heartbeats.
 
         Args:
-            work: as torch gives it.
-            wait_s: how long; None: as long as ranks wait for each other.
+            work: torch's handle of the operation.
+            timeout_s: how long to wait; None: the group's timeout.
 
         Raises:
             PeersLostError: another rank is gone, or does not come.
         """
-        wait_s = self._wait_s if wait_s is None else wait_s
-        since = beaten = time.monotonic()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        started_s = beaten_s = time.monotonic()
         try:
             while not work.is_completed():
                 time.sleep(POLL_S)
-                now = time.monotonic()
-                if now - beaten > BEAT_S:
+                now_s = time.monotonic()
+                if now_s - beaten_s > HEARTBEAT_S:
                     self._beat()
-                    beaten = now
-                if now - since > wait_s:
+                    beaten_s = now_s
+                if now_s - started_s > timeout_s:
                     raise PeersLostError(
-                        f"rank {self.place.rank} waited {wait_s:g} s for the other {self.place.world - 1} "
-                        "(machine.peers_wait_s)"
+                        f"rank {self.environment.rank} waited {timeout_s:g} s for the other "
+                        f"{self.environment.world_size - 1} ranks (machine.peer_timeout_s)"
                     )
             work.wait()
         except RuntimeError as error:
-            raise PeersLostError(f"rank {self.place.rank} lost another one: {_first_error_line(error)}") from None
+            raise self._lost_peer(error) from None
+
+    def _lost_peer(self, error: Exception) -> PeersLostError:
+        return PeersLostError(f"rank {self.environment.rank} lost another rank: {_first_error_line(error)}")
 
 
 class _CudaWork:
-    """All that the current GPU has been given so far, as something to wait for."""
+    """All work queued on the current GPU so far, with the interface of a collective operation."""
 
     def __init__(self) -> None:
         self._end = torch.cuda.Event()
         self._end.record()
 
     def is_completed(self) -> bool:
-        found: bool = self._end.query()
-        return found
+        is_completed: bool = self._end.query()
+        return is_completed
 
     def wait(self) -> None:
         self._end.synchronize()
@@ -238,86 +245,86 @@ def _first_error_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300]
 
 
-def assign_shares(pieces: Sequence[Sequence[int]], padded: Sequence[int], world: int) -> list[list[int]]:
-    """Which pieces each rank computes: the largest first, to whoever has least; the same everywhere.
+def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[int]]:
+    """Divide micro-batches among ranks: the largest first, each to the rank with the least work; the same everywhere.
+
+    Graham 1969: longest processing time first is within 4/3 of the shortest possible.
 
     Args:
-        pieces: the micro-batches of a step.
-        padded: tokens of each, padded.
-        world: number of ranks.
+        padded_tokens: size of each micro-batch.
+        world_size: number of ranks.
 
     Returns:
-        For each rank the numbers of its pieces, ascending. (Graham 1969: longest processing time first is within 4/3 of
-        the shortest possible.)
+        For each rank the numbers of its micro-batches, ascending.
     """
-    loads, found = [0] * world, [list[int]() for _ in range(world)]
-    for number in sorted(range(len(pieces)), key=lambda k: (-padded[k], k)):
-        rank = min(range(world), key=lambda r: (loads[r], r))
-        loads[rank] += padded[number]
-        found[rank].append(number)
-    return [sorted(numbers) for numbers in found]
+    loads, shares = [0] * world_size, [list[int]() for _ in range(world_size)]
+    for number in sorted(range(len(padded_tokens)), key=lambda k: (-padded_tokens[k], k)):
+        rank = min(range(world_size), key=lambda r: (loads[r], r))
+        loads[rank] += padded_tokens[number]
+        shares[rank].append(number)
+    return [sorted(numbers) for numbers in shares]
 
 
-# How ranks begin: they make sure that they train the same thing, and from the same checkpoint.
-#
-# Every machine keeps the whole run. One that was away, or is new, gets the newest checkpoint from one that has it: no
-# shared disk is needed, and whichever machines are left can go on.
+# Start of an attempt: ranks check that they train the same run, and agree on a checkpoint. Every machine keeps the
+# whole run. A machine that was away, or is new, gets the newest checkpoint from a rank that has it: no shared disk is
+# needed, and any of the machines can continue.
 
 
-def require_consistent(ranks: RankGroup, told: dict[str, Any]) -> None:
-    """Raise SettingsError, on every rank, unless all say the same about what they train with, and with what.
+def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
+    """Raise SettingsError, on every rank, unless all ranks have the same properties.
 
     Args:
-        ranks: all of them.
-        told: JSON, as `alike.difference` takes it.
+        ranks: all ranks.
+        properties: JSON for `consistency_check.describe_difference`.
     """
-    everybody = ranks.gather_json({"host": socket.gethostname(), "told": told})
-    first = everybody[0]
-    for rank, other in enumerate(everybody):
-        if found := describe_difference(first["told"], other["told"]):
+    by_rank = ranks.gather_json({"host": socket.gethostname(), "properties": properties})
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if difference := describe_difference(first["properties"], other["properties"]):
             raise SettingsError(
-                f"ranks 0 (on {first['host']}) and {rank} (on {other['host']}) would train different things: {found}. "
-                f"{NEEDED}"
+                f"ranks 0 (on {first['host']}) and {rank} (on {other['host']}) would train different things: "
+                f"{difference}. {REQUIREMENT}"
             )
 
 
 def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> Path | None:
-    """The checkpoint that all go on from: the newest that any of them has; None when there is none.
+    """Return the newest checkpoint that any rank has, copied to every machine; None when there is none.
 
-    It then lies in every machine's run directory, with those that its state refers to.
+    The checkpoints that its state requires are copied too.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         paths: the run, on this machine.
-        own: the newest valid checkpoint here.
+        own: the newest valid checkpoint of this machine.
     """
-    if ranks.alone:
+    if ranks.is_single:
         return own
-    sealed = read_metadata(own) if own else None
-    mine = [sealed.state.step, files.read_manifest(own).digest] if own and sealed else [0, ""]
-    there = ranks.gather_json(mine)
-    newest = max(step for step, _ in there)
+    metadata = read_metadata(own) if own else None
+    newest_here = [metadata.state.step, files.read_manifest(own).digest] if own and metadata else [0, ""]
+    by_rank = ranks.gather_json(newest_here)
+    newest = max(step for step, _ in by_rank)
     if not newest:
         return None
-    source = next(rank for rank, (step, _) in enumerate(there) if step == newest)
-    if any(one != there[source] for one in there):
-        wanted = [newest, *sorted(sealed.state.refers_to)] if sealed and ranks.place.rank == source else []
-        lacks = ranks.place.writes and mine != there[source]
-        for step in ranks.gather_json(wanted)[source]:
-            _copy_sealed_directory(ranks, source, paths.checkpoint(step), lacks)
+    source = next(rank for rank, (step, _) in enumerate(by_rank) if step == newest)
+    if any(one != by_rank[source] for one in by_rank):
+        is_source = ranks.environment.rank == source
+        steps = [newest, *sorted(metadata.state.required_steps)] if metadata and is_source else []
+        is_missing = ranks.environment.is_writer and newest_here != by_rank[source]
+        for step in ranks.gather_json(steps)[source]:
+            _copy_sealed_directory(ranks, source, paths.checkpoint(step), is_missing)
     return paths.checkpoint(newest)
 
 
-def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, lacks: bool) -> None:
-    """A sealed directory of the source, sealed in the same place wherever it is lacking."""
-    sends = ranks.place.rank == source
-    own = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if sends else {}
+def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, is_missing: bool) -> None:
+    """Copy a sealed directory of the source to the ranks where it is missing."""
+    is_source = ranks.environment.rank == source
+    own = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if is_source else {}
     entries = ranks.gather_json(own)[source]
-    known = {name: (str(found), int(size)) for name, (found, size) in entries.items()}
-    if not lacks:
+    known = {name: (str(digest), int(size)) for name, (digest, size) in entries.items()}
+    if not is_missing:
         for name, (_, size) in known.items():
-            for _ in _broadcast_blocks(ranks, source, folder / name if sends else None, size):
-                pass  # others write it
+            for _ in _broadcast_blocks(ranks, source, folder / name if is_source else None, size):
+                pass  # other ranks write it
         return
     if folder.exists():
         files.remove_sealed(folder)
@@ -327,82 +334,80 @@ def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, lacks: b
             target = scratch / name
             files.write_blocks(target, ([block] for block in _broadcast_blocks(ranks, source, None, size)))
             if digests.hash_file(target) != expected:
-                raise OSError(f"{folder.name}/{name}: not what rank {source} has: it was changed on its way")
+                raise OSError(f"{folder.name}/{name}: differs from that of rank {source}: it was damaged in transit")
 
 
 def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: int) -> Iterator[bytes]:
     stream = path.open("rb") if path else None
     try:
-        for start in range(0, size, PIECE_BYTES):
-            length = min(PIECE_BYTES, size - start)
-            yield ranks.send_block(source, stream.read(length) if stream else None, length)
+        for start in range(0, size, BLOCK_BYTES):
+            length = min(BLOCK_BYTES, size - start)
+            yield ranks.broadcast_block(source, stream.read(length) if stream else None, length)
     finally:
         if stream:
             stream.close()
 
 
 def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
-    """The supervisors of all machines that keep a mirror, by the names under which they claim the run there.
+    """Return the names of all machines' replicators, under which they hold their leases on the replica.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         paths: the run, on this machine.
     """
-    noted = replication_protocol.read_replication_state(paths)
-    return sorted({name for name in ranks.gather_json(noted.node if noted else "") if name})
+    state = replication_protocol.read_replication_state(paths)
+    return sorted({name for name in ranks.gather_json(state.node if state else "") if name})
 
 
 def merge_decisions(ranks: RankGroup, own: RunDecisions) -> RunDecisions:
-    """What the run has decided before, as the rank knows it that knows most: a new machine has no journal of it."""
-    told = ranks.gather_json(
+    """Return the decisions of earlier attempts that the best-informed rank has: a new machine has no journal."""
+    by_rank = ranks.gather_json(
         {
             "budgets": [[phase, step, data] for (phase, step), data in own.budgets.items()],
-            "skipped": [[step, data] for step, data in own.skipped.items()],
+            "skipped": [[step, data] for step, data in own.skipped_steps.items()],
         }
     )
-    most = max(told, key=lambda one: len(one["budgets"]) + len(one["skipped"]))
+    most = max(by_rank, key=lambda one: len(one["budgets"]) + len(one["skipped"]))
     budgets = {(phase, step): data for phase, step, data in most["budgets"]}
     return RunDecisions(budgets, dict(most["skipped"]))
 
 
-# How fast ranks are beside each other, told now and then: one that others wait for slows all of them.
-
-EVERY_S = 5.0
-"""Between two events, and at least two steps."""
+REPORT_EVERY_S = 5.0
+"""Between two events of the straggler monitor, and at least two steps."""
 
 
 class StragglerMonitor:
-    """Adds up what ranks did in steps, and tells it.
+    """Reports how long each rank computes: a slow rank slows all others.
 
     Args:
-        journal: told events `ranks`.
+        journal: gets the events `rank_timings`.
         clock: monotonic seconds.
     """
 
     def __init__(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:
         self._journal, self._clock = journal, clock
-        self._told_s = clock()
+        self._reported_s = clock()
         self._steps, self._seconds = 0, 0.0
         self._busy_s: list[float] = []
 
     def add(self, step: int, seconds: float, busy_s: Sequence[float]) -> None:
-        """A step is done.
+        """Add a completed step.
 
         Args:
             step: its number.
-            seconds: that it took.
-            busy_s: of each rank, seconds that it spent on micro-batches of its own; nothing is told of a single one.
+            seconds: its duration.
+            busy_s: seconds that each rank spent on its own micro-batches; a single rank is not reported.
         """
         if len(busy_s) < 2:
             return
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
         before = self._busy_s or [0.0] * len(busy_s)
-        self._busy_s = [whole + one for whole, one in zip(before, busy_s, strict=True)]
+        self._busy_s = [total + one for total, one in zip(before, busy_s, strict=True)]
         now_s = self._clock()
-        if self._steps < 2 or now_s - self._told_s < EVERY_S:
+        if self._steps < 2 or now_s - self._reported_s < REPORT_EVERY_S:
             return
         self._journal.append(
-            "ranks", step=step, steps=self._steps, seconds=round(self._seconds, 5),
+            "rank_timings", step=step, steps=self._steps, seconds=round(self._seconds, 5),
             busy_s=[round(one, 5) for one in self._busy_s],
         )  # fmt: skip
-        self._told_s, self._steps, self._seconds, self._busy_s = now_s, 0, 0.0, []
+        self._reported_s, self._steps, self._seconds, self._busy_s = now_s, 0, 0.0, []

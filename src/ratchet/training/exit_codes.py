@@ -1,6 +1,6 @@
-"""Where an exception of a worker becomes an exit code, a line in the journal, and a record in the log.
+"""Turns the exception that ends a worker into an exit code, a journal event and a log record.
 
-Imports torch only for failures that are none of ours: a worker that asks a server has no use for it.
+It imports torch only for exceptions that are not RatchetErrors: a worker that calls a server does not need torch.
 """
 
 import logging
@@ -25,11 +25,11 @@ from ratchet.redaction import redact
 from ratchet.runs.journal import Journal
 from ratchet.runs.restart_policy import FailureClass
 
-LONGEST_TEXT = 2000
-"""Characters, in the journal."""
+MAX_TEXT_LENGTH = 2000
+"""Characters of an error message in the journal."""
 
-_OURS: tuple[tuple[type[RatchetError], FailureClass], ...] = (
-    (StorageError, "storage"),  # it was waited for: no attempt of now would fare better
+_FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
+    (StorageError, "storage"),  # the worker has waited already: another attempt would not help
     (InsufficientMemoryError, "too_large"),
     (EndpointError, "endpoint"),
     (InputError, "data"),
@@ -38,37 +38,37 @@ _OURS: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (NonFiniteStateError, "hardware"),
     (PeersLostError, "peers"),
 )
-"""The first that fits counts."""
+"""The first match counts."""
 
 
-def report_worker_end(error: BaseException, journal: Journal, advice: str) -> int:
-    """Tell why a worker ends; returns its exit code.
+def report_worker_end(error: BaseException, journal: Journal, memory_advice: str) -> int:
+    """Report why a worker ends; return its exit code.
 
     Args:
-        error: that ended it.
-        journal: of the run.
-        advice: what to do when memory ran out where nothing could be made smaller.
+        error: the exception that ended it.
+        journal: journal of the run.
+        memory_advice: what to do if memory ran out outside of a step, where nothing could be made smaller.
     """
     if isinstance(error, InterruptedRunError):
         return EXIT_INTERRUPTED
     failure = _classify_error(error)
     text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     if failure == "out_of_memory" and not isinstance(error, RatchetError):
-        text += f"\n{advice}"
-    needs = {}
+        text += f"\n{memory_advice}"
+    sizes = {}
     if isinstance(error, InsufficientMemoryError):
-        needs = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
+        sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
     text = redact(text)
-    journal.append("failure", **{"class": failure}, text=text[:LONGEST_TEXT], **needs)
-    logging.getLogger(__name__).error("%s", text, exc_info=error, extra={"reason": failure, "event": "failure"})
+    journal.append("worker_error", failure_class=failure, text=text[:MAX_TEXT_LENGTH], **sizes)
+    logging.getLogger(__name__).error("%s", text, exc_info=error, extra={"reason": failure, "event": "worker_error"})
     if isinstance(error, PeersLostError):
         return EXIT_PEERS
     return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
 
 
 def _classify_error(error: BaseException) -> FailureClass:
-    for kind, failure in _OURS:
-        if isinstance(error, kind):
+    for error_type, failure in _FAILURE_CLASSES:
+        if isinstance(error, error_type):
             return failure
     import torch
 

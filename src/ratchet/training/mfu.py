@@ -1,5 +1,7 @@
-"""What a training asks of a device, and what the device can do by its data sheet: their ratio is the model FLOP
-utilisation (MFU; Chowdhery et al. 2022, appendix B)."""
+"""Operations per token of a training, and the peak rate of a GPU by its data sheet.
+
+Their ratio gives the model FLOP utilisation (MFU; Chowdhery et al. 2022, appendix B).
+"""
 
 import re
 from collections.abc import Iterator
@@ -12,30 +14,30 @@ from transformers.pytorch_utils import Conv1D
 from ratchet.models.device import Model
 
 SHEETS: tuple[tuple[str, float], ...] = (
-    (r"H100 (PCIe|NVL)", 0.0),  # of other clocks than the SXM module, and of many: not told rather than wrong
+    (r"H100 (PCIe|NVL)", 0.0),  # clocks differ from the SXM module and between variants: unknown
     (r"H[12]00\b", 989e12),  # H100 and H200 Tensor Core GPU data sheets, SXM: 1,979 with sparsity
     (r"A100\b", 312e12),  # A100 Tensor Core GPU data sheet
     (r"L4\b", 121e12),  # L4 Tensor Core GPU data sheet: 242 with sparsity
-    (r"A10\b", 125e12),  # A10 Tensor Core GPU data sheet; the A10G of clouds is another
-    (r"RTX 4090\b", 165e12),  # NVIDIA Ada GPU architecture, appendix A: 165.2, sums in float32
+    (r"A10\b", 125e12),  # A10 Tensor Core GPU data sheet; the A10G of cloud providers is a different GPU
+    (r"RTX 4090\b", 165e12),  # NVIDIA Ada GPU architecture, appendix A: 165.2, accumulated in float32
     (r"T4\b", 65e12),  # T4 data sheet; float16, it has no bfloat16
 )
-"""Dense products in bfloat16 or float16 by NVIDIA's data sheets, in operations a second, by name of the GPU."""
+"""Dense products in bfloat16 or float16 by NVIDIA's data sheets, in operations per second, by name of the GPU."""
 
-UNSEEN = 0.1
-"""Frozen matrices that are no layer we know, experts in one tensor say: beyond this share nothing is told."""
+MAX_UNKNOWN_SHARE = 0.1
+"""Above this share of frozen matrices in unknown layers (for example experts in one tensor) the count is unknown."""
 
 
-def datasheet_flops_s(name: str, dtype: torch.dtype) -> float | None:
-    """What a GPU of this name does in a type of 16 bits, by its data sheet; None where we do not know."""
+def datasheet_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak rate of a GPU in a 16-bit dtype by its data sheet; None if it is unknown."""
     if dtype.itemsize != 2:
         return None
-    found = (rate for pattern, rate in SHEETS if re.search(rf"(?<![A-Z0-9]){pattern}", name))
-    return next(found, 0.0) or None
+    rates = (rate for pattern, rate in SHEETS if re.search(rf"(?<![A-Z0-9]){pattern}", name))
+    return next(rates, 0.0) or None
 
 
 def iterate_matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
-    """Linear layers of the frozen base: module, inputs, outputs."""
+    """Yield the linear layers of the frozen base: module, inputs, outputs."""
     for name, module in model.named_modules():
         if "lora_" in name:
             continue
@@ -45,30 +47,29 @@ def iterate_matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
             yield module, module.nx, module.nf
 
 
-def flops_per_token(model: Model, learned: float, passes: Literal[1, 2] = 2) -> float | None:
-    """Operations that a token of input takes in training, forward and back, without what is computed twice.
+def flops_per_token(model: Model, trained_share: float, passes: Literal[1, 2] = 2) -> float | None:
+    """Return the operations per input token in training, forward and backward, without recomputed activations.
 
-    A frozen matrix takes part in two products, the output and the gradient of its input, one that learns in three; a
-    product is two operations a number. What tokens do among each other in attention is left out, so the MFU is a lower
-    bound.
+    A frozen matrix takes part in two products (its output, and the gradient of its input), a trainable one in three. A
+    product is two operations per element. Attention between tokens is left out, so the MFU is a lower bound.
 
     Args:
         model: with its adapter.
-        learned: share of tokens that are learned from; only there the head computes.
-        passes: 2, forward and back; 1, forward alone, of a model in which nothing learns.
+        trained_share: share of trained tokens; the head computes only these.
+        passes: 2: forward and backward; 1: forward only, for a model without trainable parameters.
 
     Returns:
-        None where the model has matrices in layers of another kind, such as experts that are one tensor.
+        None if too many matrices are in unknown layers, such as experts in one tensor.
     """
     head = model.get_output_embeddings()
-    seen, known, found = 0, set[int](), 0.0
+    elements, known, flops = 0, set[int](), 0.0
     for module, inputs, outputs in iterate_matrices(model):
-        seen += inputs * outputs
+        elements += inputs * outputs
         known.add(id(module.weight))
-        found += 2.0 * passes * inputs * outputs * (learned if module is head else 1.0)
-    rows = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and id(p) not in known | rows]
-    if sum(p.numel() for p in frozen) > UNSEEN * seen:
+        flops += 2.0 * passes * inputs * outputs * (trained_share if module is head else 1.0)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and id(p) not in known | embeddings]
+    if sum(p.numel() for p in frozen) > MAX_UNKNOWN_SHARE * elements:
         return None
-    learns = sum(int(p.numel()) for p in model.parameters() if p.requires_grad)
-    return found + 6.0 * learns
+    trainable = sum(int(p.numel()) for p in model.parameters() if p.requires_grad)
+    return flops + 6.0 * trainable

@@ -1,4 +1,7 @@
-"""Learning rate and random streams as pure functions of the step: nothing of either is saved in a checkpoint."""
+"""Optimizers, their state as plain tensors and JSON (no pickle), the learning rate and the seed of a step.
+
+Learning rate and seed are pure functions of the step, so no checkpoint has to save them.
+"""
 
 import math
 from typing import Any
@@ -14,81 +17,87 @@ from ratchet.storage import digests
 
 
 def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
-    """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up to the peak, then the chosen decay to zero."""
-    warmup = math.ceil(settings.warmup * steps)
+    """Return the rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then `train.schedule` to zero."""
+    warmup = math.ceil(settings.warmup_ratio * steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     if settings.schedule == "constant":
         return settings.learning_rate
-    done = (step - warmup) / max(1, steps - warmup)
+    progress = (step - warmup) / max(1, steps - warmup)
     if settings.schedule == "linear":
-        return settings.learning_rate * (1.0 - done)
-    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+        return settings.learning_rate * (1.0 - progress)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Start the random stream (dropout) of one optimizer step, on every device of a rank.
+    """Seed the random numbers (dropout) of one optimizer step, on every device of a rank.
 
-    A stream a step, instead of one for the run: resuming needs no saved generator state, and nothing that draws
-    numbers in between (validation, a retried step) can shift what later steps draw.
+    Each step has its own seed, so resuming needs no saved generator state, and nothing that draws numbers in between
+    (validation, a retried step) shifts what later steps draw.
     """
     key = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(digests.hash_json(key)[:15], 16))
 
 
-# Optimizers, and their whole state as plain tensors and JSON (no pickle).
-
 Optimizer = Any
-"""torch.optim.Optimizer; bitsandbytes' are of that class too."""
-
+"""torch.optim.Optimizer, or a subclass of bitsandbytes."""
 
 _MATRICES = ("lora_A", "lora_B", "lora_E", "lora_embedding_")
-"""Of an adapter; the others that learn are values of their own, DoRA's magnitudes and rows of tokens."""
+"""Matrices of an adapter. The other trainable parameters are DoRA's magnitudes and rows of new tokens."""
 
 
 def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
-    """The optimizer of `train.optimizer` for what learns in `model`.
+    """Return the optimizer of `train.optimizer` for the trainable parameters of `model`.
 
-    Each of its groups says in `rate_ratio` by what the learning rate is multiplied for it.
+    Each of its groups has the factor of its learning rate in `loraplus_lr_ratio`.
 
     Raises:
-        SettingsError: it is a paged one, and there is no GPU; or it would compute in float16.
+        SettingsError: it is a paged one, but there is no GPU; or it would compute in float16.
     """
     groups = _build_groups(model, settings)
     if settings.optimizer == "adamw" and settings.adapter_dtype == "float16":
         raise SettingsError(
-            "train.adapter_dtype: float16, but adamw keeps squares of gradients in the type of the adapter, and those "
-            "below 6e-8 are zero there: the first step would divide by it; set float32, or optimizer: adamw_8bit"
+            "train.adapter_dtype: found float16, but adamw stores squared gradients in the adapter's dtype, where "
+            "values below 6e-8 are zero and the first step would divide by zero; set float32, or train.optimizer: "
+            "adamw_8bit"
         )
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, foreach=False)
     if settings.optimizer == "paged_adamw_8bit" and device.type != "cuda":
-        raise SettingsError("train.optimizer: paged_adamw_8bit needs a GPU to page from; use adamw_8bit or adamw here")
+        raise SettingsError("train.optimizer: paged_adamw_8bit needs a GPU; set adamw_8bit or adamw")
     import bitsandbytes
 
-    kind = bitsandbytes.optim.PagedAdamW8bit if settings.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
-    return kind(groups, lr=settings.learning_rate)
+    optimizer_class = (
+        bitsandbytes.optim.PagedAdamW8bit if settings.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
+    )
+    return optimizer_class(groups, lr=settings.learning_rate)
 
 
 def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
-    """At most three: matrices; matrices B if they learn faster (LoRA+, Hayou et al. 2024, arXiv 2402.12354); the rest.
+    """Return at most three groups: matrices, matrices B with a higher rate (LoRA+), other parameters.
 
-    Weight decay is for the matrices of an adapter, which it draws towards "no change". It would draw DoRA's magnitudes
-    and the rows of new tokens towards zero, which is no such thing.
+    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Weight decay applies to matrices only: it pulls them towards "no
+    change", whereas it would pull DoRA's magnitudes and the rows of new tokens towards zero.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in adapters.trainable_parameters(model):
-        ratio = settings.rate_ratio if "lora_B" in name else 1.0
+        ratio = settings.loraplus_lr_ratio if "lora_B" in name else 1.0
         decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
         groups.setdefault((ratio, decay), []).append(parameter)
     return [
-        {"params": found, "lr": settings.learning_rate * ratio, "weight_decay": decay, "rate_ratio": ratio}
-        for (ratio, decay), found in groups.items()
+        {"params": parameters, "lr": settings.learning_rate * ratio, "weight_decay": decay, "loraplus_lr_ratio": ratio}
+        for (ratio, decay), parameters in groups.items()
     ]
 
 
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of every group of an optimizer from `build`."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["loraplus_lr_ratio"]
+
+
 def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State as (tensors by path `parameter/key/...`, everything else as JSON). Tensors are the optimizer's own."""
+    """Return the state as tensors by path (`parameter/key/...`) and the rest as JSON. Tensors are not copied."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values = {str(index): _extract_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
@@ -96,7 +105,7 @@ def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def _extract_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What is left of a (nested: bitsandbytes) dictionary when its tensors have moved into `tensors`."""
+    """Move the tensors of a dictionary (nested for bitsandbytes) into `tensors`; return the rest."""
     rest: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Tensor):
@@ -106,13 +115,13 @@ def _extract_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]
     return rest
 
 
-def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-    """Put back what `flatten_state` took out.
+def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Load a state from `flatten_state`.
 
     Raises:
-        DamagedFileError: it belongs to another optimizer or other parameters.
+        DamagedFileError: the state belongs to another optimizer or other parameters.
     """
-    state = {int(index): entries for index, entries in rest["values"].items()}
+    state = {int(index): entries for index, entries in values["values"].items()}
     for path, tensor in tensors.items():
         index, *folders, key = path.split("/")
         node = state.setdefault(int(index), {})
@@ -120,6 +129,8 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, An
             node = node.setdefault(folder, {})
         node[key] = tensor
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
+        optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
     except (ValueError, KeyError) as error:
-        raise DamagedFileError(f"optimizer state does not fit these settings: {error}") from None
+        raise DamagedFileError(
+            f"the saved optimizer state does not fit train.optimizer and the adapter: {error}"
+        ) from None

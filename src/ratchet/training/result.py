@@ -1,4 +1,4 @@
-"""What a training leaves behind: the adapter, its best and last checkpoint, and what there is to say about them."""
+"""Seals the result of a training: adapter, best and last checkpoint, report, analysis and model card."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,61 +17,61 @@ REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many weights there are, each counted once, however it is stored."""
+    """Numbers of weights, each counted once, however it is stored."""
 
     trainable: int
     total: int
     quantized: int
-    """In 4 bits."""
+    """Weights stored in 4 bits."""
 
 
-def seal(loop: TrainingLoop, found: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
-    """Seal the result of a training that is over; returns the adapter's digest.
+def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
+    """Seal the result of a completed training; return the adapter's digest.
 
     Args:
-        loop: whose model has the weights that are kept, see `analyse_kept_weights`.
-        found: that training did to them.
-        base: the base's card.
-        parameters: how many there are.
+        loop: the training loop; its model has the kept weights, see `analyse_kept_weights`.
+        adapter_analysis: analysis of these weights.
+        base: card of the base.
+        parameters: numbers of weights.
 
     Raises:
-        OSError: the disk takes nothing.
+        OSError: the disk is full or failing.
     """
-    task, state = loop.task, loop.state
-    with files.sealed_directory(task.paths.result, RESULT) as scratch:
-        adapters.save(task.model, scratch / "adapter", task.spec.base_digest)
+    context, state = loop.context, loop.state
+    with files.sealed_directory(context.paths.result, RESULT) as scratch:
+        adapters.save(context.model, scratch / "adapter", context.spec.base_digest)
         for name, step in (("best", state.best_step), ("last", state.step)):
-            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
+            files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
         report = _build_report(loop, scratch / "adapter", parameters)
         report.save(scratch / REPORT)
-        found.save(scratch / ANALYSIS)
-        files.write_atomic(scratch / CARD, model_card.render_for_adapter(base, task.settings, report, found))
+        adapter_analysis.save(scratch / ANALYSIS)
+        card = model_card.render_for_adapter(base, context.settings, report, adapter_analysis)
+        files.write_atomic(scratch / CARD, card)
     return report.adapter_digest
 
 
 def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
-    """What training did to the weights that are kept, which the model has then. Where ranks share the base, all of
-    them have to ask.
+    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded.
 
     Raises:
         NonFiniteStateError: a checkpoint that belongs to the result was damaged since it was sealed.
     """
-    task, state = loop.task, loop.state
+    context, state = loop.context, loop.state
     for step in {state.best_step, state.step}:
         try:
-            files.verify_sealed(task.paths.checkpoint(step), CHECKPOINT)
-        except DamagedFileError as error:  # since it was sealed; the next attempt passes over it, and does it again
+            files.verify_sealed(context.paths.checkpoint(step), CHECKPOINT)
+        except DamagedFileError as error:  # the next attempt skips it and trains its steps again
             raise NonFiniteStateError(str(error)) from None
-    checkpoint.load_weights(task.paths.checkpoint(_select_kept_step(loop)), task.model)
-    return analysis.analyse(task.model, state, task.settings)
+    checkpoint.load_weights(context.paths.checkpoint(_select_kept_step(loop)), context.model)
+    return analysis.analyse(context.model, state, context.settings)
 
 
 def _select_kept_step(loop: TrainingLoop) -> int:
-    return loop.state.best_step if loop.task.settings.keep == "best" else loop.state.step
+    return loop.state.best_step if loop.context.settings.final_checkpoint == "best" else loop.state.step
 
 
 def _build_report(loop: TrainingLoop, saved: Path, parameters: ParameterCounts) -> TrainReport:
-    spec, state = loop.task.spec, loop.state
+    spec, state = loop.context.spec, loop.state
     return TrainReport(
         run_id=spec.run_id,
         adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),

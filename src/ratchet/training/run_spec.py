@@ -1,6 +1,6 @@
-"""What settings, data and base mean as a run, and where its worker finds them. Imports no torch: verbs ask it too."""
+"""Builds the RunSpec and the launch file of a training from settings, data and base. Imports no torch."""
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.models import base_model, teacher_reference
 from ratchet.runs.directory import RunSpec, TrainingLaunchSpec
 from ratchet.storage.layout import ProjectLayout
@@ -9,25 +9,31 @@ from ratchet.storage.records.data import DatasetCard
 
 
 def build_run_spec(layout: ProjectLayout, settings: Settings) -> RunSpec:
-    """Which run these settings, this data and this base mean. Raises DataError where a stage before it has not run, or
-    the teacher was not asked what the settings say; BaseModelError where one that is to stay is gone."""
+    """Return the spec of the run that settings, prepared data and base define.
+
+    Raises:
+        DataError: an earlier stage has not run, or the teacher's outputs do not match the settings.
+        BaseModelError: the teacher of an online distillation is missing.
+    """
     data, base = DatasetCard.load(layout.dataset_card), BaseCard.load(layout.base_card)
-    train, teaching = teacher_reference.resolve_teacher(settings.train, layout, data.digest)
-    return RunSpec(train=train, data_digest=data.digest, base_digest=base.digest, teaching=teaching)
+    train, distillation_digest = teacher_reference.resolve_teacher(settings.train, layout, data.digest)
+    return RunSpec(
+        train=train, data_digest=data.digest, base_digest=base.digest, distillation_digest=distillation_digest
+    )
 
 
 def build_launch(layout: ProjectLayout, settings: Settings) -> TrainingLaunchSpec:
-    """How and where a worker of it runs, now.
+    """Return how and where a worker runs it on this machine.
 
-    Raises like `build_run_spec`, and BaseModelError where the base is gone.
+    Raises the errors of `build_run_spec`, and BaseModelError if the base is missing.
     """
     base, distill = BaseCard.load(layout.base_card), settings.train.distill
-    teacher = teacher_reference.teacher_directory(layout, settings.train) if distill.stays else None
+    teacher = teacher_reference.teacher_directory(layout, settings.train) if distill.is_online else None
     return TrainingLaunchSpec(
         machine=settings.machine,
         base_path=str(base_model.locate(layout, base)),
         data_path=str(layout.data),
-        teaching_path=str(layout.distill) if distill.teacher is not None and teacher is None else None,
+        distillation_path=str(layout.distill) if distill.teacher is not None and teacher is None else None,
         teacher_path=None if teacher is None else str(teacher),
         teacher_files=None if teacher is None else teacher_reference.digest_files(teacher),
         base=base,

@@ -1,6 +1,6 @@
-"""What a step's time goes into, span by span.
+"""Times the parts of a training step, span by span.
 
-A training that nobody profiles carries `StepSpans`: they measure nothing.
+Without the profiler a training uses `StepSpans`, which measures nothing.
 """
 
 import time
@@ -14,24 +14,24 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 class StepSpans:
-    """The seams at which a step can be measured; nothing is."""
+    """Places at which a step can be measured; this class measures nothing."""
 
-    def of(self, name: str) -> AbstractContextManager[None]:
-        """Around work of this name. A span inside another takes its time away from the outer one."""
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """Wrap work of this name. The time of an inner span does not count for the outer one."""
         return _UNTIMED
 
-    def computes(self, padded_tokens: int) -> None:
-        """A micro-batch is about to be computed: sequences x longest."""
+    def count_micro_batch(self, padded_tokens: int) -> None:
+        """Count a micro-batch that is about to be computed, of so many tokens (sequences x longest)."""
 
 
 @dataclass
 class StepTimings:
-    """What was measured from one `StepTimer.start` to the next `stop`."""
+    """Measurements between `StepTimer.start` and the next `stop`."""
 
     seconds: float = 0.0
-    """All of it, spans or not."""
+    """Total, inside and outside of spans."""
     spans: dict[str, float] = field(default_factory=dict)
-    """Seconds by name, those of spans inside not counted."""
+    """Seconds by name, without those of inner spans."""
     micro_batches: int = 0
     padded_tokens: int = 0
 
@@ -42,61 +42,61 @@ class StepTimings:
 
 
 class StepTimer(StepSpans):
-    """Measures.
+    """Measures spans.
 
     Args:
-        device: a GPU works on behind our back; its work is waited for at the border of every span while
-            `waits_at_borders`, and always at the ends of a lap.
+        device: a GPU works asynchronously. It is waited for at the edge of every span while `synchronizes_spans`, and
+            always at `start` and `stop`.
         clock: monotonic seconds.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._clock = device, clock
-        self._lap, self._begun_s = StepTimings(), 0.0
+        self._timings, self._started_s = StepTimings(), 0.0
         self._inner_s: list[float] = []
-        """Of each span that is open, the seconds of those inside it."""
-        self.waits_at_borders = device.type == "cuda"
-        self.marks = False
-        """Whether spans are shown in the trace of a torch profiler."""
+        """For each open span, the seconds of the spans inside it."""
+        self.synchronizes_spans = device.type == "cuda"
+        self.marks_spans = False
+        """Whether spans appear in the trace of a torch profiler."""
 
     def start(self) -> None:
-        """Begin a lap; what an earlier one has measured is forgotten."""
-        self._settle()
-        self._lap, self._inner_s = StepTimings(), []
-        self._begun_s = self._clock()
+        """Start a measurement; drop the previous one."""
+        self._synchronize()
+        self._timings, self._inner_s = StepTimings(), []
+        self._started_s = self._clock()
 
     def stop(self) -> StepTimings:
-        """What the lap has measured."""
-        self._settle()
-        self._lap.seconds = self._clock() - self._begun_s
-        return self._lap
+        """Return what was measured since `start`."""
+        self._synchronize()
+        self._timings.seconds = self._clock() - self._started_s
+        return self._timings
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """See `StepSpans.of`; what a failing piece of work took counts too."""
-        mark = torch.profiler.record_function(name) if self.marks else _UNTIMED
+    def measure(self, name: str) -> Iterator[None]:
+        """See `StepSpans.measure`; the time of work that fails counts too."""
+        mark = torch.profiler.record_function(name) if self.marks_spans else _UNTIMED
         with mark:
-            begun_s = self._now()
+            started_s = self._now()
             self._inner_s.append(0.0)
             try:
                 yield
             finally:
-                spent_s = self._now() - begun_s
+                spent_s = self._now() - started_s
                 own_s = spent_s - self._inner_s.pop()
-                self._lap.spans[name] = self._lap.spans.get(name, 0.0) + own_s
+                self._timings.spans[name] = self._timings.spans.get(name, 0.0) + own_s
                 if self._inner_s:
                     self._inner_s[-1] += spent_s
 
-    def computes(self, padded_tokens: int) -> None:
-        """See `StepSpans.computes`."""
-        self._lap.micro_batches += 1
-        self._lap.padded_tokens += padded_tokens
+    def count_micro_batch(self, padded_tokens: int) -> None:
+        """See `StepSpans.count_micro_batch`."""
+        self._timings.micro_batches += 1
+        self._timings.padded_tokens += padded_tokens
 
     def _now(self) -> float:
-        if self.waits_at_borders:
-            self._settle()
+        if self.synchronizes_spans:
+            self._synchronize()
         return self._clock()
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

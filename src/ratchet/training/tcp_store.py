@@ -8,7 +8,7 @@ from ratchet.runs.signals import die_with_parent
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the supervisor ends."""
+    """Serve the store until the supervisor ends."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != int(arguments[1]):
         return 0
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     host, port = arguments[0].rsplit(":", 1)
     try:
         store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    except DistNetworkError:  # another process was quicker, and serves it
+    except DistNetworkError:  # another process serves it already
         return 0
     while store.port:
         signal.pause()

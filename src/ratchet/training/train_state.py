@@ -1,4 +1,4 @@
-"""Where training stands after a step: everything that later steps depend on, beside weights and optimizer."""
+"""State of a training after a step: everything that later steps depend on, in addition to weights and optimizer."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,29 +19,29 @@ class TrainState:
     bad_validations: int = 0
     """Validations since the best one."""
     train_loss: float = 0.0
-    """Of the last step that was learned from."""
+    """Loss of the last step that was applied."""
     trained_tokens: int = 0
     input_tokens: int = 0
     skipped_steps: int = 0
-    """Steps that were left out, or undone by going back."""
-    norms: tuple[float, ...] = ()
+    """Steps that were skipped, or undone by a rollback."""
+    grad_norms: tuple[float, ...] = ()
     """Gradient norms before clipping of the last good steps, at most `guards.window_steps`."""
     bad_steps: tuple[int, ...] = ()
-    """Steps of the last `guards.window_steps` that were bad."""
-    rate_scale: float = 1.0
-    """What guards have multiplied the learning rate by."""
-    good_step: int = 0
-    """Step of the snapshot that a rule may go back to."""
+    """Bad steps among the last `guards.window_steps`."""
+    learning_rate_scale: float = 1.0
+    """Factor by which the guards have multiplied the learning rate."""
+    rollback_step: int = 0
+    """Step of the snapshot that the guards may roll back to."""
     loss_scale: float = 1.0
-    """What the loss is multiplied by before the backward pass; other than 1 only when computing in float16."""
-    scale_steps: int = 0
+    """Factor of the loss in the backward pass; other than 1 only in float16."""
+    loss_scale_steps: int = 0
     """Steps since the loss scale last changed."""
-    gradient_steps: tuple[int, ...] = ()
-    """Steps at which the gradient was taken apart by modules."""
-    gradient_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    module_norm_steps: tuple[int, ...] = ()
+    """Steps at which the gradient norm of each module was recorded."""
+    module_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """L2 norms before clipping at those steps, by module."""
     budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
-    """Of training micro-batches."""
+    """Limit of training micro-batches."""
     validation_budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
 
     @property
@@ -50,41 +50,41 @@ class TrainState:
         return self.validation_loss.get(self.best_step)
 
     @property
-    def refers_to(self) -> frozenset[int]:
-        """Steps whose checkpoints this state needs beside its own."""
-        return frozenset({self.best_step, self.good_step} - {0, self.step})
+    def required_steps(self) -> frozenset[int]:
+        """Steps whose checkpoints this state needs in addition to its own."""
+        return frozenset({self.best_step, self.rollback_step} - {0, self.step})
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` takes them back."""
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "TrainState":
         """Raises TypeError, KeyError or ValueError when the values are not those of a state."""
-        changed: dict[str, Any] = {
+        parsed: dict[str, Any] = {
             "validation_loss": {int(step): float(loss) for step, loss in raw["validation_loss"].items()},
-            "norms": tuple(map(float, raw["norms"])),
+            "grad_norms": tuple(map(float, raw["grad_norms"])),
             "bad_steps": tuple(map(int, raw["bad_steps"])),
-            "gradient_steps": tuple(map(int, raw["gradient_steps"])),
-            "gradient_norms": {str(name): tuple(map(float, norms)) for name, norms in raw["gradient_norms"].items()},
+            "module_norm_steps": tuple(map(int, raw["module_norm_steps"])),
+            "module_norms": {str(name): tuple(map(float, norms)) for name, norms in raw["module_norms"].items()},
             "budget": MicrobatchBudget(**raw["budget"]),
             "validation_budget": MicrobatchBudget(**raw["validation_budget"]),
         }
-        return cls(**{**raw, **changed})
+        return cls(**{**raw, **parsed})
 
 
 @dataclass(frozen=True)
 class TrainSnapshot:
-    """All of a training at one step, in memory of its own: nothing that happens later changes it."""
+    """A copy of all of a training at one step; later steps do not change it. All tensors are on the CPU."""
 
     state: TrainState
     weights: dict[str, Tensor]
-    """The matrices that learn, by parameter name; on the CPU."""
-    optimizer: dict[str, Tensor]
-    """The optimizer's tensors by path (see optimizer.py); on the CPU."""
-    rest: dict[str, Any]
+    """Trainable matrices, by parameter name."""
+    optimizer_tensors: dict[str, Tensor]
+    """The optimizer's tensors by path (optimizer.py)."""
+    optimizer_values: dict[str, Any]
     """The optimizer's other values, as JSON."""
-    extra: dict[str, Tensor] = field(default_factory=dict)
-    """What the kind of adapter needs beside its matrices (adapter.extra_tensors); on the CPU."""
-    wire: tuple[dict[str, Tensor], ...] = ()
-    """What each rank has left unsent of its gradients (wire.py: state), in the order of ranks; on the CPU."""
+    adapter_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that the kind of adapter needs in addition to its matrices (adapters.extra_tensors)."""
+    residuals: tuple[dict[str, Tensor], ...] = ()
+    """Residuals of gradient compression, by rank (GradientReducer.state)."""

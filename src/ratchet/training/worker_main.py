@@ -1,11 +1,10 @@
-"""Entry of a worker: `python -m ratchet.training.worker_main RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
+"""Entry point of a worker: `python -m ratchet.training.worker_main RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
 
-The caller chooses the work: training here, generation in inference/worker_main.py.
+This module trains; inference/worker_main.py uses the same `main` for generation. HEARTBEAT is a file descriptor, or
+the address of the heartbeats of several ranks (Heartbeat.address_of). The parent is the supervisor, or the agent that
+starts the ranks of a machine.
 
-HEARTBEAT is a descriptor, or where those of several ranks are found (heartbeat.py: address_of). The parent is the
-supervisor, or the agent that starts the ranks of a machine.
-
-Light on purpose: its first act is to tie its life to the supervisor's, seconds before torch is imported.
+The module imports no torch: it arranges to die with its parent seconds before torch is imported.
 """
 
 import faulthandler
@@ -23,36 +22,38 @@ from ratchet.runs.signals import die_with_parent
 from ratchet.training.stopping import GracefulShutdown
 
 Work = Callable[[RunPaths, int, GracefulShutdown, Heartbeat], int]
-"""Directory, number of the attempt, requests to stop, signs of life; returns the exit code."""
+"""Takes run directory, number of the attempt, requests to stop and heartbeat; returns the exit code."""
 
 
-def main(arguments: list[str], kind: type[LaunchSpec], loaded: Callable[[], Work]) -> int:
-    """Work, and end the process. Returns an exit code only when there is nobody to work for.
+def main(arguments: list[str], launch_type: type[LaunchSpec], load_work: Callable[[], Work]) -> int:
+    """Work, then end the process. Return an exit code only if the parent is gone.
 
     Args:
-        arguments: of the command line.
-        kind: of the run's launch.json.
-        loaded: imports what works, which takes seconds; called once the process's life is tied to its parent's.
+        arguments: arguments of the command line.
+        launch_type: type of the run's launch.json.
+        load_work: imports the work, which takes seconds; called after the process is tied to its parent.
     """
     paths, attempt, parent = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before that
         return EXIT_INTERRUPTED
-    stop = GracefulShutdown().install()
-    machine = kind.load(paths.launch).machine
-    said = log.capture_output(paths.logs, machine, attempt, int(os.environ["RANK"]) if ":" in arguments[3] else None)
-    limits = machine.stall_s, machine.stall_first_s
-    if ":" in arguments[3]:
+    shutdown = GracefulShutdown().install()
+    machine = launch_type.load(paths.launch).machine
+    rank = int(os.environ["RANK"]) if ":" in arguments[3] else None
+    output = log.capture_output(paths.logs, machine, attempt, rank)
+    limits = machine.stall_timeout_s, machine.first_stall_timeout_s
+    if rank is not None:
         heartbeat = Heartbeat.attach_at(arguments[3], int(os.environ["LOCAL_RANK"]), *limits)
     else:
         heartbeat = Heartbeat.attach(int(arguments[3]), *limits)
     heartbeat.beat("load")
-    # Who finds us without a sign of life asks where every thread is before killing us. C code: works without the GIL.
+    # The supervisor asks a worker without heartbeat for the stack of every thread before it kills it. faulthandler
+    # is C code and works without the GIL.
     stacks = paths.stacks.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    exit_code = loaded()(paths, attempt, stop, heartbeat)
-    said.end()
-    os._exit(exit_code)  # all is on disk: taking torch apart takes seconds, and shows no sign of life
+    exit_code = load_work()(paths, attempt, shutdown, heartbeat)
+    output.end()
+    os._exit(exit_code)  # all data is on disk; torch's shutdown takes seconds, without heartbeats
 
 
 def _load_training_worker() -> Work:

@@ -1,4 +1,9 @@
-"""Whether another trial may begin, and why a sweep stops: pure functions of its history."""
+"""Pure functions of a study's history: budget, repeated failures, best trials, and the steps of the final round.
+
+The final round trains seed s of every finalist that is not dropped, so that all finalists have the same seeds when they
+are compared. Nothing is remembered between two calls: after a kill, or on another machine, the same history gives the
+same next step.
+"""
 
 import math
 import re
@@ -7,93 +12,100 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
 from ratchet.gate import finalists as statistics
 from ratchet.gate.finalists import FinalistComparator, FinalistScores
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import LOSS, MEASURED, HeldOutJob, HeldOutMetric, HeldOutScores, ObjectiveSet
+from ratchet.storage.records.evaluation import (
+    VALIDATION_LOSS,
+    VALIDATION_METRICS,
+    ObjectiveSet,
+    ValidationJob,
+    ValidationMetric,
+    ValidationScores,
+)
 from ratchet.storage.records.sweep import Finalist, FinalRound, SweepObjective, Trial
 
 STOPPED = "stopped"
-"""Note of a study that has ended before its budget: the diagnosis; an empty text once it has been started again."""
+"""Note of a study that was stopped before its budget: the diagnosis; an empty text once it is resumed."""
 FORGIVEN = "forgiven"
-"""Note: trials before this number are no reason to stop any more, for somebody has started the sweep again since."""
+"""Note: failures before this trial number do not count any more, because the sweep was started again."""
 
 ALL_INFEASIBLE = 3
-"""Times `sweep.stop_after`: so many trials, and not one that fits, are no search any more."""
+"""A sweep stops after this many times `sweep.max_repeated_failures` trials of which none is feasible."""
 
 
 def count_trials(history: Iterable[Trial]) -> int:
-    """Trials that the budget counts: one that goes on with a pruned one is none of its own."""
+    """Count trials for the budget; a trial that continues a pruned one does not count."""
     return sum(trial.continues is None for trial in history)
 
 
 def sum_costs(history: Sequence[Trial]) -> tuple[float, int]:
-    """Hours and answer tokens that all trainings came to; a continued one, told with all of it, counts once."""
+    """Return the hours and answer tokens of all trainings; a continued one counts once."""
     superseded = {trial.continues for trial in history if trial.is_over}
     own = [trial for trial in history if trial.number not in superseded]
     return sum(t.cost.train_seconds for t in own) / 3600, sum(t.cost.trained_tokens for t in own)
 
 
 def check_budget(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Why no further values may be tried; None: one more may. Trials under way go to their end."""
+    """Return why no further trial may begin; None if one may. Running trials are not affected."""
     if count_trials(history) >= sweep.trials:
         return f"all {sweep.trials} trials"
     return check_limits(sweep, history)
 
 
 def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Which limit, hours or tokens, is reached: then not even a pruned trial goes on."""
+    """Return the limit of hours or tokens that is reached; then no pruned trial is continued either."""
     hours, tokens = sum_costs(history)
-    if sweep.hours is not None and hours >= sweep.hours:
-        return f"{hours:.2f} hours trained of {sweep.hours:g}"
-    if sweep.tokens is not None and tokens >= sweep.tokens:
-        return f"{tokens:,} tokens learned from, of {sweep.tokens:,}"
+    if sweep.max_hours is not None and hours >= sweep.max_hours:
+        return f"{hours:.2f} hours trained of {sweep.max_hours:g}"
+    if sweep.max_tokens is not None and tokens >= sweep.max_tokens:
+        return f"{tokens:,} tokens trained of {sweep.max_tokens:,}"
     return None
 
 
 def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Why the sweep has to stop: the same failure again and again, or nothing that fits; None: it goes on.
+    """Return why the sweep has to stop: a repeated failure, or no feasible trial; None if it may continue.
 
     Args:
-        sweep: stop_after is read.
-        history: trials since it was last stopped and started again.
+        sweep: its max_repeated_failures is used.
+        history: trials since the sweep was last resumed after failures.
     """
     failed = [trial for trial in history if trial.state == "failed"]
     for trial in reversed(failed):
-        alike = [other for other in failed if _failure_signature(other) == _failure_signature(trial)]
-        if len(alike) >= sweep.stop_after:
-            numbers = ", ".join(str(other.number) for other in alike)
+        same = [other for other in failed if _failure_signature(other) == _failure_signature(trial)]
+        if len(same) >= sweep.max_repeated_failures:
+            numbers = ", ".join(str(other.number) for other in same)
             return (
-                f"{len(alike)} trials failed for the same cause ({trial.cause.replace('_', ' ') or 'unknown'}; trials "
+                f"{len(same)} trials failed for the same reason ({trial.cause.replace('_', ' ') or 'unknown'}; trials "
                 f"{numbers}): {trial.reason}"
             )
     over = [trial for trial in history if trial.is_over]
     infeasible = [trial for trial in over if trial.state == "infeasible"]
-    if len(over) == len(infeasible) >= ALL_INFEASIBLE * sweep.stop_after:
+    if len(over) == len(infeasible) >= ALL_INFEASIBLE * sweep.max_repeated_failures:
         return f"none of {len(over)} trials was feasible; the last one: {infeasible[-1].reason}"
     return None
 
 
 def _failure_signature(trial: Trial) -> tuple[str, str]:
-    """Cause and first line without its numbers and names of runs: those differ each time."""
+    """Return cause and first line, without numbers and run ids, which differ each time."""
     first = (trial.reason.splitlines() or [""])[0]
     return trial.cause, re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(\.\d+)?", "#", first)
 
 
-# Which trials of a study are best: by one objective, or on the Pareto front of several.
+# The best trials: by one objective, or on the Pareto front of several.
 
 
-def objective_measures(sweep: Sweep) -> tuple[SweepObjective, ...]:
-    """What trials are judged by."""
-    return tuple(SweepObjective(metric=aim.metric, direction=aim.better) for aim in sweep.objectives)
+def sweep_objectives(sweep: Sweep) -> tuple[SweepObjective, ...]:
+    """Return the objectives of the trials."""
+    return tuple(SweepObjective(metric=aim.metric, direction=aim.resolved_direction) for aim in sweep.objectives)
 
 
 def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
-    """Trials that can be named best, each training once: complete, with objectives that are numbers."""
+    """Return trials that can be the best, each training once: complete, with finite objectives."""
     found: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda one: one.number):
         numbers = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
@@ -102,30 +114,30 @@ def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
     return list(found.values())
 
 
-def pareto_front(trials: Iterable[Trial], measures: Sequence[SweepObjective]) -> list[Trial]:
-    """Those that no other is better than by one objective without being worse by another; by number."""
+def pareto_front(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> list[Trial]:
+    """Return trials that no other trial dominates, by number."""
     some = eligible_trials(trials)
-    prices = {trial.number: _minimized_values(trial, measures) for trial in some}
-    return [trial for trial in some if not any(_dominates(other, prices[trial.number]) for other in prices.values())]
+    values = {trial.number: _minimized_values(trial, objectives) for trial in some}
+    return [trial for trial in some if not any(_dominates(other, values[trial.number]) for other in values.values())]
 
 
-def best_trials(trials: Iterable[Trial], measures: Sequence[SweepObjective], count: int) -> list[Trial]:
-    """The best so many by the first objective, of several objectives on their front; of equals the earlier one."""
-    some = pareto_front(trials, measures) if len(measures) > 1 else eligible_trials(trials)
-    return sorted(some, key=lambda trial: (_minimized_values(trial, measures)[0], trial.number))[:count]
+def best_trials(trials: Iterable[Trial], objectives: Sequence[SweepObjective], count: int) -> list[Trial]:
+    """Return the best trials by the first objective, from the Pareto front of several; of equal ones the earlier."""
+    some = pareto_front(trials, objectives) if len(objectives) > 1 else eligible_trials(trials)
+    return sorted(some, key=lambda trial: (_minimized_values(trial, objectives)[0], trial.number))[:count]
 
 
-def leader_numbers(trials: Iterable[Trial], measures: Sequence[SweepObjective]) -> tuple[int, ...]:
-    """Number of the best trial; of several objectives those of the front."""
-    found = pareto_front(trials, measures) if len(measures) > 1 else best_trials(trials, measures, 1)
+def leader_numbers(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> tuple[int, ...]:
+    """Return the number of the best trial; with several objectives, those of the Pareto front."""
+    found = pareto_front(trials, objectives) if len(objectives) > 1 else best_trials(trials, objectives, 1)
     return tuple(trial.number for trial in found)
 
 
-def _minimized_values(trial: Trial, measures: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Objectives, turned so that less is better."""
+def _minimized_values(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
+    """Return the objectives with a sign so that less is better."""
     return tuple(
-        -value if measure.direction == "maximize" else value
-        for value, measure in zip(trial.objectives, measures, strict=True)
+        -value if objective.direction == "maximize" else value
+        for value, objective in zip(trial.objectives, objectives, strict=True)
     )
 
 
@@ -133,83 +145,78 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-# What is still to be done for the finalists of a sweep: train, score, or name the winner; a function of what is there.
-#
-# Round s trains seed s of every finalist that is not dropped, so that all of them have the same seeds when they are
-# compared. Nothing is remembered between two calls: whoever asks again, after a kill or on another machine, is told
-# the
-# same.
+# The final round.
 
 SEED = "train.seed"
 
 
 @dataclass(frozen=True)
 class FinalistTraining:
-    """A finalist that was trained with a further seed, or could not be."""
+    """A training of a finalist with a further seed, successful or not."""
 
     number: int
-    """Of the trial."""
+    """Number of the trial."""
     index: int
-    """Of the seed, from 1: 0 is the trial's own run."""
+    """Index of the seed, from 1; 0 is the trial's own run."""
     run_id: str
     failed: str = ""
-    """Why there is no result, and will not be (it diverged, say): such a finalist is dropped."""
+    """Why there is no result, for example because it diverged; such a finalist is dropped."""
 
 
 @dataclass(frozen=True)
 class FinalistTrainingBatch:
-    """To be trained next, in this order, in any number at once."""
+    """Trainings to do next, in this order; any number of them at the same time."""
 
-    wanted: tuple[tuple[int, int], ...]
-    """Trial numbers with indices of seeds."""
+    trainings: tuple[tuple[int, int], ...]
+    """Pairs of trial number and seed index."""
 
 
-Step = FinalistTrainingBatch | HeldOutJob | FinalRound
-"""A HeldOutJob is to be scored (sweeping.held.ask), and what comes of it added to the scores."""
+Step = FinalistTrainingBatch | ValidationJob | FinalRound
+"""A ValidationJob is to be scored (validation_scores.score_runs) and its results added to the scores."""
 
 
 def plan_next_step(
-    sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[FinalistTraining], scores: Mapping[str, HeldOutScores]
+    sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[FinalistTraining], scores: Mapping[str, ValidationScores]
 ) -> Step:
-    """What is to be done next for the finalists.
+    """Return the next step of the final round.
 
     Args:
-        sweep: objectives and finalists are read.
-        trials: of the search, all over.
-        trainings: of finalists, with further seeds; those under way are none yet.
-        scores: by run id, of finalists' runs.
+        sweep: its objectives and finalists are used.
+        trials: trials of the search, all of them over.
+        trainings: completed trainings of finalists with further seeds.
+        scores: scores of finalists' runs, by run id.
 
     Raises:
-        DataError: no trial was trained to its end, or runs were scored on different rows.
+        DataError: no trial is complete, or runs were scored on different rows.
     """
-    measures = objective_measures(sweep)
-    chosen = best_trials(trials, measures, max(1, sweep.finalists.top))
+    objectives = sweep_objectives(sweep)
+    chosen = best_trials(trials, objectives, max(1, sweep.finalists.top_k))
     if not chosen:
-        raise DataError(f"none of the {len(trials)} trials was trained to its end: there is nobody to compare")
+        raise DataError(f"none of the {len(trials)} trials is complete; there are no finalists to compare")
     if len(chosen) == 1:
-        return _decide_without_comparison(chosen[0], measures[0], sweep)
+        return _decide_without_comparison(chosen[0], objectives[0], sweep)
     return _FinalRound(sweep, chosen, {(one.number, one.index): one for one in trainings}, scores).next()
 
 
-def select_comparison_measure(sweep: Sweep) -> tuple[HeldOutMetric, SweepObjective]:
-    """What finalists are compared by: the first objective where rows have scores of it, else validation loss."""
+def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepObjective]:
+    """Return the metric that finalists are compared by: the first objective if it is measured by row, else loss."""
     first = sweep.objectives[0]
-    for metric in MEASURED:
+    for metric in VALIDATION_METRICS:
         if metric == first.metric:
-            return metric, SweepObjective(metric=metric, direction=first.better)
-    return LOSS, SweepObjective(metric=LOSS, direction="minimize")
+            return metric, SweepObjective(metric=metric, direction=first.resolved_direction)
+    return VALIDATION_LOSS, SweepObjective(metric=VALIDATION_LOSS, direction="minimize")
 
 
 def values_for_seed(settings: Settings, trial: Trial, index: int) -> dict[str, Any]:
-    """Values of a finalist for the seed of an index: the trial's own seed, and so many further."""
+    """Return the values of a finalist for a seed index: the trial's own seed plus the index."""
     own = int(trial.values.get(SEED, settings.train.seed))
     return {**trial.values, SEED: own + index} if index else dict(trial.values)
 
 
 def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> None:
-    """Note that models are chosen by these rows, so that the gate refuses to judge by them; repeating changes nothing.
+    """Record that models were selected by these rows, so that the gate refuses to judge by them; idempotent.
 
-    Rows that were noted before stay: models were chosen by them. Raises DamagedFileError when the file is no such set.
+    Rows recorded before stay. Raises DamagedFileError if the file is invalid.
     """
     path = layout.objectives / f"{study}.json"
     known = set(ObjectiveSet.load(path).sample_ids) if path.exists() else set[str]()
@@ -219,101 +226,104 @@ def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> No
         noted.save(path)
 
 
-def _decide_without_comparison(trial: Trial, measure: SweepObjective, sweep: Sweep) -> FinalRound:
+def _decide_without_comparison(trial: Trial, objective: SweepObjective, sweep: Sweep) -> FinalRound:
     value = trial.objectives[0]
-    asked = f"sweep.finalists.top is {sweep.finalists.top}" if sweep.finalists.top < 2 else "there is no other"
+    why = f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
     finalist = Finalist(
         number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
         cost=trial.cost,
     )  # fmt: skip
     return FinalRound(
-        metric=measure.metric, direction=measure.direction, rows=0, finalists=(finalist,), comparisons=(),
-        winner=trial.number, reason=f"trial {trial.number} is the best of the search, and compared with none: {asked}",
+        metric=objective.metric, direction=objective.direction, rows=0, finalists=(finalist,), comparisons=(),
+        winner=trial.number,
+        reason=f"trial {trial.number} is the best of the search; it was not compared because {why}",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _FinalRound:
-    """Two finalists or more, and how far they are."""
+    """State of a final round with at least two finalists."""
 
     sweep: Sweep
     chosen: Sequence[Trial]
     trainings: Mapping[tuple[int, int], FinalistTraining]
-    scores: Mapping[str, HeldOutScores]
+    scores: Mapping[str, ValidationScores]
 
     def next(self) -> Step:
-        """The next thing to do."""
-        wanted = self.sweep.finalists
+        """Return the next step."""
+        finalists = self.sweep.finalists
         dropped, missing = dict[int, str](), list[tuple[int, int]]()
-        for index in range(wanted.seeds):
+        for index in range(finalists.seeds):
             dropped = self._failed(index) | dropped
             alive = [trial for trial in self.chosen if trial.number not in dropped]
             if index and len(alive) < 2:
-                break  # who is left has won: further seeds would change nothing
+                break  # one finalist is left and wins: further seeds would change nothing
             missing += [(trial.number, index) for trial in alive if self._run(trial, index) is None]
-            if wanted.wilcoxon is None or index + 1 == wanted.seeds:
+            if finalists.wilcoxon_p_threshold is None or index + 1 == finalists.seeds:
                 continue
-            if (undone := self._undone(missing, alive, index + 1)) is not None:
-                return undone
-            some = [self._contender(trial, index + 1) for trial in alive]
-            dropped |= statistics.find_trailing(self._contest, some, wanted.wilcoxon)
-        if (undone := self._undone(missing, self.chosen, wanted.seeds)) is not None:
-            return undone
-        everyone = [self._contender(trial, wanted.seeds, dropped.get(trial.number, "")) for trial in self.chosen]
-        return statistics.choose_winner(self._contest, everyone)
+            if (step := self._find_missing_step(missing, alive, index + 1)) is not None:
+                return step
+            remaining = [self._collect_scores(trial, index + 1) for trial in alive]
+            dropped |= statistics.find_trailing(self._comparator, remaining, finalists.wilcoxon_p_threshold)
+        if (step := self._find_missing_step(missing, self.chosen, finalists.seeds)) is not None:
+            return step
+        scores = [self._collect_scores(trial, finalists.seeds, dropped.get(trial.number, "")) for trial in self.chosen]
+        return statistics.choose_winner(self._comparator, scores)
 
     def _failed(self, index: int) -> dict[int, str]:
-        found = [(one, self.trainings.get((one.number, index))) for one in self.chosen]
+        trainings = [(one, self.trainings.get((one.number, index))) for one in self.chosen]
         return {
             trial.number: f"could not be trained with another seed: {training.failed}"
-            for trial, training in found
+            for trial, training in trainings
             if training is not None and training.failed
         }
 
     def _run(self, trial: Trial, index: int) -> str | None:
-        """The run of a finalist with the seed of an index, if it was trained."""
+        """Return the run of a finalist with a seed index, if it was trained."""
         if index == 0:
             return trial.run_id
-        found = self.trainings.get((trial.number, index))
-        return found.run_id if found is not None and not found.failed else None
+        training = self.trainings.get((trial.number, index))
+        return training.run_id if training is not None and not training.failed else None
 
     def _runs(self, trial: Trial, seeds: int) -> list[str]:
         return [run for index in range(seeds) if (run := self._run(trial, index)) is not None]
 
-    def _undone(
+    def _find_missing_step(
         self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
-    ) -> FinalistTrainingBatch | HeldOutJob | None:
-        """What keeps these trials from being compared by their first so many seeds."""
+    ) -> FinalistTrainingBatch | ValidationJob | None:
+        """Return what is missing to compare these trials by their first `seeds` seeds."""
         if missing:
             return FinalistTrainingBatch(tuple(missing))
-        metric, _ = select_comparison_measure(self.sweep)
+        metric, _ = select_comparison_objective(self.sweep)
         rows = self.sweep.finalists.rows
         runs = [run for trial in trials for run in self._runs(trial, seeds)]
         known = {run for run, one in self.scores.items() if metric in one.values and one.rows == rows}
         unscored = tuple(dict.fromkeys(run for run in runs if run not in known))
-        return HeldOutJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
+        return ValidationJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
 
     @cached_property
-    def _first(self) -> HeldOutScores:
-        """Whose rows all must have."""
+    def _first(self) -> ValidationScores:
+        """Scores whose rows all others must have."""
         return self.scores[self._runs(self.chosen[0], 1)[0]]
 
     @cached_property
-    def _kept(self) -> list[int]:
-        """Rows with tokens that are learned from: others have no loss."""
+    def _scored_rows(self) -> list[int]:
+        """Rows with trained tokens; others have no loss."""
         return [row for row, tokens in enumerate(self._first.tokens) if tokens]
 
     @cached_property
-    def _contest(self) -> FinalistComparator:
-        metric, measure = select_comparison_measure(self.sweep)
+    def _comparator(self) -> FinalistComparator:
+        metric, objective = select_comparison_objective(self.sweep)
         return FinalistComparator(
-            measure=measure,
+            objective=objective,
             confidence=self.sweep.finalists.confidence,
-            weights=[float(self._first.tokens[row]) for row in self._kept] if metric == LOSS else None,
-            groups=[self._first.groups[row] for row in self._kept],
+            weights=[float(self._first.tokens[row]) for row in self._scored_rows]
+            if metric == VALIDATION_LOSS
+            else None,
+            groups=[self._first.groups[row] for row in self._scored_rows],
         )
 
-    def _contender(self, trial: Trial, seeds: int, dropped: str = "") -> FinalistScores:
+    def _collect_scores(self, trial: Trial, seeds: int, dropped: str = "") -> FinalistScores:
         runs = self._runs(trial, seeds)
         return FinalistScores(
             number=trial.number,
@@ -325,11 +335,11 @@ class _FinalRound:
         )
 
     def _scores(self, run: str) -> list[float]:
-        found, first = self.scores[run], self._first
-        if (found.ids, found.tokens) != (first.ids, first.tokens):
+        scores, first = self.scores[run], self._first
+        if (scores.ids, scores.tokens) != (first.ids, first.tokens):
             raise DataError(
-                f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; bring "
-                "it back (`dvc checkout`), or begin a new study"
+                f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; restore "
+                "it (`dvc checkout`), or start a new study (`ratchet sweep --fork`)"
             )
-        metric, _ = select_comparison_measure(self.sweep)
-        return [found.values[metric][row] for row in self._kept]
+        metric, _ = select_comparison_objective(self.sweep)
+        return [scores.values[metric][row] for row in self._scored_rows]

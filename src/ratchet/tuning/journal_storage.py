@@ -1,4 +1,4 @@
-"""Optuna's journal of all studies, in one file that stands kill -9, a full disk and a torn last line.
+"""Optuna's journal of all studies in one file that survives kill -9, a full disk and a torn last line.
 
 Optuna's own backend for such a file loses the whole study to one torn line, and to a holder that was killed it keeps
 its lock for 30 s. Here the lock dies with its holder, and each line carries a checksum in a key of its own, `ratchet`,
@@ -42,7 +42,7 @@ def make_study_lock(path: Path) -> FileLock:
 
 
 def _make_append_lock(path: Path) -> FileLock:
-    return FileLock(path.with_name(f"{path.name}.append"), f"{path} (somebody appends a line)")
+    return FileLock(path.with_name(f"{path.name}.append"), f"{path} (another process appends a line)")
 
 
 def encode_operation(log: dict[str, Any]) -> bytes:
@@ -56,17 +56,17 @@ def _decode_operation(line: bytes) -> dict[str, Any]:
     if seal := _SEAL.search(line, max(0, len(line) - _SEAL_BYTES)):
         body = line[: seal.start()] + b"}"
         if zlib.crc32(body) != int(seal[2], 16):
-            raise ValueError("its checksum does not fit its contents")
+            raise ValueError("its checksum does not match its content")
         log = json.loads(body)
     else:
         try:
             log = json.loads(line)
         except ValueError:
-            raise ValueError("it is neither sealed nor JSON") from None
+            raise ValueError("it is not valid JSON") from None
         if isinstance(log, dict) and "ratchet" in log:
-            raise ValueError("its checksum is not readable")
+            raise ValueError("its checksum cannot be read")
     if not (isinstance(log, dict) and log.get("op_code") in _OPERATIONS and isinstance(log.get("worker_id"), str)):
-        raise ValueError("it is no operation that the installed Optuna knows")
+        raise ValueError("it is not an operation of the installed version of Optuna")
     return log
 
 
@@ -258,7 +258,7 @@ class StudyJournalBackend(BaseJournalBackend):
 
     def _storage_error(self, error: OSError, state: str = "") -> StorageError:
         cause = error.strerror or error
-        return StorageError(f"{self.path}: {cause}{state}; make room or mend the disk, then repeat the command")
+        return StorageError(f"{self.path}: {cause}{state}; free space or fix the disk, then run the same command again")
 
 
 def repair(path: Path) -> str:
@@ -268,7 +268,7 @@ def repair(path: Path) -> str:
     when somebody holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a disk that fails.
     """
     if not path.exists():
-        return f"{path}: not there; nothing to repair"
+        return f"{path}: no such file; nothing to repair"
     with make_study_lock(path).acquire(), _make_append_lock(path).acquire():
         try:
             data = path.read_bytes()

@@ -1,9 +1,9 @@
-"""Who works on a trial, and how others see that nobody does any more.
+"""Leases of trials: which worker runs a trial, and how other workers detect that it has stopped.
 
-A trial that is trained carries a lease: who took it up, one after the other. The holder gives signs of life, a counter
-under a key of its own take, so that a holder that was replaced can write what it likes and changes nothing of its
-successor's. Its process on the same machine is asked for at once; on another one the counter must have stood still for
-the length of the lease, by the clock of whoever looks: clocks of machines differ, and none is compared with another.
+A running trial has a lease that lists all workers that have held it. The holder stores heartbeats, a counter under a
+key of its own execution, so a replaced holder cannot change its successor's. On the same machine, other workers check
+the holder's process directly. From another machine, the counter must not have changed for the duration of the lease, by
+the observer's own clock, because clocks of machines differ.
 """
 
 import errno
@@ -19,23 +19,23 @@ from ratchet.errors import RatchetError
 from ratchet.storage.records.sweep import TrialExecution
 
 LEASE = "lease"
-"""Key of a trial's attribute."""
-Sign = tuple[int, int]
-"""Which take, and how many signs of life it has given."""
+"""Attribute of a trial with its lease."""
+Heartbeat = tuple[int, int]
+"""Number of the execution, and of its heartbeats."""
 
 
 class TrialLeaseLostError(RatchetError):
-    """Another worker has this trial now, or it is over; what this one still knows of it must not be written."""
+    """Another worker holds this trial, or it is over; this worker must not store anything more about it."""
 
 
 def _read_process(pid: int | str) -> tuple[str, int]:
-    """State letter, and start in clock ticks since boot, of a process (proc(5), fields 3 and 22 of stat)."""
+    """Return state letter and start (clock ticks since boot) of a process (proc(5), fields 3 and 22 of stat)."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def _has_process(pid: int) -> bool:
-    """Whether there is such a process, even one that /proc hides from this user (mount option hidepid)."""
+    """Return whether a process exists, even one that /proc hides from this user (mount option hidepid)."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -44,26 +44,26 @@ def _has_process(pid: int) -> bool:
 
 
 def _boot_identity() -> str:
-    """What process ids mean something within: this boot of this machine, and the container's namespace of processes."""
+    """Return the scope of process ids: this boot of this machine, and the container's process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 @dataclass(frozen=True)
 class SweepWorker:
-    """A process that works on trials."""
+    """A process that runs trials."""
 
     host: str
-    """Name of the machine, for people."""
+    """Name of the machine, for display."""
     boot: str
-    """Boot and process namespace; where they are equal, process ids can be compared."""
+    """Boot and process namespace; if they are equal, process ids can be compared."""
     pid: int
     started: int
-    """Clock ticks after boot: a process id is given again, but not at the same time."""
+    """Start of the process in clock ticks after boot, because process ids are reused."""
 
     @classmethod
-    def here(cls) -> "SweepWorker":
-        """This process."""
+    def current(cls) -> "SweepWorker":
+        """Return this process."""
         return cls(socket.gethostname(), _boot_identity(), os.getpid(), _read_process("self")[1])
 
     @property
@@ -72,7 +72,7 @@ class SweepWorker:
         return f"{self.host}/{self.pid}"
 
     def is_gone(self, seen_from: "SweepWorker") -> bool:
-        """Whether its process has certainly ended; False where that cannot be seen from there."""
+        """Return whether its process has certainly ended; False if the other worker cannot see that."""
         if self.boot != seen_from.boot:
             return False
         try:
@@ -84,84 +84,88 @@ class SweepWorker:
 
 @dataclass(frozen=True)
 class TrialLease:
-    """Everybody who had a trial, the holder last."""
+    """All workers that have held a trial, the current holder last."""
 
     workers: tuple[SweepWorker, ...]
-    begun: tuple[float, ...]
-    """Unix time of each take."""
+    started: tuple[float, ...]
+    """Unix time at which each worker took the trial."""
     released: bool = False
-    """Given back by its holder: anybody may take it at once."""
+    """Whether the holder has released it, so that any worker may take it at once."""
 
     @classmethod
     def first(cls, worker: SweepWorker) -> "TrialLease":
-        """Of a trial that is begun now."""
+        """Return the lease of a trial that begins now."""
         return cls((worker,), (time.time(),))
 
     @classmethod
-    def of(cls, attributes: Mapping[str, Any]) -> "TrialLease | None":
-        """From the attributes of a trial; None where nobody ever held it."""
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> "TrialLease | None":
+        """Return the lease in the attributes of a trial; None if there is none."""
         if LEASE not in attributes:
             return None
         stored = attributes[LEASE]
         return cls(
-            tuple(SweepWorker(**take["worker"]) for take in stored["takes"]),
-            tuple(take["begun"] for take in stored["takes"]),
+            tuple(SweepWorker(**execution["worker"]) for execution in stored["executions"]),
+            tuple(execution["started"] for execution in stored["executions"]),
             stored["released"],
         )
 
     def document(self) -> dict[str, Any]:
-        """As it is stored."""
-        takes = [{"worker": asdict(w), "begun": begun} for w, begun in zip(self.workers, self.begun, strict=True)]
-        return {"takes": takes, "released": self.released}
+        """Return the stored form."""
+        executions = [
+            {"worker": asdict(w), "started": started} for w, started in zip(self.workers, self.started, strict=True)
+        ]
+        return {"executions": executions, "released": self.released}
 
     def taken_by(self, worker: SweepWorker) -> "TrialLease":
-        """With a new holder."""
-        return TrialLease((*self.workers, worker), (*self.begun, time.time()))
+        """Return the lease with a new holder."""
+        return TrialLease((*self.workers, worker), (*self.started, time.time()))
 
-    def given_back(self) -> "TrialLease":
-        """Free for anybody."""
+    def release(self) -> "TrialLease":
+        """Return the released lease."""
         return replace(self, released=True)
 
     def is_held_by(self, worker: SweepWorker) -> bool:
-        """Whether this worker may write to the trial."""
+        """Return whether this worker may write to the trial."""
         return not self.released and self.workers[-1] == worker
 
     @property
-    def sign_key(self) -> str:
-        """Attribute with the holder's signs of life."""
+    def heartbeat_key(self) -> str:
+        """Attribute with the holder's heartbeat."""
         return _heartbeat_key(len(self.workers) - 1)
 
-    def sign(self, attributes: Mapping[str, Any]) -> Sign:
-        """The holder's last sign of life."""
-        return len(self.workers) - 1, attributes.get(self.sign_key, (0, 0.0))[0]
+    def heartbeat(self, attributes: Mapping[str, Any]) -> Heartbeat:
+        """Return the holder's last heartbeat."""
+        return len(self.workers) - 1, attributes.get(self.heartbeat_key, (0, 0.0))[0]
 
-    def takes(self, attributes: Mapping[str, Any]) -> tuple[TrialExecution, ...]:
-        """As records; times by the clocks of the workers."""
+    def executions(self, attributes: Mapping[str, Any]) -> tuple[TrialExecution, ...]:
+        """Return the executions as records; times are by the clocks of the workers."""
         return tuple(
-            TrialExecution(worker=worker.name, begun=begun, seen=attributes.get(_heartbeat_key(index), (0, begun))[1])
-            for index, (worker, begun) in enumerate(zip(self.workers, self.begun, strict=True))
+            TrialExecution(
+                worker=worker.name, started=started, last_seen=attributes.get(_heartbeat_key(index), (0, started))[1]
+            )
+            for index, (worker, started) in enumerate(zip(self.workers, self.started, strict=True))
         )
 
 
-def _heartbeat_key(take: int) -> str:
-    return f"seen.{take}"
+def _heartbeat_key(execution: int) -> str:
+    return f"heartbeat.{execution}"
 
 
-def next_heartbeat(sign: Sign) -> tuple[int, float]:
-    """What a holder stores to be seen alive: its counter, and the time for people."""
-    return sign[1] + 1, time.time()
+def next_heartbeat(heartbeat: Heartbeat) -> tuple[int, float]:
+    """Return the next heartbeat to store: its counter, and the time for display."""
+    return heartbeat[1] + 1, time.time()
 
 
 class TrialLeaseMonitor:
-    """Remembers since when, by this process's own clock, each trial's counter stands still."""
+    """Measures, by this process's own clock, for how long each trial's heartbeat has not changed."""
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[Sign, float]] = {}
+        self._since: dict[int, tuple[Heartbeat, float]] = {}
 
-    def still_for(self, number: int, sign: Sign) -> float:
-        """Seconds for which a trial's sign of life has been the same, as far as this process has looked."""
+    def unchanged_s(self, number: int, heartbeat: Heartbeat) -> float:
+        """Return for how many seconds this process has seen the same heartbeat of a trial."""
         now = time.monotonic()
         known = self._since.get(number)
-        if known is None or known[0] != sign:
-            known = self._since[number] = (sign, now)
+        if known is None or known[0] != heartbeat:
+            known = self._since[number] = (heartbeat, now)
         return now - known[1]

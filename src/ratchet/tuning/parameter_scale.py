@@ -1,4 +1,4 @@
-"""Values of a range as positions from 0 to 1 on its own scale, and the values of a finite range by index."""
+"""Converts hyperparameter values to positions from 0 to 1, to indices, and to Optuna's distributions."""
 
 import json
 import math
@@ -18,19 +18,19 @@ from ratchet.tuning.search_space import SearchSpace, stepped_value
 
 
 def value_at(dimension: SearchDimension, index: int) -> Any:
-    """The value with this index, from 0; the setting must have finitely many."""
+    """Return the value with an index from 0; the dimension must be finite."""
     return dimension.choices[index] if dimension.kind == "choice" else stepped_value(dimension, index)
 
 
 def to_unit(dimension: SearchDimension, value: float) -> float:
-    """Position of a value in its range, 0 to 1; each value of a finite range is the middle of an equal share."""
+    """Return the position of a value in its range, 0 to 1; each value of a finite range has an equal share."""
     low, high = _scale_bounds(dimension)
     position = math.log(value) if dimension.log else float(value)
     return (position - low) / (high - low) if high > low else 0.5
 
 
 def from_unit(dimension: SearchDimension, position: float) -> float | int:
-    """The value at a position (clipped to 0 and 1), rounded where the range has finitely many."""
+    """Return the value at a position (clipped to 0 and 1), rounded to a value of a finite range."""
     low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
     value = math.exp(value) if dimension.log else value
@@ -42,14 +42,14 @@ def from_unit(dimension: SearchDimension, position: float) -> float | int:
 
 
 def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
-    """A value drawn evenly on the setting's own scale."""
+    """Draw a value uniformly on the dimension's scale."""
     if dimension.kind == "choice":
         return source.choice(dimension.choices)
     return from_unit(dimension, source.random())
 
 
 def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """All points of a finite space, each once, the last knob fastest."""
+    """Yield all points of a finite space, the last parameter changing fastest."""
     path: list[int] = []
     while True:
         sizes: list[int] = []
@@ -69,7 +69,7 @@ def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
 
 
 def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
-    """Ends of the range on its scale; half a step further out where it is finite, so that the ends get their share."""
+    """Return the ends of the range on its scale; half a step wider if finite, so that all values have equal shares."""
     points = dimension.points
     if points is None:
         low, high = dimension.low, dimension.high
@@ -79,11 +79,11 @@ def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
     return (math.log(low), math.log(high)) if dimension.log else (low, high)
 
 
-# Dimensions as Optuna's distributions, and values as Optuna stores them (JSON; no lists among the choices).
+# Optuna's distributions and stored values (JSON, without lists as choices).
 
 
 def to_distribution(dimension: SearchDimension) -> BaseDistribution:
-    """The same in Optuna's words."""
+    """Return the dimension as an Optuna distribution."""
     if dimension.kind == "choice":
         return CategoricalDistribution([encode_value(value) for value in dimension.choices])
     if dimension.kind == "int":
@@ -93,13 +93,16 @@ def to_distribution(dimension: SearchDimension) -> BaseDistribution:
 
 
 def encode_value(value: Any) -> Any:
-    """A value as Optuna takes it: a list of names becomes its JSON text."""
+    """Return a value as Optuna stores it: a list of names becomes its JSON text."""
     return json.dumps(value) if isinstance(value, list | tuple) else value
 
 
 def decode_value(dimension: SearchDimension, value: Any) -> Any:
-    """The value that `encode_value` was given."""
+    """Return the value that `encode_value` has encoded."""
     if dimension.kind != "choice":
         return value
-    alike = (one for one in dimension.choices if encode_value(one) == value and type(encode_value(one)) is type(value))
-    return next(alike, value)  # 1, 1.0 and true are equal to each other
+    for choice in dimension.choices:
+        encoded = encode_value(choice)
+        if encoded == value and type(encoded) is type(value):  # because 1 == 1.0 == True
+            return choice
+    return value

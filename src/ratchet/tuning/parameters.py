@@ -1,4 +1,4 @@
-"""Settings one by one: what each accepts, and which of them a sweep may search."""
+"""Single settings of params.yaml: the values each accepts, and which of them a sweep may search."""
 
 import difflib
 import re
@@ -11,31 +11,31 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ratchet.config.fields import Section
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
 
 Kind = Literal["int", "float", "map", "other"]
 
 LEARNING = "train."
-"""Settings below it decide what is learned from the same data on the same base."""
+"""Prefix of the settings that a sweep may search."""
 
 SEED = "train.seed"
 
-MOST_NAMES = 8
-"""In a message."""
+MAX_NAMES = 8
+"""Names in a message."""
 
 
 @dataclass(frozen=True)
 class SettingField:
-    """One leaf of params.yaml, without its value."""
+    """One setting of params.yaml, without its value."""
 
     key: str
-    """Dotted, such as `train.adalora.target_rank`."""
+    """Dotted key, such as `train.adalora.target_rank`."""
     field: FieldInfo = field(repr=False)
 
     @property
     def kind(self) -> Kind:
-        """`map`: names with a value each. `other`: words, lists of words, true and false."""
+        """`map`: names with values. `other`: texts, lists of texts, booleans."""
         annotation = self.field.annotation
         if get_origin(annotation) is dict:
             return "map"
@@ -44,8 +44,8 @@ class SettingField:
         return "float" if float in kinds else "int" if int in kinds else "other"
 
     @property
-    def words(self) -> tuple[Any, ...]:
-        """All values, where they can be listed; else none."""
+    def options(self) -> tuple[Any, ...]:
+        """All values of a boolean or literal; else empty."""
         annotation = self.field.annotation
         if annotation is bool:
             return (False, True)
@@ -56,29 +56,29 @@ class SettingField:
         kind: Any = Annotated[self.field.annotation, self.field]
         return TypeAdapter(kind, config=ConfigDict(strict=True))
 
-    def accepted(self, value: Any) -> Any:
-        """The value as settings hold it (a list as a tuple, a float where whole numbers are floats).
+    def validate(self, value: Any) -> Any:
+        """Return the value as settings store it (a list as a tuple, a whole number as a float if it is one).
 
-        Only this one setting is looked at: what goes with other settings is known when all values are.
+        Only this setting is checked; combinations are checked when all values are known.
 
         Raises:
-            ValueError: it is none that this setting can take.
+            ValueError: this setting does not accept the value.
         """
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             raise ValueError(f"found {format_value(value)}: {describe_error(error)}") from None
 
-    def of(self, settings: Settings) -> Any:
-        """Its value in these settings."""
+    def get(self, settings: Settings) -> Any:
+        """Return its value in these settings."""
         node: Any = settings
         for name in self.key.split("."):
             node = getattr(node, name)
-        return self.accepted(node)
+        return self.validate(node)
 
 
 def format_value(value: Any) -> str:
-    """A value as in params.yaml."""
+    """Return a value as it is written in params.yaml."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -87,23 +87,23 @@ def format_value(value: Any) -> str:
 
 
 def describe_error(error: ValueError) -> str:
-    """What was wrong, on one line; of pydantic's findings each with the setting or section that it is about."""
+    """Return a validation error on one line, each problem with its setting or section."""
     if not isinstance(error, ValidationError):
         return str(error)
-    return "; ".join(dict.fromkeys(_describe_finding(dict(found)) for found in error.errors(include_url=False)))
+    return "; ".join(dict.fromkeys(_describe_problem(dict(problem)) for problem in error.errors(include_url=False)))
 
 
-def _describe_finding(found: dict[str, Any]) -> str:
+def _describe_problem(problem: dict[str, Any]) -> str:
     known, place = {*_all_settings(), *_section_names()}, ""
-    for part in found["loc"]:  # ends in tags of unions, which are no place in params.yaml
+    for part in problem["loc"]:  # it ends in tags of unions, which are not in params.yaml
         longer = f"{place}.{part}" if place else str(part)
         if longer not in known:
             break
         place = longer
-    message = str(found["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if place in _section_names() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
-        return f"{place}.{message}"  # of a section as a whole: it names its own keys
-    message = message if found["type"] == "value_error" else _lower_first(message)
+        return f"{place}.{message}"  # a message about a whole section names its keys
+    message = message if problem["type"] == "value_error" else _lower_first(message)
     return f"{place}: {message}" if place else message
 
 
@@ -112,65 +112,60 @@ def _lower_first(text: str) -> str:
 
 
 def make_space_error(key: str, problem: str) -> SettingsError:
-    """What is wrong with a knob of the search space."""
+    """Return an error about a parameter of the search space."""
     return SettingsError(f"params.yaml: sweep.space.{key}: {problem}")
 
 
 def find_searchable_setting(key: str) -> SettingField:
-    """The setting that a sweep is to search.
+    """Return the setting with this key.
 
     Raises:
-        SettingsError: there is none of this name, or searching it would make no sense; the message says why.
+        SettingsError: it does not exist, or cannot be searched; the message has the reason.
     """
     section = key.split(".", maxsplit=1)[0]
     if section in Settings.model_fields and not f"{key}.".startswith(LEARNING):
         raise make_space_error(key, _explain_unsearchable(section, key))
     if key in _section_names():
         below = [name for name in _all_settings() if name.startswith(f"{key}.")]
-        more = f" and {len(below) - MOST_NAMES} more" if len(below) > MOST_NAMES else ""
-        raise make_space_error(key, f"a section, not a setting; it has {', '.join(below[:MOST_NAMES])}{more}")
+        more = f" and {len(below) - MAX_NAMES} more" if len(below) > MAX_NAMES else ""
+        raise make_space_error(key, f"found a section; expected a setting: {', '.join(below[:MAX_NAMES])}{more}")
     if key not in _all_settings():
-        raise make_space_error(key, f"no such setting; {_suggest_name(key)}")
+        raise make_space_error(key, f"unknown setting; {_suggest_name(key)}")
     if key == SEED:
         raise make_space_error(
-            key, "a seed is luck, and the luckiest is no better model; finalists are trained with several seeds anyway"
+            key, "a seed cannot be searched: a lucky seed is no better model; finalists are trained with several seeds"
         )
     found = _all_settings()[key]
     if found.kind == "map":
-        raise make_space_error(
-            key, "gives each name a value of its own, which neither a range nor a list of choices can"
-        )
+        raise make_space_error(key, "has a value for each name and cannot be searched")
     return found
 
 
 def _explain_unsearchable(section: str, key: str) -> str:
     if section == "machine":
-        return (
-            "section machine says how, not what is learned: it changes no result, so there is nothing to search; set "
-            "it in machine"
-        )
+        return "section machine does not change results and cannot be searched; set it in section machine"
     if section in ("base", "prepare"):
         return (
-            "trials are compared on the same rows and the same base, which are prepared once; other data or another "
-            f"base is another project, or an experiment (`dvc exp run -S {key}=...`)"
+            "trials use the same data and the same base, which are prepared once; compare other data or bases in "
+            f"another project or with `dvc exp run -S {key}=...`"
         )
-    return f"section {section} changes nothing that is learned; only settings of section train can be searched"
+    return f"section {section} does not affect training; only settings of section train can be searched"
 
 
 def find_train_setting(name: str) -> SettingField:
-    """The setting of section train that a tie or a condition names, with or without `train.`.
+    """Return a setting of section train by its key, with or without `train.`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     for key in (name, f"{LEARNING}{name}"):
         if key.startswith(LEARNING) and key in _all_settings():
             return _all_settings()[key]
-    raise ValueError(f"{name} is no setting of section train; {_suggest_name(name, LEARNING)}")
+    raise ValueError(f"{name} is not a setting of section train; {_suggest_name(name, LEARNING)}")
 
 
 def _suggest_name(name: str, within: str = "") -> str:
-    """What may have been meant, for people; of equals a setting of section train."""
+    """Return similar settings as a question; settings of section train come first."""
     keys = sorted(
         (key for key in _all_settings() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING)
     )
@@ -179,7 +174,7 @@ def _suggest_name(name: str, within: str = "") -> str:
     by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
     found = found or [by_last[one] for one in difflib.get_close_matches(last, by_last, n=3)]
     found = found or difflib.get_close_matches(name, keys, n=3)
-    return f"did you mean {' or '.join(found[:3])}?" if found else "what can be searched are settings of section train"
+    return f"did you mean {' or '.join(found[:3])}?" if found else "only settings of section train can be searched"
 
 
 @cache
@@ -204,38 +199,38 @@ def _iterate_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, 
             yield prefix, name, info
 
 
-# One free setting of a search space, without the library that searches it.
+# One dimension of a search space.
 
 STEP_TOLERANCE = 1e-9
-"""Of floating point, in steps."""
+"""Tolerance of floating-point arithmetic, in steps."""
 
 
 @dataclass(frozen=True)
 class SearchDimension:
-    """Values that one setting may be given."""
+    """Values of one searched setting."""
 
     name: str
     """Dotted key, such as `train.rank`."""
     kind: Literal["float", "int", "choice"]
     low: float = 0.0
     high: float = 0.0
-    """Both inclusive; whole numbers where kind is int. Read only for ranges."""
+    """Both inclusive; whole numbers if kind is int. Used for ranges only."""
     log: bool = False
     step: float | None = None
     choices: tuple[Any, ...] = ()
-    """None, booleans, numbers, texts, or tuples of texts. Read only where kind is choice."""
+    """None, booleans, numbers, texts, or tuples of texts. Used if kind is choice."""
 
     @property
     def points(self) -> int | None:
-        """How many values there are; None where they are not counted."""
+        """Number of values; None for a continuous range."""
         if self.kind == "choice":
             return len(self.choices)
         if self.kind == "int":
             return int((self.high - self.low) // int(self.step or 1)) + 1
         return None if self.step is None else int((self.high - self.low) / self.step + STEP_TOLERANCE) + 1
 
-    def holds(self, value: Any) -> bool:
-        """Whether this is one of the values."""
+    def contains(self, value: Any) -> bool:
+        """Return whether this is one of the values."""
         if self.kind == "choice":
             return any(value == one and type(value) is type(one) for one in self.choices)
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:

@@ -1,8 +1,7 @@
-"""Studies in a Postgres database: Optuna's tables, made once, and a lock that lives as long as its holder's session.
+"""Studies in a Postgres database: Optuna's tables, and an advisory lock of the session (Postgres 17 docs, 13.3.5).
 
-The lock is an advisory one of the session (docs of Postgres 17, 13.3.5): the server lets go of it when the connection
-ends, with its process or its machine. So the address must be the server's own, or that of a pool that keeps sessions
-(PgBouncer's `session` mode).
+The server releases the lock when the connection ends with its process or machine. So the address must be that of the
+server itself, or of a pool that keeps sessions (PgBouncer's `session` mode).
 """
 
 import re
@@ -41,27 +40,29 @@ _OTHERS = {
 
 
 def parse_address(url: str) -> URL:
-    """Check `machine.studies`. Raises SettingsError; no message repeats a password."""
+    """Check `machine.study_storage`. Raises SettingsError; no message repeats a password."""
     scheme = url.partition(":")[0].lower()
     if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
         reason = _OTHERS.get(scheme.partition("+")[0], "no such storage is known")
         raise SettingsError(
-            f"params.yaml: machine.studies: {scheme}: {reason}; write postgresql://USER@HOST/DATABASE, or null for a "
-            "journal in experiments/sweeps, which needs no server and is sound for all workers of one machine"
+            f"params.yaml: machine.study_storage: {scheme}: {reason}; expected postgresql://USER@HOST/DATABASE, or "
+            "null for a journal in experiments/sweeps, which needs no server and serves all workers of one machine"
         )
     try:
         address = make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
     except (ArgumentError, ValueError):
         raise SettingsError(
-            "params.yaml: machine.studies: this is no address; it has the form postgresql://USER@HOST:PORT/DATABASE"
+            "params.yaml: machine.study_storage: this is no address; it has the form postgresql://USER@HOST:PORT/DATABASE"
         ) from None
     if address.password is not None or "password" in address.query:
         raise SettingsError(
-            "params.yaml: machine.studies: there is a password in the address, and params.yaml is committed to git; "
-            "take it out (and change it), and give it in the environment variable PGPASSWORD or in ~/.pgpass"
+            "params.yaml: machine.study_storage: found a password in the address, but params.yaml is committed to git; "
+            "remove it (and change it), and set it in the environment variable PGPASSWORD or in ~/.pgpass"
         )
     if not address.database:
-        raise SettingsError("params.yaml: machine.studies: no database is named; write postgresql://USER@HOST/DATABASE")
+        raise SettingsError(
+            "params.yaml: machine.study_storage: no database is named; write postgresql://USER@HOST/DATABASE"
+        )
     return address
 
 
@@ -82,7 +83,7 @@ def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
         keepalives_interval=10,
         keepalives_count=3,
         tcp_user_timeout=30_000,  # milliseconds
-        application_name=f"ratchet {SweepWorker.here().name}"[:63],  # the server cuts longer ones, and says so
+        application_name=f"ratchet {SweepWorker.current().name}"[:63],  # the server cuts longer ones, and says so
         options=" ".join(filter(None, options)),
     )
 
@@ -109,7 +110,7 @@ class AdvisoryLock:
                 session.execute("SELECT pg_advisory_lock(%s, %s)", _KEY)
             except psycopg.errors.LockNotAvailable:
                 raise LockHeldError(
-                    f"{self.where}: the studies are held by {self._holder()} for more than {wait_s:g} s; "
+                    f"{self.where}: the studies are locked by {self._holder()} for more than {wait_s:g} s; "
                     "see whether that process hangs or was stopped, end it (kill), and repeat"
                 ) from None
 
@@ -179,7 +180,7 @@ class AdvisoryLock:
             )
             .fetchall()
         )
-        return " and ".join(f"{name} ({client or 'on the server'})" for name, client in rows) or "somebody unknown"
+        return " and ".join(f"{name} ({client or 'on the server'})" for name, client in rows) or "an unknown session"
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,8 @@ def _open_tables(where: str, pool: QueuePool) -> RDBStorage:
     except FAILURES as error:
         cause = " ".join(str(error.__cause__ or error).split())[:300]
         raise StorageError(
-            f"{where}: Optuna's tables cannot be made or read: {cause}; the user needs the right to create tables in "
-            "this database"
+            f"{where}: Optuna's tables cannot be created or read: {cause}; the user needs the right to create tables "
+            "in this database"
         ) from error
 
 
@@ -256,6 +257,6 @@ def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
         else "install that version of Optuna here, or take another database"
     )
     raise DamagedFileError(
-        f"{lock.where}: the tables were made by Optuna {writer} (schema {there}); the Optuna installed here writes "
+        f"{lock.where}: the tables were created by Optuna {writer} (schema {there}); the Optuna installed here writes "
         f"schema {ours}; {cure}"
     )

@@ -1,9 +1,9 @@
-"""Workers of a sweep on a Ray cluster: the only module that imports Ray.
+"""Starts sweep workers on a Ray cluster; the only module that imports Ray.
 
-Ray chooses the node, brings nodes and takes them away; on the node an actor starts the same worker process as ever and
-waits for it. Everything else (who has which trial, what happens to the trials of a node that vanishes) is the study's
-and its leases', so nothing of ours needs Ray to be right. On each node: Ratchet, and the project under the same path (a
-common disk, or a copy of it with its prepared data); the study is in a database.
+Ray chooses the node, adds and removes nodes. On the node, an actor starts the same worker process as elsewhere and
+waits for it. The study and its leases decide which worker has which trial, also when a node is lost, so correctness
+does not depend on Ray. Each node needs Ratchet and the project under the same path (a shared disk, or a copy with its
+prepared data); the study must be in a database.
 """
 
 import os
@@ -17,209 +17,221 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Machine, RaySettings
+from ratchet.config.machine import Machine, RaySettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, SettingsError, first_line
 from ratchet.storage.code_version import code_version
 from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
 
-PATIENCE_S = 30.0
-"""Until somebody is told that a worker waits for a node."""
-ANSWER_S = 10.0
-"""For the head of a cluster to answer."""
-TOLD_BYTES = 65536
-"""Of what a worker said, at most; its end comes over to the command when the worker has ended."""
+REPORT_WAIT_AFTER_S = 30.0
+"""A worker that waits for a node is reported after so long."""
+CONNECT_TIMEOUT_S = 10.0
+"""Timeout for the head of a cluster."""
+MAX_OUTPUT_BYTES = 65536
+"""The end of a worker's output is copied to the command when the worker has ended."""
 INSTALL = "pip install -c constraints.txt -e '.[ray]'"
 
 
 def adapt_machine_to_nodes(machine: Machine) -> Machine:
-    """The machine as each worker may use it: as many threads as it has CPUs there, unless a number is set."""
+    """Return the machine settings of each worker: as many threads as it has CPUs on its node, unless they are set."""
     return machine.model_copy(update={"threads": machine.threads or max(1, int(machine.ray.cpus))})
 
 
 class RayWorkerActor:
-    """On the node: starts a worker and waits for it. An actor whose two methods run in threads of their own."""
+    """Actor on a node: starts a worker and waits for it. Its methods run in separate threads."""
 
     def __init__(self, project: str, settings: str, code: str) -> None:
         self._project, self._settings, self._code = project, settings, code
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_asked = False
+        self._is_stop_requested = False
 
-    def where(self) -> str:
-        """Name of this node; who has the answer knows that the actor has been placed."""
+    def node_name(self) -> str:
+        """Return the name of this node; an answer shows that the actor was placed."""
         return socket.gethostname()
 
-    def work(self) -> tuple[int, str]:
-        """The worker's exit code, and the end of what it said."""
-        if unfit := self._unfit():
-            return EXIT_INPUT, f"node {socket.gethostname()}: {unfit}\n"
-        with tempfile.TemporaryDirectory(prefix="ratchet-worker-") as folder, tempfile.TemporaryFile() as said:
-            written = Path(folder) / "params.yaml"
-            written.write_text(self._settings, encoding="utf-8")
-            # The worker is asked to end when the thread that started it does: this one stays until it has ended.
+    def run_worker(self) -> tuple[int, str]:
+        """Run the worker; return its exit code and the end of its output."""
+        if problem := self._find_problem():
+            return EXIT_INPUT, f"node {socket.gethostname()}: {problem}\n"
+        with tempfile.TemporaryDirectory(prefix="ratchet-worker-") as folder, tempfile.TemporaryFile() as output:
+            settings = Path(folder) / "params.yaml"
+            settings.write_text(self._settings, encoding="utf-8")
+            # The worker is stopped when the thread that started it ends, so this thread waits for it.
             self._process = subprocess.Popen(
-                [sys.executable, *WORKER[1:], self._project, str(written), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                [sys.executable, *WORKER[1:], self._project, str(settings), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-            if self._is_asked:
+            if self._is_stop_requested:
                 self._process.terminate()
             code = self._process.wait()
-            said.seek(max(0, said.seek(0, os.SEEK_END) - TOLD_BYTES))
-            return code, said.read().decode(errors="replace")
+            output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
+            return code, output.read().decode(errors="replace")
 
-    def _unfit(self) -> str:
-        """Why no worker can be started here; "" if one can."""
-        if (here := code_version()) != self._code:
-            return f"has Ratchet {here}, the command {self._code}; install the same on every node"
+    def _find_problem(self) -> str:
+        """Return why no worker can be started on this node; empty if one can."""
+        if (version := code_version()) != self._code:
+            return f"has Ratchet {version}, the command has {self._code}; install the same version on every node"
         if not (Path(self._project) / "params.yaml").is_file():
             return (
-                f"no project in {self._project}; every node needs it under the same path: a common disk, or a copy "
-                "with its data (git clone, dvc pull)"
+                f"no project in {self._project}; every node needs it under the same path: on a shared disk, or as "
+                "a copy with its data (git clone, dvc pull)"
             )
         return ""
 
     def stop(self) -> None:
-        """Ask the worker to seal what it has, and to end."""
-        self._is_asked = True
+        """Ask the worker to seal its checkpoint and end."""
+        self._is_stop_requested = True
         if self._process is not None:
             self._process.terminate()
 
 
 class RayWorkerProcess:
-    """A worker on some node, as its crew sees it.
+    """A worker on a node of the cluster, with the interface of a process.
 
     Args:
         ray: the library.
-        seat: the actor.
-        log: gets what the worker said, once it has ended.
-        waiting: told when no node has been found for it after a while.
+        actor: the actor.
+        log: gets the worker's output once it has ended.
+        on_wait: called if no node has been found after REPORT_WAIT_AFTER_S.
     """
 
-    def __init__(self, ray: Any, seat: Any, log: Path, waiting: Callable[[], None]) -> None:
+    def __init__(self, ray: Any, actor: Any, log: Path, on_wait: Callable[[], None]) -> None:
         self.lost = ""
-        self._ray, self._seat, self._log, self._waiting = ray, seat, log, waiting
-        self._where, self._work = seat.where.remote(), seat.work.remote()
+        self._ray, self._actor, self._log, self._on_wait = ray, actor, log, on_wait
+        self._node_name, self._result = actor.node_name.remote(), actor.run_worker.remote()
         self._code: int | None = None
         self._is_killed = False
-        self._patient_until_s = time.monotonic() + PATIENCE_S
+        self._report_at_s = time.monotonic() + REPORT_WAIT_AFTER_S
 
     def poll(self) -> int | None:
-        """Its exit code, once it has one."""
-        if self._code is None and self._has(self._work):
+        """Return its exit code, or None while it runs."""
+        if self._code is None and self._is_ready(self._result):
             self._conclude()
-        if self._code is None and time.monotonic() > self._patient_until_s:
-            self._patient_until_s = float("inf")
-            if not self._has(self._where):
-                self._waiting()
+        if self._code is None and time.monotonic() > self._report_at_s:
+            self._report_at_s = float("inf")
+            if not self._is_ready(self._node_name):
+                self._on_wait()
         return self._code
 
     def wait(self, timeout: float) -> int:
-        """The exit code; raises subprocess.TimeoutExpired when it has none after so many seconds."""
-        if self._code is None and not self._has(self._work, timeout):
+        """Return the exit code; raises subprocess.TimeoutExpired if it still runs after so many seconds."""
+        if self._code is None and not self._is_ready(self._result, timeout):
             raise subprocess.TimeoutExpired(WORKER[-1], timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(WORKER[-1], timeout)
         return code
 
     def terminate(self) -> None:
-        """Ask it to end; one that still waits for a node is taken back."""
-        if self._has(self._where):
-            self._seat.stop.remote()
+        """Ask it to end; kill it if it still waits for a node."""
+        if self._is_ready(self._node_name):
+            self._actor.stop.remote()
         else:
             self.kill()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it."""
         self._is_killed = True
-        self._ray.kill(self._seat)
+        self._ray.kill(self._actor)
 
-    def _has(self, answer: Any, timeout_s: float = 0) -> bool:
+    def _is_ready(self, answer: Any, timeout_s: float = 0) -> bool:
         return bool(self._ray.wait([answer], timeout=timeout_s)[0])
 
     def _conclude(self) -> None:
-        said = ""
+        output = ""
         try:
-            self._code, said = self._ray.get(self._work)
+            self._code, output = self._ray.get(self._result)
         except self._ray.exceptions.RayError as error:
-            self._code, said = EXIT_BUG, f"{error}\n"
+            self._code, output = EXIT_BUG, f"{error}\n"
             if self._is_killed:
                 self._code = -signal.SIGKILL
             elif isinstance(error, self._ray.exceptions.RayActorError) and not error.actor_init_failed:
                 self.lost = f"node {self._node()} was lost"
-        self._ray.kill(self._seat)  # or it kept its share of the node
+        self._ray.kill(self._actor)  # otherwise it keeps its share of the node
         with self._log.open("a", encoding="utf-8") as log:
-            log.write(said)
+            log.write(output)
 
     def _node(self) -> str:
         try:
-            return str(self._ray.get(self._where, timeout=0))
-        except self._ray.exceptions.RayError:  # it was on its way there
-            return "with no name yet"
+            return str(self._ray.get(self._node_name, timeout=0))
+        except self._ray.exceptions.RayError:  # it was not placed yet
+            return "without a name yet"
 
 
 class RayWorkerLauncher:
-    """An engine (crew.Engine) on the cluster that `machine.ray` names.
+    """Starts workers on the cluster of `machine.ray` (a WorkerLauncher).
 
     Args:
-        chosen: what each worker gets, and where.
+        ray_settings: section machine.ray.
         project: root of the project, here and on each node.
         settings: params.yaml of the sweep, for the workers.
-        say: told what happens.
+        on_progress: gets messages.
 
-    Raises SettingsError as `connect`.
+    Raises SettingsError like `connect`.
     """
 
-    def __init__(self, chosen: RaySettings, project: Path, settings: str, say: Callable[[str], None]) -> None:
-        self._ray = connect(chosen.address)
-        self.losses = chosen.restarts
-        self._project, self._settings, self._say = str(project), settings, say
-        there: Mapping[str, float] = self._ray.cluster_resources()
-        gpus = float("GPU" in there) if chosen.gpus == "auto" else chosen.gpus
-        self._asked = {"CPU": chosen.cpus, "GPU": gpus} | chosen.resources
-        seat: Any = self._ray.remote(RayWorkerActor)
-        # Started again by the crew alone, which counts; two threads, so that `stop` is heard while `work` waits.
-        self._seat = seat.options(
-            num_cpus=chosen.cpus, num_gpus=gpus, resources=chosen.resources, max_restarts=0, max_concurrency=2
+    def __init__(
+        self, ray_settings: RaySettings, project: Path, settings: str, on_progress: Callable[[str], None]
+    ) -> None:
+        self._ray = connect(ray_settings.address)
+        self.max_losses = ray_settings.max_restarts
+        self._project, self._settings, self._on_progress = str(project), settings, on_progress
+        cluster: Mapping[str, float] = self._ray.cluster_resources()
+        gpus = float("GPU" in cluster) if ray_settings.gpus == "auto" else ray_settings.gpus
+        self._resources = {"CPU": ray_settings.cpus, "GPU": gpus} | ray_settings.resources
+        actor_class: Any = self._ray.remote(RayWorkerActor)
+        # Only the pool restarts workers, because it counts restarts. Two threads: `stop` runs while `run_worker` waits.
+        self._actor_class = actor_class.options(
+            num_cpus=ray_settings.cpus,
+            num_gpus=gpus,
+            resources=ray_settings.resources,
+            max_restarts=0,
+            max_concurrency=2,
         )
         if not any(self._fits(node) for node in self._ray.nodes()):
-            say(f"no node of the cluster has {self._words()} now; workers wait for one (an autoscaler may bring it)")
+            on_progress(
+                f"no node of the cluster has {self._describe_resources()} now; workers wait for one "
+                "(an autoscaler may add it)"
+            )
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Ask the cluster for a node, and start the worker there."""
         log.touch()
-        seat = self._seat.remote(self._project, self._settings, code_version())
+        actor = self._actor_class.remote(self._project, self._settings, code_version())
         return RayWorkerProcess(
-            self._ray, seat, log, lambda: self._say(f"worker {number} waits for a node with {self._words()}")
+            self._ray,
+            actor,
+            log,
+            lambda: self._on_progress(f"worker {number} waits for a node with {self._describe_resources()}"),
         )
 
     def close(self) -> None:
-        """Leave the cluster, which stays."""
+        """Disconnect from the cluster."""
         self._ray.shutdown()
 
     def _fits(self, node: Mapping[str, Any]) -> bool:
-        has = node["Resources"]
-        return bool(node["Alive"]) and all(has.get(name, 0) >= count for name, count in self._asked.items())
+        resources = node["Resources"]
+        return bool(node["Alive"]) and all(resources.get(name, 0) >= count for name, count in self._resources.items())
 
-    def _words(self) -> str:
-        return ", ".join(f"{count:g} {name}" for name, count in self._asked.items() if count)
+    def _describe_resources(self) -> str:
+        return ", ".join(f"{count:g} {name}" for name, count in self._resources.items() if count)
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError where nobody listens: Ray itself would try for many minutes. `auto` it looks for by itself."""
+    """Raise OSError if no process listens at the address: Ray would try for many minutes. Ray resolves `auto`."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def connect(address: str) -> Any:
-    """Ray, connected to this cluster, if it is not yet.
+    """Connect to the cluster if Ray is not connected; return the library.
 
     Raises:
-        SettingsError: Ray is not installed, no cluster answers, or it has other versions.
+        SettingsError: Ray is not installed, no cluster answers, or its versions differ.
     """
     try:
         import ray
     except ImportError as error:
-        raise SettingsError(f"--engine ray: Ray is not installed ({INSTALL})") from error
+        raise SettingsError(f"--engine ray: Ray is not installed; run {INSTALL}") from error
     if ray.is_initialized():
         return ray
     try:

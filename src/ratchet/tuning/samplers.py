@@ -1,4 +1,7 @@
-"""CMA-ES whose state is a function of the history: it is rebuilt for every proposal, and none is ever saved."""
+"""Samplers: values of the next trial as a function of settings, history and trial number.
+
+Nothing is remembered between calls. CMA-ES is rebuilt from the history for every proposal.
+"""
 
 import importlib.metadata
 import logging
@@ -31,49 +34,49 @@ from ratchet.tuning.parameters import SearchDimension
 from ratchet.tuning.search_space import SearchSpace
 
 SIGMA = 0.3
-"""Of the first generation, in widths of the ranges: the best is expected somewhere inside (Hansen 2016, section B)."""
+"""Standard deviation of the first generation, in widths of the ranges (Hansen 2016, section B)."""
 
-FEWEST = 2
-"""Numeric knobs below which there is no covariance to learn."""
+MIN_CMA_DIMENSIONS = 2
+"""CMA-ES needs at least two numeric parameters."""
 
 
 def numeric_dimensions(space: SearchSpace) -> list[SearchDimension]:
-    """The knobs that it searches: ranges that are there in every trial. All others are drawn at random."""
-    ranges = [axis.knob for axis in space.axes() if axis.kind in ("float", "int") and not axis.conditional]
-    dimensions = [space.dimension(knob) for knob in ranges]
+    """Return the dimensions that CMA-ES searches: ranges that every trial has. Others are drawn at random."""
+    ranges = [axis.name for axis in space.axes() if axis.kind in ("float", "int") and not axis.conditional]
+    dimensions = [space.dimension(parameter) for parameter in ranges]
     return [dimension for dimension in dimensions if dimension.high > dimension.low and dimension.points != 1]
 
 
 def draw_cma_point(
-    space: SearchSpace, measures: Sequence[SweepObjective], history: Sequence[Trial], seed: int
+    space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], seed: int
 ) -> dict[str, Any]:
-    """A point from the distribution that the finished generations have led to.
+    """Draw a point from the distribution after the completed generations.
 
-    Ranges are searched on their own scales as 0 to 1, and rounded. The first trial of a study is the middle of
-    everything, unless it was given: what that trial is, is where the first generation starts.
+    Ranges are searched on their own scales as 0 to 1, and rounded. The first generation starts at the study's first
+    trial, which is the middle of all ranges unless it was given.
     """
     dimensions = numeric_dimensions(space)
     ordered = sorted(history, key=lambda trial: trial.number)
     if ordered:
         optimizer = _replay_optimizer(
-            dimensions, _unit_vector(dimensions, ordered[0]), measures, group_by_lineage(ordered)
+            dimensions, _unit_vector(dimensions, ordered[0]), objectives, group_by_lineage(ordered)
         )
         optimizer.reseed_rng(seed)
         point = optimizer.ask()
     else:
         point = np.full(len(dimensions), 0.5)
-    place = {dimension.name: float(position) for dimension, position in zip(dimensions, point, strict=True)}
-    return space.draw(partial(_pick_value, place, random.Random(seed)))
+    positions = {dimension.name: float(position) for dimension, position in zip(dimensions, point, strict=True)}
+    return space.draw(partial(_pick_value, positions, random.Random(seed)))
 
 
 def population_size(dimensions: int) -> int:
-    """Trials in a generation: 4 + 3 ln d (Hansen 2016, equation 48)."""
+    """Return the trials of a generation: 4 + 3 ln d (Hansen 2016, equation 48)."""
     return 4 + int(3 * np.log(dimensions))
 
 
-def _pick_value(place: dict[str, float], source: random.Random, dimension: SearchDimension) -> Any:
-    if dimension.name in place:
-        return from_unit(dimension, place[dimension.name])
+def _pick_value(positions: dict[str, float], source: random.Random, dimension: SearchDimension) -> Any:
+    if dimension.name in positions:
+        return from_unit(dimension, positions[dimension.name])
     return draw_value(dimension, source)
 
 
@@ -84,120 +87,120 @@ def _unit_vector(dimensions: Sequence[SearchDimension], trial: Trial) -> np.ndar
 def _replay_optimizer(
     dimensions: Sequence[SearchDimension],
     start: np.ndarray,
-    measures: Sequence[SweepObjective],
+    objectives: Sequence[SweepObjective],
     known: Sequence[TrialLineage],
 ) -> CMA:
-    """The optimizer after all generations that are over, in the order in which trials were begun.
+    """Return the optimizer after all completed generations, in the order in which trials began.
 
-    Trials belong to generations by number, whoever finishes first, and a generation that is not over ends the replay:
-    what runs meanwhile is drawn from the distribution before it. Failed trials belong to none.
+    Trials belong to generations by number. A generation that is not complete ends the replay: trials that begin
+    meanwhile are drawn from the distribution before it. Failed trials belong to no generation.
     """
     bounds = np.array([[0.0, 1.0]] * len(dimensions))
     optimizer = CMA(mean=start, sigma=SIGMA, bounds=bounds, population_size=population_size(len(dimensions)), seed=0)
-    counted = [line for line in known if line.told.state != "failed"]
+    counted = [line for line in known if line.decisive.state != "failed"]
     size = optimizer.population_size
     for begin in range(0, len(counted) - size + 1, size):
         generation = counted[begin : begin + size]
-        if any(line.told.state == "running" for line in generation):
+        if any(line.decisive.state == "running" for line in generation):
             break
-        ranked = sorted(generation, key=lambda line: _ranking_key(line, measures))
-        # Only their order matters to CMA-ES, and an order there is between trials that share no unit.
-        optimizer.tell([(_unit_vector(dimensions, line.told), float(rank)) for rank, line in enumerate(ranked)])
+        ranked = sorted(generation, key=lambda line: _ranking_key(line, objectives))
+        # CMA-ES uses the order only, which also exists between trials whose results have different units.
+        optimizer.tell([(_unit_vector(dimensions, line.decisive), float(rank)) for rank, line in enumerate(ranked)])
     return optimizer
 
 
-def _ranking_key(line: TrialLineage, measures: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Best first: complete ones by their loss, pruned ones by how far they came, infeasible ones by their violation."""
-    if is_infeasible(line.told):
-        return (2.0, sum(constraint_violations(line.told).values()), 0.0)
-    if line.told.state == "complete":
-        return (0.0, minimized_objectives(line.told, measures)[0], 0.0)
+def _ranking_key(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
+    """Return a key that sorts the best first: complete trials by loss, pruned by rows, infeasible by violation."""
+    if is_infeasible(line.decisive):
+        return (2.0, sum(constraint_violations(line.decisive).values()), 0.0)
+    if line.decisive.state == "complete":
+        return (0.0, minimized_objectives(line.decisive, objectives)[0], 0.0)
     rows, loss = next(reversed(replace_non_finite(line.curve).items()), (0, 0.0))
     return (1.0, -float(rows), loss)
 
 
-# Values of the next trial: a function of the settings, the trials so far, and the number of the one to come.
+# Proposals.
 
 Values = dict[str, Any]
 
 ATTEMPTS = {"tpe": 20, "gp": 3, "random": 20, "cmaes": 20}
-"""Times that a sampler may propose what has been tried; a Gaussian process thinks for a second and hardly varies."""
+"""Attempts of a sampler to propose untried values; a Gaussian process takes a second for each and hardly varies."""
 
-COUNTED = 4096
-"""Points up to which the untried ones of a finite space are listed to choose one evenly; else values are drawn."""
+MAX_LISTED_POINTS = 4096
+"""Up to this size, the untried points of a finite space are listed to draw one uniformly."""
 
-DRAWS = 200
-"""Random values in a row that have all been tried, before a space counts as used up (or is gone through in order)."""
+MAX_DRAWS = 200
+"""Random values in a row that have all been tried, before a space counts as used up (or is searched in order)."""
 
 
 def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and which trial it is for)
     space: SearchSpace,
     sampler: SamplerSettings,
-    measures: Sequence[SweepObjective],
+    objectives: Sequence[SweepObjective],
     history: Sequence[Trial],
     number: int,
-    known: Callable[[Mapping[str, Any]], bool],
+    is_tried: Callable[[Mapping[str, Any]], bool],
     current: Mapping[str, Any] | None = None,
 ) -> Values | None:
-    """Values of trial `number`, ties included; None when a grid or a finite space is used up.
+    """Return the values of trial `number`, derived ones included; None if a grid or a finite space is used up.
 
-    Nothing is remembered between calls: the same arguments give the same values in any process. What `known` says has
-    been tried is never proposed again while there is anything else.
+    The same arguments give the same values in any process. Values that were tried are not proposed again while there
+    are others.
 
     Args:
-        space: The knobs.
-        sampler: Its kind and seed.
-        measures: What trials are judged by; complete trials have their objectives in this order.
-        history: All trials of the study, in any order.
-        number: Of the trial to come, from 0; together with the seed it makes the random numbers.
-        known: Whether values have been tried.
-        current: The project's own values by dotted key. They are the first trial of any sampler but a grid, where
-            they lie in the space: a sweep without what one has says little.
+        space: the search space.
+        sampler: section sweep.sampler.
+        objectives: objectives of the study; complete trials have their values in this order.
+        history: all trials of the study, in any order.
+        number: number of the next trial, from 0; it determines the random numbers together with the seed.
+        is_tried: returns whether values have been tried.
+        current: values of params.yaml by dotted key. They are the first trial of all samplers but the grid, if the
+            space contains them, as a baseline.
     """
     if sampler.kind == "grid":
-        return next((values for values in space.grid(sampler.points) if not known(values)), None)
+        return next((values for values in space.grid(sampler.grid_points) if not is_tried(values)), None)
     first = _current_values(space, current) if number == 0 and current is not None else None
-    if first is not None and not known(first):
+    if first is not None and not is_tried(first):
         return first
-    for values in _iterate_proposals(space, sampler, measures, history, number):
-        if not known(values):
+    for values in _iterate_proposals(space, sampler, objectives, history, number):
+        if not is_tried(values):
             return values
-    return _draw_untried(space, random.Random(derive_seed(sampler.seed, number, -1)), known)
+    return _draw_untried(space, random.Random(derive_seed(sampler.seed, number, -1)), is_tried)
 
 
 def derive_seed(seed: int, number: int, attempt: int) -> int:
-    """Seed of one proposal, 31 bits: settings, trial and attempt, hashed, so that neighbours have nothing in common."""
+    """Return the 31-bit seed of a proposal: a hash of seed, trial and attempt, so that neighbours are independent."""
     return int(digests.hash_json([seed, number, attempt])[:8], 16) & 0x7FFFFFFF
 
 
 def describe(sampler: SamplerSettings, space: SearchSpace) -> str:
-    """What proposes values, for people: method, version of the library, seed."""
+    """Return the sampler as text: method, version of the library, seed."""
     version = library_versions()
     seed = f"seed {sampler.seed}"
     if sampler.kind == "grid":
-        return f"grid of {len(space.grid(sampler.points))} points, in order"
+        return f"grid of {len(space.grid(sampler.grid_points))} points, in order"
     if sampler.kind == "random":
         return f"random, {seed}"
     if sampler.kind == "cmaes":
-        knobs = [dimension.name for dimension in numeric_dimensions(space)]
-        if len(knobs) < FEWEST:
-            return f"random, {seed} (CMA-ES needs two numeric knobs that every trial has; there is {len(knobs)})"
-        size = population_size(len(knobs))
-        return f"CMA-ES over {', '.join(knobs)} (cmaes {version['cmaes']}), generations of {size}, {seed}"
+        parameters = [dimension.name for dimension in numeric_dimensions(space)]
+        if len(parameters) < MIN_CMA_DIMENSIONS:
+            return f"random, {seed} (CMA-ES needs two numeric parameters that every trial has; found {len(parameters)})"
+        size = population_size(len(parameters))
+        return f"CMA-ES over {', '.join(parameters)} (cmaes {version['cmaes']}), generations of {size}, {seed}"
     method = "TPE" if sampler.kind == "tpe" else "Gaussian process"
-    return f"{method} (optuna {version['optuna']}), {seed}, {sampler.startup} random trials first"
+    return f"{method} (optuna {version['optuna']}), {seed}, {sampler.n_startup_trials} random trials first"
 
 
 def library_versions() -> dict[str, str]:
-    """The libraries whose other versions might propose other values."""
+    """Return the versions of the libraries that determine proposals."""
     return {name: importlib.metadata.version(name) for name in ("optuna", "cmaes")}
 
 
 def _current_values(space: SearchSpace, current: Mapping[str, Any]) -> Values | None:
-    """The project's own values, ties included, where they lie in the space."""
+    """Return the values of params.yaml with derived ones; None if the space does not contain them."""
     try:
         values = space.draw(lambda dimension: current[dimension.name])
-    except (KeyError, ValueError):  # one of them is not given, or is none of the knob's values
+    except (KeyError, ValueError):  # one of them is missing or outside of its range
         return None
     return values if all(current.get(name, value) == value for name, value in values.items()) else None
 
@@ -205,37 +208,37 @@ def _current_values(space: SearchSpace, current: Mapping[str, Any]) -> Values | 
 def _iterate_proposals(
     space: SearchSpace,
     sampler: SamplerSettings,
-    measures: Sequence[SweepObjective],
+    objectives: Sequence[SweepObjective],
     history: Sequence[Trial],
     number: int,
 ) -> Iterator[Values]:
-    """What the sampler proposes, attempt by attempt."""
+    """Yield the proposals of the sampler, attempt by attempt."""
     seeds = [derive_seed(sampler.seed, number, attempt) for attempt in range(ATTEMPTS[sampler.kind])]
     if sampler.kind in ("tpe", "gp"):
-        # One study for all attempts: what was asked for in vain runs in it, and is avoided the next time.
-        study = build_in_memory_study(space, measures, history, sampler.kind)
+        # One study for all attempts: rejected proposals are running trials in it, so they are avoided the next time.
+        study = build_in_memory_study(space, objectives, history, sampler.kind)
         for seed in seeds:
             study.sampler = _create_sampler(sampler, space, seed)
             yield space.draw(partial(_suggest_value, study.ask()))
-    elif sampler.kind == "cmaes" and len(numeric_dimensions(space)) >= FEWEST:
-        yield from (draw_cma_point(space, measures, history, seed) for seed in seeds)
+    elif sampler.kind == "cmaes" and len(numeric_dimensions(space)) >= MIN_CMA_DIMENSIONS:
+        yield from (draw_cma_point(space, objectives, history, seed) for seed in seeds)
     else:
         yield from (_draw_random(space, random.Random(seed)) for seed in seeds)
 
 
 def _create_sampler(sampler: SamplerSettings, space: SearchSpace, seed: int) -> BaseSampler:
-    """Optuna's, every argument that decides about values given: defaults change between its versions.
+    """Return Optuna's sampler with all arguments that affect values, because defaults change between versions.
 
-    Conditional knobs are sampled jointly with those they appear with (`group`). That argument is called experimental,
-    which concerns its interface, and that is pinned by our tests; hence no warning.
+    Conditional parameters are sampled jointly with those that occur with them (`group`). That argument is experimental,
+    but tests pin its interface, so the warning is suppressed.
     """
     if sampler.kind == "gp":
-        # Warns once that local searches run one after the other without greenlet: 0.3 s a proposal all the same.
+        # It warns that local searches run sequentially without greenlet; a proposal takes 0.3 s anyway.
         logging.getLogger("optuna._gp.batched_lbfgsb").setLevel(logging.ERROR)
         return GPSampler(
             seed=seed,
             independent_sampler=RandomSampler(seed=seed),
-            n_startup_trials=sampler.startup,
+            n_startup_trials=sampler.n_startup_trials,
             deterministic_objective=False,
             warn_independent_sampling=False,
         )
@@ -243,7 +246,7 @@ def _create_sampler(sampler: SamplerSettings, space: SearchSpace, seed: int) -> 
         warnings.simplefilter("ignore", ExperimentalWarning)
         return TPESampler(
             seed=seed,
-            n_startup_trials=sampler.startup,
+            n_startup_trials=sampler.n_startup_trials,
             n_ei_candidates=24,
             multivariate=True,
             group=any(axis.conditional for axis in space.axes()),
@@ -268,15 +271,15 @@ def _draw_random(space: SearchSpace, source: random.Random) -> Values:
 
 
 def _draw_untried(
-    space: SearchSpace, source: random.Random, known: Callable[[Mapping[str, Any]], bool]
+    space: SearchSpace, source: random.Random, is_tried: Callable[[Mapping[str, Any]], bool]
 ) -> Values | None:
-    """Something that has not been tried, drawn evenly; None if there is nothing left."""
+    """Draw untried values uniformly; None if all have been tried."""
     size = space.size()
-    if size is None or size > COUNTED:
-        drawn = (_draw_random(space, source) for _ in range(DRAWS))
-        found = next((values for values in drawn if not known(values)), None)
+    if size is None or size > MAX_LISTED_POINTS:
+        drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
+        found = next((values for values in drawn if not is_tried(values)), None)
         if found is not None or size is None:
             return found
-        return next((values for values in iterate_points(space) if not known(values)), None)
-    left = [values for values in iterate_points(space) if not known(values)]
+        return next((values for values in iterate_points(space) if not is_tried(values)), None)
+    left = [values for values in iterate_points(space) if not is_tried(values)]
     return source.choice(left) if left else None

@@ -1,4 +1,4 @@
-"""Which values a setting can have in some trial: one dimension's values, and what ties and conditions make of them."""
+"""The search space of a sweep: ranges, choices, parameters derived from others (`tie`), and conditions (`when`)."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
 from ratchet.storage.records.sweep import ParameterAxis
@@ -26,35 +26,35 @@ from ratchet.tuning.parameters import (
 )
 
 ROUNDING = 1e-9
-"""By how much of a value (or of a step) arithmetic of samplers may miss what it means."""
+"""Tolerance for values of samplers, relative to the value or to a step."""
 
 
 def snap_value(dimension: SearchDimension, value: Any) -> Any:
-    """The one value of the dimension that is meant, as settings hold it.
+    """Return the value of the dimension that is closest, as settings store it.
 
     Samplers compute in floating point and on logarithms (0.30000000000000004 for the third step of 0.1), and JSON has
-    lists only; the same value must be the same text everywhere, for it becomes part of a RunId.
+    lists only. The same value must have the same text everywhere, because it is part of a RunId.
 
     Raises:
         ValueError: the dimension has no such value.
     """
     found = _match_choice(dimension, value) if dimension.kind == "choice" else (_snap_number(dimension, value),)
-    if not found or not dimension.holds(found[0]):
-        raise ValueError(f"{dimension.name}: {format_value(value)} is none of {describe_dimension(dimension)}")
+    if not found or not dimension.contains(found[0]):
+        raise ValueError(f"{dimension.name}: found {format_value(value)}; expected {describe_dimension(dimension)}")
     return found[0]
 
 
 def _match_choice(dimension: SearchDimension, value: Any) -> tuple[Any, ...]:
-    meant = tuple(value) if isinstance(value, list) else value
-    return tuple(one for one in dimension.choices if one == meant and isinstance(one, bool) == isinstance(meant, bool))
+    value = tuple(value) if isinstance(value, list) else value
+    return tuple(one for one in dimension.choices if one == value and isinstance(one, bool) == isinstance(value, bool))
 
 
 def _snap_number(dimension: SearchDimension, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     low, high = dimension.low, dimension.high
-    room = ROUNDING * max(abs(low), abs(high))
-    if low - room <= value <= high + room:
+    tolerance = ROUNDING * max(abs(low), abs(high))
+    if low - tolerance <= value <= high + tolerance:
         value = min(max(value, low), high)
     if not low <= value <= high:
         return None
@@ -65,25 +65,25 @@ def _snap_number(dimension: SearchDimension, value: Any) -> Any:
 
 
 def stepped_value(dimension: SearchDimension, index: int) -> int | float:
-    """A value of a stepped range, counted from its lower end, computed in decimals."""
+    """Return a value of a stepped range by its index from the lower end, computed in decimals."""
     if dimension.kind == "int":
         return int(dimension.low) + index * int(dimension.step or 1)
     return float(Decimal(repr(float(dimension.low))) + index * Decimal(repr(float(dimension.step or 0))))
 
 
 def to_decimal_fraction(number: float) -> Fraction:
-    """The decimal number that was meant: 3 times 0.3 is 0.9, which floating point misses."""
+    """Return the exact decimal number: 3 times 0.3 is 0.9, unlike in floating point."""
     return Fraction(repr(number))
 
 
 def is_exactly_stepped(low: float, high: float, step: float) -> bool:
-    """Whether steps lead from one end to the other as both are written; Optuna counts in decimals, too."""
-    first, last, each = (Decimal(repr(float(number))) for number in (low, high, step))
-    return (last - first) % each == 0
+    """Return whether steps lead exactly from one end to the other, in decimals as Optuna counts."""
+    first, last, size = (Decimal(repr(float(number))) for number in (low, high, step))
+    return (last - first) % size == 0
 
 
 def describe_dimension(dimension: SearchDimension) -> str:
-    """For people: `4 to 64`, `lora, dora`."""
+    """Return the dimension as text: `4 to 64`, `lora, dora`."""
     if dimension.kind == "choice":
         return ", ".join(map(format_value, dimension.choices))
     whole = "whole numbers " if dimension.kind == "int" else ""
@@ -92,10 +92,10 @@ def describe_dimension(dimension: SearchDimension) -> str:
 
 
 def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
-    """Values for a grid, smallest first: all of them where they can be counted, else `points` at even distances.
+    """Return values for a grid, smallest first: all of a finite dimension, else `points` evenly spaced ones.
 
-    Distances are even on the dimension's own scale; numbers between the ends are rounded to twelve digits, so that
-    every machine's logarithm gives the same. A range of whole numbers that has a step of its own counts as countable.
+    They are even on the dimension's scale. Values between the ends are rounded to twelve digits, so that logarithms of
+    all machines agree. A range of whole numbers with an explicit step is used completely.
     """
     count = dimension.points
     if dimension.kind == "choice":
@@ -110,31 +110,31 @@ def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
 
 
 def all_values(dimension: SearchDimension) -> list[Any]:
-    """Every value of a dimension whose values can be counted."""
+    """Return all values of a finite dimension."""
     return grid_values(dimension, dimension.points or 0)
 
 
 @dataclass(frozen=True)
 class ParameterDomain:
-    """Values that a setting has in some trial of a sweep."""
+    """Values that a setting may have in the trials of a sweep."""
 
     dimension: SearchDimension | None = None
-    """Where they are drawn, be it for another setting that this one is tied to."""
+    """Dimension that the values are drawn from, possibly that of another setting that this one is derived from."""
     factor: Fraction = Fraction(1)
-    """Of the ties that lead there."""
+    """Factor between this setting and the drawn value."""
     ends: tuple[Any, ...] = ()
-    """The drawn values that tell of all: a tie that is exact and in bounds on them is so everywhere."""
+    """Representative drawn values: a derived parameter that is valid for them is valid for all."""
     others: tuple[Any, ...] = ()
-    """As in params.yaml, where it is not searched (at all, or in some trials)."""
+    """Values of params.yaml, for trials in which it is not searched."""
 
     @property
     def is_continuous(self) -> bool:
-        """Whether it takes values between any two others, so that no whole number can follow it exactly."""
+        """Whether it has values between any two others, so that no whole number can be derived exactly."""
         drawn = self.dimension
         return drawn is not None and drawn.points is None and drawn.low < drawn.high
 
-    def holds(self, value: Any) -> bool:
-        """Whether some trial may have this value."""
+    def contains(self, value: Any) -> bool:
+        """Return whether some trial may have this value."""
         if value in self.others:
             return True
         if self.dimension is None:
@@ -147,8 +147,8 @@ class ParameterDomain:
             return False
         return True
 
-    def described(self) -> str:
-        """For people."""
+    def describe(self) -> str:
+        """Return the values as text."""
         drawn = self.dimension
         times = "" if self.factor == 1 else f"{self.factor} times "
         texts = [f"{times}{describe_dimension(drawn)}"] if drawn else []
@@ -156,7 +156,7 @@ class ParameterDomain:
 
 
 def make_domain(dimension: SearchDimension) -> ParameterDomain:
-    """Of a free setting that every trial draws."""
+    """Return the domain of a setting that every trial draws."""
     if dimension.kind == "choice":
         ends = dimension.choices
     else:
@@ -169,12 +169,12 @@ def make_domain(dimension: SearchDimension) -> ParameterDomain:
     return ParameterDomain(dimension, ends=tuple(ends))
 
 
-# Ties: a setting that follows from another one, such as alpha = 2 * rank.
+# Derived parameters, such as alpha = 2 * rank.
 
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+(?:[eE][+-]?\d{1,2})?"
-_KNOB = r"[A-Za-z_][A-Za-z0-9_.]*"
-_PRODUCT = re.compile(rf"(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<knob>{_KNOB})")
-_QUOTIENT = re.compile(rf"(?P<knob>{_KNOB})\s*(?P<sign>[*/])\s*(?P<factor>{_NUMBER})")
+_SETTING = r"[A-Za-z_][A-Za-z0-9_.]*"
+_PRODUCT = re.compile(rf"(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<setting>{_SETTING})")
+_QUOTIENT = re.compile(rf"(?P<setting>{_SETTING})\s*(?P<sign>[*/])\s*(?P<factor>{_NUMBER})")
 
 
 @dataclass(frozen=True)
@@ -185,30 +185,30 @@ class DerivedParameter:
     """Dotted key."""
     factor: Fraction
     kind: str
-    """Of the setting that follows (knobs.Kind)."""
+    """Kind of the derived setting (parameters.Kind)."""
 
     @staticmethod
     def parse(text: str, target: SettingField) -> "DerivedParameter":
-        """Read `2 * train.rank`, `train.rank * 2`, `train.rank / 2` or `train.rank`; `train.` may be left out.
+        """Parse `2 * train.rank`, `train.rank * 2`, `train.rank / 2` or `train.rank`; `train.` may be left out.
 
         Raises:
-            ValueError: none of these, or the other setting does not exist.
+            ValueError: the text is invalid, or the other setting does not exist.
         """
         found = _PRODUCT.fullmatch(text.strip()) or _QUOTIENT.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"{text!r} is no tie; write NUMBER * SETTING, SETTING / NUMBER or SETTING")
+            raise ValueError(f"found {text!r}; expected NUMBER * SETTING, SETTING / NUMBER or SETTING")
         parts = found.groupdict()
         factor = Fraction(parts["factor"] or 1)
         if not factor:
-            raise ValueError(f"{text!r}: 0 ties nothing")
+            raise ValueError(f"found {text!r}; expected a factor other than 0")
         factor = 1 / factor if parts.get("sign") == "/" else factor
         if factor != 1 and target.kind == "other":
-            raise ValueError(f"{text!r}: {target.key} is no number; it can follow another setting only as that is")
-        return DerivedParameter(find_train_setting(parts["knob"]).key, factor, target.kind)
+            raise ValueError(f"found {text!r}; {target.key} is not a number, so it can only equal another setting")
+        return DerivedParameter(find_train_setting(parts["setting"]).key, factor, target.kind)
 
     @property
     def text(self) -> str:
-        """The same tie always in the same words."""
+        """Canonical text of the expression."""
         if self.factor == 1:
             return self.source
         if self.factor.denominator == 1:
@@ -218,69 +218,69 @@ class DerivedParameter:
         return f"{float(self.factor)!r} * {self.source}"
 
     def value(self, source: Any) -> Any:
-        """What follows from a value of the other setting: exact in decimals, never rounded to a whole number.
+        """Return the value derived from a value of the source: exact in decimals, never rounded to a whole number.
 
         Raises:
-            ValueError: nothing does: no number, or no whole number where the setting is one.
+            ValueError: the source is not a number, or the result is not a whole number although it must be one.
         """
         if self.kind == "other":
             return source
         if isinstance(source, bool) or not isinstance(source, int | float):
-            raise ValueError(f"{self.source} may be {format_value(source)}, which is no number")
+            raise ValueError(f"{self.source} may be {format_value(source)}, which is not a number")
         exact = to_decimal_fraction(source) * self.factor
         if self.kind == "float":
             try:
                 return float(exact)
             except OverflowError:
                 raise ValueError(
-                    f"{self.source} may be {format_value(source)}, and what follows is out of bounds"
+                    f"{self.source} may be {format_value(source)}, and the derived value is out of range"
                 ) from None
         if exact.denominator != 1:
             raise ValueError(
-                f"{self.source} may be {format_value(source)}, and {format_value(float(exact))} is no whole number, "
-                f"which this setting must be; give {self.source} a step or choices of which every one fits"
+                f"{self.source} may be {format_value(source)}, and {format_value(float(exact))} is not a whole "
+                f"number, which this setting must be; give {self.source} a step or choices that all fit"
             )
         return int(exact)
 
     def domain(self, target: SettingField, source: ParameterDomain) -> ParameterDomain:
-        """Values that the setting takes where the other has those of `source`.
+        """Return the domain of the derived setting.
 
         Raises:
-            ValueError: one of them is none for this setting.
+            ValueError: the setting does not accept one of the values.
         """
         if target.kind == "int" and source.is_continuous:
             raise ValueError(
                 f"{self.source} takes any value in its range, and this setting is a whole number; give {self.source} "
-                "a step or choices of which every one fits"
+                "a step or choices that all fit"
             )
 
         def follow(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(self._accepted(target, value) for value in values)
+            return tuple(self._derive(target, value) for value in values)
 
         return ParameterDomain(
             source.dimension, source.factor * self.factor, follow(source.ends), follow(source.others)
         )
 
-    def _accepted(self, target: SettingField, source: Any) -> Any:
+    def _derive(self, target: SettingField, source: Any) -> Any:
         value = self.value(source)
         try:
-            return target.accepted(value)
+            return target.validate(value)
         except ValueError as error:
-            raise ValueError(f"where {self.source} is {format_value(source)}: {error}") from None
+            raise ValueError(f"if {self.source} is {format_value(source)}: {error}") from None
 
 
-# The search space as written: checked knob by knob against the settings, and brought into the order of drawing.
+# Reading `sweep.space`: checked knob by knob against the settings, and brought into the order of drawing.
 
 
 @dataclass(frozen=True)
 class SearchParameter:
-    """One setting that trials have values of their own for."""
+    """One setting that trials set."""
 
     setting: SettingField
     rule: SearchDimension | DerivedParameter
-    """Where its values come from."""
+    """Where its values come from: drawn or derived."""
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of other settings, all of which must be so; empty: in every trial."""
+    """Conditions: required values of other settings; empty: every trial sets it."""
 
     @property
     def name(self) -> str:
@@ -289,14 +289,14 @@ class SearchParameter:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Settings that must be known before this one."""
+        """Settings that must be decided before this one."""
         return (*self.when, *((self.rule.source,) if isinstance(self.rule, DerivedParameter) else ()))
 
 
 def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
-    """The variables of `sweep.space`, each after those that it depends on, else in the order of params.yaml.
+    """The variables of `sweep.space`, each after those that it depends on, otherwise in the order of params.yaml.
 
-    One whose condition no trial can meet (it asks for another value of a setting that is not searched) is left out.
+    A variable whose condition no trial can meet is left out.
 
     Raises:
         SettingsError: one line for each knob that makes no sense.
@@ -304,13 +304,13 @@ def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
     written = settings.sweep.space
     if not written:
         raise SettingsError(
-            "params.yaml: sweep.space is empty: name a setting of section train and its values, such as "
+            "params.yaml: sweep.space: found no settings; add a setting of section train with its values, such as "
             "train.rank: {low: 4, high: 64, log: true}"
         )
     found, problems = [], []
-    for key, knob in written.items():
+    for key, parameter in written.items():
         try:
-            found.append(_build_parameter(key, knob))
+            found.append(_build_parameter(key, parameter))
         except SettingsError as error:
             problems.append(str(error))
     if problems:
@@ -318,81 +318,81 @@ def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
     kept = _select_applicable(_sort_by_dependency(found), settings)
     if not any(isinstance(variable.rule, SearchDimension) for variable in kept):
         raise SettingsError(
-            "params.yaml: sweep.space: nothing is searched: no setting with low and high, or with choices, is ever "
-            f"drawn ({', '.join(written)}); give one values, or change the setting that its `when` asks for"
+            "params.yaml: sweep.space: no setting is searched: none with low and high, or with choices, is ever drawn "
+            f"({', '.join(written)}); give one of them values, or change the setting that its `when` requires"
         )
     return kept
 
 
-def _build_parameter(key: str, knob: SweepParameter) -> SearchParameter:
+def _build_parameter(key: str, parameter: SweepParameter) -> SearchParameter:
     setting = find_searchable_setting(key)
     try:
-        return SearchParameter(setting, _build_rule(setting, knob), _read_conditions(knob))
+        return SearchParameter(setting, _build_rule(setting, parameter), _read_conditions(parameter))
     except ValueError as error:
         raise make_space_error(key, str(error)) from None
 
 
-def _read_conditions(knob: SweepParameter) -> dict[str, tuple[Any, ...]]:
-    """Wanted values by dotted key, as settings hold them."""
+def _read_conditions(parameter: SweepParameter) -> dict[str, tuple[Any, ...]]:
+    """Return the required values by dotted key, as settings store them."""
     found: dict[str, tuple[Any, ...]] = {}
     try:
-        for name, values in knob.when.items():
+        for name, values in parameter.when.items():
             source = find_train_setting(name)
             if source.key in found:
-                raise ValueError(f"{source.key} twice; give one list of its values")
+                raise ValueError(f"found {source.key} twice; write one list of its values")
             wanted = values if isinstance(values, tuple) else (values,)
             found[source.key] = tuple(_accept_value(source, name, value) for value in wanted)
             if not wanted:
-                raise ValueError(f"{name}: an empty list, so this would never be searched")
+                raise ValueError(f"{name}: found an empty list; expected at least one value")
     except ValueError as error:
         raise ValueError(f"when: {error}") from None
     return found
 
 
-def _build_rule(setting: SettingField, knob: SweepParameter) -> SearchDimension | DerivedParameter:
-    if knob.tie is not None:
+def _build_rule(setting: SettingField, parameter: SweepParameter) -> SearchDimension | DerivedParameter:
+    if parameter.tie is not None:
         try:
-            return DerivedParameter.parse(knob.tie, setting)
+            return DerivedParameter.parse(parameter.tie, setting)
         except ValueError as error:
             raise ValueError(f"tie: {error}") from None
-    if knob.choices:
-        choices = tuple(_accept_value(setting, "choices", value) for value in knob.choices)
+    if parameter.choices:
+        choices = tuple(_accept_value(setting, "choices", value) for value in parameter.choices)
         if twice := [one for one in dict.fromkeys(choices) if choices.count(one) > 1]:
-            raise ValueError(f"choices: {format_value(twice[0])} twice")
+            raise ValueError(f"choices: found {format_value(twice[0])} twice; remove one")
         return SearchDimension(setting.key, "choice", choices=choices)
-    return _build_range(setting, knob)
+    return _build_range(setting, parameter)
 
 
 def _accept_value(setting: SettingField, where: str, value: Any) -> Any:
     try:
-        return setting.accepted(value)
+        return setting.validate(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _build_range(setting: SettingField, knob: SweepParameter) -> SearchDimension:
+def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDimension:
     if setting.kind not in ("int", "float"):
-        such = f", such as choices: {format_value(setting.words)}" if setting.words else ""
-        raise ValueError(f"low and high are for numbers, and this setting is none; list its values{such}")
-    given = {"low": knob.low, "high": knob.high, "step": knob.step}
+        example = f", such as choices: {format_value(setting.options)}" if setting.options else ""
+        raise ValueError(f"found low and high, but this setting is not a number; list its values{example}")
+    given = {"low": parameter.low, "high": parameter.high, "step": parameter.step}
     numbers = {name: float(value) for name, value in given.items() if value is not None}
     if setting.kind == "int":
         for name, value in numbers.items():
             if not value.is_integer():
-                raise ValueError(f"{name}: found {value!r}, and this setting is a whole number; write one")
+                raise ValueError(f"{name}: found {value!r}; expected a whole number")
         numbers = {name: int(value) for name, value in numbers.items()}
     ends = {name: _accept_value(setting, name, numbers[name]) for name in ("low", "high")}
     found = SearchDimension(
-        setting.key, "int" if setting.kind == "int" else "float", **ends, log=knob.log, step=numbers.get("step")
+        setting.key, "int" if setting.kind == "int" else "float", **ends, log=parameter.log, step=numbers.get("step")
     )
     if found.step is None:
         return found
     last = stepped_value(
         found, (found.points or 1) - 1
-    )  # the highest that steps reach: Optuna warns where `high` is another
+    )  # the highest value that steps reach: Optuna warns if `high` differs
     if not is_exactly_stepped(found.low, last, found.step):
         raise ValueError(
-            f"step: {found.step!r} from {found.low!r} on gives numbers with more digits than are kept; write it shorter"
+            f"step: steps of {found.step!r} from {found.low!r} need more digits than a float has; use fewer digits"
         )
     return SearchDimension(setting.key, found.kind, low=found.low, high=last, step=found.step)
 
@@ -405,7 +405,7 @@ def _sort_by_dependency(found: list[SearchParameter]) -> list[SearchParameter]:
     except CycleError as error:
         circle: list[str] = list(reversed(error.args[1]))
         raise make_space_error(
-            circle[0], f"waits for itself: {' -> '.join(circle)}; break the circle in one `tie` or `when`"
+            circle[0], f"depends on itself: {' -> '.join(circle)}; remove one `tie` or `when` of the circle"
         ) from None
     ordered: list[SearchParameter] = []
     while len(ordered) < len(found):
@@ -415,7 +415,7 @@ def _sort_by_dependency(found: list[SearchParameter]) -> list[SearchParameter]:
 
 
 def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tuple[SearchParameter, ...]:
-    """The variables that some trial draws, with the conditions that are not met by every trial anyway."""
+    """Return the variables that some trial sets, with the conditions that not every trial meets."""
     domains: dict[str, ParameterDomain] = {}
     kept, problems = [], []
     for variable in ordered:
@@ -429,7 +429,7 @@ def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tu
             continue
         if when:
             domain = ParameterDomain(
-                domain.dimension, domain.factor, domain.ends, (*domain.others, variable.setting.of(settings))
+                domain.dimension, domain.factor, domain.ends, (*domain.others, variable.setting.get(settings))
             )
         domains[variable.name] = domain
         kept.append(SearchParameter(variable.setting, variable.rule, when))
@@ -441,16 +441,18 @@ def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tu
 def _open_conditions(
     variable: SearchParameter, domains: Mapping[str, ParameterDomain], settings: Settings
 ) -> dict[str, tuple[Any, ...]] | None:
-    """Conditions that some trials meet and others do not; None where no trial can."""
+    """Return the conditions that some trials meet and others do not; None if no trial can meet them."""
     still_open = {}
     for source, wanted in variable.when.items():
         domain = domains.get(source)
         if domain is None:  # not searched: the same in every trial
-            if find_train_setting(source).of(settings) not in wanted:
+            if find_train_setting(source).get(settings) not in wanted:
                 return None
             continue
-        if never := [value for value in wanted if not domain.holds(value)]:
-            raise ValueError(f"when: {source} is never {format_value(never[0])}; it may be {domain.described()}")
+        if never := [value for value in wanted if not domain.contains(value)]:
+            raise ValueError(
+                f"when: {source}: found {format_value(never[0])}, which it never is; expected {domain.describe()}"
+            )
         still_open[source] = wanted
     return still_open
 
@@ -461,79 +463,79 @@ def _compute_domain(
     if isinstance(variable.rule, SearchDimension):
         return make_domain(variable.rule)
     source = variable.rule.source
-    fixed = ParameterDomain(others=(find_train_setting(source).of(settings),))
+    fixed = ParameterDomain(others=(find_train_setting(source).get(settings),))
     try:
         return variable.rule.domain(variable.setting, domains.get(source, fixed))
     except ValueError as error:
         raise ValueError(f"tie: {error}") from None
 
 
-# The search space of a sweep: which settings a trial gives values to, and what follows from them.
+# The search space.
 
-MOST_POINTS = 100_000
-"""Of a grid, and of points that are counted one by one; no sweep has so many trials."""
+MAX_POINTS = 100_000
+"""Limit of a grid, and of points that are counted one by one."""
 
 Pick = Callable[[SearchDimension], Any]
-"""Gives a free setting its value."""
+"""Chooses the value of a dimension."""
 
 Options = Callable[[SearchDimension], Sequence[Any]]
-"""Gives a free setting several."""
+"""Returns several values of a dimension."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Settings that are searched, and in which order their values are decided."""
+    """The searched settings, in the order in which their values are decided."""
 
     variables: tuple[SearchParameter, ...]
-    """Each after those that it depends on; then as in params.yaml."""
+    """Each after those that it depends on, otherwise as in params.yaml."""
     fixed: Mapping[str, Any]
-    """Settings that some trial, or every one, has as they are in params.yaml, and that ties and conditions ask for."""
+    """Values of params.yaml that derived parameters and conditions may need."""
 
     @staticmethod
-    def of(settings: Settings) -> "SearchSpace":
-        """The space of `sweep.space`.
+    def from_settings(settings: Settings) -> "SearchSpace":
+        """Return the space of `sweep.space`.
 
         Raises:
-            SettingsError: a knob that is unknown or not to be searched, values that it cannot take, a tie or a
-                condition that leads nowhere; one line each.
+            SettingsError: a setting is unknown or cannot be searched, does not accept a value, or has an invalid tie
+                or condition; one line each.
         """
         variables = read_parameters(settings)
         always = {variable.name for variable in variables if not variable.when}
         keys = dict.fromkeys(key for variable in variables for key in (variable.name, *variable.sources))
-        return SearchSpace(variables, {key: find_train_setting(key).of(settings) for key in keys if key not in always})
+        return SearchSpace(variables, {key: find_train_setting(key).get(settings) for key in keys if key not in always})
 
     def axes(self) -> tuple[ParameterAxis, ...]:
-        """The searched settings, as pictures need them; ties among them."""
+        """Return the axes of all searched and derived settings, for plots."""
         return tuple(map(_build_axis, self.variables))
 
     def dimensions(self) -> tuple[SearchDimension, ...]:
-        """The free settings, in the order in which they are drawn."""
+        """Return the dimensions in the order in which they are drawn."""
         return tuple(variable.rule for variable in self.variables if isinstance(variable.rule, SearchDimension))
 
     def dimension(self, name: str) -> SearchDimension:
-        """Of a free setting, by its dotted key.
+        """Return a dimension by its dotted key.
 
         Raises:
-            KeyError: it is none.
+            KeyError: this setting is not drawn.
         """
         return {dimension.name: dimension for dimension in self.dimensions()}[name]
 
     def draw(self, pick: Pick) -> dict[str, Any]:
-        """Values of one trial: free settings as `pick` says, each asked for after those that it depends on; and ties.
+        """Return the values of one trial: `pick` chooses each dimension after those that it depends on.
 
-        Settings whose condition is not met are left out: the trial has them as they are in params.yaml.
+        Settings whose condition is not met are left out: the trial uses the value of params.yaml.
 
         Raises:
-            ValueError: `pick` gave a value that the dimension does not have.
+            ValueError: `pick` has returned a value that the dimension does not have.
         """
         return next(self._walk(lambda dimension: (snap_value(dimension, pick(dimension)),)))
 
-    def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a trial's values that were drawn; drawing them again gives the trial."""
+    def select_drawn(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a trial that were drawn; the others follow from them."""
         return {one.name: snap_value(one, values[one.name]) for one in self.dimensions() if one.name in values}
 
-    def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether a trial of this space can have exactly these values (those of a study before it, perhaps)."""
+    def contains(self, values: Mapping[str, Any]) -> bool:
+        """Return whether a trial of this space can have exactly these values."""
         plain = {key: _to_tuples(value) for key, value in values.items()}
         try:
             return self.draw(lambda dimension: plain[dimension.name]) == plain
@@ -541,21 +543,21 @@ class SearchSpace:
             return False
 
     def grid(self, points: int) -> list[dict[str, Any]]:
-        """Every combination, the last free setting changing fastest; ranges without step are given `points` values.
+        """Return all combinations, the last dimension changing fastest; ranges without step have `points` values.
 
         Raises:
-            SettingsError: more combinations than any sweep tries.
+            SettingsError: there are more than MAX_POINTS combinations.
         """
-        found = list(islice(self._walk(lambda dimension: grid_values(dimension, points)), MOST_POINTS + 1))
-        if len(found) > MOST_POINTS:
+        found = list(islice(self._walk(lambda dimension: grid_values(dimension, points)), MAX_POINTS + 1))
+        if len(found) > MAX_POINTS:
             raise SettingsError(
-                f"params.yaml: sweep.sampler: the grid has more than {MOST_POINTS:,} points ({points} of each range); "
-                "search fewer settings, lower sampler.points, or take sampler tpe"
+                f"params.yaml: sweep.sampler: the grid has more than {MAX_POINTS:,} points ({points} of each range); "
+                "search fewer settings, lower sampler.grid_points, or set sampler.kind: tpe"
             )
         return found
 
     def size(self) -> int | None:
-        """How many trials with different values there can be; None: without end, or too many to count."""
+        """Return the number of different trials; None if it is infinite or too large to count."""
         counts = {dimension.name: dimension.points for dimension in self.dimensions()}
         if None in counts.values():
             return None
@@ -563,13 +565,13 @@ class SearchSpace:
         options = self._walk(lambda one: all_values(one) if one.name in deciding else all_values(one)[:1])
         size = 0
         for number, values in enumerate(options):
-            if number >= MOST_POINTS:
+            if number >= MAX_POINTS:
                 return None
             size += prod(count or 1 for name, count in counts.items() if name in values and name not in deciding)
         return size
 
     def document(self) -> dict[str, Any]:
-        """All that decides which trials there can be, as JSON; equal for equal spaces, however they are written."""
+        """Return the space as JSON; equal for equal spaces, however they are written."""
         return {variable.name: self._entry(variable) for variable in self.variables}
 
     def _entry(self, variable: SearchParameter) -> dict[str, Any]:
@@ -589,7 +591,7 @@ class SearchSpace:
     def _walk(
         self, options: Options, index: int = 0, values: Mapping[str, Any] = MappingProxyType({})
     ) -> Iterator[dict[str, Any]]:
-        """Every way to give values to the variables from `index` on, where each free one has these options."""
+        """Yield all ways to set the variables from `index` on, with these options for each dimension."""
         if index == len(self.variables):
             yield dict(values)
             return
@@ -607,9 +609,9 @@ class SearchSpace:
         return values[name] if name in values else self.fixed[name]
 
     def _deciding(self) -> set[str]:
-        """Settings whose values decide, directly or through ties, whether others are searched."""
+        """Return settings whose values decide, directly or through ties, whether others are searched."""
         found: set[str] = set()
-        for variable in reversed(self.variables):  # those that depend come after what they depend on
+        for variable in reversed(self.variables):  # dependents come after what they depend on
             found.update(variable.when)
             if isinstance(variable.rule, DerivedParameter) and variable.name in found:
                 found.add(variable.rule.source)
@@ -617,10 +619,10 @@ class SearchSpace:
 
 
 def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """The settings of a trial; values may come from JSON.
+    """Return the settings of a trial; values may come from JSON.
 
     Raises:
-        SettingsError: there is no such setting, or the values do not go together.
+        SettingsError: a setting does not exist, or the combination of values is invalid.
     """
     tree = settings.model_dump()
     for key, value in values.items():
@@ -629,7 +631,7 @@ def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
         for name in sections:
             node = node.get(name) if isinstance(node, dict) else None
         if not isinstance(node, dict) or leaf not in node:
-            raise SettingsError(f"{key}: no such setting")
+            raise SettingsError(f"{key}: unknown setting")
         node[leaf] = _to_tuples(value)
     try:
         return Settings.model_validate(tree)
@@ -641,16 +643,16 @@ def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
 def _build_axis(variable: SearchParameter) -> ParameterAxis:
     rule, conditional = variable.rule, bool(variable.when)
     if isinstance(rule, DerivedParameter):
-        return ParameterAxis(knob=variable.name, kind="tie", tie=rule.text, conditional=conditional)
+        return ParameterAxis(name=variable.name, kind="tie", tie=rule.text, conditional=conditional)
     if rule.kind == "choice":
-        return ParameterAxis(knob=rule.name, kind="choice", choices=rule.choices, conditional=conditional)
+        return ParameterAxis(name=rule.name, kind="choice", choices=rule.choices, conditional=conditional)
     return ParameterAxis(
-        knob=rule.name, kind=rule.kind, low=rule.low, high=rule.high, log=rule.log, conditional=conditional
+        name=rule.name, kind=rule.kind, low=rule.low, high=rule.high, log=rule.log, conditional=conditional
     )
 
 
 def _to_tuples(value: Any) -> Any:
-    """JSON's lists as the tuples of settings."""
+    """Return a JSON list as a tuple, as settings have it."""
     return tuple(value) if isinstance(value, list) else value
 
 

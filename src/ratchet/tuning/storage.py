@@ -1,4 +1,4 @@
-"""Where the studies of a project are kept: a journal of its own, or a Postgres database that many machines share."""
+"""Storage of a project's studies: a journal in the project, or a Postgres database shared by machines."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
 
 LOCK_WAIT_S = 60.0
-"""Longer than any proposal takes; who holds it longer is stopped or hangs."""
+"""Longer than any proposal takes; a process that holds the lock longer is stopped or hangs."""
 
 
 class StudyLock(Protocol):
-    """A lock among all processes that use a storage; one that dies lets go of it."""
+    """A lock among all processes that use a storage; it is released when its process dies."""
 
     def acquire(self, wait_s: float) -> object:
-        """Raises LockHeldError naming the holder."""
+        """Acquire the lock. Raises LockHeldError that names the holder."""
 
     def release(self) -> None:
-        """Raises StorageError where it turns out that the lock had been lost meanwhile."""
+        """Release the lock. Raises StorageError if it was lost meanwhile."""
 
 
 class StudyStorage:
-    """Studies, and the lock that makes several operations on them one."""
+    """Optuna's storage, with a lock that makes several operations atomic."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class StudyStorage:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else of this storage, thread, process or machine, is inside meanwhile; may be nested in a thread.
+        """Exclude all other threads, processes and machines of this storage; reentrant in a thread.
 
         Raises:
-            LockHeldError: somebody has been inside for LOCK_WAIT_S.
+            LockHeldError: another one has held the lock for LOCK_WAIT_S.
             StorageError: the storage does not answer, or the lock was lost before the end.
         """
         if not self._mutex.acquire(timeout=LOCK_WAIT_S):
-            raise LockHeldError(f"{self.where}: another thread of this process holds the studies; repeat the command")
+            raise LockHeldError(f"{self.where}: another thread of this process holds the lock; run the command again")
         try:
             if self._depth == 0:
                 self._enter()
@@ -84,7 +84,7 @@ class StudyStorage:
         except OSError as error:
             cause = error.strerror or error
             raise StorageError(
-                f"{self.where}: cannot be locked: {cause}; mend the disk, then repeat the command"
+                f"{self.where}: cannot be locked: {cause}; fix the disk, then run the same command again"
             ) from error
 
     def _leave(self, error: BaseException | None) -> None:
@@ -100,36 +100,37 @@ class StudyStorage:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """What the storage does not answer is a StorageError inside."""
+        """Turn failures of the storage into StorageError."""
         try:
             yield
         except self._failures as error:
             cause = error.__cause__ or error  # Optuna says "an exception is raised", its cause says which
             raise StorageError(
-                f"{self.where}: {first_line(cause)}; see that the server runs and answers, then repeat the command: "
-                "what was not written is written then"
+                f"{self.where}: {first_line(cause)}; check that the server is running, then run the same command again"
             ) from error
 
 
 def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
-    """The storage of a project's studies, made where there is none.
+    """Open the storage of a project's studies; create it if there is none.
 
     Args:
-        layout: of the project.
-        url: `machine.studies`; None: a journal in the project.
+        layout: the project.
+        url: `machine.study_storage`; None: a journal in the project.
 
     Raises:
-        SettingsError: an address of something else than Postgres, or one with a password in it.
-        StorageError: the disk takes nothing, or the server does not answer.
+        SettingsError: the address is not one of Postgres, or contains a password.
+        StorageError: the disk is full or failing, or the server does not answer.
         DamagedFileError: the journal is damaged, or the storage was made by another version of Optuna or Ratchet.
-        LockHeldError: somebody has held the storage for LOCK_WAIT_S.
+        LockHeldError: another process has held the storage for LOCK_WAIT_S.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study and trial
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it logs every study and trial
     if url is not None:
         from ratchet.tuning import postgres_storage
 
-        there = postgres_storage.open_database(url, LOCK_WAIT_S)
-        return StudyStorage(there.optuna, "postgres", there.where, there.lock, there.close, postgres_storage.FAILURES)
+        database = postgres_storage.open_database(url, LOCK_WAIT_S)
+        return StudyStorage(
+            database.optuna, "postgres", database.where, database.lock, database.close, postgres_storage.FAILURES
+        )
     file = StudyJournalBackend(layout.study_journal)
     try:
         backend = JournalStorage(file)

@@ -1,4 +1,4 @@
-"""A study that does not answer for a while ends no sweep: trials go on, and what is to be told is told later."""
+"""Repeats operations on a study while its storage does not answer, so that a short outage does not end a sweep."""
 
 import time
 from collections.abc import Callable
@@ -13,11 +13,11 @@ AGAIN_S = 1.0
 
 
 def retry_storage(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]) -> Answer:
-    """Do something with the study, again and again while its storage does not answer.
+    """Run an operation; repeat it while the storage does not answer.
 
     Args:
-        act: may be repeated.
-        wait_s: after so many seconds without an answer the last failure is raised.
+        act: the operation; it must be safe to repeat.
+        wait_s: seconds without an answer after which the last failure is raised.
         look: called between two tries; may raise to end it.
 
     Raises:

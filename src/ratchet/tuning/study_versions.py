@@ -1,4 +1,9 @@
-"""Trials that a new generation of a study takes over from the one before it: those that mean the same there."""
+"""Versions of a study: `sweep`, `sweep.2`, `sweep.3`; each has one identity (settings, data, base, space).
+
+A new version copies the trials of the previous one that are valid in its space. It is created in steps that a crash may
+interrupt: the study, its format attribute, its identity, the copied trials, and last their number. The next process
+continues where it stopped.
+"""
 
 import json
 import re
@@ -11,40 +16,40 @@ from typing import Any
 from optuna.exceptions import DuplicatedStudyError
 from optuna.study import StudyDirection
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage import digests
-from ratchet.storage.records.evaluation import ANSWERED
+from ratchet.storage.records.evaluation import GENERATED_METRICS
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning import trial_serialization
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage
 
 _SAME = ("format", "data", "base", "recipe", "rows")
-"""Parts of an identity without which results cannot be compared. How values are proposed and pruned may differ."""
+"""Parts of an identity that must be equal to compare results. Sampler and pruner may differ."""
 
 
 @dataclass(frozen=True)
 class StudyMigration:
-    """From one identity to another."""
+    """Maps trials of one identity to another."""
 
     old: Mapping[str, Any]
     new: Mapping[str, Any]
     space: SearchSpace
-    """Of the new one."""
+    """Space of the new identity."""
 
     @property
     def is_comparable(self) -> bool:
-        """Whether trials of the old one can count in the new one at all: same data, base, recipe, rows, objectives."""
+        """Whether trials can be copied at all: same data, base, recipe, rows and objectives."""
         alike = all(self.old.get(key) == self.new[key] for key in _SAME)
         return alike and sorted(self.old["objectives"]) == sorted(self.new["objectives"])
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The values of an old trial as one of the new space has them; None where none means the same training.
+        """Return the values of an old trial in the new space; None if no trial there is the same training.
 
-        A setting that was fixed and is searched now has the value that it had; one that was searched and is fixed now
-        must have had the value that it is fixed at. The same for those whose condition is not met.
+        A setting that was fixed and is searched now keeps its value. A setting that was searched and is fixed now must
+        have had the fixed value. The same applies to settings whose condition is not met.
         """
         everything = {**_fixed_settings(self.old), **values}
         try:
@@ -54,17 +59,17 @@ class StudyMigration:
         return drawn if {**_fixed_settings(self.new), **drawn} == everything else None
 
     def objectives(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """In the new order."""
+        """Return objectives in the new order."""
         return tuple(values[self.old["objectives"].index(one)] for one in self.new["objectives"]) if values else ()
 
 
 def carry_over_trials(storage: StudyStorage, old: int, new: int, descent: StudyMigration) -> int:
-    """Add to the study `new` what is over in the study `old`, has told something, and lies in the space of the new one.
+    """Copy trials of study `old` that are over, have a result and are in the new space to study `new`.
 
-    May be called again after it was interrupted; the caller holds the storage. Returns how many there are now.
+    It may be repeated after an interruption; the caller holds the storage's lock. Returns the number of copied trials.
 
     Raises:
-        DamagedFileError: another program has put a trial into one of the two.
+        DamagedFileError: another program has added a trial to one of the studies.
     """
     if not descent.is_comparable:
         return 0
@@ -92,18 +97,20 @@ def carry_over_trials(storage: StudyStorage, old: int, new: int, descent: StudyM
 
 
 def _map_trial_number(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:
-    """Of a trial that another one refers to; of the one that it continues itself, where it is left behind."""
+    """Return the new number of a trial; if it was not copied, that of the trial that it continues."""
     while number is not None and number not in numbers:
         number = trials[number].continues
     return None if number is None else numbers[number]
 
 
 def _fixed_settings(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a study by dotted key, as trials have them that say nothing of them."""
-    otherwise = {knob: entry["otherwise"] for knob, entry in identity["space"].items() if "otherwise" in entry}
+    """Return the fixed settings of a study by dotted key."""
+    otherwise = {
+        parameter: entry["otherwise"] for parameter, entry in identity["space"].items() if "otherwise" in entry
+    }
     return {
-        knob: tuple(v) if isinstance(v, list) else v
-        for knob, v in (*_flatten_tree(identity["train"]), *otherwise.items())
+        parameter: tuple(v) if isinstance(v, list) else v
+        for parameter, v in (*_flatten_tree(identity["train"]), *otherwise.items())
     }
 
 
@@ -115,7 +122,7 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str = "train") -> Iterator[tu
             yield f"{prefix}.{key}", value
 
 
-# What a study is: all that must not change between two starts of it, and what has changed where it did.
+# The identity of a study, and differences between two.
 
 FORMAT = 1
 
@@ -125,40 +132,40 @@ _DIGEST = re.compile(r"[0-9a-f]{40,}")
 
 
 def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str, Any]:
-    """What makes trials comparable and their sequence the same, as JSON.
+    """Return the identity of a study as JSON: all that makes trials comparable and their sequence reproducible.
 
-    Not in it: how long the search goes on (trials, hours, tokens, stop_after), what is done with the best (finalists),
-    where and under which name. Of searched settings only the values that trials leave as they are in params.yaml.
+    It does not contain limits (trials, hours, tokens, max_repeated_failures), finalists, storage and name. For searched
+    settings it has only the values of params.yaml that trials may use.
 
     Raises:
-        SettingsError: the search space makes no sense.
+        SettingsError: the search space is invalid.
     """
-    space, sweep = SearchSpace.of(settings), settings.sweep
+    space, sweep = SearchSpace.from_settings(settings), settings.sweep
     train = settings.train.identity()
     for axis in space.axes():
-        _, *sections, leaf = axis.knob.split(".")
+        _, *sections, leaf = axis.name.split(".")
         node = train
         for name in sections:
             node = node[name]
         del node[leaf]
-    answered = any(aim.metric in ANSWERED for aim in sweep.objectives)
+    answered = any(aim.metric in GENERATED_METRICS for aim in sweep.objectives)
     answers = {"max_new_tokens": settings.evaluate.max_new_tokens} if answered else {}
     return answers | {
         "format": FORMAT,
         "space": _canonicalize(space.document()),
-        "objectives": [[aim.metric, aim.better] for aim in sweep.objectives],
+        "objectives": [[aim.metric, aim.resolved_direction] for aim in sweep.objectives],
         "sampler": _canonicalize(sweep.sampler.model_dump(mode="json")),
         "pruner": _canonicalize(sweep.pruner.model_dump(mode="json")),
         "train": _canonicalize(train),
         "data": data_digest,
         "base": base_digest,
         "recipe": RECIPE_VERSION,
-        "rows": sweep.rows,
+        "rows": sweep.generation_rows,
     }
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each dotted key that differs, such as `space.train.rank.high: 64 -> 128`, sorted."""
+    """Return a line for each dotted key that differs, such as `space.train.rank.high: 64 -> 128`, sorted."""
     return sorted(_iterate_differences(_canonicalize(old), _canonicalize(new), ""))
 
 
@@ -190,7 +197,7 @@ def _format_value(value: Any) -> str:
 
 
 def _canonicalize(value: Any) -> Any:
-    """The same JSON for the same meaning: whole numbers without a point, for defaults have none and files may."""
+    """Return the canonical form: whole numbers as int, because defaults are int and files may have floats."""
     if isinstance(value, Mapping):
         return {str(key): _canonicalize(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -200,14 +207,10 @@ def _canonicalize(value: Any) -> Any:
     return value
 
 
-# Generations of a study: `sweep`, `sweep.2`, `sweep.3`; each has one identity, and is never searched under another.
-#
-# A generation is made in an order that a crash may end anywhere: the study, what marks it as ours, its identity, then
-# the
-# trials of the one before it, and last the number of those. Whoever comes next goes on where it stopped.
+# Versions.
 
-GENERATION_FORMAT = 1
-"""Of studies; a higher one was written by a newer Ratchet."""
+STUDY_FORMAT = 1
+"""Format of studies; a higher one was written by a newer Ratchet."""
 FORMAT_KEY, IDENTITY_KEY, VERSIONS_KEY = "ratchet.format", "ratchet.identity", "ratchet.versions"
 PARENT_KEY = "ratchet.parent"
 CARRIED_KEY = "ratchet.carried"
@@ -217,7 +220,7 @@ _LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "ratchet": "ratchet-llm"}
 
 @dataclass(frozen=True)
 class StudyVersion:
-    """A study in a storage."""
+    """A version of a study in a storage."""
 
     name: str
     study_id: int
@@ -225,17 +228,17 @@ class StudyVersion:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """None where a crash left a study without."""
+        """Its identity; None if a crash left the study without one."""
         found: dict[str, Any] | None = self.attributes.get(IDENTITY_KEY)
         return found
 
 
 def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
-    """All there are, oldest first.
+    """Return all versions, oldest first.
 
     Raises:
         SettingsError: a study of that name belongs to another program.
-        DamagedFileError: one was written by a newer Ratchet.
+        DamagedFileError: a version was written by a newer Ratchet.
         StorageError: the storage does not answer.
     """
     return list(_iterate_versions(storage, name))
@@ -254,10 +257,10 @@ def _iterate_versions(storage: StudyStorage, name: str) -> Iterator[StudyVersion
                 f"{storage.where}: the study {here!r} was made by another program; choose another "
                 "sweep.name in params.yaml"
             )
-        if (form := found.attributes.get(FORMAT_KEY, GENERATION_FORMAT)) > GENERATION_FORMAT:
+        if (form := found.attributes.get(FORMAT_KEY, STUDY_FORMAT)) > STUDY_FORMAT:
             raise DamagedFileError(
                 f"{storage.where}: the study {here!r} was written by a newer version of Ratchet (format {form}, this "
-                f"one knows {GENERATION_FORMAT}); update Ratchet on this machine"
+                f"one knows {STUDY_FORMAT}); update Ratchet on this machine"
             )
         yield found
 
@@ -265,17 +268,17 @@ def _iterate_versions(storage: StudyStorage, name: str) -> Iterator[StudyVersion
 def find_or_create(
     storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool
 ) -> StudyVersion:
-    """The newest generation of exactly this identity; a new one where there is none and one may be made.
+    """Return the newest version with this identity; create one if there is none.
 
     Args:
-        storage: where.
-        name: of the study, without a generation.
-        identity: see `studies.identity`.
-        space: that it tells of; trials of the generation before that lie in it are carried over by a fork.
-        fork: whether a new generation may follow others.
+        storage: the storage.
+        name: name of the study, without a version.
+        identity: see `compute_identity`.
+        space: the search space; a fork copies trials of the previous version that are in it.
+        fork: create a new version if the existing ones have other identities.
 
     Raises:
-        SettingsError: there are generations, all of other identities, and `fork` is not set.
+        SettingsError: all existing versions have other identities, and `fork` is not set.
         SettingsError, DamagedFileError: see `list_versions`.
         LockHeldError, StorageError: see `StudyStorage.locked`.
     """
@@ -290,9 +293,9 @@ def find_or_create(
         if parents and not fork:
             raise SettingsError(_explain_refusal(parents[-1], wanted, following))
         directions = [_DIRECTIONS[direction] for _, direction in wanted["objectives"]]
-        unborn = there[-1:] if there and there[-1].identity is None else []
-        if unborn and storage.optuna.get_study_directions(unborn[0].study_id) == directions:
-            following, study_id = unborn[0].name, unborn[0].study_id
+        incomplete = there[-1:] if there and there[-1].identity is None else []
+        if incomplete and storage.optuna.get_study_directions(incomplete[0].study_id) == directions:
+            following, study_id = incomplete[0].name, incomplete[0].study_id
         else:
             study_id = _create_study(storage, following, directions)
         _write_attributes(storage, study_id, wanted, parents[-1].name if parents else None)
@@ -302,9 +305,9 @@ def find_or_create(
 def _explain_refusal(newest: StudyVersion, wanted: Mapping[str, Any], following: str) -> str:
     changes = "".join(f"\n  {line}" for line in list_differences(newest.identity or {}, wanted))
     return (
-        f"params.yaml: the study {newest.name!r} searches something else than what is written now:{changes}\n"
-        f"Take the changes back to go on with it; or start {following!r}, which takes over those of its trials that "
-        "still count, with `ratchet sweep --fork`; or give another sweep.name"
+        f"params.yaml: the study {newest.name!r} was created with other settings:{changes}\n"
+        f"Undo these changes to continue it; or run `ratchet sweep --fork` to create {following!r} with those of its "
+        "trials that are still valid; or set another sweep.name"
     )
 
 
@@ -322,13 +325,13 @@ def _create_study(storage: StudyStorage, name: str, directions: list[StudyDirect
         return storage.optuna.create_new_study(directions, name)
     except DuplicatedStudyError:
         raise SettingsError(
-            f"{storage.where}: another program has made a study {name!r} at the same moment; choose another sweep.name"
+            f"{storage.where}: another program has created a study {name!r} at the same time; choose another sweep.name"
         ) from None
 
 
 def _write_attributes(storage: StudyStorage, study_id: int, identity: Mapping[str, Any], parent: str | None) -> None:
     described = {
-        FORMAT_KEY: GENERATION_FORMAT,
+        FORMAT_KEY: STUDY_FORMAT,
         VERSIONS_KEY: _library_versions(),
         PARENT_KEY: parent,
         IDENTITY_KEY: identity,
@@ -354,7 +357,7 @@ def _read_version(storage: StudyStorage, name: str, study_id: int) -> StudyVersi
 def _complete_carry_over(
     storage: StudyStorage, made: StudyVersion, identity: Mapping[str, Any], space: SearchSpace
 ) -> StudyVersion:
-    """Carry over what a new generation still lacks."""
+    """Copy the trials that a new version still lacks."""
     if CARRIED_KEY not in made.attributes:
         parent = made.attributes[PARENT_KEY]
         carried = 0

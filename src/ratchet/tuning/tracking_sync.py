@@ -1,8 +1,8 @@
-"""Keeps MLflow's picture of a sweep up to date, in a thread beside the workers, which know nothing of MLflow.
+"""Sends the progress of a sweep to MLflow, in a thread of the sweep command; workers do not know MLflow.
 
-Journals of runs that are here are given to observers, as a supervisor does, and then the study as a whole is shown.
-What MLflow shows completely already is not sent again; what it cannot take now is sent later, at the latest by the next
-start of the sweep.
+It replays the journals of local runs to callbacks, as a supervisor does, and then updates the study. Runs that MLflow
+has completely are not sent again. Data that MLflow does not accept now is sent later, at the latest at the next start
+of the sweep.
 """
 
 import sys
@@ -26,18 +26,18 @@ from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tuning import tracking_payload
 from ratchet.tuning.tracking_payload import ChildRun, Status
 
-EVERY_S = 2.0
-EVENTS_AT_ONCE = 5000
-ENDS_A_ROUND = 8
-"""Trainings that are over and sent in one round: those under way are to be seen, too. Each takes half a second."""
-FAILURES_A_ROUND = 3
-"""Then MLflow is asked again in the next round: each failure may take it 20 s."""
+INTERVAL_S = 2.0
+MAX_EVENTS = 5000
+MAX_ENDS_PER_ROUND = 8
+"""Completed trainings sent in one round, so that running ones are updated too. Each takes half a second."""
+MAX_FAILURES_PER_ROUND = 3
+"""After so many failures a round ends, because each may take 20 s."""
 
 
 class SweepTracker(Protocol):
     """Where the study is shown (services.sweep_tracking)."""
 
-    def settled(self, study: str) -> Mapping[str, int]:
+    def completed_trials(self, study: str) -> Mapping[str, int]:
         """By run id the number of the trial whose end is shown completely."""
 
     def update(self, report: SweepReport, pending: Collection[str]) -> None:
@@ -45,130 +45,130 @@ class SweepTracker(Protocol):
 
 
 class _JournalFeed:
-    """What one observer has been told of one journal."""
+    """Replays one journal to one callback."""
 
-    def __init__(self, observer: RunCallback, journal: Path) -> None:
-        self._observer = observer
+    def __init__(self, callback: RunCallback, journal: Path) -> None:
+        self._callback = callback
         self._reader = JournalReader(journal)
         self._events: list[JournalEvent] = []
         self._is_finished = False
 
-    def give(self, is_late: Callable[[], bool]) -> bool:
-        """Give the observer what is new; False if there is more, but no time. What it refuses, it is given again."""
+    def send(self, is_late: Callable[[], bool]) -> bool:
+        """Send new events; return False if time is up before all are sent. Events that failed are sent again."""
         while not is_late():
             if not self._events:
-                self._events = list(islice(self._reader.read(), EVENTS_AT_ONCE))
+                self._events = list(islice(self._reader.read(), MAX_EVENTS))
                 if not self._events:
                     return True
-            self._observer.see(self._events)
+            self._callback.on_events(self._events)
             for event in self._events:
-                if event.kind in ("attempt", "finished"):
+                if event.kind in ("attempt_started", "finished"):
                     self._is_finished = event.kind == "finished"
             self._events = []
         return False
 
-    def finish(self, status: Status) -> None:
-        """Tell the end: a training that came to its own is FINISHED, whatever became of the trial afterwards."""
-        self._observer.finish("FINISHED" if self._is_finished else status)
+    def on_end(self, status: Status) -> None:
+        """Send the end: a complete training is FINISHED, whatever the state of the trial."""
+        self._callback.on_end("FINISHED" if self._is_finished else status)
 
 
 class SweepTrackingSync(threading.Thread):
-    """Shows a sweep while it runs.
+    """Sends a sweep to MLflow while it runs.
 
     Args:
         runs: folder of the run directories.
-        report: the study as it stands; called in this thread.
-        observer: makes the observer of a run (its id, and the trial that it belongs to).
-        showing: shows the study; used by this thread only.
-        prelude: to be done in this thread before anything else, such as ending what earlier sweeps left RUNNING.
+        report: returns the current report; called in this thread.
+        callback: creates the callback of a run from its id and trial.
+        tracker: stores the study; used by this thread only.
+        prepare: called in this thread first, for example to end runs that earlier sweeps left RUNNING.
     """
 
     def __init__(
         self,
         runs: Path,
         report: Callable[[], SweepReport],
-        observer: Callable[[str, Trial], RunCallback],
-        showing: SweepTracker,
-        prelude: Callable[[], None] | None = None,
+        callback: Callable[[str, Trial], RunCallback],
+        tracker: SweepTracker,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(name="clerk", daemon=True)
-        self._runs, self._report, self._observer, self._showing = runs, report, observer, showing
-        self._prelude = prelude
+        super().__init__(name="sweep tracking", daemon=True)
+        self._runs, self._report, self._callback, self._tracker = runs, report, callback, tracker
+        self._prepare = prepare
         self._settled: dict[str, int] | None = None
-        """By run id the number of the trial whose end has been sent; None: MLflow was not asked yet."""
+        """By run id the number of the trial whose end was sent; None: MLflow was not queried yet."""
         self._feeds: dict[str, _JournalFeed] = {}
         self._failures: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._pending: set[str] = set()
         self._closing = threading.Event()
         self._deadline_s = float("inf")
         self._conclude: Callable[[], None] | None = None
-        self._concluded = False
-        self._is_shown = False
-        """Whether the last look succeeded."""
+        self._is_concluded = False
+        self._is_up_to_date = False
+        """Whether the last round succeeded."""
 
     def run(self) -> None:
-        while not self._closing.wait(EVERY_S):
-            self._round(ENDS_A_ROUND)
+        while not self._closing.wait(INTERVAL_S):
+            self._run_round(MAX_ENDS_PER_ROUND)
         self._drain()
         self._suspend()
         if self._conclude is not None and not self._is_late():
-            self._concluded = self._tried(self._conclude)
+            self._is_concluded = self._try(self._conclude)
 
     def close(self, grace_s: float, conclude: Callable[[], None] | None = None) -> bool:
-        """Send what is left, for no longer than `grace_s`; then let the thread call `conclude`.
+        """Send the rest for at most `grace_s`, then let the thread call `conclude`.
 
-        To be called when no worker is at work any more. Returns whether everything was sent; says so if not.
+        Call it when no worker runs any more. Returns whether everything was sent; prints a message if not.
         """
         self._conclude = conclude
-        self._concluded = conclude is None
+        self._is_concluded = conclude is None
         self._deadline_s = time.monotonic() + grace_s
         self._closing.set()
         self.join(grace_s)
-        done = not self.is_alive() and self._is_shown and not self._pending and self._concluded
+        done = not self.is_alive() and self._is_up_to_date and not self._pending and self._is_concluded
         if not done:
-            what = f"{len(self._pending)} runs" if self._pending else "the study"
-            print_message(f"MLflow does not show {what} completely yet; the next start of this sweep sends it")
+            missing = f"{len(self._pending)} runs" if self._pending else "the study"
+            print_message(f"MLflow does not have {missing} completely yet; the next start of this sweep sends the rest")
         return done
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline_s
 
     def _drain(self) -> None:
-        """Send what is left, as long as it becomes less."""
+        """Send the rest while it decreases."""
         left = sys.maxsize
         while not self._is_late():
-            self._round(sys.maxsize)
+            self._run_round(sys.maxsize)
             if not 0 < len(self._pending) < left:
                 return
             left = len(self._pending)
 
-    def _round(self, ends: int) -> None:
-        """Look once. What fails is told once, and tried again in the next round."""
-        self._is_shown = self._tried(partial(self._look, ends))
-        if self._is_shown and not self._failures:
-            self._told.clear()  # all is well again: the next failure is news
+    def _run_round(self, ends: int) -> None:
+        """Send new data once. A failure is reported once, and tried again in the next round."""
+        self._is_up_to_date = self._try(partial(self._update, ends))
+        if self._is_up_to_date and not self._failures:
+            self._reported.clear()  # everything works again: the next failure is reported
 
-    def _look(self, ends: int) -> None:
-        if self._prelude is not None:
-            self._prelude()
-            self._prelude = None
+    def _update(self, ends: int) -> None:
+        if self._prepare is not None:
+            self._prepare()
+            self._prepare = None
         report = self._report()
         if self._settled is None:
-            self._settled = dict(self._showing.settled(report.study))
+            self._settled = dict(self._tracker.completed_trials(report.study))
         todo = [child for child in tracking_payload.build_child_runs(report) if self._is_open(child)]
         todo.sort(key=lambda child: (child.status is not None, self._failures[child.key]))
         self._pending = {child.key for child in todo if child.status is not None}
         failed = 0
         for child in todo:
-            if self._is_late() or failed == FAILURES_A_ROUND or ends == 0:
+            if self._is_late() or failed == MAX_FAILURES_PER_ROUND or ends == 0:
                 break
             ends -= child.status is not None
-            failed += not self._tried(partial(self._feed, child), child.key)
-        self._showing.update(report, frozenset(self._pending))
+            failed += not self._try(partial(self._feed, child), child.key)
+        self._tracker.update(report, frozenset(self._pending))
 
     def _is_open(self, child: ChildRun) -> bool:
-        """Whether its journal is here and has more to tell than MLflow shows."""
+        """Return whether its journal is on this machine and has events that MLflow lacks."""
         settled = self._settled or {}
         if child.run_id is None or (child.status is not None and settled.get(child.key) == child.trial.number):
             return False
@@ -178,46 +178,46 @@ class SweepTrackingSync(threading.Thread):
         feed = self._feeds.get(child.key)
         if feed is None:
             journal = RunPaths(self._runs / child.key).journal
-            feed = self._feeds[child.key] = _JournalFeed(self._observer(child.key, child.trial), journal)
-        if feed.give(self._is_late) and child.status is not None:
-            feed.finish(child.status)
+            feed = self._feeds[child.key] = _JournalFeed(self._callback(child.key, child.trial), journal)
+        if feed.send(self._is_late) and child.status is not None:
+            feed.on_end(child.status)
             del self._feeds[child.key]
             self._pending.discard(child.key)
             if self._settled is not None:
                 self._settled[child.key] = child.trial.number
 
     def _suspend(self) -> None:
-        """Trials that were given back are RUNNING for the study, but nobody trains them until the sweep goes on."""
+        """End the runs of released trials: no worker trains them until the sweep is resumed."""
         for key, feed in self._feeds.items():
             if self._is_late():
                 return
-            if key not in self._pending and not RunPaths(self._runs / key).lock().held_elsewhere():
-                self._tried(partial(feed.finish, "KILLED"), key)
+            if key not in self._pending and not RunPaths(self._runs / key).lock().is_held():
+                self._try(partial(feed.on_end, "KILLED"), key)
 
-    def _tried(self, act: Callable[[], None], key: str = "") -> bool:
-        """Whether it succeeded. Neither this thread nor the sweep ends because something cannot be shown."""
+    def _try(self, act: Callable[[], None], key: str = "") -> bool:
+        """Return whether an action succeeded; failures never end this thread or the sweep."""
         try:
             act()
-        except Exception as error:  # observers and MLflow may raise anything; what is ours is in the message
+        except Exception as error:  # callbacks and MLflow may raise any exception
             self._failures[key] += 1
             text = first_line(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
-            if text not in self._told:
-                self._told.add(text)
-                print_message(f"{'' if not key else f'run {key}: '}{text}; the sweep goes on, and this is tried again")
+            if text not in self._reported:
+                self._reported.add(text)
+                print_message(f"{'' if not key else f'run {key}: '}{text}; the sweep continues, trying again")
             return False
         self._failures.pop(key, None)
         return True
 
 
 class TrialProgressReader:
-    """Where running trials stand, by journals that are here; each call reads what is new."""
+    """Reads the progress of running trials from journals on this machine; each call reads new events."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._followed: dict[str, tuple[JournalReader, RunProgress]] = {}
 
-    def of(self, report: SweepReport) -> dict[int, RunProgress]:
-        """By number of the trial; of trials that run, where something is known of them."""
+    def read(self, report: SweepReport) -> dict[int, RunProgress]:
+        """Return the progress of running trials with known progress, by number."""
         running = {trial.run_id: trial.number for trial in report.trials if not trial.is_over and trial.run_id}
         self._followed = {run_id: one for run_id, one in self._followed.items() if run_id in running}
         found = {}
@@ -225,9 +225,9 @@ class TrialProgressReader:
             reader, progress = self._followed.setdefault(
                 run_id, (JournalReader(RunPaths(self._runs / run_id).journal), RunProgress())
             )
-            with suppress(OSError):  # a disk that cannot be read now: what is new is read the next time
+            with suppress(OSError):  # an unreadable disk: new events are read next time
                 for event in reader.read():
-                    progress.see(event)
+                    progress.update(event)
             if progress.last_t:
                 found[number] = progress
         return found

@@ -1,4 +1,7 @@
-"""What came of a trial's run, read from its directory: curve, cost, figures, and why it ended without a result."""
+"""Runs a trial: supervises its run, reports validations, prunes, and stores the result.
+
+The result (curve, cost, cause of a failure) is read from the run directory.
+"""
 
 import threading
 import time
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.config.sweep import ObjectiveSettings
 from ratchet.errors import (
     InputError,
@@ -39,15 +42,15 @@ from ratchet.tuning.storage_retry import retry_storage
 from ratchet.tuning.trial_store import TrialStore
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
-"""Ends that say something about the values: which constraint they violate. All other failures say nothing of them."""
+"""Constraints that failures violate. Failures of other classes say nothing about the values."""
 
 UNKNOWN = 1.0
-"""By how much a constraint is violated, where that is not known."""
+"""Violation of a constraint if its amount is unknown."""
 
 
 @dataclass
 class TrialRunSummary:
-    """A fold over the journal of one run."""
+    """Summary of one run's journal."""
 
     progress: RunProgress = field(default_factory=RunProgress)
     trainable_parameters: int = 0
@@ -55,18 +58,18 @@ class TrialRunSummary:
     text: str = ""
     violation: float = UNKNOWN
 
-    def see(self, event: JournalEvent) -> None:
-        """Fold one event in; of failures the last counts."""
-        self.progress.see(event)
-        if event.kind == "attempt":
+    def update(self, event: JournalEvent) -> None:
+        """Add an event; the last failure counts."""
+        self.progress.update(event)
+        if event.kind == "attempt_started":
             self.cause, self.text, self.violation = None, "", UNKNOWN
-        elif event.kind in ("failure", "died"):
+        elif event.kind in ("worker_error", "worker_exited"):
             self._fail(event.data)
-        elif event.kind == "ready":
+        elif event.kind == "worker_ready":
             self.trainable_parameters = int(event.data.get("trainable_parameters", 0))
 
     def _fail(self, data: dict[str, Any]) -> None:
-        self.cause = data.get("class", "bug")
+        self.cause = data.get("failure_class", "bug")
         self.text = str(data.get("text", ""))
         needed, available = data.get("needed_bytes"), data.get("available_bytes")
         if isinstance(needed, int) and isinstance(available, int) and 0 < available < needed:
@@ -74,22 +77,22 @@ class TrialRunSummary:
 
     @property
     def constraints(self) -> dict[str, float]:
-        """What these values violate; nothing where the failure is not theirs."""
+        """Constraints that the values violate; empty if the failure was not caused by them."""
         name = INFEASIBLE.get(self.cause) if self.cause else None
         return {name: self.violation} if name else {}
 
 
 def read_run_summary(paths: RunPaths) -> TrialRunSummary:
-    """Where the run stands."""
-    ending = TrialRunSummary()
+    """Read the summary of a run from its journal."""
+    summary = TrialRunSummary()
     for event in JournalReader(paths.journal).read():
-        ending.see(event)
-    return ending
+        summary.update(event)
+    return summary
 
 
-def compute_cost(paths: RunPaths, ending: TrialRunSummary) -> TrainingCost:
-    """What the training came to until now."""
-    progress = ending.progress
+def compute_cost(paths: RunPaths, summary: TrialRunSummary) -> TrainingCost:
+    """Return the cost of the training so far."""
+    progress = summary.progress
     done, planned = progress.step, progress.planned_steps
     tokens = progress.trained_tokens
     adapter = paths.result / "adapter"
@@ -102,27 +105,27 @@ def compute_cost(paths: RunPaths, ending: TrialRunSummary) -> TrainingCost:
         train_seconds=round(progress.train_s, 3),
         memory_bytes=max(progress.memory.peaks.values(), default=0),
         adapter_bytes=sum(path.stat().st_size for path in weights),
-        trainable_parameters=ending.trainable_parameters,
+        trainable_parameters=summary.trainable_parameters,
         attempts=progress.attempts,
     )
 
 
-def objective_value(aim: ObjectiveSettings, report: TrainReport, spent: TrainingCost) -> float | None:
-    """The figure of a finished training; None for one that only answers to the validation rows give."""
+def objective_value(aim: ObjectiveSettings, report: TrainReport, cost: TrainingCost) -> float | None:
+    """Return an objective of a completed training; None if it needs answers to validation rows."""
     if aim.metric == "validation_loss":
         return report.validation_loss[report.kept_step]
     if aim.metric == "trained_tokens":
         return float(report.trained_tokens)
     own = {
-        "memory_bytes": spent.memory_bytes,
-        "adapter_bytes": spent.adapter_bytes,
-        "train_seconds": spent.train_seconds,
+        "memory_bytes": cost.memory_bytes,
+        "adapter_bytes": cost.adapter_bytes,
+        "train_seconds": cost.train_seconds,
     }
     return float(own[aim.metric]) if aim.metric in own else None
 
 
 def checkpoint_digests(paths: RunPaths) -> dict[int, str]:
-    """Digest of the manifest of each checkpoint that is there, by step; those that cannot be read are left out."""
+    """Return the manifest digest of each readable checkpoint, by step."""
     found = {}
     for step in paths.checkpoint_steps():
         manifest: Path = paths.checkpoint(step) / MANIFEST
@@ -133,57 +136,57 @@ def checkpoint_digests(paths: RunPaths) -> dict[int, str]:
     return found
 
 
-# A trial is a run: the same supervisor, watched by one more observer, which may find it not worth going on with.
+# Running a trial: the same supervisor as `ratchet train`, with one more callback, which may prune the run.
 
 BUSY_POLL_S = 2.0
-"""Somebody else trains the same run (`dvc repro`, another study): its result will be ours as well."""
+"""Interval of polling while another process trains the same run (`dvc repro`, another study)."""
 
-TOLD_BY_SUPERVISOR = (RunFailedError, InputError, StorageError)
-"""Errors whose cause is in the journal; their subclasses come from elsewhere."""
+SUPERVISOR_ERRORS = (RunFailedError, InputError, StorageError)
+"""Errors whose cause is in the journal; their subclasses come from other places."""
 
 Idle = Literal["wait", "over"]
-"""`wait`: others have trials that may yet become ours; `over`: nothing is left to do."""
+"""`wait`: running trials may need another worker later; `over`: all work is done."""
 
-Judge = Callable[[Trial], str | None]
-"""Why a trial with this curve is to end now; None: it goes on."""
-Figures = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
-"""What a finished training is judged by."""
+PruneDecision = Callable[[Trial], str | None]
+"""Returns why to prune a trial with this curve; None: it continues."""
+ObjectiveFunction = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
+"""Computes the objectives of a completed training."""
 
 
 class WorkerStopCheck(Protocol):
-    """Whether this worker is to end."""
+    """Receives and reports requests to stop this worker."""
 
-    def signalled(self) -> None:
-        """A signal has asked for it."""
+    def on_stop_signal(self) -> None:
+        """Record that a signal has requested the stop."""
 
-    def look(self) -> None:
-        """Raise InterruptedRunError when it is."""
+    def raise_if_requested(self) -> None:
+        """Raise InterruptedRunError if a stop was requested."""
 
 
 @dataclass
 class TrialRunCallback:
-    """Observer and arbiter of a trial's run: reports validations to the study, and ends what is not worth more."""
+    """Callback of a trial's run: reports validations to the study, and decides about pruning."""
 
-    register: TrialStore
+    store: TrialStore
     trial: Trial
     rows_per_step: float
-    judge: Judge | None
-    """None: nothing is ended early."""
-    asked: WorkerStopCheck
+    decide_pruning: PruneDecision | None
+    """None: the trial is not pruned."""
+    stop: WorkerStopCheck
     name: str = "trial"
     curve: dict[int, float] = field(default_factory=dict)
-    reason: str | None = None
-    """Why it was pruned."""
-    lost: bool = False
-    """Another worker has taken the trial over."""
+    pruned_reason: str | None = None
+    """Why the trial was pruned."""
+    is_lost: bool = False
+    """Whether another worker has taken over the trial."""
     _planned: int = 0
 
-    def see(self, events: Sequence[JournalEvent]) -> None:
-        """Report validations; told again, they change nothing. What comes after the decision to prune is not told."""
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        """Report validations; repeated ones change nothing. Those after the decision to prune are not reported."""
         for event in events:
-            if event.kind == "ready":
+            if event.kind == "worker_ready":
                 self._planned = event.data["planned_steps"]
-            elif event.kind == "validation" and self.reason is None:
+            elif event.kind == "validation" and self.pruned_reason is None:
                 self._validated(event.data["step"], event.data["loss"])
 
     def _validated(self, step: int, loss: float) -> None:
@@ -191,40 +194,40 @@ class TrialRunCallback:
         if rows in self.curve:
             return
         curve = self.curve | {rows: loss}
-        self.register.report(self.trial.number, rows, loss)
-        if self.judge is not None and step < self._planned:
-            self.reason = self.judge(self.trial.model_copy(update={"curve": curve}))
+        self.store.report(self.trial.number, rows, loss)
+        if self.decide_pruning is not None and step < self._planned:
+            self.pruned_reason = self.decide_pruning(self.trial.model_copy(update={"curve": curve}))
         self.curve = curve
 
-    def finish(self, status: Status) -> None:
-        """Nothing to do: what came of the run is read from its directory."""
+    def on_end(self, status: Status) -> None:
+        """Do nothing: the result is read from the run directory."""
 
-    def signalled(self) -> None:
-        """After this trial no other is to come."""
-        self.asked.signalled()
+    def on_stop_signal(self) -> None:
+        """Stop the worker after this trial."""
+        self.stop.on_stop_signal()
 
-    def verdict(self) -> str | None:
-        """Why the run is to end now."""
-        return "another worker has taken this trial over" if self.lost else self.reason
+    def prune_reason(self) -> str | None:
+        """Return why the run must end now."""
+        return "another worker has taken this trial over" if self.is_lost else self.pruned_reason
 
 
 class TrialHeartbeat(threading.Thread):
-    """Gives the signs of life that keep a trial ours; tells the watch when it is not any more."""
+    """Renews the lease of a trial; tells the callback when the lease is lost."""
 
-    def __init__(self, watch: TrialRunCallback, worker: SweepWorker, lease_s: float) -> None:
-        super().__init__(name=f"lease-{watch.trial.number}", daemon=True)
-        self._watch, self._worker, self._every_s = watch, worker, lease_s / 4
+    def __init__(self, callback: TrialRunCallback, worker: SweepWorker, lease_timeout_s: float) -> None:
+        super().__init__(name=f"lease-{callback.trial.number}", daemon=True)
+        self._callback, self._worker, self._every_s = callback, worker, lease_timeout_s / 4
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(self._every_s):
             try:
-                self._watch.register.renew(self._watch.trial.number, self._worker)
+                self._callback.store.renew(self._callback.trial.number, self._worker)
             except TrialLeaseLostError:
-                self._watch.lost = True
+                self._callback.is_lost = True
                 return
-            except Exception as error:  # the database is away: we hold on until it says that we do not
-                print_message(f"trial {self._watch.trial.number}: {first_line(error)}")
+            except Exception as error:  # the database is unreachable: keep the trial until the lease is lost
+                print_message(f"trial {self._callback.trial.number}: {first_line(error)}")
 
     def __enter__(self) -> "TrialHeartbeat":
         self.start()
@@ -237,111 +240,119 @@ class TrialHeartbeat(threading.Thread):
 
 @dataclass(frozen=True)
 class TrialTask:
-    """A trial that this worker holds, and what it needs to know to carry it out."""
+    """A trial that this worker holds, with all that is needed to run it."""
 
-    register: TrialStore
+    store: TrialStore
     trial: Trial
     settings: Settings
-    """With the trial's values."""
-    figures: Figures
+    """Settings with the trial's values."""
+    compute_objectives: ObjectiveFunction
     rows_per_step: float
-    """Rows that a step learns from; of packs, on average."""
-    judge: Judge | None
+    """Rows per optimizer step; for packs the average."""
+    decide_pruning: PruneDecision | None
 
 
-def run_trial(work: TrialTask, layout: ProjectLayout, worker: SweepWorker, asked: WorkerStopCheck) -> None:
-    """Train, or go on with, a trial and tell the study what came of it.
+def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: WorkerStopCheck) -> None:
+    """Train or continue a trial, and store its result in the study.
 
-    One that cannot be trained ends as infeasible or failed: whatever happens to it, the sweep goes on.
+    A trial that cannot be trained ends as infeasible or failed; the sweep continues in any case.
 
     Args:
-        work: the trial.
+        task: the trial.
         layout: the project.
-        worker: who carries it out.
-        asked: whether this process is to end; the supervisor of the run has its signals meanwhile.
+        worker: this worker.
+        stop: requests to stop this process; the supervisor of the run handles signals meanwhile.
 
     Raises:
-        InterruptedRunError: this worker was asked to stop; a checkpoint is sealed, and the trial given back.
-        TrialLeaseLostError: another worker has the trial; nothing was told.
+        InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
+        TrialLeaseLostError: another worker has the trial; nothing was stored.
     """
-    trial, number = work.trial, work.trial.number
-    launch, spec = build_launch(layout, work.settings), build_run_spec(layout, work.settings)
-    # A trial has one machine: other workers of the sweep have trials of their own.
+    trial, number = task.trial, task.trial.number
+    launch, spec = build_launch(layout, task.settings), build_run_spec(layout, task.settings)
+    # A trial runs on one machine; other machines run other trials.
     launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
-    judge = None if paths.is_finished() else work.judge  # what is trained already costs nothing more
-    watch = TrialRunCallback(work.register, trial, work.rows_per_step, judge, asked)
-    with TrialHeartbeat(watch, worker, work.settings.machine.lease_s):
+    decide_pruning = None if paths.is_finished() else task.decide_pruning  # a finished run costs nothing more
+    callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop)
+    with TrialHeartbeat(callback, worker, task.settings.machine.lease_timeout_s):
         try:
-            run = _open_run(layout, work, watch)
+            run = _open_run(layout, task, callback)
             try:
-                supervise(run, launch, [watch], code_version(), arbiter=watch)
+                supervise(run, launch, [callback], code_version(), pruner=callback)
             finally:
                 run.close()
-            outcome = _finished_trial(work, watch, paths)
+            outcome = _finished_trial(task, callback, paths)
         except InterruptedRunError:
-            if watch.lost:
+            if callback.is_lost:
                 raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
-            if watch.reason is None:
-                with suppress(StorageError, LockHeldError):  # then it is found that this process is gone
-                    work.register.release(number, worker)
+            if callback.pruned_reason is None:
+                with suppress(StorageError, LockHeldError):  # then others find that this process is gone
+                    task.store.release(number, worker)
                 raise
-            outcome = _pruned_trial(watch, paths)
-        except Exception as error:  # fault isolation: a trial may fail in any way, and others are to go on
+            outcome = _pruned_trial(callback, paths)
+        except Exception as error:  # fault isolation: a trial may fail in any way, and the others continue
             if not isinstance(error, RatchetError | OSError):
                 traceback.print_exception(error)
-            outcome = _failed_trial(watch, paths, error)
-    if watch.lost:
+            outcome = _failed_trial(callback, paths, error)
+    if callback.is_lost:
         raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
-    retry_storage(lambda: work.register.finish(number, outcome, worker), launch.machine.storage_wait_s, asked.look)
+    retry_storage(
+        lambda: task.store.finish(number, outcome, worker), launch.machine.storage_timeout_s, stop.raise_if_requested
+    )
 
 
-def _open_run(layout: ProjectLayout, work: TrialTask, watch: TrialRunCallback) -> Run:
-    """The run, once nobody else trains it."""
-    spec, told = build_run_spec(layout, work.settings), False
+def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> Run:
+    """Open the run; wait while another process trains it."""
+    spec, is_reported = build_run_spec(layout, task.settings), False
     while True:
         try:
             return Run.open(layout.runs, spec)
         except LockHeldError as error:
-            if not told:
-                print_message(f"trial {work.trial.number} waits: {error}")
-                told = True
-        if watch.lost:
+            if not is_reported:
+                print_message(f"trial {task.trial.number} waits: {error}")
+                is_reported = True
+        if callback.is_lost:
             raise InterruptedRunError("another worker has taken this trial over")
-        watch.asked.look()
+        callback.stop.raise_if_requested()
         time.sleep(BUSY_POLL_S)
 
 
-def _finished_trial(work: TrialTask, watch: TrialRunCallback, paths: RunPaths) -> Trial:
-    if watch.reason is not None:  # it was decided before the run came to its end
-        return _pruned_trial(watch, paths)
+def _finished_trial(task: TrialTask, callback: TrialRunCallback, paths: RunPaths) -> Trial:
+    if callback.pruned_reason is not None:  # pruning was decided before the run ended
+        return _pruned_trial(callback, paths)
     report = TrainReport.load(paths.result / "train.json")
-    spent = compute_cost(paths, read_run_summary(paths))
-    figures = work.figures(report, spent)
-    return _ended_trial(watch, paths, spent, state="complete", objectives=figures, adapter_digest=report.adapter_digest)
-
-
-def _pruned_trial(watch: TrialRunCallback, paths: RunPaths) -> Trial:
+    cost = compute_cost(paths, read_run_summary(paths))
+    figures = task.compute_objectives(report, cost)
     return _ended_trial(
-        watch, paths, compute_cost(paths, read_run_summary(paths)), state="pruned", reason=watch.reason or ""
+        callback, paths, cost, state="complete", objectives=figures, adapter_digest=report.adapter_digest
     )
 
 
-def _failed_trial(watch: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
-    """What the run's journal says about its end; where it says nothing, the error itself."""
+def _pruned_trial(callback: TrialRunCallback, paths: RunPaths) -> Trial:
+    return _ended_trial(
+        callback,
+        paths,
+        compute_cost(paths, read_run_summary(paths)),
+        state="pruned",
+        reason=callback.pruned_reason or "",
+    )
+
+
+def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
+    """Return the trial with the failure from the journal, or else from the error itself."""
     found = read_run_summary(paths)
-    spent = compute_cost(paths, found)
+    cost = compute_cost(paths, found)
     cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
-    if type(error) in TOLD_BY_SUPERVISOR and found.cause is not None:
+    if type(error) in SUPERVISOR_ERRORS and found.cause is not None:
         cause = found.cause
     constraints = found.constraints if cause == found.cause else {}
     text = found.text if cause == found.cause and found.text else f"{type(error).__name__}: {error}"
     return _ended_trial(
-        watch, paths, spent, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
+        callback, paths, cost, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
         reason=text,
     )  # fmt: skip
 
 
-def _ended_trial(watch: TrialRunCallback, paths: RunPaths, spent: TrainingCost, **fields: Any) -> Trial:
-    told = {"curve": watch.curve, "cost": spent, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
-    return watch.trial.model_copy(update=told | fields)
+def _ended_trial(callback: TrialRunCallback, paths: RunPaths, cost: TrainingCost, **fields: Any) -> Trial:
+    result = {"curve": callback.curve, "cost": cost, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
+    return callback.trial.model_copy(update=result | fields)

@@ -1,8 +1,8 @@
-"""Trial records as Optuna keeps them: what its samplers and its dashboard see, and the rest as attributes of the trial.
+"""Converts trial records to Optuna's trials: what its dashboard shows, and the rest as user attributes.
 
 Attributes of a trial, each JSON: `values`, `run_id`, `continues`, `serialize_running` (fixed when it begins), `lease`,
-`seen.N` (leases.py), `outcome_fields` (everything that is known at its end; it counts only once the trial's state says
-that it is over, for whoever writes it may die before), `from` (study and number that a fork took it from).
+`heartbeat.N` (leases.py), `outcome_fields` (all results; they are valid only if the trial's state is final, because the
+writer may die before), `from` (study and number of the original, for a copy of a fork).
 """
 
 from collections.abc import Mapping
@@ -42,27 +42,27 @@ _FOREIGN: dict[TrialState, State] = {
 
 
 def select_searched(space: SearchSpace, values: Mapping[str, Any]) -> Free:
-    """Those of a trial's values that were searched."""
-    return {name: (space.dimension(name), value) for name, value in space.free(values).items()}
+    """Return the drawn values of a trial with their dimensions."""
+    return {name: (space.dimension(name), value) for name, value in space.select_drawn(values).items()}
 
 
 def to_optuna_state(trial: Trial) -> TrialState:
-    """Optuna's word for how a trial is."""
+    """Return Optuna's state of a trial."""
     return _STATES[trial.state]
 
 
 def serialize_running(trial: Trial, free: Free, lease: TrialLease) -> FrozenTrial:
-    """A trial that is being trained, to be stored in one piece."""
+    """Return a running trial, to be stored in one operation."""
     params, spaces = _split_params(free)
     attributes = {**_start_fields(trial), LEASE: lease.document()}
     return create_trial(state=TrialState.RUNNING, params=params, distributions=spaces, user_attrs=attributes)
 
 
 def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) -> FrozenTrial:
-    """A trial that is over, to be stored in one piece; `origin`: study and number that it is a copy of."""
+    """Return a trial that is over, to be stored in one operation; `origin`: study and number of the original."""
     params, spaces = _split_params(free)
     attributes = {**_start_fields(trial), OUTCOME: outcome_fields(trial)}
-    attributes[OUTCOME]["takes"] = [take.model_dump(mode="json") for take in trial.takes]
+    attributes[OUTCOME]["executions"] = [take.model_dump(mode="json") for take in trial.executions]
     return create_trial(
         state=to_optuna_state(trial),
         values=objective_values(trial),
@@ -75,7 +75,7 @@ def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None 
 
 
 def objective_values(trial: Trial) -> list[float] | None:
-    """Values as Optuna takes them: of complete trials only."""
+    """Return the objectives for Optuna, which has them for complete trials only."""
     return list(trial.objectives) if trial.state == "complete" else None
 
 
@@ -98,15 +98,15 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
             f"study {study}, trial {frozen.number}: another program has put it there, and what it means to train is "
             "not known; start a new study with `ratchet sweep --fork`, or with another sweep.name"
         )
-    lease = TrialLease.of(attributes)
+    lease = TrialLease.from_attributes(attributes)
     known: dict[str, Any] = {
         "number": frozen.number,
-        "values": {knob: _to_tuples(value) for knob, value in attributes["values"].items()},
+        "values": {parameter: _to_tuples(value) for parameter, value in attributes["values"].items()},
         "run_id": attributes["run_id"],
         "continues": attributes["continues"],
-        "begun": attributes["begun"],
+        "started": attributes["started"],
         "curve": dict(sorted(frozen.intermediate_values.items())),
-        "takes": lease.takes(attributes) if lease else (),
+        "executions": lease.executions(attributes) if lease else (),
     }
     if not frozen.state.is_finished():
         return Trial(state="running", **known)
@@ -126,12 +126,12 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
 
 
 def _start_fields(trial: Trial) -> dict[str, Any]:
-    return trial.model_dump(mode="json", include={"values", "run_id", "continues", "begun"})
+    return trial.model_dump(mode="json", include={"values", "run_id", "continues", "started"})
 
 
 def _split_params(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    params = {knob: parameter_scale.encode_value(value) for knob, (_, value) in free.items()}
-    return params, {knob: parameter_scale.to_distribution(dimension) for knob, (dimension, _) in free.items()}
+    params = {parameter: parameter_scale.encode_value(value) for parameter, (_, value) in free.items()}
+    return params, {parameter: parameter_scale.to_distribution(dimension) for parameter, (dimension, _) in free.items()}
 
 
 def _to_tuples(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What pictures and pages ask about the trials of a sweep: which count, how good they are, what they are called."""
+"""Summaries of a sweep's trials for reports: results, rankings, formatted values, and saved training."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 
 LOSS = "validation_loss"
-"""The objective that is known while a trial still trains: it is what `Trial.curve` holds."""
+"""The objective that is known while a trial runs, from `Trial.curve`."""
 
-LONGEST_VALUE = 24
-"""Characters of a value in a picture."""
+MAX_VALUE_LENGTH = 24
+"""Characters of a value in a plot."""
 
 NAMES = {
     "memory_bytes": "memory",
@@ -23,22 +23,22 @@ NAMES = {
     "train_seconds": "training time",
     "trained_tokens": "tokens trained",
 }
-"""Of objectives, where their key has a unit in it."""
+"""Names of objectives whose key contains a unit."""
 
 
 def superseded_numbers(report: SweepReport) -> frozenset[int]:
-    """Numbers of the pruned trials that a later one has gone on with: the later one stands for both."""
+    """Return numbers of trials that a later trial has continued; the later one represents both."""
     return frozenset(trial.continues for trial in report.trials if trial.continues is not None)
 
 
 def counted_trials(report: SweepReport) -> list[Trial]:
-    """Trials that were trainings of their own: without those that a later one goes on with."""
+    """Return trials without those that a later trial continues."""
     old = superseded_numbers(report)
     return [trial for trial in report.trials if trial.number not in old]
 
 
 def validation_curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, float]:
-    """Validation loss by rows, from the first row on, in order; what is no number is left out."""
+    """Return the validation loss by rows, with continued trials; values that are not finite are left out."""
     found: dict[int, float] = {}
     earlier = None if trial.continues is None else by_number.get(trial.continues)
     if earlier is not None:
@@ -47,23 +47,23 @@ def validation_curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, 
     return {rows: loss for rows, loss in sorted(found.items()) if math.isfinite(loss)}
 
 
-def trial_value(trial: Trial, measures: Sequence[SweepObjective], which: int = 0) -> float | None:
-    """What a trial came to: the objective, or of one without it the last validation loss where that is the objective.
+def trial_value(trial: Trial, objectives: Sequence[SweepObjective], which: int = 0) -> float | None:
+    """Return the objective of a trial, or else its last validation loss if that is the objective.
 
-    None of one that failed or was infeasible: where it broke off says nothing about what it would have come to.
+    None for a failed or infeasible trial, whose last loss says nothing about its result.
     """
     if trial.state in ("failed", "infeasible"):
         return None
     if which < len(trial.objectives):
         return trial.objectives[which] if math.isfinite(trial.objectives[which]) else None
-    if which < len(measures) and measures[which].metric == LOSS:
+    if which < len(objectives) and objectives[which].metric == LOSS:
         losses = [loss for _, loss in sorted(trial.curve.items()) if math.isfinite(loss)]
         return losses[-1] if losses else None
     return None
 
 
 def completed_values(report: SweepReport, which: int = 0) -> list[tuple[Trial, float]]:
-    """Complete trials and an objective of each, by number; those whose objective is no number are left out."""
+    """Return complete trials with a finite objective, by number."""
     return [
         (trial, found)
         for trial in report.trials
@@ -72,7 +72,7 @@ def completed_values(report: SweepReport, which: int = 0) -> list[tuple[Trial, f
 
 
 def rank_trials(report: SweepReport, which: int = 0) -> list[Trial]:
-    """Complete trials by an objective, the best first."""
+    """Return complete trials by an objective, the best first."""
     if which >= len(report.objectives):
         return []
     sign = 1 if report.objectives[which].direction == "minimize" else -1
@@ -81,7 +81,7 @@ def rank_trials(report: SweepReport, which: int = 0) -> list[Trial]:
 
 
 def recommended_trial(report: SweepReport) -> Trial | None:
-    """The trial that the sweep recommends: the winner, or where none was compared the best of all."""
+    """Return the recommended trial: the winner, or the best one without a final round."""
     by_number = {trial.number: trial for trial in report.trials}
     if report.winner is not None and report.winner in by_number:
         return by_number[report.winner]
@@ -91,7 +91,7 @@ def recommended_trial(report: SweepReport) -> Trial | None:
 
 
 def best_values_so_far(report: SweepReport, which: int = 0) -> list[tuple[int, float]]:
-    """Best objective up to and with each number at which it got better."""
+    """Return each improvement of the best objective with its trial number."""
     better = min if report.objectives[which].direction == "minimize" else max
     found: list[tuple[int, float]] = []
     for trial, one in completed_values(report, which):
@@ -101,7 +101,7 @@ def best_values_so_far(report: SweepReport, which: int = 0) -> list[tuple[int, f
 
 
 def objective_unit(metric: str, most: float) -> tuple[float, str]:
-    """In what an objective is written whose greatest value is `most`: how many of its own unit, and the name."""
+    """Return the display unit of an objective with maximum `most`: its size in base units, and its name."""
     if metric.endswith("_bytes"):
         return choose_unit(int(most))
     if metric.endswith("_seconds"):
@@ -111,23 +111,23 @@ def objective_unit(metric: str, most: float) -> tuple[float, str]:
     return 1, "nats per token" if metric == LOSS else ""
 
 
-def measure_label(measure: SweepObjective, most: float) -> str:
-    """`validation loss (nats per token)`, for an axis that goes up to `most`."""
-    _, name = objective_unit(measure.metric, most)
-    said = NAMES.get(measure.metric, measure.metric.replace("_", " "))
-    return f"{said} ({name})" if name else said
+def objective_label(objective: SweepObjective, most: float) -> str:
+    """Return the label of an axis up to `most`, such as `validation loss (nats per token)`."""
+    _, name = objective_unit(objective.metric, most)
+    label = NAMES.get(objective.metric, objective.metric.replace("_", " "))
+    return f"{label} ({name})" if name else label
 
 
-def format_objective(measure: SweepObjective, found: float) -> str:
-    """A value of an objective in a text: four digits, and the unit where there are several."""
-    size, name = objective_unit(measure.metric, found)
+def format_objective(objective: SweepObjective, found: float) -> str:
+    """Return a value of an objective as text: four digits and its unit."""
+    size, name = objective_unit(objective.metric, found)
     text = f"{found / size:,.0f}" if abs(found / size) >= 10_000 else f"{found / size:.4g}"
-    return f"{text} {name}" if name and measure.metric != LOSS else text
+    return f"{text} {name}" if name and objective.metric != LOSS else text
 
 
-def shorten_names(knobs: Iterable[str]) -> dict[str, str]:
-    """The last part of each key, or as many as tell it from the others; safe to be shown."""
-    keys = list(dict.fromkeys(knobs))
+def shorten_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the shortest unambiguous end of each key; safe to display."""
+    keys = list(dict.fromkeys(parameters))
     names = {}
     for key in keys:
         parts = key.split(".")
@@ -139,7 +139,7 @@ def shorten_names(knobs: Iterable[str]) -> dict[str, str]:
 
 
 def format_number(amount: float) -> str:
-    """A number as short as three digits allow: `16`, `0.05`, `1.2e-4`, `12,000`."""
+    """Return a number with three digits: `16`, `0.05`, `1.2e-4`, `12,000`."""
     if not math.isfinite(amount):
         return str(amount)
     if amount and (abs(amount) < 1e-3 or abs(amount) >= 1e6):
@@ -150,7 +150,7 @@ def format_number(amount: float) -> str:
     return f"{amount:.3g}"
 
 
-def format_knob_value(item: Any) -> str:
+def format_parameter_value(item: Any) -> str:
     """A value of a knob for people; a long one is cut, numbers keep three digits."""
     if isinstance(item, bool) or item is None:
         text: str = json.dumps(item)
@@ -163,11 +163,11 @@ def format_knob_value(item: Any) -> str:
     else:
         text = str(item)
     text = escape_invisible(" ".join(text.split()))
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…"
 
 
 def break_lines(text: str, most: int) -> str:
-    """A name in two lines of so many characters where it is too long for one, cut where it is too long for two."""
+    """Break a long name into two lines of at most `most` characters; cut it if it is longer."""
     if len(text) <= most or "\n" in text:
         return text
     places = [[at + 1 for at, one in enumerate(text[:most]) if one in signs] for signs in (" ", "_.,-")]
@@ -183,7 +183,7 @@ def is_same_value(first: Any, second: Any) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """`3.2 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
+    """Return a duration such as `3.2 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -194,12 +194,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-# What a sweep did not have to train, against full trainings of everything that it tried.
+# Training that a sweep has saved, compared with full trainings of all its trials.
 
 
 @dataclass(frozen=True)
 class CauseSavings:
-    """What one cause saved."""
+    """Savings of one cause."""
 
     trials: int = 0
     tokens: int = 0
@@ -207,47 +207,47 @@ class CauseSavings:
     seconds: float = 0.0
 
     def plus(self, tokens: int, seconds: float) -> "CauseSavings":
-        """With another trial."""
+        """Return the savings with another trial."""
         return CauseSavings(self.trials + 1, self.tokens + tokens, self.seconds + seconds)
 
 
 @dataclass(frozen=True)
 class SweepSavings:
-    """What trials came to, and what they would have come to."""
+    """Training done and saved by the trials of a sweep."""
 
     trials: int
-    """Trainings, each pair of a pruned trial and the one that goes on with it once."""
+    """Trainings; a pruned trial and its continuation count once."""
     trained_tokens: int
     trained_seconds: float
     pruned: CauseSavings
-    """The rest of pruned trials that nobody went on with."""
+    """The rest of pruned trials that were not continued."""
     refused: CauseSavings
-    """Infeasible trials that no token was trained for."""
+    """Infeasible trials that were never trained."""
 
     @property
     def tokens(self) -> int:
-        """Saved in all."""
+        """Total savings."""
         return self.pruned.tokens + self.refused.tokens
 
     @property
     def seconds(self) -> float:
-        """Saved in all."""
+        """Total savings."""
         return self.pruned.seconds + self.refused.seconds
 
     @property
     def full_tokens(self) -> int:
-        """What the same trials would have come to without the two."""
+        """Tokens of the same trials without pruning and rejection."""
         return self.trained_tokens + self.tokens
 
     @property
     def full_seconds(self) -> float:
-        """The same in seconds."""
+        """Seconds of the same trials without pruning and rejection."""
         return self.trained_seconds + self.seconds
 
 
 @dataclass(frozen=True)
 class TrialSavings:
-    """What one trial did not train."""
+    """Training that one trial saved."""
 
     trial: Trial
     tokens: int
@@ -258,12 +258,12 @@ Cause = Literal["pruned", "refused"]
 
 
 def compute_savings(report: SweepReport) -> SweepSavings:
-    """Tokens and seconds trained and saved.
+    """Return tokens and seconds trained and saved.
 
-    Seconds that were not trained are extrapolated from the trial's own tokens per second; one that was refused before
-    it began has the median over all trials, and so it is with tokens that nobody planned. Trials that failed, and
-    infeasible ones that broke off, saved nothing: what is missing in them was no decision. A refused trial is counted
-    as a full training although it could not have had one: what it saves is what was meant to be trained.
+    Saved seconds are extrapolated from the trial's own tokens per second. A trial that was rejected before it began has
+    the median of all trials, also for unknown planned tokens. Failed trials, and infeasible ones that were interrupted,
+    save nothing, because that was not a decision. A rejected trial counts as a full training, although it could not
+    have been trained: it saves what was planned.
     """
     trained = counted_trials(report)
     found: dict[Cause, CauseSavings] = {"pruned": CauseSavings(), "refused": CauseSavings()}
@@ -278,7 +278,7 @@ def compute_savings(report: SweepReport) -> SweepSavings:
 
 
 def saved_tokens_by_cause(report: SweepReport) -> dict[Cause, dict[int, int]]:
-    """Answer tokens that were saved, by cause and trial number."""
+    """Return saved answer tokens by cause and trial number."""
     found: dict[Cause, dict[int, int]] = {"pruned": {}, "refused": {}}
     for cause, one in _iterate_trial_savings(report):
         found[cause][one.trial.number] = one.tokens
@@ -302,7 +302,7 @@ def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, TrialSa
 
 
 def _tokens_per_second(trial: Trial) -> float:
-    """Tokens per second; 0 where nothing was trained."""
+    """Return tokens per second; 0 if nothing was trained."""
     return trial.cost.trained_tokens / trial.cost.train_seconds if trial.cost.train_seconds > 0 else 0.0
 
 

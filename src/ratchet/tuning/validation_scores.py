@@ -1,4 +1,4 @@
-"""Asks a process of its own how finished runs score on validation rows; imports no torch, and holds no model."""
+"""Scores completed runs on validation rows in a separate process. Imports no torch."""
 
 import os
 import subprocess
@@ -8,58 +8,57 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ratchet import errors
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
 from ratchet.runs.directory import RunPaths
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
-    MEASURED,
-    HeldOutJob,
-    HeldOutLaunch,
-    HeldOutMetric,
-    HeldOutScores,
-    read_held_out,
+    VALIDATION_METRICS,
+    ValidationJob,
+    ValidationLaunch,
+    ValidationMetric,
+    ValidationScores,
+    load_validation_scores,
 )
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
 POLL_S = 0.1
-PATIENCE_S = 30.0
-"""For a process that was asked to end: it may be in the midst of a batch."""
-TOLD = 400
-"""Characters of a failure that is not one of ours, at most."""
+STOP_TIMEOUT_S = 30.0
+"""Time for the process to end after a request; it may be in the middle of a batch."""
+MAX_ERROR_LENGTH = 400
+"""Characters of an unexpected error message."""
 
 
 def _ignore_wait() -> None:
-    """Nobody looks."""
+    """Do nothing."""
 
 
 def score_runs(
-    layout: ProjectLayout, settings: Settings, job: HeldOutJob, look: Callable[[], None] = _ignore_wait
-) -> list[HeldOutScores]:
-    """Scores of the job's runs, in its order; no process is started where their directories keep all of them.
+    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None] = _ignore_wait
+) -> list[ValidationScores]:
+    """Return the scores of the job's runs, in its order; no process is started if all scores are cached.
 
     Args:
         layout: the project.
-        settings: `machine` (device, threads, evaluation_rows) and evaluate.max_new_tokens are read.
-        job: which runs, and what of them.
-        look: called a few times a second; may raise to end it: the process is then ended, and nothing half-written.
+        settings: `machine` (device, threads, evaluation_batch_size) and evaluate.max_new_tokens are read.
+        job: runs, metrics and rows.
+        check_stop: called several times a second; if it raises, the process is ended, and no file is incomplete.
 
     Raises:
-        RatchetError: what the process said of its failure, in the class that it named (see held_out_scores.answer);
-            InterruptedRunError when somebody stopped it.
+        RatchetError: the failure of the process, in the class that it reported; InterruptedRunError if it was stopped.
     """
-    # The database's address may hold a password, and arguments of a process are seen by all.
-    machine = settings.machine.model_copy(update={"studies": None})
-    launch = HeldOutLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
+    # The address of the database may contain a password, and all users can see a process's arguments.
+    machine = settings.machine.model_copy(update={"study_storage": None})
+    launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
     found = _read_kept_scores(layout, launch)
     if None in found:
-        _run_scorer(layout, launch, look)
+        _run_scorer(layout, launch, check_stop)
         found = _read_kept_scores(layout, launch)
     if missing := [run_id for run_id, one in zip(job.run_ids, found, strict=True) if one is None]:
-        raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read back; look at the disk")
+        raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")
     return [one for one in found if one is not None]
 
 
@@ -68,48 +67,53 @@ def score_run(
     settings: Settings,
     run_id: str,
     metrics: Sequence[str],
-    look: Callable[[], None] = _ignore_wait,
+    check_stop: Callable[[], None] = _ignore_wait,
 ) -> Mapping[str, float]:
-    """Figures of one run on sweep.rows validation rows, by metric. Raises as `score_runs`, and for unknown metrics."""
-    job = HeldOutJob(run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.rows)
-    [found] = score_runs(layout, settings, job, look)
-    return {str(metric): value for metric, value in found.figures.items()}
+    """Return metrics of one run on sweep.generation_rows validation rows.
+
+    Raises the errors of `score_runs`, and SettingsError for unknown metrics.
+    """
+    job = ValidationJob(
+        run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.generation_rows
+    )
+    [found] = score_runs(layout, settings, job, check_stop)
+    return {str(metric): value for metric, value in found.metrics.items()}
 
 
-def parse_row_metric(metric: str) -> HeldOutMetric:
-    """The metric, if it can be measured row by row. Raises SettingsError for others."""
-    for known in MEASURED:
+def parse_row_metric(metric: str) -> ValidationMetric:
+    """Return the metric if it can be measured row by row. Raises SettingsError for others."""
+    for known in VALIDATION_METRICS:
         if known == metric:
             return known
-    raise SettingsError(f"{metric}: no score of a row; there are: {', '.join(MEASURED)}")
+    raise SettingsError(f"{metric}: cannot be measured by row; expected one of {', '.join(VALIDATION_METRICS)}")
 
 
-def _read_kept_scores(layout: ProjectLayout, launch: HeldOutLaunch) -> list[HeldOutScores | None]:
-    question = launch.question(DatasetCard.load(layout.dataset_card))
+def _read_kept_scores(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores | None]:
+    request_digest = launch.request_digest(DatasetCard.load(layout.dataset_card))
     found = []
     for run_id in launch.job.run_ids:
         paths = RunPaths(layout.runs / run_id)
         if not paths.result.is_dir():
-            raise DataError(f"run {run_id}: no result in {paths.root}; only what was trained to its end can be scored")
+            raise DataError(f"run {run_id}: no result in {paths.root}; only completed runs can be scored")
         report = TrainReport.load(paths.result / "train.json")
-        found.append(read_held_out(paths.root, question, report.adapter_digest))
+        found.append(load_validation_scores(paths.root, request_digest, report.adapter_digest))
     return found
 
 
-def _run_scorer(layout: ProjectLayout, launch: HeldOutLaunch, look: Callable[[], None]) -> None:
-    # Files, no pipes: whatever a library prints, nobody waits for a reader.
-    with tempfile.TemporaryFile() as said:
+def _run_scorer(layout: ProjectLayout, launch: ValidationLaunch, check_stop: Callable[[], None]) -> None:
+    # A file, not a pipe: output of libraries must not block.
+    with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             [*SCORER, str(layout.root), launch.model_dump_json(), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
         )  # fmt: skip
         try:
             while (code := _wait(process, POLL_S)) is None:
-                look()
+                check_stop()
         finally:
             _terminate(process)
         if code:
-            raise _read_failure(code, said, launch.job)
+            raise _read_failure(code, stderr, launch.job)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
@@ -120,26 +124,26 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process that still runs to end, and kill one that does not."""
+    """Ask the process to end, and kill it if it does not."""
     try:
         process.terminate()
-        _wait(process, PATIENCE_S)
-    finally:  # also of a second request, while we waited
+        _wait(process, STOP_TIMEOUT_S)
+    finally:  # also after a second request while waiting
         process.kill()
         process.wait()
 
 
-def _read_failure(code: int, said: IO[bytes], job: HeldOutJob) -> RatchetError:
-    """What the last line on stderr tells, as the exception that it was there."""
-    said.seek(0)
-    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+def _read_failure(code: int, stderr: IO[bytes], job: ValidationJob) -> RatchetError:
+    """Return the exception that the last line on stderr describes."""
+    stderr.seek(0)
+    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else "nothing on stderr"
     name, _, text = last.partition(": ")
     if code < 0:
-        return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:TOLD]}")
+        return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:MAX_ERROR_LENGTH]}")
     if code == EXIT_INTERRUPTED:
-        return InterruptedRunError(f"scoring of {', '.join(job.run_ids)}: stopped; repeat it")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, RatchetError):
-        return kind(text)
-    return RatchetError(f"scoring of {', '.join(job.run_ids)}: exit code {code}: {last[:TOLD]}")
+        return InterruptedRunError(f"scoring of {', '.join(job.run_ids)}: stopped; run it again")
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, RatchetError):
+        return error_class(text)
+    return RatchetError(f"scoring of {', '.join(job.run_ids)}: exit code {code}: {last[:MAX_ERROR_LENGTH]}")

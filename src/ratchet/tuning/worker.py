@@ -1,7 +1,7 @@
 """A worker of a sweep: `python -m ratchet.tuning.worker PROJECT SETTINGS PARENT_PID`.
 
-It carries out one trial after another, whichever the study has for it, until there is nothing left to do; it knows
-neither MLflow nor torch. Any number of them, here and elsewhere, may work on one study.
+It runs one trial of the study after another until all work is done. It imports neither MLflow nor torch. Any number of
+workers, on any machines, may work on one study.
 """
 
 import os
@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from ratchet.config import params_file
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.redaction import print_exception, redact_stderr
 from ratchet.runs.log import print_message
@@ -23,101 +23,105 @@ from ratchet.runs.signals import die_with_parent, list_stop_signals
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import validation_scores
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
-from ratchet.tuning.scheduler import Errand, FinalRoundScheduler, TrialScheduler, open_final_store
+from ratchet.tuning.scheduler import FinalRoundScheduler, TrialScheduler, WorkItem, open_final_store
 from ratchet.tuning.storage_retry import retry_storage
 from ratchet.tuning.study import StudySession
 from ratchet.tuning.trial import Idle, TrialTask, run_trial
 
 WAIT_S = 1.0
-"""Between two looks at a study in which others have the rest of the work."""
+"""Interval of polling while other workers have the rest of the work."""
 
 
 class TrialSource(Protocol):
-    """A source of work: the search, and then the finals."""
+    """A source of work: the search, then the final round."""
 
-    def next(self) -> TrialTask | Errand | Idle:
-        """What to do next; `over`: nothing, for good."""
+    def next(self) -> TrialTask | WorkItem | Idle:
+        """Return the next work; `over`: there is none any more."""
 
 
 class WorkerStopSignal:
-    """Whether this worker is to end: set by a signal between two trials; during one the supervisor has the signals."""
+    """Requests to stop this worker: signals between two trials; during a trial its supervisor handles them."""
 
     def __init__(self) -> None:
-        self.now = False
+        self.is_requested = False
         for number in list_stop_signals():
             signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.signalled()
+        self.on_stop_signal()
 
-    def signalled(self) -> None:
-        """Remember it."""
-        self.now = True
+    def on_stop_signal(self) -> None:
+        """Record the request."""
+        self.is_requested = True
 
-    def look(self) -> None:
-        """Raise InterruptedRunError when it is."""
-        if self.now:
-            raise InterruptedRunError("asked to stop")
+    def raise_if_requested(self) -> None:
+        """Raise InterruptedRunError if a stop was requested."""
+        if self.is_requested:
+            raise InterruptedRunError("stopped on request")
 
 
 @redact_stderr()
 def main(arguments: list[str]) -> int:
-    """Work until nothing is left to do; returns the exit code."""
+    """Work until all work is done; return the exit code."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(arguments[2]):
         return EXIT_INTERRUPTED
-    asked = WorkerStopSignal()
+    stop = WorkerStopSignal()
     layout, settings = ProjectLayout(Path(arguments[0])), params_file.load(Path(arguments[1]))
     try:
-        run_sweep_worker(layout, settings, asked)
+        run_sweep_worker(layout, settings, stop)
     except RatchetError as error:
         print(f"{error}", file=sys.stderr)
         return error.exit_code
     return EXIT_OK
 
 
-def run_sweep_worker(layout: ProjectLayout, settings: Settings, asked: WorkerStopSignal) -> None:
-    """Carry out what the search has, and then what the finals have.
+def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: WorkerStopSignal) -> None:
+    """Run the trials of the search, then those of the final round.
 
     Raises:
-        InterruptedRunError: asked to stop; the trial that was under way is sealed and given back.
+        InterruptedRunError: a stop was requested; the running trial is sealed and released.
     """
-    worker, wait_s = SweepWorker.here(), settings.machine.storage_wait_s
+    worker, wait_s = SweepWorker.current(), settings.machine.storage_timeout_s
     with ExitStack() as stack:
-        desk = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, asked.look)
-        for phase in _iterate_sources(desk, worker, asked):
-            _run_all_trials(phase, desk, worker, asked)
+        session = retry_storage(
+            lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, stop.raise_if_requested
+        )
+        for source in _iterate_sources(session, worker, stop):
+            _run_all_trials(source, session, worker, stop)
 
 
-def _iterate_sources(desk: StudySession, worker: SweepWorker, asked: WorkerStopSignal) -> Iterator[TrialSource]:
-    layout, settings = desk.layout, desk.settings
+def _iterate_sources(session: StudySession, worker: SweepWorker, stop: WorkerStopSignal) -> Iterator[TrialSource]:
+    layout, settings = session.layout, session.settings
 
-    def answers(trained: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
-        return validation_scores.score_run(layout, trained, run_id, metrics, asked.look)
+    def score_answers(trained: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
+        return validation_scores.score_run(layout, trained, run_id, metrics, stop.raise_if_requested)
 
-    yield TrialScheduler(layout, settings, desk.register, worker, answers)
-    wait_s = settings.machine.storage_wait_s
+    yield TrialScheduler(layout, settings, session.store, worker, score_answers)
+    wait_s = settings.machine.storage_timeout_s
     seeds = retry_storage(
-        lambda: open_final_store(desk.register, desk.identity, settings, desk.space), wait_s, asked.look
+        lambda: open_final_store(session.store, session.identity, settings, session.space),
+        wait_s,
+        stop.raise_if_requested,
     )
-    yield FinalRoundScheduler(layout, settings, desk.register, seeds, worker, asked.look)
+    yield FinalRoundScheduler(layout, settings, session.store, seeds, worker, stop.raise_if_requested)
 
 
-def _run_all_trials(phase: TrialSource, desk: StudySession, worker: SweepWorker, asked: WorkerStopSignal) -> None:
+def _run_all_trials(source: TrialSource, session: StudySession, worker: SweepWorker, stop: WorkerStopSignal) -> None:
     while True:
-        asked.look()
-        found = retry_storage(phase.next, desk.settings.machine.storage_wait_s, asked.look)
-        if found == "over":
+        stop.raise_if_requested()
+        work = retry_storage(source.next, session.settings.machine.storage_timeout_s, stop.raise_if_requested)
+        if work == "over":
             return
-        if found == "wait":
+        if work == "wait":
             time.sleep(WAIT_S)
-        elif isinstance(found, TrialTask):
+        elif isinstance(work, TrialTask):
             try:
-                run_trial(found, desk.layout, worker, asked)
+                run_trial(work, session.layout, worker, stop)
             except TrialLeaseLostError as error:
                 print_message(f"{error}")
         else:
-            found()
+            work()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The workers of one `ratchet sweep`: started, started again when they die, asked to stop. Imports no torch."""
+"""Starts, restarts and stops the workers of a `ratchet sweep`. Imports no torch."""
 
 import os
 import random
@@ -11,25 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
 
 WORKER = (sys.executable, "-m", "ratchet.tuning.worker")
-AGAIN_S = 1.0
-"""Before a worker that died is started again."""
-QUICK_S = 20.0
-QUICK_DEATHS = 5
-"""So many deaths in a row, each of a worker that lived no longer than QUICK_S, are our fault or the machine's."""
+RESTART_DELAY_S = 1.0
+"""Delay before a worker that died is started again."""
+SHORT_LIFE_S = 20.0
+MAX_SHORT_LIVES = 5
+"""So many deaths in a row within SHORT_LIFE_S of the start end the sweep."""
 KILL_WAIT_S = 30.0
-"""Beyond machine.grace_s."""
+"""Seconds after machine.grace_period_s at which a worker is killed."""
 GONE_S = 60.0
-"""For a process that was killed to be gone."""
+"""Time for a killed process to end."""
 
 
 def divide_threads(machine: Machine, workers: int) -> Machine:
-    """The machine as each of so many workers may use it: its cores divided, unless a number of threads is set.
+    """Return the machine settings of each worker: its cores are divided, unless `threads` is set.
 
-    Threads beyond the cores make everything slower; two trainings on two cores with two threads each ran at a sixth.
+    More threads than cores slow everything down: two trainings on two cores with two threads each ran at a sixth of the
+    speed.
     """
     if workers == 1 or machine.threads:
         return machine
@@ -37,47 +38,47 @@ def divide_threads(machine: Machine, workers: int) -> Machine:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; asked without loading CUDA."""
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without loading CUDA."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in named.split(",") if name)
-    there = Path("/proc/driver/nvidia/gpus")
-    return tuple(str(number) for number in range(len(list(there.iterdir())))) if there.is_dir() else ()
+    folder = Path("/proc/driver/nvidia/gpus")
+    return tuple(str(number) for number in range(len(list(folder.iterdir())))) if folder.is_dir() else ()
 
 
 class SweepWorkerProcess(Protocol):
-    """A worker, wherever it runs."""
+    """A worker process, on this or another machine."""
 
     lost: str
-    """Why it ended through no fault of its own, once it has: `its node was lost (...)`."""
+    """Why it was lost with its node; empty if it was not."""
 
     def poll(self) -> int | None:
-        """Its exit code, once it has one; negative: the signal that ended it."""
+        """Return its exit code, or None while it runs; negative: the signal that ended it."""
 
     def wait(self, timeout: float) -> int:
-        """The exit code; raises subprocess.TimeoutExpired when it has none after so many seconds."""
+        """Return the exit code; raises subprocess.TimeoutExpired if it still runs after so many seconds."""
 
     def terminate(self) -> None:
-        """Ask it to seal what it has, and to end."""
+        """Ask it to seal its checkpoint and end."""
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it."""
 
 
 class WorkerLauncher(Protocol):
-    """Where workers are started."""
+    """Starts workers."""
 
-    losses: int
-    """Workers lost with their nodes that are replaced in one place of the crew, at most."""
+    max_losses: int
+    """How many workers that were lost with their nodes are replaced in one slot."""
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
-        """Start the worker of this place; what it says is appended to the log."""
+        """Start the worker of a slot; its output is appended to the log."""
 
     def close(self) -> None:
-        """Let go of whatever was opened; all workers have ended."""
+        """Close all resources; all workers have ended."""
 
 
 class _LocalWorkerProcess(subprocess.Popen[bytes]):
-    """A process of this machine is never lost: whoever would notice is gone with it."""
+    """A process of this machine; it cannot be lost without this process."""
 
     lost = ""
 
@@ -89,15 +90,15 @@ class LocalWorkerLauncher:
         command: arguments of a worker.
     """
 
-    losses = 0
+    max_losses = 0
 
     def __init__(self, command: list[str]) -> None:
         self._command, self._gpus = command, visible_gpus()
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
-        """Start one."""
+        """Start a worker."""
         with log.open("ab") as stream:
-            # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
+            # A session of its own: Ctrl-C reaches this process only, which passes it on once.
             return _LocalWorkerProcess(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -110,170 +111,172 @@ class LocalWorkerLauncher:
         return {"CUDA_VISIBLE_DEVICES": self._gpus[(number - 1) % len(self._gpus)]}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @dataclass
 class WorkerSlot:
-    """One place in the crew, and the process that fills it."""
+    """One slot of the pool with its current process."""
 
     number: int
     log: Path
     process: SweepWorkerProcess | None = None
-    began_s: float = 0.0
-    again_s: float = 0.0
-    """When to start the next one; monotonic."""
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    """When to start the next process; monotonic."""
     deaths: int = 0
-    quick: int = 0
-    """Deaths in a row, not on purpose, of a worker that had lived no longer than QUICK_S."""
+    short_lives: int = 0
+    """Unintended deaths in a row within SHORT_LIFE_S."""
     losses: int = 0
     """Workers that were lost with their nodes."""
-    victim: bool = False
-    """Killed on purpose."""
-    over: bool = False
+    is_victim: bool = False
+    """Whether the process was killed on purpose."""
+    is_done: bool = False
 
     @property
-    def alive(self) -> bool:
-        """Whether its process is there."""
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
         return self.process is not None and self.process.poll() is None
 
 
 @dataclass
 class WorkerKillInjector:
-    """Workers killed on purpose: `ratchet sweep --chaos N` shows that it does not matter."""
+    """Kills workers on purpose, to test fault tolerance (`ratchet sweep --chaos N`)."""
 
-    wanted: int
+    count: int
     seed: int
     gap_s: tuple[float, float]
     """Bounds of the time between two kills."""
-    done: list[float] = field(default_factory=list)
-    """Unix times."""
+    kill_times: list[float] = field(default_factory=list)
+    """Unix times of the kills so far."""
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
 
-    def maybe(self, members: list[WorkerSlot]) -> WorkerSlot | None:
-        """The worker to be killed now, if it is time for one."""
-        alive = [member for member in members if member.alive and time.monotonic() - member.began_s > self.gap_s[0] / 2]
-        if len(self.done) >= self.wanted or time.monotonic() < self._next_s or not alive:
+    def choose_victim(self, slots: list[WorkerSlot]) -> WorkerSlot | None:
+        """Return the worker to kill now, if a kill is due."""
+        alive = [slot for slot in slots if slot.is_alive and time.monotonic() - slot.started_s > self.gap_s[0] / 2]
+        if len(self.kill_times) >= self.count or time.monotonic() < self._next_s or not alive:
             return None
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
-        self.done.append(time.time())
+        self.kill_times.append(time.time())
         return self._draw.choice(alive)
 
 
 class WorkerPool:
-    """Worker processes that share the study; each carries out one trial at a time.
+    """Worker processes that share a study; each runs one trial at a time.
 
     Args:
-        engine: starts them.
-        count: workers at once.
+        launcher: starts the workers.
+        count: number of workers.
         logs: folder of their output.
-        kills: to be carried out; None: nobody is killed.
-        say: told what happens.
+        kills: injects faults; None: no worker is killed.
+        on_progress: gets messages about workers.
     """
 
     def __init__(
         self,
-        engine: WorkerLauncher,
+        launcher: WorkerLauncher,
         count: int,
         logs: Path,
         kills: WorkerKillInjector | None,
-        say: Callable[[str], None],
+        on_progress: Callable[[str], None],
     ) -> None:
-        self._engine, self._kills, self._say = engine, kills, say
-        self.members = [WorkerSlot(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
+        self._launcher, self._kills, self._on_progress = launcher, kills, on_progress
+        self.slots = [WorkerSlot(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
 
     @property
-    def alive(self) -> int:
-        """Workers at work."""
-        return sum(member.alive for member in self.members)
+    def alive_count(self) -> int:
+        """Number of running workers."""
+        return sum(slot.is_alive for slot in self.slots)
 
     @property
-    def killed(self) -> int:
-        """Workers killed on purpose until now."""
-        return len(self._kills.done) if self._kills else 0
+    def kill_count(self) -> int:
+        """Number of workers killed on purpose so far."""
+        return len(self._kills.kill_times) if self._kills else 0
 
-    def look(self) -> bool:
-        """Start whoever is missing; returns whether somebody is still needed. To be called about once a second.
+    def poll(self) -> bool:
+        """Start missing workers; return whether any is still needed. Call it about once a second.
 
         Raises:
             InputError: a worker found settings, data or study unusable.
-            RunFailedError: workers die as soon as they are started, or are lost more often than is put up with.
+            RunFailedError: workers die right after their start, or are lost too often.
         """
-        for member in self.members:
-            if not member.over:
-                self._tend(member)
-        if self._kills and (victim := self._kills.maybe(self.members)) and victim.process:
-            self._say(f"worker {victim.number} is killed on purpose ({self.killed} of {self._kills.wanted})")
-            victim.victim = True
+        for slot in self.slots:
+            if not slot.is_done:
+                self._poll_slot(slot)
+        if self._kills and (victim := self._kills.choose_victim(self.slots)) and victim.process:
+            self._on_progress(f"killing worker {victim.number} on purpose ({self.kill_count} of {self._kills.count})")
+            victim.is_victim = True
             victim.process.kill()
-        return not all(member.over for member in self.members)
+        return not all(slot.is_done for slot in self.slots)
 
-    def _tend(self, member: WorkerSlot) -> None:
-        if member.process is None:
-            if time.monotonic() >= member.again_s:
-                self._start(member)
+    def _poll_slot(self, slot: WorkerSlot) -> None:
+        if slot.process is None:
+            if time.monotonic() >= slot.restart_at_s:
+                self._start(slot)
             return
-        exit_code = member.process.poll()
+        exit_code = slot.process.poll()
         if exit_code is None:
             return
-        lost, member.process = member.process.lost, None
+        lost, slot.process = slot.process.lost, None
         if exit_code in (EXIT_OK, EXIT_INTERRUPTED):
-            member.over = exit_code == EXIT_OK
-            member.again_s = time.monotonic() + AGAIN_S
+            slot.is_done = exit_code == EXIT_OK
+            slot.restart_at_s = time.monotonic() + RESTART_DELAY_S
             return
         if exit_code == InputError.exit_code:
-            raise InputError(f"worker {member.number}: {_last_log_line(member.log)}")
+            raise InputError(f"worker {slot.number}: {_last_log_line(slot.log)}")
         how = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
-        member.deaths += 1
+        slot.deaths += 1
         if lost:
-            self._count_loss(member, lost)
+            self._count_loss(slot, lost)
         else:
-            self._count_death(member)
-        self._say(f"worker {member.number} died ({how}); another takes its place, trials go on from their checkpoints")
-        member.again_s = time.monotonic() + AGAIN_S * (1 + member.quick)
+            self._count_death(slot)
+        self._on_progress(
+            f"worker {slot.number} died ({how}); starting another one, trials resume from their checkpoints"
+        )
+        slot.restart_at_s = time.monotonic() + RESTART_DELAY_S * (1 + slot.short_lives)
 
-    def _count_loss(self, member: WorkerSlot, lost: str) -> None:
-        member.losses += 1
-        if member.losses > self._engine.losses:
+    def _count_loss(self, slot: WorkerSlot, lost: str) -> None:
+        slot.losses += 1
+        if slot.losses > self._launcher.max_losses:
             raise RunFailedError(
-                f"worker {member.number} was lost {member.losses} times, the last time because {lost}; more than "
-                f"machine.ray.restarts ({self._engine.losses}). Repeat the command to go on"
+                f"worker {slot.number} was lost {slot.losses} times, the last time because {lost}; more than "
+                f"machine.ray.max_restarts ({self._launcher.max_losses}). Run the same command again to resume"
             )
 
-    def _count_death(self, member: WorkerSlot) -> None:
-        lived_s = time.monotonic() - member.began_s
-        member.quick = member.quick + 1 if lived_s < QUICK_S and not member.victim else 0
-        member.victim = False
-        if member.quick >= QUICK_DEATHS:
+    def _count_death(self, slot: WorkerSlot) -> None:
+        lived_s = time.monotonic() - slot.started_s
+        slot.short_lives = slot.short_lives + 1 if lived_s < SHORT_LIFE_S and not slot.is_victim else 0
+        slot.is_victim = False
+        if slot.short_lives >= MAX_SHORT_LIVES:
             raise RunFailedError(
-                f"worker {member.number} died {member.quick} times in a row within {QUICK_S:g} s: "
-                f"{_last_log_line(member.log)} (all of it: {member.log})"
+                f"worker {slot.number} died {slot.short_lives} times in a row within {SHORT_LIFE_S:g} s: "
+                f"{_last_log_line(slot.log)} (full log: {slot.log})"
             )
 
-    def _start(self, member: WorkerSlot) -> None:
-        member.process = self._engine.start(member.number, member.log)
-        member.began_s = time.monotonic()
+    def _start(self, slot: WorkerSlot) -> None:
+        slot.process = self._launcher.start(slot.number, slot.log)
+        slot.started_s = time.monotonic()
 
     def stop(self, grace_s: float) -> None:
-        """Ask all to end, wait until they have sealed their checkpoints, and kill whoever has not."""
-        for member in self.members:
-            if member.alive and member.process:
-                member.process.terminate()
+        """Ask all workers to end, wait until they have sealed their checkpoints, and kill those that have not."""
+        for slot in self.slots:
+            if slot.is_alive and slot.process:
+                slot.process.terminate()
         deadline_s = time.monotonic() + grace_s + KILL_WAIT_S
-        for member in self.members:
-            if member.process is None:
+        for slot in self.slots:
+            if slot.process is None:
                 continue
             try:
-                member.process.wait(max(0.1, deadline_s - time.monotonic()))
+                slot.process.wait(max(0.1, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                member.process.kill()
-                member.process.wait(GONE_S)
-        self._engine.close()
+                slot.process.kill()
+                slot.process.wait(GONE_S)
+        self._launcher.close()
 
 
 def _last_log_line(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

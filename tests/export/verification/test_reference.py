@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.export.merge import streaming
+from ratchet.export.merge import merger
 from ratchet.export.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.export.verification import layers, reference
 from ratchet.models import adapters as adapter
@@ -53,7 +53,7 @@ def recipe(base: Path, chosen: Train, parts: Sequence[WeightedAdapter], **change
     wanted: dict[str, Any] = {
         "modules": (), "merge_base": "dequantized", "dtype": torch.float32, "device": CPU, "shard_bytes": 10**9
     } | changes  # fmt: skip
-    return MergeRecipe(base=base, card=card, train=chosen, parts=tuple(parts), **wanted)
+    return MergeRecipe(base=base, card=card, train=chosen, adapters=tuple(parts), **wanted)
 
 
 def logits(model: Model) -> Tensor:
@@ -92,9 +92,9 @@ def test_one_adapter_is_what_was_trained_to_the_last_bit(quantization: str, tmp_
 
 KINDS: dict[str, Sequence[dict[str, Any]]] = {
     "lora": ({}, {"rank": 7, "alpha": 3.0}),
-    "ranks": ({"rank_pattern": {"q_proj|c_attn": 6}}, {"rank_stabilized": True}),
+    "ranks": ({"rank_pattern": {"q_proj|c_attn": 6}}, {"use_rslora": True}),
     "dora": ({"adapter": "dora"}, {"adapter": "dora", "rank": 2}),
-    "dora-and-lora": ({"adapter": "dora"}, {"targets": "attention"}),
+    "dora-and-lora": ({"adapter": "dora"}, {"target_modules": "attention"}),
     "pissa": ({"initialization": "pissa"}, {}),
 }
 
@@ -108,21 +108,21 @@ def test_adapters_are_added_by_their_weights(kind: str, family: str, tmp_path: P
     chosen = settings(quantization=quantization)
     model, oracle = reference.load_adapted_model(recipe(base, chosen, parts)), summed(base, chosen, parts)
     found = layers.check_merge(layers.record_activations(model, ROWS), oracle, torch.float32)
-    assert found.moved > 0.01
+    assert found.adapter_effect > 0.01
     assert (logits(model) - logits(oracle)).abs().max() <= 1e-4
 
 
 def test_adapters_of_fused_experts_are_added_by_their_weights(tmp_path: Path) -> None:
     base = with_tokenizer(write_base(tmp_path / "base", "mixtral"))
-    chosen = settings(targets=["experts.gate_up_proj", "experts.down_proj", "q_proj"])
+    chosen = settings(target_modules=["experts.gate_up_proj", "experts.down_proj", "q_proj"])
     parts = adapters(tmp_path, base, [chosen, chosen], strength=0.1)
     model, oracle = reference.load_adapted_model(recipe(base, chosen, parts)), summed(base, chosen, parts)
-    assert layers.check_merge(layers.record_activations(model, ROWS), oracle, torch.float32).moved > 0.01
+    assert layers.check_merge(layers.record_activations(model, ROWS), oracle, torch.float32).adapter_effect > 0.01
     alone = reference.load_adapted_model(recipe(base, chosen, [parts[0]]))
     assert (
         layers.check_merge(
             layers.record_activations(alone, ROWS), summed(base, chosen, [parts[0]]), torch.float32
-        ).moved
+        ).adapter_effect
         > 0.01
     )
 
@@ -138,14 +138,14 @@ def test_only_some_modules(patterns: tuple[str, ...], more: dict[str, Any], tmp_
     oracle, whole = summed(base, chosen, []), summed(base, chosen, [part])
     with torch.no_grad():
         for name, module in oracle.named_modules():
-            if wanted.takes(name) and isinstance(module, torch.nn.Linear):
+            if wanted.includes(name) and isinstance(module, torch.nn.Linear):
                 module.weight.copy_(whole.get_submodule(name).weight)
     model = reference.load_adapted_model(wanted)
     recording = layers.record_activations(model, ROWS)
-    assert layers.check_merge(recording, oracle, torch.float32).moved > 0.01
-    assert torch.cat(recording.bare_logits).sub(torch.cat(recording.logits)).abs().max() > 0.01
+    assert layers.check_merge(recording, oracle, torch.float32).adapter_effect > 0.01
+    assert torch.cat(recording.base_logits).sub(torch.cat(recording.logits)).abs().max() > 0.01
     assert (logits(model) - logits(oracle)).abs().max() <= 1e-4, "bare() must not put taken adapters back"
-    with pytest.raises(DamagedFileError, match="is off"):
+    with pytest.raises(DamagedFileError, match="differs by"):
         layers.check_merge(recording, whole, torch.float32)
 
 
@@ -210,7 +210,9 @@ def test_what_other_adapters_bring_is_added_too(more: dict[str, Any], tmp_path: 
     for some in (parts[:1], parts):
         model = reference.load_adapted_model(recipe(base, chosen, some))
         assert (
-            layers.check_merge(layers.record_activations(model, ROWS), summed(base, chosen, some), torch.float32).moved
+            layers.check_merge(
+                layers.record_activations(model, ROWS), summed(base, chosen, some), torch.float32
+            ).adapter_effect
             > 0.01
         )
         with reference.disable_adapters(model):
@@ -224,7 +226,7 @@ def test_biases_of_an_adapter_are_recorded_in_float32_too(tmp_path: Path) -> Non
     model = reference.compute_in_float32(reference.load_adapted_model(recipe(base, chosen, [part])))
     recording = layers.record_activations(model, ROWS)
     assert recording.dtype == torch.float32
-    assert not torch.equal(torch.cat(recording.logits), torch.cat(recording.bare_logits))
+    assert not torch.equal(torch.cat(recording.logits), torch.cat(recording.base_logits))
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
@@ -252,7 +254,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         [WeightedAdapter(good), WeightedAdapter(other)],
         [WeightedAdapter(good), WeightedAdapter(deeper)],
     ):
-        with pytest.raises(BaseModelError, match=r"(other|deeper): the adapter does not fit"):
+        with pytest.raises(BaseModelError, match=r"(other|deeper): the adapter (does not fit|cannot be combined)"):
             reference.load_adapted_model(recipe(base, chosen, parts))
 
 
@@ -263,7 +265,7 @@ def test_saved_modules_of_other_shapes_cannot_be_weighted(tmp_path: Path) -> Non
     )
     head = model.get_base_model().lm_head
     head.modules_to_save["default"].weight.data = torch.zeros(3, 3)
-    with pytest.raises(SettingsError, match="whole Linear of another shape"):
+    with pytest.raises(SettingsError, match="whole Linear with another shape"):
         reference._combine_adapters(model, {"default": 0.5})
 
 
@@ -275,9 +277,9 @@ def test_what_the_merge_writes_is_what_peft_computes(
     """Two ways to the same numbers that share no line: peft's forward passes, and sums over files."""
     base = with_tokenizer(write_base(tmp_path / "base", "llama"))
     chosen = settings(quantization="nf4", compute_dtype=compute_dtype)
-    parts = adapters(tmp_path, base, [settings(adapter="dora"), settings(rank_stabilized=True)], strength=0.1)
+    parts = adapters(tmp_path, base, [settings(adapter="dora"), settings(use_rslora=True)], strength=0.1)
     wanted = recipe(base, chosen, parts, merge_base=merge_base, modules=("mlp.up_proj", r".*layers\.1\.self_attn.*"))
-    streaming.merge_model(wanted, tmp_path / "merged", lambda *_: None)
+    merger.merge_model(wanted, tmp_path / "merged", lambda *_: None)
     merged = loading.load_plain(tmp_path / "merged", torch.float32, CPU)
     model = reference.compute_in_float32(reference.load_adapted_model(wanted, merge_base))
-    assert layers.check_merge(layers.record_activations(model, ROWS), merged, torch.float32).moved > 0.01
+    assert layers.check_merge(layers.record_activations(model, ROWS), merged, torch.float32).adapter_effect > 0.01

@@ -1,4 +1,4 @@
-"""What tests of stage prepare share here."""
+"""Shared fixtures for tests of stage prepare."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`ratchet select`: several generations, outputs that are there, that were changed, whose prompts are gone."""
+"""`ratchet select`: several generations, existing or changed outputs, missing prompts."""
 
 import errno
 import json
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import made_generations as made
+import fake_generations as made
 from ratchet.errors import DamagedFileError
-from ratchet.stages.select_answers import SelectOptions, select
+from ratchet.stages.project import Project
+from ratchet.stages.select_answers import select
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path
@@ -23,10 +24,8 @@ from select_outputs_cases import (
 )
 
 
-def test_from_answers_to_rows_and_once_more(
-    layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = layout.raw / "taught.jsonl"
+def test_selection_is_repeatable(layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = layout.raw / "distilled.jsonl"
     assert ratchet(layout, answers, "--output", target) == 0
     said = capsys.readouterr().out
     assert "answers.jsonl: 4 answers to 4 prompts by models/a" in said
@@ -39,10 +38,10 @@ def test_from_answers_to_rows_and_once_more(
     assert (target.read_bytes(), card_path(target).read_bytes()) == before
 
 
-def test_an_output_of_another_choice_is_refused_and_says_what_differs(
+def test_an_output_of_another_selection_is_refused_with_the_difference(
     layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = layout.raw / "taught.jsonl"
+    target = layout.raw / "distilled.jsonl"
     ratchet(layout, answers, "--output", target)
     before = target.read_bytes()
     made.project(layout.root, made.settings_of({"min_characters": 2, "reasoning": "keep"}))
@@ -50,16 +49,16 @@ def test_an_output_of_another_choice_is_refused_and_says_what_differs(
     assert "differs in select.min_characters, select.reasoning; remove it" in said
     made.project(layout.root, made.settings_of())
     target.write_bytes(before + b"\n")
-    assert "was changed since it was written" in refused(layout, capsys, answers, "--output", target)
+    assert "changed since it was written" in refused(layout, capsys, answers, "--output", target)
     card_path(target).unlink()
     said = refused(layout, capsys, answers, "--output", target)
-    assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in said
+    assert "`ratchet select` did not write it (distilled.jsonl.card.json is missing)" in said
     card_path(target).write_text("{}", encoding="utf-8")
     said = refused(layout, capsys, answers, "--output", target)
-    assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in said
+    assert "`ratchet select` did not write it (distilled.jsonl.card.json is not such a card)" in said
 
 
-def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
+def test_an_unwritable_output_is_refused_before_reading(
     layout: ProjectLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a_file.csv").write_text("a,b\n", encoding="utf-8")
@@ -76,7 +75,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_answers_are_never_written_over(
+def test_answers_are_never_overwritten(
     layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = made.write_lines(tmp_path / "more.jsonl", PROMPTS[:2])
@@ -90,16 +89,18 @@ def test_answers_are_never_written_over(
     assert (answers.read_bytes(), other.read_bytes()) == before
 
 
-def test_what_cannot_be_chosen_from(
+def test_invalid_inputs_are_refused(
     layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = layout.raw / "taught.jsonl"
+    target = layout.raw / "distilled.jsonl"
     assert "does not end with .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
     assert "no such file" in refused(layout, capsys, tmp_path / "none.jsonl", "--output", target)
-    assert "nnn: File name too long; nothing" in refused(layout, capsys, tmp_path / ("n" * 300), "--output", target)
+    assert "nnn: File name too long; outputs are consistent" in refused(
+        layout, capsys, tmp_path / ("n" * 300), "--output", target
+    )
     said = refused(layout, capsys, tmp_path / "prompts.jsonl", "--output", target)
-    assert "no output of `ratchet generate` (no prompts.jsonl.card.json lies beside it); give back" in said
-    assert "is a directory; name a file in it" in refused(layout, capsys, tmp_path, "--output", target)
+    assert "not an output of `ratchet generate` (prompts.jsonl.card.json is missing); restore" in said
+    assert "found a directory, expected a file" in refused(layout, capsys, tmp_path, "--output", target)
     assert "named twice" in refused(layout, capsys, answers, answers, "--output", target)
     for name in ("answers.jsonl", "answers.jsonl.card.json"):
         shutil.copy(tmp_path / name, tmp_path / f"same_{name}")
@@ -107,27 +108,29 @@ def test_what_cannot_be_chosen_from(
         layout, capsys, answers, tmp_path / "same_answers.jsonl", "--output", target
     )
     mine = made.write_lines(tmp_path / "mine.jsonl", [{"prompt": "hi", "provenance": "mine"}])
-    kept = made.generation(layout, made.settings_of(keep=["provenance"]), mine, lambda *_: "yes", tmp_path / "k.jsonl")
+    kept = made.generation(
+        layout, made.settings_of(extra_fields=["provenance"]), mine, lambda *_: "yes", tmp_path / "k.jsonl"
+    )
     assert "provenance" in refused(layout, capsys, kept, "--output", target)
-    made.project(layout.root, made.settings_of({"format": "labels"}))
+    made.project(layout.root, made.settings_of({"answer_format": "labels"}))
     assert "was generated without generate.labels" in refused(layout, capsys, answers, "--output", target)
     answers.write_bytes(answers.read_bytes().replace(b"it is q1", b"it is q9"))
-    assert "answers.jsonl: was changed since" in refused(layout, capsys, answers, "--output", target)
+    assert "answers.jsonl: the file changed since" in refused(layout, capsys, answers, "--output", target)
     assert not target.exists()
 
 
-def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
+def test_prompts_are_read_from_their_file_if_the_directory_is_gone(
     layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = layout.raw / "taught.jsonl"
+    target = layout.raw / "distilled.jsonl"
     ratchet(layout, answers, "--output", target)
     whole = target.read_bytes()
     target.unlink()
     shutil.rmtree(layout.generations)
     message = refused(layout, capsys, answers, "--output", target)
-    assert "are not here any more (no " in message
-    assert "name the file that they came from with --prompts" in message
-    assert "make it again" not in message
+    assert "are missing (no " in message
+    assert "name their original file with --prompts" in message
+    assert "create it again" not in message
     other = made.write_lines(tmp_path / "other.jsonl", [*PROMPTS[:3], {"id": "q3", "prompt": "something else"}])
     said = refused(layout, capsys, answers, "--output", target, "--prompts", other)
     assert "not the prompts of generation" in said
@@ -136,13 +139,11 @@ def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
     assert target.read_bytes() == whole
 
 
-def test_prompts_that_are_damaged_are_noticed(
-    layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_prompts_are_detected(layout: ProjectLayout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = next(layout.generations.glob("*/prompts/prompts.jsonl"))
     kept.write_bytes(kept.read_bytes().replace(b"water", b"wafer"))
-    said = refused(layout, capsys, answers, "--output", layout.raw / "taught.jsonl")
-    assert "are not as they were kept (" in said
+    said = refused(layout, capsys, answers, "--output", layout.raw / "distilled.jsonl")
+    assert "are damaged (" in said
 
 
 def test_parquet_and_json_lines_give_the_same_rows(layout: ProjectLayout, answers: Path, tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_parquet_and_json_lines_give_the_same_rows(layout: ProjectLayout, answer
 def test_generations_for_the_same_prompts_vote_together_and_others_follow(
     layout: ProjectLayout, tmp_path: Path
 ) -> None:
-    settings_ = made.settings_of({"agreement": 0.6, "duplicates": {"near": None}})
+    settings_ = made.settings_of({"min_agreement": 0.6, "deduplication": {"jaccard_threshold": None}})
     made.project(layout.root, settings_)
     asked = made.write_lines(tmp_path / "p.jsonl", PROMPTS[:2])
     others = made.write_lines(tmp_path / "o.jsonl", [{"id": "o", "prompt": "another"}])
@@ -166,14 +167,14 @@ def test_generations_for_the_same_prompts_vote_together_and_others_follow(
         for who in said
     ]
     given_.insert(1, made.generation(layout, settings_, others, lambda id, _: "other", tmp_path / "d.jsonl", "d"))
-    target = layout.raw / "taught.jsonl"
-    select(layout, settings_, SelectOptions(tuple(given_), target), lambda text: None)
+    target = layout.raw / "distilled.jsonl"
+    select(Project.from_parts(layout, settings_), tuple(given_), target)
     rows = [json.loads(line) for line in target.read_bytes().splitlines()]
     assert [(row["id"], row["messages"][-1]["content"]) for row in rows] == [("q0", "yes"), ("o", "other")]
     assert rows[0]["provenance"]["agreement"] == 0.6667
     card = SelectionCard.load(card_path(target))
     assert [one.model_digest[0] for one in card.spec.teachers] == ["a", "d", "b", "c"]
-    assert (card.prompts, card.answers, card.taught_prompts) == (3, 7, 2)
+    assert (card.prompts, card.answers, card.prompts_with_rows) == (3, 7, 2)
 
 
 def test_an_output_with_too_few_answers_is_damaged(layout: ProjectLayout, answers: Path) -> None:
@@ -182,24 +183,24 @@ def test_an_output_with_too_few_answers_is_damaged(layout: ProjectLayout, answer
     answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:3]))
     card = GenerationCard.load(card_path(answers))
     card.model_copy(update={"output": digests.hash_file(answers)}).save(card_path(answers))
-    with pytest.raises(DamagedFileError, match="sample 0 of prompt 'q3' is not where it belongs"):
-        select(layout, made.settings_of(), SelectOptions((answers,), layout.raw / "t.jsonl"), lambda text: None)
+    with pytest.raises(DamagedFileError, match="sample 0 of prompt 'q3' is not at its position"):
+        select(Project.from_parts(layout, made.settings_of()), (answers,), layout.raw / "t.jsonl")
     assert list(layout.raw.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["write", "rename"])
-def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes_on(
+def test_a_failing_disk_leaves_no_partial_file_and_the_command_can_be_repeated(
     kind: str, layout: ProjectLayout, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = layout.raw / "taught.jsonl"
+    target = layout.raw / "distilled.jsonl"
 
     def full(operation: str, path: Path) -> None:
-        if operation == kind and path.name.endswith("taught.jsonl") and path.parent == layout.raw:
+        if operation == kind and path.name.endswith("distilled.jsonl") and path.parent == layout.raw:
             raise OSError(errno.ENOSPC, "no space left", str(path))
 
     monkeypatch.setattr(files, "before", full)
     said = refused(layout, capsys, answers, "--output", target)
-    assert "no space left; nothing half-written is left" in said
+    assert "no space left; outputs are consistent" in said
     assert [one.name for one in layout.raw.iterdir() if one.name != card_path(target).name] == []
     assert not list(layout.experiments.glob(".partial-*"))
     monkeypatch.undo()
@@ -207,12 +208,12 @@ def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes
     assert digests.hash_file(target) == SelectionCard.load(card_path(target)).output
 
 
-def test_what_a_killed_process_left_is_in_nobodys_way(layout: ProjectLayout, answers: Path) -> None:
-    target = layout.raw / "taught.jsonl"
+def test_leftovers_of_a_killed_process_are_removed(layout: ProjectLayout, answers: Path) -> None:
+    target = layout.raw / "distilled.jsonl"
     ratchet(layout, answers, "--output", target)
     whole = target.read_bytes()
     target.unlink()
-    (layout.raw / ".partial-taught.jsonl").write_bytes(whole[:10])
+    (layout.raw / ".partial-distilled.jsonl").write_bytes(whole[:10])
     name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
     left = layout.experiments / f".partial-select-{name}"
     left.mkdir()
@@ -220,4 +221,4 @@ def test_what_a_killed_process_left_is_in_nobodys_way(layout: ProjectLayout, ans
     assert ratchet(layout, answers, "--output", target) == 0
     assert target.read_bytes() == whole
     assert not left.exists()
-    assert sorted(one.name for one in layout.raw.iterdir()) == ["taught.jsonl", "taught.jsonl.card.json"]
+    assert sorted(one.name for one in layout.raw.iterdir()) == ["distilled.jsonl", "distilled.jsonl.card.json"]

@@ -1,4 +1,4 @@
-"""A program of the user's scores answers: what it is asked, and every way in which it fails."""
+"""The user's reward program: its input, and every way in which it can fail."""
 
 import json
 import os
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-import made_generations as made
+import fake_generations as made
 from ratchet.errors import SettingsError
-from ratchet.stages.select_answers import SelectOptions, select
+from ratchet.stages.project import Project
+from ratchet.stages.select_answers import select
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path
@@ -38,36 +39,36 @@ def scored(layout: ProjectLayout, tmp_path: Path) -> Scored:
     def run(
         program: str, command: tuple[str, ...] = (sys.executable, "score.py"), **knobs: Any
     ) -> list[dict[str, Any]]:
-        select_ = {"reward": {"command": list(command), **knobs}, "duplicates": {"near": None}}
-        settings = made.settings_of(select_, samples=3, temperature=1.0, keep=["area"])
+        select_ = {"reward": {"command": list(command), **knobs}, "deduplication": {"jaccard_threshold": None}}
+        settings = made.settings_of(select_, samples=3, temperature=1.0, extra_fields=["area"])
         made.project(layout.root, settings)
         (layout.root / "score.py").write_text(program, encoding="utf-8")
         asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
 
         def answers(id: str, sample: int) -> made.Said:
-            return f"<think>hm</think>{id}" + "!" * sample, {"nats": -1.0 - sample}
+            return f"<think>hm</think>{id}" + "!" * sample, {"mean_log_probability": -1.0 - sample}
 
         given = made.generation(layout, settings, asked, answers, tmp_path / "answers.jsonl")
-        select(layout, settings, SelectOptions((given,), layout.raw / "taught.jsonl"), lambda text: None)
-        return [json.loads(line) for line in (layout.raw / "taught.jsonl").read_bytes().splitlines()]
+        select(Project.from_parts(layout, settings), (given,), layout.raw / "distilled.jsonl")
+        return [json.loads(line) for line in (layout.raw / "distilled.jsonl").read_bytes().splitlines()]
 
     return run
 
 
-def test_answers_below_the_minimum_are_left_out(scored: Scored, layout: ProjectLayout) -> None:
-    rows = scored(BY_LENGTH, minimum=3)
+def test_answers_below_the_minimum_are_removed(scored: Scored, layout: ProjectLayout) -> None:
+    rows = scored(BY_LENGTH, min_score=3)
     assert [(row["provenance"]["sample"], row["provenance"]["reward"]) for row in rows] == [(1, 3.0)] * 3
-    card = SelectionCard.load(card_path(layout.raw / "taught.jsonl"))
-    assert {one.name: one.dropped for one in card.filters if one.dropped} == {"reward": 3, "not_chosen": 3}
+    card = SelectionCard.load(card_path(layout.raw / "distilled.jsonl"))
+    assert {one.name: one.dropped for one in card.filters if one.dropped} == {"reward": 3, "not_selected": 3}
     assert card.spec.reward_files == {"score.py": digests.hash_file(layout.root / "score.py")}
 
 
-def test_the_best_by_score_is_taken_where_the_settings_say_so(scored: Scored) -> None:
-    rows = scored(BY_LENGTH, choose=True)
+def test_the_best_answer_by_score_is_selected(scored: Scored) -> None:
+    rows = scored(BY_LENGTH, select_best=True)
     assert [row["messages"][-1]["content"] for row in rows] == ["q0!!", "q1!!", "q2!!"]
 
 
-def test_what_it_is_asked_and_that_it_sees_no_secret(
+def test_the_program_gets_requests_without_secrets(
     scored: Scored, layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RATCHET_WEBHOOK_URL", "https://hooks.example/s3cr3t")
@@ -91,22 +92,31 @@ def test_what_it_is_asked_and_that_it_sees_no_secret(
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import sys\nsys.exit('no such measure')\n", "ended with exit code 1; its last words:\n  no such measure"),
-        ("import os\nos.abort()\n", "was killed by signal 6"),
-        ("print(1)\n", "it wrote 1 numbers for 9 answers"),
-        (BY_LENGTH + "print(1)\n", "it wrote 10 numbers for 9 answers"),
-        (READ + "for one in asked: print('good')\n", "line 1 of its output is no number: 'good'"),
-        (READ + "for one in asked: print('nan')\n", "line 1 of its output is no number: 'nan'"),
-        ("while True: print(1)\n", "it wrote more than the numbers for 9 answers can need"),
-        ("import os\nwhile True: os.write(1, b'1')\n", "it wrote more than the numbers for 9 answers can need"),
-        ("import time\ntime.sleep(60)\n", "not done after 0.5 s (select.reward.limit_s); it said nothing"),
+        (
+            "import sys\nsys.exit('no such measure')\n",
+            "the program exited with code 1; its standard error:\n  no such measure",
+        ),
+        ("import os\nos.abort()\n", "the program was killed by signal 6"),
+        ("print(1)\n", "the program wrote 1 numbers for 9 answers"),
+        (BY_LENGTH + "print(1)\n", "the program wrote 10 numbers for 9 answers"),
+        (READ + "for one in asked: print('good')\n", "line 1 of the output: found 'good', expected a number"),
+        (READ + "for one in asked: print('nan')\n", "line 1 of the output: found 'nan', expected a number"),
+        ("while True: print(1)\n", "the program wrote more than the numbers for 9 answers can need"),
+        (
+            "import os\nwhile True: os.write(1, b'1')\n",
+            "the program wrote more than the numbers for 9 answers can need",
+        ),
+        (
+            "import time\ntime.sleep(60)\n",
+            "the program took more than 0.5 s (select.reward.timeout_s); no standard error",
+        ),
         ("", "./missing: cannot be started"),
     ],
 )
-def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written(
+def test_a_failing_program_is_reported_with_its_standard_error(
     program: str, said: str, scored: Scored, layout: ProjectLayout
 ) -> None:
-    knobs = {"command": ["./missing"]} if not program else {"limit_s": 0.5 if "sleep" in program else 30.0}
+    knobs = {"command": ["./missing"]} if not program else {"timeout_s": 0.5 if "sleep" in program else 30.0}
     with pytest.raises(SettingsError) as refused:
         scored(program, **knobs)
     assert f"select.reward.command: {said}" in str(refused.value)
@@ -114,9 +124,7 @@ def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written
     assert [path.name for path in layout.experiments.iterdir() if "partial" in path.name] == []
 
 
-def test_what_it_says_on_standard_error_takes_no_room_and_its_end_is_told(
-    scored: Scored, layout: ProjectLayout
-) -> None:
+def test_standard_error_is_bounded_and_its_end_is_reported(scored: Scored, layout: ProjectLayout) -> None:
     program = (
         "import os, pathlib, sys\n"
         "for number in range(2**18): print(f'{number:063}', file=sys.stderr)\n"
@@ -128,12 +136,10 @@ def test_what_it_says_on_standard_error_takes_no_room_and_its_end_is_told(
         scored(program)
     assert int((layout.root / "seen").read_text()) < 2**20
     last = "\n".join(f"  {number:063}" for number in range(2**18 - 5, 2**18))
-    assert str(refused.value).endswith(f"ended with exit code 3; its last words:\n{last}")
+    assert str(refused.value).endswith(f"exited with code 3; its standard error:\n{last}")
 
 
-def test_a_secret_in_its_last_words_is_hidden_also_where_they_are_cut(
-    scored: Scored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_in_standard_error_are_redacted_even_if_cut(scored: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_TOKEN", secret := "s3cr3t" * 4000)
     program = f"import sys\nsys.stderr.write({secret!r} + '\\n' + 'x' * {2**16 - 100} + '\\nover\\n')\nsys.exit(1)\n"
     with pytest.raises(SettingsError) as refused:
@@ -142,22 +148,20 @@ def test_a_secret_in_its_last_words_is_hidden_also_where_they_are_cut(
     assert str(refused.value).endswith("\n  over")
 
 
-def test_it_may_say_all_before_it_ends_and_leave_a_process_behind_that_holds_its_pipes(
-    scored: Scored, layout: ProjectLayout
-) -> None:
+def test_a_child_that_holds_the_pipes_does_not_block(scored: Scored, layout: ProjectLayout) -> None:
     program = BY_LENGTH + (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
         "open('pid', 'w').write(str(child.pid))\n"
     )
     try:
-        assert len(scored(program, limit_s=50.0)) == 3
+        assert len(scored(program, timeout_s=50.0)) == 3
         assert Path(f"/proc/{(layout.root / 'pid').read_text()}").exists()  # nobody waited for it
     finally:
         os.kill(int((layout.root / "pid").read_text()), signal.SIGKILL)
 
 
-def test_what_it_has_started_ends_with_it(scored: Scored, layout: ProjectLayout) -> None:
+def test_children_of_the_program_are_killed(scored: Scored, layout: ProjectLayout) -> None:
     """A child that goes on would hold the machine."""
     program = READ + (
         "import subprocess\n"

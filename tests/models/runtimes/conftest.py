@@ -1,4 +1,4 @@
-"""What tests of runtimes share."""
+"""Fixtures of the runtime tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A file in real llama.cpp against the same model in transformers."""
+"""Tests a GGUF file in llama.cpp against the same model in transformers."""
 
 import http.client
 import math
@@ -61,7 +61,7 @@ def test_log_probabilities_are_those_of_transformers(runtime: LlamaRuntime, mode
     assert np.abs(np.exp(found.astype(np.float64)).sum(axis=1) - 1).max() < 1e-6
 
 
-def test_log_probabilities_do_not_depend_on_what_was_asked_before(runtime: LlamaRuntime) -> None:
+def test_log_probabilities_do_not_depend_on_earlier_requests(runtime: LlamaRuntime) -> None:
     first = runtime.log_probabilities(ROW, [3, 17, 39])
     runtime.generate(ROW[:9], 8, [END_OF_TURN])
     runtime.log_probabilities(ROW[:30], [28, 29])
@@ -81,7 +81,7 @@ def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime:
     [(ROW[:5], [END_OF_TURN]), (ROW[5:12], [END_OF_TEXT, END_OF_TURN]), (ROW[20:21], [])],
     ids=["go on after llama.cpp's end", "end that is one", "no end"],
 )
-def test_generation_is_greedy_and_ends_where_we_say(
+def test_generation_is_greedy_and_ends_at_the_given_tokens(
     runtime: LlamaRuntime, model: Any, prompt: list[int], ends: list[int]
 ) -> None:
     found = runtime.generate(prompt, 70, ends)
@@ -97,7 +97,7 @@ def test_our_ends_count_and_those_of_llama_cpp_do_not(runtime: LlamaRuntime) -> 
     assert runtime.generate(ROW[:5], 30, [word]) == free[: free.index(word) + 1]
 
 
-def test_nothing_is_computed_where_nothing_is_asked(runtime: LlamaRuntime) -> None:
+def test_nothing_is_computed_for_empty_requests(runtime: LlamaRuntime) -> None:
     assert runtime.log_probabilities(ROW, []).shape[0] == 0
     assert runtime.generate(ROW[:5], 0, []) == []
 
@@ -141,13 +141,13 @@ def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
     assert all(text.decode(probe.answer_ids, skip_special_tokens=True) == probe.answer for probe in whole)
 
 
-def test_too_long_is_refused_before_it_is_cut(path: Path) -> None:
+def test_too_long_input_is_refused_not_truncated(path: Path) -> None:
     with llama.open_runtime(path, 1, 256) as short:
-        with pytest.raises(SettingsError, match="holds 256 tokens of it at once, it was asked for 301"):
+        with pytest.raises(SettingsError, match="context has 256 tokens, but 301 are needed"):
             short.generate([5] * 300, 1, [])
-        with pytest.raises(SettingsError, match="holds 256 tokens"):
+        with pytest.raises(SettingsError, match="context has 256 tokens"):
             short.log_probabilities([5] * 300, [299])
-        with pytest.raises(SettingsError, match="holds 256 tokens"):
+        with pytest.raises(SettingsError, match="context has 256 tokens"):
             short.probes(["word " * 300], 4)
 
 
@@ -156,19 +156,19 @@ def test_tokens_outside_the_vocabulary_are_refused(runtime: LlamaRuntime) -> Non
         runtime.generate([5, 100_000], 3, [])
 
 
-def test_weights_that_are_no_numbers_are_told(path: Path, tmp_path: Path) -> None:
+def test_nan_weights_are_reported(path: Path, tmp_path: Path) -> None:
     shutil.copyfile(path, tmp_path / "nan.gguf")
     with (tmp_path / "nan.gguf").open("r+b") as stream:
         stream.seek(next(int(one.data_offset) for one in GGUFReader(path).tensors if one.name == "output_norm.weight"))
         stream.write(struct.pack("<f", math.nan))
     with llama.open_runtime(tmp_path / "nan.gguf", 1, 256) as found:
-        with pytest.raises(DamagedFileError, match=r"named the probabilities of 0 tokens of \d+"):
+        with pytest.raises(DamagedFileError, match=r"returned probabilities of 0 tokens, expected \d+"):
             found.log_probabilities([5, 6], [1])
-        with pytest.raises(DamagedFileError, match="no numbers"):
+        with pytest.raises(DamagedFileError, match="are NaN"):
             found.probes(["hello"], 3)
 
 
-def test_a_template_that_the_conversation_breaks_is_told(directory: Path, tmp_path: Path) -> None:
+def test_a_template_that_fails_on_a_conversation_is_reported(directory: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if 'forbidden' in m['content'] %}{{ raise_exception('not that') }}{% endif %}"
@@ -183,7 +183,7 @@ def test_a_template_that_the_conversation_breaks_is_told(directory: Path, tmp_pa
         found.prompt_ids([{"role": "user", "content": "forbidden"}])
 
 
-def test_the_name_says_which_llama_cpp(runtime: LlamaRuntime) -> None:
+def test_the_name_has_the_llama_cpp_version(runtime: LlamaRuntime) -> None:
     assert runtime.name == llama_server.get_version()
     assert runtime.name.startswith("llama.cpp (xllamacpp 20")
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a child: what it is given, what can be wrong with a file, and that it always ends."""
+"""Tests llama.cpp's server as a child process: its environment, invalid files, and that it always ends."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def test_a_server_is_of_this_machine_alone_and_ends_with_the_block(path: Path, m
     with llama_server.start_server(path, 1, 256, port=port) as server:
         assert lives(server.process.pid)
         assert server.address == f"http://127.0.0.1:{port}"
-        assert server.ask("/health") == {"status": "ok"}
-        assert str(path.parent) not in json.dumps(server.ask("/v1/models"))
+        assert server.request("/health") == {"status": "ok"}
+        assert str(path.parent) not in json.dumps(server.request("/v1/models"))
         assert server.tokenize("hello")
         given = Path(f"/proc/{server.process.pid}/environ").read_text()
         tables = [Path(f"/proc/{server.process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    assert {entry.partition("=")[0] for entry in given.split("\0") if entry} <= set(llama_server.KEPT)
+    assert {entry.partition("=")[0] for entry in given.split("\0") if entry} <= set(llama_server.ENVIRONMENT_VARIABLES)
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     bound = [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
     assert bound == [f"0100007F:{port:04X}"]
@@ -78,7 +78,7 @@ def cut(path: Path, target: Path, size: int) -> Path:
         (lambda p, t: cut(p, t, 3000), DamagedFileError, "failed to read key-value pairs"),
         (lambda p, t: cut(p, t, 0), DamagedFileError, "failed to read magic"),
         (lambda p, t: tiny_gguf.patched(p, t, b"GGUF", b"hell"), DamagedFileError, "invalid magic characters: 'hell'"),
-        (lambda p, t: t, DamagedFileError, "not there; export it again"),
+        (lambda p, t: t, DamagedFileError, "the file is missing; export it again"),
         (
             lambda p, t: tiny_gguf.patched(p, t, b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"),
             DamagedFileError, r"tensor 'blk\.1\.attn_q\.weight' not found",
@@ -94,11 +94,11 @@ def cut(path: Path, target: Path, size: int) -> Path:
         ),
         (
             lambda p, t: tiny_gguf.patched(p, t, b"{% endfor %}", b"{% endfer %}"),
-            BaseModelError, r"its chat template .*Unknown statement: endfer.* a plainer base\.chat_template",
+            BaseModelError, r"its chat template .*Unknown statement: endfer.* a simpler base\.chat_template",
         ),
         (
             lambda p, t: tiny_gguf.patched(p, t, b"in messages", b"in fun(abc)"),
-            BaseModelError, r"its chat template .*hint: 'fun'.* a plainer base\.chat_template",
+            BaseModelError, r"its chat template .*hint: 'fun'.* a simpler base\.chat_template",
         ),
     ],
     ids=["truncated weights", "truncated header", "empty", "another format", "missing", "tensor missing",
@@ -117,7 +117,7 @@ def test_files_that_llama_cpp_cannot_open(
 def test_a_port_that_is_taken(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(LockHeldError, match=f"port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(LockHeldError, match=f"port {port} of 127.0.0.1 is in use"):
             llama_server.start_server(path, 1, 256, port=port)
 
 
@@ -155,16 +155,17 @@ def test_killed_in_the_middle_of_a_request(path: Path) -> None:
         assert not asking.is_alive()
     assert [type(one) for one in raised] == [RatchetError]
     assert "has ended (signal SIGKILL" in str(raised[0])
-    assert "/completion; try again" in str(raised[0])
+    assert "model.gguf: /completion: " in str(raised[0])
+    assert str(raised[0]).endswith("; try again")
 
 
 def test_an_address_where_no_server_is_is_an_error() -> None:
     with pytest.raises(RatchetError, match="does not answer"):
-        LlamaClient(f"http://127.0.0.1:{free_port()}", "model.gguf").ask("/health")
+        LlamaClient(f"http://127.0.0.1:{free_port()}", "model.gguf").request("/health")
 
 
 def test_a_server_that_is_stopped_can_be_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_server, "END_S", 0.2)
+    monkeypatch.setattr(llama_server, "STOP_TIMEOUT_S", 0.2)
     with llama_server.start_server(path, 1, 256) as server:
         server.process.send_signal(signal.SIGSTOP)
     assert not lives(server.process.pid)
@@ -184,13 +185,13 @@ def test_a_parent_that_is_killed_leaves_no_server(path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_by_hand_it_serves_until_it_is_asked_to_end(path: Path, number: signal.Signals) -> None:
+def test_as_a_command_it_serves_until_a_signal(path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", llama_server.MODULE, str(path), "--context", "128", "--parallel", "2"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         client = LlamaClient(json.loads(process.stdout.readline())["address"], str(path))
-        assert client.ask("/props")["total_slots"] == 2
+        assert client.request("/props")["total_slots"] == 2
         assert client.model()["n_ctx"] >= 128
         process.send_signal(number)
         assert process.wait(SOON_S) == -number
@@ -198,8 +199,8 @@ def test_by_hand_it_serves_until_it_is_asked_to_end(path: Path, number: signal.S
         assert "Traceback" not in process.stderr.read()
 
 
-def test_what_is_not_installed_is_told(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_is_reported(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "xllamacpp.py").write_text("raise ImportError('no such wheel')\n")
     monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
-    with pytest.raises(RatchetError, match=r"could not be started.*no such wheel.*is xllamacpp installed"):
+    with pytest.raises(RatchetError, match=r"could not be started.*no such wheel.*check that xllamacpp is installed"):
         llama_server.start_server(path, 1, 256)

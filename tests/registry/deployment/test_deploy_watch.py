@@ -14,30 +14,39 @@ from pathlib import Path
 import pytest
 
 from deployable import SETTINGS, crown, few_bytes, keep, promoted
-from ratchet.config.gate import HookSettings
+from ratchet.config.promote import HookSettings
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
 from ratchet.stages import deploy as stage
-from ratchet.stages.deploy import DeployOptions, check_release, watch_champion
+from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, watch_champion
+from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 
-QUIET = DeployOptions(smoke=False)
+QUIET = DeployOptions(smoke_test=False)
 CODE = """
 import signal, sys
 from pathlib import Path
+from ratchet.cli.deploy import format_deployment
 from ratchet.stages import deploy
-from ratchet.config.schema import Settings
+from ratchet.stages.project import Project
+from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
 
 def interrupt(number, frame):  # as the command line does
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGTERM, interrupt)
-deploy.POLL_S = 0.02
-say = lambda text: print(text.replace(chr(10), " "), flush=True)
-layout, options = ProjectLayout(Path(sys.argv[1])), deploy.DeployOptions(smoke=False)
-sys.exit(deploy.watch_champion(layout, Settings(), Path(sys.argv[2]), options, say))
+deploy.POLL_INTERVAL_S = 0.02
+report = lambda text: print(text.replace(chr(10), " "), flush=True)
+report_deployment = lambda result: report(format_deployment(result))
+project = Project.from_parts(ProjectLayout(Path(sys.argv[1])), Settings())
+directory, options = Path(sys.argv[2]), deploy.DeployOptions(smoke_test=False)
+report("watching")
+try:
+    deploy.watch_champion(project, directory, options, report_deployment, report)
+except KeyboardInterrupt:
+    report("stopped watching")
 """
 WAIT_S = 60.0
 
@@ -85,7 +94,7 @@ def version(layout: ProjectLayout, served: Path) -> int:
 
 
 def test_a_watch_follows_promotions_and_rollbacks(project: ProjectLayout, served: Path, watching: Watching) -> None:
-    assert watching.said().startswith("watching ")
+    assert watching.said().startswith("watching")
     assert "there is no champion yet" in watching.said()
     a = promoted(project, "a")
     assert "version 1 " in watching.said()
@@ -108,7 +117,7 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
         assert "watching" in line or "no champion" in line
     whole = project.promotions.read_bytes()
     files.write_atomic(project.promotions, whole[:-20])  # as a pull that is not through may leave it
-    assert "promotions.jsonl:1: no entry" in watching.said()
+    assert "promotions.jsonl:1: not an entry" in watching.said()
     files.write_atomic(project.promotions, whole)
     assert "already" in watching.said()
     bad = project.root / "bad"
@@ -117,7 +126,7 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
     folder = project.promoted_model(bundle.model_digest)
     (folder / "model.sig").unlink()
     crown(project, bundle.model_digest)
-    assert "model.sig: missing although the manifest names it" in watching.said()
+    assert "model.sig: missing, but listed in the manifest" in watching.said()
     assert version(project, served) == 1
     promoted(project, "c")
     assert "version 3 " in watching.said()
@@ -127,31 +136,33 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
 def test_transient_failures_are_retried(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk is reported once, and retried without a new promotion."""
     promoted(project, "a")
-    tries, told = [], list[str]()
-    really = stage.deploy
+    attempts, results, problems = list[object](), list[DeployResult](), list[str]()
+    real_deploy = stage.deploy
 
-    def deploy(*about: object) -> str:
-        tries.append(about)
-        if len(tries) < 3:
+    def fail_twice(*arguments: object) -> DeployResult:
+        attempts.append(arguments)
+        if len(attempts) < 3:
             raise OSError(errno.ENOSPC, "No space left on device", "disk")
-        return really(*about)  # type: ignore[arg-type]
+        return real_deploy(*arguments)  # type: ignore[arg-type]
 
-    def sleep(seconds: float) -> None:
-        if told and "is current" in told[-1]:
+    def stop_after_success(seconds: float) -> None:
+        if results:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "deploy", deploy)
-    monkeypatch.setattr(stage, "AGAIN_S", 0.001)
-    monkeypatch.setattr(time, "sleep", sleep)
-    assert watch_champion(project, SETTINGS, served, QUIET, told.append) == 0
-    assert len(tries) == 3
-    assert ["No space left" in text for text in told] == [False, True, False, False]
+    monkeypatch.setattr(stage, "deploy", fail_twice)
+    monkeypatch.setattr(stage, "RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr(time, "sleep", stop_after_success)
+    with pytest.raises(KeyboardInterrupt):
+        watch_champion(Project.from_parts(project, SETTINGS), served, QUIET, results.append, problems.append)
+    assert len(attempts) == 3
+    assert ["No space left" in text for text in problems] == [True]
+    assert [result.status for result in results] == ["deployed"]
 
 
 def test_a_watch_takes_no_version(project: ProjectLayout, served: Path) -> None:
     for options in (DeployOptions(version=1), DeployOptions(rollback=True)):
         with pytest.raises(SettingsError, match="--watch follows the champion"):
-            watch_champion(project, SETTINGS, served, options, print)
+            watch_champion(Project.from_parts(project, SETTINGS), served, options, print, print)
 
 
 def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
@@ -159,8 +170,8 @@ def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path
     promoted(project, "a")
     event = tmp_path / "event.json"
     event.write_text(json.dumps({"id": "1", "action": "promote"}))
-    code = CODE.replace("sys.exit(deploy.watch_champion(", "print(deploy.deploy(").replace(", say))", "))")
+    code = CODE[: CODE.index('report("watching")')] + "report_deployment(deploy.deploy(project, directory, options))"
     hook = HookSettings(command=(sys.executable, "-c", code, str(project.root), str(served)), retries=0)
     outcome = hooks.send_event(hook, event, project.root)
-    assert outcome.told, "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert outcome.is_delivered, "".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert version(project, served) == 1

@@ -34,7 +34,7 @@ def token(**claims: object) -> str:
 
 
 def test_without_a_trusted_identity_the_error_names_the_command(project: ProjectLayout) -> None:
-    with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity WHO --issuer URL`"):
+    with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity IDENTITY --issuer URL`"):
         identity.load_signer(project)
     keys.trust_identity(project, WHO, ISSUER)
     keys.revoke_trust(project, WHO, "left")
@@ -52,7 +52,7 @@ def test_an_unusable_token_is_refused_and_not_shown(
     }.get(given)  # fmt: skip
     if made is not None:
         monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
-    says = "put a token into SIGSTORE_ID_TOKEN" if made is None else "the token cannot be used"
+    says = "put one into SIGSTORE_ID_TOKEN" if made is None else "the identity token is invalid"
     with pytest.raises(SettingsError, match=says) as raised:
         identity.load_signer(project)
     assert made is None or made not in str(raised.value)
@@ -63,7 +63,7 @@ def test_a_valid_token_names_the_signer(project: ProjectLayout, monkeypatch: pyt
     made = token()
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
     found = identity.load_signer(project)
-    assert found.by == f"{WHO} of {ISSUER}"
+    assert found.name == f"{WHO} of {ISSUER}"
     assert made not in repr(found)
 
 
@@ -90,7 +90,7 @@ def test_an_invalid_certificate_is_damage(project: ProjectLayout, tmp_path: Path
     value = json.loads(path.read_text())
     value["verificationMaterial"] = {"certificate": {"rawBytes": certificate}, "tlogEntries": []}
     path.write_text(json.dumps(value))
-    found = signature.judge_folder(folder, keys.read_keyring(project.keyring))
+    found = signature.verify_folder(folder, keys.read_keyring(project.keyring))
     assert found.state == "damaged"
-    with pytest.raises(DamagedFileError, match=r"model\.sig: no signature that sigstore vouches for"):
+    with pytest.raises(DamagedFileError, match=r"model\.sig: sigstore does not confirm the signature"):
         signature.check_signature(folder, project)

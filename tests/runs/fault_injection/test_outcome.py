@@ -1,4 +1,4 @@
-"""Every difference between two trainings is found: every file, every number, every step."""
+"""Every difference between two trainings is found: files, numbers, steps."""
 
 import json
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def other_content(layout: ProjectLayout) -> None:
 
 def other_times(layout: ProjectLayout) -> None:
     change_journal(layout, 2, step_s=99.0, t=1.0, attempt=7)
-    tell(layout, ("checkpoint", {"step": 4}), ("notice", {"text": "hello"}), ("attempt", {"pid": 1}))
+    tell(layout, ("checkpoint_saved", {"step": 4}), ("notice", {"text": "hello"}), ("attempt_started", {"pid": 1}))
 
 
 def without_line(layout: ProjectLayout, number: int) -> None:
@@ -89,7 +89,7 @@ def without_line(layout: ProjectLayout, number: int) -> None:
     journal.write_text("".join(lines[:number] + lines[number + 1 :]))
 
 
-SKIPPED = {"step": 6, "action": "skip", "rows": [1], "to_step": None, "rate_scale": 1.0, "reason": ""}
+SKIPPED = {"step": 6, "action": "skip", "rows": [1], "rollback_step": None, "learning_rate_scale": 1.0, "reason": ""}
 CHANGES: dict[str, tuple[Callable[[ProjectLayout], None], list[str]]] = {
     "nothing": (lambda b: None, []),
     "times, attempts and other events": (other_times, []),
@@ -97,17 +97,17 @@ CHANGES: dict[str, tuple[Callable[[ProjectLayout], None], list[str]]] = {
         lambda b: tell(b, ("step", step(5)), ("step", step(6)), ("validation", validation(6))), [],
     ),
     "a step repeated otherwise": (
-        lambda b: tell(b, ("step", step(5)), ("step", step(6, loss=1.0))), ["did step 6 again otherwise"],
+        lambda b: tell(b, ("step", step(5)), ("step", step(6, loss=1.0))), ["repeated step 6 differently"],
     ),
-    "a step done and skipped": (lambda b: tell(b, ("skipped", SKIPPED)), ["did step 6 again otherwise"]),
+    "a step done and skipped": (lambda b: tell(b, ("step_skipped", SKIPPED)), ["repeated step 6 differently"]),
     "a missing step": (
-        lambda b: without_line(b, 2), ["instead of"] * 4 + ["6 events instead of 7", "step 3 is nowhere"],
+        lambda b: without_line(b, 2), ["instead of"] * 4 + ["6 events instead of 7", "step 3 is missing"],
     ),
     "a missing validation": (lambda b: without_line(b, STEPS), ["6 events instead of 7"]),
     "a file missing and one more": (
-        other_files, ["checkpoints/more.bin: not there in the reference", "train.json: not there"],
+        other_files, ["checkpoints/more.bin: missing in the reference", "train.json: missing"],
     ),
-    "all files": (other_content, ["other content"] * 5 + [f"and {len(FILES) - 5} more files"]),
+    "all files": (other_content, ["different content"] * 5 + [f"and {len(FILES) - 5} more files"]),
     "loss": (lambda b: change_journal(b, 1, loss=4.7500000000000009), ["4.750000000000001"]),
     "grad_norm": (lambda b: change_journal(b, 1, grad_norm=0.5000000001), ["0.5000000001"]),
     "learning_rate": (lambda b: change_journal(b, 1, learning_rate=0.011), ["0.011"]),
@@ -123,7 +123,7 @@ def test_differences_between_two_trainings(make: Callable[[str], ProjectLayout],
     a, b = make("a"), make("b")
     change, expected = CHANGES[name]
     change(b)
-    found = find_differences(TrainingFingerprint.of(a), TrainingFingerprint.of(b))
+    found = find_differences(TrainingFingerprint.from_project(a), TrainingFingerprint.from_project(b))
     assert len(found) == len(expected), found
     assert all(words in text for text, words in zip(found, expected, strict=True)), found
 
@@ -135,18 +135,20 @@ def test_a_flipped_bit_in_any_file_is_a_difference(make: Callable[[str], Project
     content = bytearray((b.train / file).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     (b.train / file).write_bytes(content)
-    assert find_differences(TrainingFingerprint.of(a), TrainingFingerprint.of(b)) == [f"{file}: other content"]
+    assert find_differences(TrainingFingerprint.from_project(a), TrainingFingerprint.from_project(b)) == [
+        f"{file}: different content"
+    ]
 
 
 def test_outcome_holds_every_file_each_step_once_and_missing_steps(make: Callable[[str], ProjectLayout]) -> None:
     b = make("b")
     tell(b, ("step", step(5)), ("step", step(6)))
-    found = TrainingFingerprint.of(b)
+    found = TrainingFingerprint.from_project(b)
     assert found.files.keys() == set(FILES)
     assert collect_batch_digests(found) == {number: f"{number:012x}" for number in range(1, STEPS + 1)}
     assert found.contradictions == ()
     without_line(b, 2)
-    assert TrainingFingerprint.of(b).contradictions == ("step 3 is nowhere in the journal",)
+    assert TrainingFingerprint.from_project(b).contradictions == ("step 3 is missing in the journal",)
 
 
 def test_the_journal_does_not_depend_on_the_environment(
@@ -159,10 +161,10 @@ def test_the_journal_does_not_depend_on_the_environment(
 
 def test_a_project_without_exactly_one_run_is_refused(make: Callable[[str], ProjectLayout], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 runs"):
-        TrainingFingerprint.of(ProjectLayout(tmp_path / "empty"))
+        TrainingFingerprint.from_project(ProjectLayout(tmp_path / "empty"))
     b = make("b")
     other = b.experiments / "runs" / "def"
     other.mkdir()
     (other / "journal.jsonl").write_text("")
     with pytest.raises(DataError, match="2 runs"):
-        TrainingFingerprint.of(b)
+        TrainingFingerprint.from_project(b)

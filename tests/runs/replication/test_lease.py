@@ -1,4 +1,4 @@
-"""Who may write a run: claims of threads, of processes that are stopped or killed, and of some that stand still."""
+"""Leases: claims of threads, of stopped or killed processes, and of silent holders."""
 
 import signal
 import subprocess
@@ -29,13 +29,13 @@ from ratchet.runs.replication.lease import ReplicaLease
 from ratchet.runs.replication.object_names import RunObjectNames
 from ratchet.runs.replication.store import ReplicaStore
 from ratchet.runs.replication.store import TransferLimits
-store = ReplicaStore(sys.argv[1], TransferLimits(patience_s=5), lambda: False)
+store = ReplicaStore(sys.argv[1], TransferLimits(retry_timeout_s=5), lambda: False)
 lease = ReplicaLease(store, RunObjectNames(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
-lease.take(lambda: False, lambda text: None)
+lease.acquire(lambda: False, lambda text: None)
 print("holds", lease.token, flush=True)
-while lease.lost() is None:
+while lease.lost_reason() is None:
     time.sleep(0.02)
-print("lost", lease.lost(), flush=True)
+print("lost", lease.lost_reason(), flush=True)
 """
 
 
@@ -45,9 +45,9 @@ def after(polls: int) -> Callable[[], bool]:
     return lambda: next(left, None) is None
 
 
-def process(root: Path, node: str, lease_s: float) -> subprocess.Popen[str]:
+def process(root: Path, node: str, lease_timeout_s: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(root / "mirror"), NAMES.run_id, node, str(lease_s)],
+        [sys.executable, "-c", HOLDER, str(root / "replica"), NAMES.run_id, node, str(lease_timeout_s)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -60,11 +60,11 @@ def line(holder: subprocess.Popen[str]) -> str:
 def test_a_run_that_is_held_is_refused_at_once_with_who_holds_it(tmp_path: Path, held: list[ReplicaLease]) -> None:
     first = lease(tmp_path, "first-1", SHORT_S)
     held.append(first)
-    first.take(never, quiet)
+    first.acquire(never, quiet)
     with pytest.raises(LockHeldError, match=r"machine first-1 trains it, since 20\d\d"):
-        lease(tmp_path, "second-2", SHORT_S).take(never, quiet)
+        lease(tmp_path, "second-2", SHORT_S).acquire(never, quiet)
     assert first.is_sure()
-    assert first.lost() is None
+    assert first.lost_reason() is None
     assert claims.list_keys(store(tmp_path), NAMES) == [(1, "first-1")], "who was refused leaves no claim"
 
 
@@ -72,13 +72,13 @@ def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_agai
     tmp_path: Path, held: list[ReplicaLease]
 ) -> None:
     first = lease(tmp_path, "first-1", LONG_S)
-    first.take(never, quiet)
+    first.acquire(never, quiet)
     first.release()
     first.release()
     assert not first.is_sure()
     second = lease(tmp_path, "second-2", LONG_S)
     held.append(second)
-    second.take(after(2), quiet)
+    second.acquire(after(2), quiet)
     assert (first.token, second.token) == (1, 2)
 
 
@@ -88,12 +88,12 @@ def test_a_token_is_above_all_written_ones_and_its_claim_says_where_its_journal_
     store(tmp_path).write(NAMES.checkpoint(7, 40), b"{}")
     one = lease(tmp_path, "one-1", LONG_S)
     held.append(one)
-    one.take(after(2), quiet)
+    one.acquire(after(2), quiet)
     assert one.token == 8
-    one.go_on_from((3, 1234))
+    one.record_origin((3, 1234))
     claim = LeaseRecord.from_bytes(store(tmp_path).read(NAMES.claim(8, "one-1")) or b"")
     assert claim is not None
-    assert claim.goes_on == (3, 1234)
+    assert claim.journal_origin == (3, 1234)
 
 
 def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
@@ -103,13 +103,13 @@ def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
     store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
     told: list[str] = []
     with pytest.raises(InterruptedRunError):
-        lease(tmp_path, "second-2", LONG_S).take(after(2), told.append)
+        lease(tmp_path, "second-2", LONG_S).acquire(after(2), told.append)
     assert "gone-1" in told[0]
     assert "600 s" in told[0]
     assert claims.list_keys(store(tmp_path), NAMES) == [(1, "gone-1")]
     third = lease(tmp_path, "third-3", LONG_S)
     held.append(third)
-    third.take(after(2), quiet, earlier=(1, "gone-1"))
+    third.acquire(after(2), quiet, previous=(1, "gone-1"))
     assert third.is_sure()
 
 
@@ -121,20 +121,20 @@ def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
     store(tmp_path).write(NAMES.claim(1, "odd-1"), garbage)
     second = lease(tmp_path, "second-2", LONG_S)
     with pytest.raises(InterruptedRunError):
-        second.take(after(2), quiet)
+        second.acquire(after(2), quiet)
     third = lease(tmp_path, "third-3", 0.2)
     held.append(third)
-    third.take(never, quiet)
+    third.acquire(never, quiet)
     assert third.is_sure()
 
 
 def test_a_holder_without_its_claim_has_lost_the_run_and_does_not_write_it_again(tmp_path: Path) -> None:
     one = lease(tmp_path, "one-1", 0.4)
-    one.take(never, quiet)
+    one.acquire(never, quiet)
     store(tmp_path).remove([NAMES.claim(1, "one-1")])
-    while one.lost() is None:
+    while one.lost_reason() is None:
         time.sleep(0.01)
-    assert "removed" in str(one.lost())
+    assert "removed" in str(one.lost_reason())
     one.release()
     assert claims.list_keys(store(tmp_path), NAMES) == []
 
@@ -149,7 +149,7 @@ def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_ru
         holder.send_signal(sent)
         second = lease(tmp_path, "second-2", SHORT_S)
         held.append(second)
-        second.take(never, quiet)
+        second.acquire(never, quiet)
         assert second.token == 2
         if sent == signal.SIGSTOP:
             holder.send_signal(signal.SIGCONT)
@@ -162,9 +162,9 @@ def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_ru
 
 def test_a_watch_measures_by_its_own_looks() -> None:
     watch = StalenessTracker()
-    assert watch.still_for("x", b"1") == 0.0
-    assert not watch.moved("x")
-    assert watch.still_for("x", b"2") == 0.0
-    assert watch.moved("x")
+    assert watch.seconds_unchanged("x", b"1") == 0.0
+    assert not watch.has_changed("x")
+    assert watch.seconds_unchanged("x", b"2") == 0.0
+    assert watch.has_changed("x")
     assert watch.last("x") == b"2"
     assert watch.last("y") is None

@@ -1,4 +1,4 @@
-"""Bringing a run directory to the state of its mirror: with progress, stopped on request, nothing left over."""
+"""Restoring a run directory from its replica: progress, stop requests, no leftovers."""
 
 import threading
 from pathlib import Path
@@ -11,17 +11,17 @@ from ratchet.errors import InterruptedRunError
 from ratchet.runs.replication import restore
 from ratchet.runs.replication.backend import TransferStoppedError, TransferWatchdog
 from ratchet.runs.replication.restore import DownloadProgress
-from ratchet.stages import reset
+from ratchet.stages.reset import reset
 from ratchet.storage.layout import ProjectLayout
 
 
 def trained(root: Path, name: str, *steps: int) -> Node:
     """A machine that has copied these steps and left."""
-    one = Node(root, name, settings(root)).take()
+    one = Node(root, name, settings(root)).acquire()
     for step in steps:
         one.save(step)
-        one.settled()
-    one.leave()
+        one.wait_until_replicated()
+    one.close()
     return one
 
 
@@ -40,17 +40,17 @@ def test_progress_of_a_fetch_is_reported(
     monkeypatch.setattr(restore, "TOLD_EVERY_S", 0.0)
     second = trained(tmp_path, "second")
     total = sum(path.stat().st_size for path in second.paths.checkpoint(2).iterdir() if path.name != "manifest.json")
-    told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the mirror" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the replica" in line]
     size = f"{total / 1000:.1f} kB"
-    assert told[-1:] == [f"ratchet: checkpoint of step 2: {size} of {size} fetched from the mirror"]
+    assert told[-1:] == [f"ratchet: checkpoint of step 2: {size} of {size} fetched from the replica"]
 
 
 def test_progress_of_a_quick_fetch_is_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     one = DownloadProgress("run", lambda: False, told.append)
-    one.expect("checkpoint of step 2", 100)
+    one.start("checkpoint of step 2", 100)
     for _ in range(10):
-        one.come(10)
+        one.receive(10)
     assert told == []
 
 
@@ -58,10 +58,12 @@ def test_a_request_to_stop_ends_the_fetch_and_the_next_start_repeats_it(tmp_path
     trained(tmp_path, "first", 2, 4)
     second = Node(tmp_path, "second", settings(tmp_path))
     asked: list[bool] = []
-    with pytest.raises(InterruptedRunError, match="stopped while it was fetched"):
-        second.keeper.take(lambda: bool(asked.append(True)) or bool(list(second.paths.checkpoints.glob(".partial-*"))))
+    with pytest.raises(InterruptedRunError, match="stopped while fetching"):
+        second.replicator.acquire(
+            lambda: bool(asked.append(True)) or bool(list(second.paths.checkpoints.glob(".partial-*")))
+        )
     assert [path.name for path in second.paths.checkpoints.iterdir()] == []
-    second.leave()
+    second.close()
     again = trained(tmp_path, "second")
     assert snapshots.newest(again.paths) == (4, [])
 
@@ -81,7 +83,7 @@ def test_a_hanging_call_ends_on_a_request_to_stop() -> None:
 
 def test_one_set_of_what_was_here_is_kept(tmp_path: Path) -> None:
     trained(tmp_path, "first", 2)
-    first = Node(tmp_path, "first", settings(tmp_path)).take()
+    first = Node(tmp_path, "first", settings(tmp_path)).acquire()
     first.save(4)  # is not waited for
     first.vanish()
     trained(tmp_path, "second", 6)
@@ -95,15 +97,15 @@ def test_one_set_of_what_was_here_is_kept(tmp_path: Path) -> None:
     assert snapshots.newest(back.paths) == (8, [])
 
 
-def test_it_is_removed_when_the_result_is_in_the_mirror(tmp_path: Path) -> None:
+def test_it_is_removed_when_the_result_is_in_the_replica(tmp_path: Path) -> None:
     trained(tmp_path, "first", 2)
     trained(tmp_path, "second", 4)
-    back = Node(tmp_path, "first", settings(tmp_path)).take()
+    back = Node(tmp_path, "first", settings(tmp_path)).acquire()
     assert aside(back)
     back.finish()
-    back.settled()
+    back.wait_until_replicated()
     wait_until(lambda: not aside(back))
-    back.leave()
+    back.close()
     assert snapshots.newest(back.paths) == (4, [])
 
 
@@ -113,22 +115,22 @@ def test_reset_removes_it_with_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     back = trained(tmp_path, "first")
     assert aside(back)
     monkeypatch.setenv("RATCHET_RUNS", str(back.paths.root.parent))
-    assert "removed" in reset.reset(ProjectLayout(tmp_path / "project"), NAMES.run_id, yes=True)
+    assert reset(ProjectLayout(tmp_path / "project"), NAMES.run_id).was_removed
     assert list(back.paths.root.parent.iterdir()) == []
 
 
-def test_local_state_is_used_where_the_mirror_has_no_whole_checkpoint(tmp_path: Path) -> None:
+def test_local_state_is_used_where_the_replica_has_no_whole_checkpoint(tmp_path: Path) -> None:
     first = trained(tmp_path, "first", 2)
     trained(tmp_path, "second", 4)
     for name in store(tmp_path).list(NAMES.folder("objects")):
         store(tmp_path).remove([name])
     journal = first.paths.journal.read_bytes()
-    back = Node(tmp_path, "first", settings(tmp_path)).take()
+    back = Node(tmp_path, "first", settings(tmp_path)).acquire()
     assert snapshots.newest(back.paths) == (2, [])
     assert back.paths.journal.read_bytes().startswith(journal)
     assert aside(back) == set()
-    assert any("is passed over" in text for text in back.texts("notice"))
-    assert "no whole checkpoint" in back.texts("notice")[-1]
-    back.settled()
-    back.leave()
+    assert any("is skipped" in text for text in back.texts("notice"))
+    assert "no complete checkpoint" in back.texts("notice")[-1]
+    back.wait_until_replicated()
+    back.close()
     assert snapshots.newest(trained(tmp_path, "third").paths) == (2, [])

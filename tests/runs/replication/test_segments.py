@@ -1,4 +1,4 @@
-"""A journal in pieces of several holders: few pieces, joined again without a gap."""
+"""A journal in pieces of several holders: few pieces, joined without gaps."""
 
 import random
 import re
@@ -18,7 +18,7 @@ NAMES = RunObjectNames("abcdef012345")
 
 @pytest.fixture
 def store(tmp_path: Path) -> ReplicaStore:
-    return ReplicaStore(str(tmp_path / "mirror"), TransferLimits(patience_s=2), lambda: False)
+    return ReplicaStore(str(tmp_path / "replica"), TransferLimits(retry_timeout_s=2), lambda: False)
 
 
 def lines(count: int, seed: int = 1) -> bytes:
@@ -30,8 +30,8 @@ def copy_of(path: Path, store: ReplicaStore, token: int, start: int = 0) -> Jour
     return JournalUploader(path, store, NAMES, token, JournalStart(start=start))
 
 
-def holds(store: ReplicaStore, token: int, goes_on: tuple[int, int] | None) -> None:
-    claim = LeaseRecord(token, f"node-{token}", "holding", 1, "now", goes_on)
+def holds(store: ReplicaStore, token: int, journal_origin: tuple[int, int] | None) -> None:
+    claim = LeaseRecord(token, f"node-{token}", "holding", 1, "now", journal_origin)
     store.write(NAMES.claim(token, claim.node), claim.as_bytes())
 
 
@@ -62,7 +62,7 @@ def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Pat
         with path.open("ab") as stream:
             stream.write(b'{"n": %04d}\n' % n)
         copy.copy()
-    assert len(store.list(NAMES.folder("journal"))) < 4 * manifests.MERGED
+    assert len(store.list(NAMES.folder("journal"))) < 4 * manifests.PIECES_PER_MERGE
     assert copy.bytes_sent < 5 * path.stat().st_size
     assert manifests.recover_journal(store, NAMES).content == path.read_bytes()
 
@@ -112,7 +112,7 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
     path = tmp_path / "journal"
     path.write_bytes(b"")
     copy = copy_of(path, store, 1)
-    for n in range(manifests.MERGED - 1):
+    for n in range(manifests.PIECES_PER_MERGE - 1):
         path.write_bytes(path.read_bytes() + b"%d\n" % n)
         copy.copy()
     read, done = store.read, []
@@ -124,7 +124,7 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
             copy.copy()
         return read(name)
 
-    reader = ReplicaStore(str(tmp_path / "mirror"), TransferLimits(patience_s=2), lambda: False)
+    reader = ReplicaStore(str(tmp_path / "replica"), TransferLimits(retry_timeout_s=2), lambda: False)
     monkeypatch.setattr(reader, "read", meanwhile)
     assert manifests.recover_journal(reader, NAMES).content == path.read_bytes()
     assert len(store.list(NAMES.folder("journal"))) == 1
@@ -136,7 +136,7 @@ def steps(*told: tuple[int, float]) -> bytes:
 
 
 def continued(tmp_path: Path, store: ReplicaStore, here: bytes) -> bytes:
-    """The mirror's journal after a machine with another journal became the holder and wrote one more step."""
+    """The replica's journal after a machine with another journal became the holder and wrote one more step."""
     path = tmp_path / "journal"
     path.write_bytes(here)
     begins = manifests.join_journal(path, store, NAMES)
@@ -147,7 +147,7 @@ def continued(tmp_path: Path, store: ReplicaStore, here: bytes) -> bytes:
     return manifests.recover_journal(store, NAMES).content
 
 
-ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
+ATTEMPT = b'{"event":"attempt_started","t":1,"attempt":1}\n'
 
 
 @pytest.mark.parametrize(

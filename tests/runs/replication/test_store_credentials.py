@@ -1,13 +1,13 @@
-"""Bucket, credentials and clock: said at the start, waited for later, and secret."""
+"""Bucket, credentials and clock: reported at the start, waited for later, never printed."""
 
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from behind_proxy import FAULTS, ONCE, QUICK, Mirror
+from behind_proxy import FAULTS, ONCE, QUICK, Replica
 from faulty_proxy import Fault, Request
-from ratchet.errors import DamagedFileError, MirrorError, SettingsError
+from ratchet.errors import DamagedFileError, ReplicaError, SettingsError
 from ratchet.runs.replication.store import ReplicaStore
 from s3_server import KEY_ID, SECRET, TOKEN
 
@@ -15,35 +15,35 @@ WRONG = {
     "InvalidAccessKeyId": "credentials",
     "SignatureDoesNotMatch": "credentials",
     "ExpiredToken": "expired",
-    "AccessDenied": "not allowed",
+    "AccessDenied": "lack permission",
     "RequestTimeTooSkewed": "clock",
 }
 
 
 @pytest.mark.parametrize("code", WRONG)
-def test_errors_that_only_the_user_can_correct_are_reported_at_the_start(mirror: Mirror, code: str) -> None:
-    mirror.proxy.inject(Fault("status", None, status=403, code=code))
-    with pytest.raises(SettingsError, match=rf"machine.mirror {mirror.url}: .*{code}.*{WRONG[code]}"):
-        mirror.store().check()
+def test_errors_that_only_the_user_can_correct_are_reported_at_the_start(replica: Replica, code: str) -> None:
+    replica.proxy.inject(Fault("status", None, status=403, code=code))
+    with pytest.raises(SettingsError, match=rf"machine.replica {replica.url}: .*{code}.*{WRONG[code]}"):
+        replica.store().check()
 
 
 def test_missing_bucket_network_and_credentials_have_different_messages_at_the_start(
-    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match=r"NoSuchBucket.*there is no such bucket"):
-        ReplicaStore("s3://another-bucket/mirror", QUICK, lambda: False).check()
-    mirror.proxy.down = True
-    with pytest.raises(MirrorError):
-        mirror.store(ONCE).check()
+    with pytest.raises(SettingsError, match=r"NoSuchBucket.*the bucket, region or directory does not exist"):
+        ReplicaStore("s3://another-bucket/replica", QUICK, lambda: False).check()
+    replica.proxy.down = True
+    with pytest.raises(ReplicaError):
+        replica.store(ONCE).check()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
     with pytest.raises(SettingsError, match=r"NoCredentialsError.*credentials are missing"):
-        mirror.store().check()
+        replica.store().check()
 
 
-def test_credentials_that_expire_are_read_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, path, entry = mirror.file(60_000)
-    kept = mirror.folder / "credentials"
+def test_credentials_that_expire_are_read_again(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, path, entry = replica.file(60_000)
+    kept = replica.folder / "credentials"
     kept.write_text(f"[default]\naws_access_key_id = AKIAOLD\naws_secret_access_key = {SECRET}\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(kept))
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
@@ -52,22 +52,22 @@ def test_credentials_that_expire_are_read_again(mirror: Mirror, monkeypatch: pyt
     def old(request: Request) -> bool:
         return "AKIAOLD" in request.headers.get("authorization", "")
 
-    mirror.proxy.inject(Fault("status", None, old, status=403, code="ExpiredToken"))
-    sending = threading.Thread(target=mirror.store().send, args=(name, path, entry))
+    replica.proxy.inject(Fault("status", None, old, status=403, code="ExpiredToken"))
+    sending = threading.Thread(target=replica.store().send, args=(name, path, entry))
     sending.start()
-    while mirror.proxy.struck < 3 and sending.is_alive():
+    while replica.proxy.struck < 3 and sending.is_alive():
         sending.join(0.01)
     kept.write_text(kept.read_text().replace("AKIAOLD", "AKIANEW"))
     sending.join(60)
-    assert mirror.holds(name) == entry[0]
+    assert replica.holds(name) == entry[0]
 
 
 def test_credentials_are_in_no_message(
-    mirror: Mirror, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    replica: Replica, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Not even where the server repeats them."""
-    name, path, entry = mirror.file(60_000)
-    store, told = mirror.store(ONCE), []
+    name, path, entry = replica.file(60_000)
+    store, told = replica.store(ONCE), []
     calls: list[Callable[[], object]] = [
         store.check,
         lambda: store.send(name, path, entry),
@@ -78,7 +78,7 @@ def test_credentials_are_in_no_message(
     def told_by(call: Callable[[], object]) -> None:
         try:
             call()
-        except (MirrorError, SettingsError, DamagedFileError) as error:
+        except (ReplicaError, SettingsError, DamagedFileError) as error:
             told.extend([str(error), repr(error), repr(error.__cause__)])
 
     for call in calls:
@@ -86,12 +86,12 @@ def test_credentials_are_in_no_message(
             *FAULTS.values(),
             lambda: Fault("status", None, status=403, code=f"Odd {KEY_ID} {SECRET} {TOKEN}"),
         ):
-            mirror.proxy.inject(make())
+            replica.proxy.inject(make())
             told_by(call)
-            mirror.proxy.heal()
-        mirror.proxy.down = True
+            replica.proxy.heal()
+        replica.proxy.down = True
         told_by(call)
-        mirror.proxy.heal()
+        replica.proxy.heal()
     assert len(told) > 50
     out = capfd.readouterr()
     everything = "\n".join([*told, caplog.text, out.out, out.err])

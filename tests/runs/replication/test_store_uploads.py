@@ -1,4 +1,4 @@
-"""Uploads in parts: what has arrived is not sent again, and believed only of a service that can know."""
+"""Multipart uploads: parts that arrived are not sent again, and are verified."""
 
 import json
 import re
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from behind_proxy import ONCE, Mirror, bodies, reads
+from behind_proxy import ONCE, Replica, bodies, reads
 from faulty_proxy import Fault, Request
-from ratchet.errors import MirrorError
+from ratchet.errors import ReplicaError
 from ratchet.runs.replication.s3_backend import PART_BYTES
 from s3_server import S3Server
 
 
-def test_an_outage_in_mid_upload_costs_no_part_that_has_arrived(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(4 * PART_BYTES)
-    proxy, second = mirror.proxy, threading.Event()
+def test_an_outage_in_mid_upload_costs_no_part_that_has_arrived(replica: Replica) -> None:
+    name, path, entry = replica.file(4 * PART_BYTES)
+    proxy, second = replica.proxy, threading.Event()
 
     def second_part(request: Request) -> bool:
         if "partNumber=2" in request.target and not second.is_set():
@@ -25,105 +25,107 @@ def test_an_outage_in_mid_upload_costs_no_part_that_has_arrived(mirror: Mirror) 
         return False
 
     proxy.inject(Fault("status", None, second_part))
-    sending = threading.Thread(target=mirror.store().send, args=(name, path, entry))
+    sending = threading.Thread(target=replica.store().send, args=(name, path, entry))
     sending.start()
     while proxy.refused < 10 and sending.is_alive():
         sending.join(0.01)
     proxy.heal()
     sending.join(60)
-    assert mirror.holds(name) == entry[0]
+    assert replica.holds(name) == entry[0]
     numbers = [found[1] for request in proxy.seen if (found := re.search(r"partNumber=(\d+)", request.target))]
     assert numbers.count("1") == 1
     assert sorted(set(numbers)) == ["1", "2", "3", "4"]
 
 
-def test_a_new_process_sends_only_the_parts_that_are_missing(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(3 * PART_BYTES)
-    mirror.proxy.inject(Fault("status", None, lambda request: "partNumber=3" in request.target))
-    with pytest.raises(MirrorError):
-        mirror.store(ONCE).send(name, path, entry)
-    assert mirror.holds(name) is None, "complete or absent"
-    mirror.proxy.heal()
-    assert mirror.store().send(name, path, entry) == PART_BYTES
-    assert mirror.holds(name) == entry[0]
+def test_a_new_process_sends_only_the_parts_that_are_missing(replica: Replica) -> None:
+    name, path, entry = replica.file(3 * PART_BYTES)
+    replica.proxy.inject(Fault("status", None, lambda request: "partNumber=3" in request.target))
+    with pytest.raises(ReplicaError):
+        replica.store(ONCE).send(name, path, entry)
+    assert replica.holds(name) is None, "complete or absent"
+    replica.proxy.heal()
+    assert replica.store().send(name, path, entry) == PART_BYTES
+    assert replica.holds(name) == entry[0]
 
 
-def test_a_part_of_something_else_is_not_taken_for_ours(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(2 * PART_BYTES)
-    client, key = mirror.server.client, f"mirror/{name}"
-    upload = client.create_multipart_upload(Bucket=mirror.bucket, Key=key)["UploadId"]
+def test_a_part_of_something_else_is_not_taken_for_ours(replica: Replica) -> None:
+    name, path, entry = replica.file(2 * PART_BYTES)
+    client, key = replica.server.client, f"replica/{name}"
+    upload = client.create_multipart_upload(Bucket=replica.bucket, Key=key)["UploadId"]
     other = b"z" * PART_BYTES
-    client.upload_part(Bucket=mirror.bucket, Key=key, UploadId=upload, PartNumber=1, Body=other)
-    assert mirror.store().send(name, path, entry) == 2 * PART_BYTES
-    assert mirror.holds(name) == entry[0]
+    client.upload_part(Bucket=replica.bucket, Key=key, UploadId=upload, PartNumber=1, Body=other)
+    assert replica.store().send(name, path, entry) == 2 * PART_BYTES
+    assert replica.holds(name) == entry[0]
 
 
-def test_an_upload_that_the_service_has_forgotten_begins_again(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(2 * PART_BYTES)
-    client, key = mirror.server.client, f"mirror/{name}"
+def test_an_upload_that_the_service_has_forgotten_begins_again(replica: Replica) -> None:
+    name, path, entry = replica.file(2 * PART_BYTES)
+    client, key = replica.server.client, f"replica/{name}"
     aborted = threading.Event()
 
     def second_part(request: Request) -> bool:
         if "partNumber=2" in request.target and not aborted.is_set():
             aborted.set()
-            for upload in client.list_multipart_uploads(Bucket=mirror.bucket)["Uploads"]:
-                client.abort_multipart_upload(Bucket=mirror.bucket, Key=key, UploadId=upload["UploadId"])
+            for upload in client.list_multipart_uploads(Bucket=replica.bucket)["Uploads"]:
+                client.abort_multipart_upload(Bucket=replica.bucket, Key=key, UploadId=upload["UploadId"])
             return True
         return False
 
     # Answered for moto, which has 500 for parts of an upload that it does not know.
-    mirror.proxy.inject(Fault("status", 1, second_part, status=404, code="NoSuchUpload"))
-    assert mirror.store().send(name, path, entry) == 3 * PART_BYTES, "the first part was sent twice"
+    replica.proxy.inject(Fault("status", 1, second_part, status=404, code="NoSuchUpload"))
+    assert replica.store().send(name, path, entry) == 3 * PART_BYTES, "the first part was sent twice"
     assert aborted.is_set()
-    assert mirror.holds(name) == entry[0]
+    assert replica.holds(name) == entry[0]
 
 
-def test_a_service_that_verifies_checksums_is_asked_not_read_back(mirror: Mirror) -> None:
+def test_a_service_that_verifies_checksums_is_asked_not_read_back(replica: Replica) -> None:
     """Where ETags are no MD5 sums (here: replaced on the way), its SHA-256 counts, for it refuses wrong ones."""
-    mirror.proxy.verifies = True
-    mirror.proxy.opaque_tags = True
-    name, path, entry = mirror.file(60_000)
-    mirror.proxy.inject(Fault("flip-sent", 2, bodies))
-    assert mirror.store().send(name, path, entry) == 60_000
-    assert mirror.holds(name) == entry[0]
-    assert mirror.proxy.struck == 2
-    assert not [request for request in mirror.proxy.seen if reads(request)]
+    replica.proxy.verifies = True
+    replica.proxy.opaque_tags = True
+    name, path, entry = replica.file(60_000)
+    replica.proxy.inject(Fault("flip-sent", 2, bodies))
+    assert replica.store().send(name, path, entry) == 60_000
+    assert replica.holds(name) == entry[0]
+    assert replica.proxy.struck == 2
+    assert not [request for request in replica.proxy.seen if reads(request)]
 
 
-def test_a_service_of_which_nothing_is_known_is_read_back(mirror: Mirror) -> None:
-    mirror.proxy.opaque_tags = True
-    name, path, entry = mirror.file(60_000)
-    mirror.proxy.inject(Fault("flip-sent", 2, lambda request: request.body_bytes == 60_000))
-    assert mirror.store().send(name, path, entry) == 3 * 60_000
-    assert mirror.holds(name) == entry[0]
-    assert [request for request in mirror.proxy.seen if reads(request)]
-    assert not [request for request in mirror.proxy.seen if "expect" in request.headers]  # some servers never answer it
+def test_a_service_of_which_nothing_is_known_is_read_back(replica: Replica) -> None:
+    replica.proxy.opaque_tags = True
+    name, path, entry = replica.file(60_000)
+    replica.proxy.inject(Fault("flip-sent", 2, lambda request: request.body_bytes == 60_000))
+    assert replica.store().send(name, path, entry) == 3 * 60_000
+    assert replica.holds(name) == entry[0]
+    assert [request for request in replica.proxy.seen if reads(request)]
+    assert not [
+        request for request in replica.proxy.seen if "expect" in request.headers
+    ]  # some servers never answer it
 
 
-def test_an_upload_that_cannot_be_finished_is_given_up_for_a_new_one(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(2 * PART_BYTES)
+def test_an_upload_that_cannot_be_finished_is_given_up_for_a_new_one(replica: Replica) -> None:
+    name, path, entry = replica.file(2 * PART_BYTES)
 
     def finishes(request: Request) -> bool:
         return request.method == "POST" and "uploadId=" in request.target
 
-    mirror.proxy.inject(Fault("status", 1, finishes, status=400, code="InvalidPart"))
-    assert mirror.store().send(name, path, entry) == 4 * PART_BYTES
-    assert mirror.holds(name) == entry[0]
-    assert "Uploads" not in mirror.server.client.list_multipart_uploads(Bucket=mirror.bucket)
+    replica.proxy.inject(Fault("status", 1, finishes, status=400, code="InvalidPart"))
+    assert replica.store().send(name, path, entry) == 4 * PART_BYTES
+    assert replica.holds(name) == entry[0]
+    assert "Uploads" not in replica.server.client.list_multipart_uploads(Bucket=replica.bucket)
 
 
-def test_a_file_that_is_removed_while_it_is_sent_is_reported(mirror: Mirror) -> None:
-    name, path, entry = mirror.file(2 * PART_BYTES)
+def test_a_file_that_is_removed_while_it_is_sent_is_reported(replica: Replica) -> None:
+    name, path, entry = replica.file(2 * PART_BYTES)
 
     def first_part(request: Request) -> bool:
         if "partNumber=1" in request.target:
             path.unlink(missing_ok=True)
         return False
 
-    mirror.proxy.inject(Fault("status", None, first_part))
+    replica.proxy.inject(Fault("status", None, first_part))
     with pytest.raises(FileNotFoundError, match="removed while it was sent"):
-        mirror.store().send(name, path, entry)
-    assert mirror.holds(name) is None
+        replica.store().send(name, path, entry)
+    assert replica.holds(name) is None
 
 
 def test_the_rule_against_unfinished_uploads_in_the_documentation_is_one_that_the_service_takes(s3: S3Server) -> None:

@@ -1,1 +1,1 @@
-"""Metric modules that the library `evaluate` loads from their path, and what they share."""
+"""Metric modules that the library `evaluate` loads by file path."""

@@ -1,9 +1,9 @@
-"""Which models llama.cpp computes as transformers does, and what a GGUF file has to tell it about one.
+"""Defines the models that llama.cpp computes exactly as transformers does, and writes their GGUF metadata.
 
-What each architecture reads is in llama.cpp's `src/models/*.cpp`, the keys are in the specification
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Where llama.cpp has a constant in the place of a setting
-(the scale of attention in Gemma 2 and 3, which of their layers see a window only), a config that says otherwise is
-refused: the file would load, and answer differently.
+The parameters that each architecture reads are in llama.cpp's `src/models/*.cpp`, the keys in the specification
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). llama.cpp has constants instead of some settings (attention
+scale and pattern of sliding-window layers in Gemma 2 and 3). A config with other values is refused, because the file
+would load and give other answers.
 """
 
 import math
@@ -16,10 +16,8 @@ from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType
 from numpy.typing import NDArray
 
 from ratchet.errors import BaseModelError, SettingsError
+from ratchet.export.gguf.llama_cpp_tools import CONVERT
 from ratchet.models import base_model
-
-CONVERTER = "convert_hf_to_gguf.py"
-"""Of a llama.cpp checkout; knows every architecture of its llama.cpp."""
 
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
 _ATTENTION_BIASES = tuple(f"self_attn.{one}_proj.bias" for one in "qkvo")
@@ -28,24 +26,24 @@ _MLP_BIASES = tuple(f"mlp.{one}_proj.bias" for one in ("gate", "up", "down"))
 
 @dataclass(frozen=True)
 class GgufModelFamily:
-    """One model_type of transformers, in llama.cpp."""
+    """A model_type of transformers and its counterpart in llama.cpp."""
 
     title: str
     arch: MODEL_ARCH
     activations: tuple[str, ...] = _SILU
     ropes: tuple[str, ...] = ("default", "linear", "yarn")
-    """Ways to stretch rotary positions that llama.cpp computes alike."""
+    """Types of rotary scaling that llama.cpp computes identically."""
     biases: tuple[str, ...] = ()
     interleaved: bool = False
-    """Rotary pairs are neighbours (2i, 2i + 1), not halves: rows of queries and keys change places."""
+    """Whether rotary pairs are neighbors (2i, 2i + 1) instead of halves, so that query and key rows are reordered."""
     norm_offset: float = 0.0
-    """Added to the weights of norms, which transformers multiplies by 1 + weight."""
+    """Added to the weights of norms, for models in which transformers multiplies by 1 + weight."""
     always_tied: bool = False
-    """The head is the embedding, whatever a file holds."""
+    """Whether the head is always the embedding, whatever the files contain."""
     window_period: int = 0
-    """Every so many layers one sees everything, the others a window; 0: windows are not computed."""
-    scale_of_hidden_at: int = 0
-    """Number of layers at which attention is scaled by hidden size / heads in the place of the size of a head."""
+    """Every n-th layer has full attention and the others a sliding window; 0: llama.cpp computes no windows."""
+    hidden_scale_layers: int = 0
+    """Number of layers of the variant that scales attention by hidden size / heads instead of the head size."""
 
 
 FAMILIES = {
@@ -61,11 +59,11 @@ FAMILIES = {
     "gemma": GgufModelFamily("Gemma", MODEL_ARCH.GEMMA, _GELU, ("default",), norm_offset=1.0, always_tied=True),
     "gemma2": GgufModelFamily(
         "Gemma 2", MODEL_ARCH.GEMMA2, _GELU, ("default",), norm_offset=1.0, always_tied=True, window_period=2,
-        scale_of_hidden_at=46,
+        hidden_scale_layers=46,
     ),
     "gemma3_text": GgufModelFamily(
         "Gemma 3 (text)", MODEL_ARCH.GEMMA3, _GELU, ("default", "linear"), norm_offset=1.0, window_period=6,
-        scale_of_hidden_at=62,
+        hidden_scale_layers=62,
     ),
     "phi3": GgufModelFamily("Phi-3", MODEL_ARCH.PHI3, ropes=("default", "longrope")),
 }  # fmt: skip
@@ -73,72 +71,75 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One model, as llama.cpp has to know it."""
+    """llama.cpp's parameters of one model."""
 
     family: GgufModelFamily
     config: Any
-    """Of transformers."""
-    head_width: int
-    rotary: int
+    """Config of transformers."""
+    head_size: int
+    rotary_dims: int
     """Dimensions of a head that are rotated."""
     context_tokens: int
-    tied: bool
-    extra: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    is_tied: bool
+    computed_tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Tensors that are computed from the config."""
     attention_factor: float | None = None
-    """Of longrope: cosines and sines are multiplied by it."""
+    """Factor of cosines and sines in longrope."""
     notes: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:
+        """Number of decoder layers."""
         return int(self.config.num_hidden_layers)
 
     @property
-    def key_heads(self) -> int:
+    def key_value_heads(self) -> int:
+        """Number of key and value heads."""
         return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
 
     @property
-    def widths(self) -> set[int]:
-        """Lengths of the rows of the matrices of a block."""
+    def row_widths(self) -> set[int]:
+        """Row lengths of the matrices in a layer."""
         return {
             self.config.hidden_size,
             self.config.intermediate_size,
-            self.head_width * self.config.num_attention_heads,
+            self.head_size * self.config.num_attention_heads,
         }
 
 
 def is_supported(directory: Path) -> bool:
-    """Whether the writer here knows the architecture of a model's directory. Raises BaseModelError: no config."""
+    """Whether the writer supports the architecture in a model directory. Raises BaseModelError without a config."""
     return base_model.read_config(directory)["model_type"] in FAMILIES
 
 
 def read_architecture(directory: Path) -> GgufArchitecture:
-    """What config.json means.
+    """Read a model's parameters from config.json.
 
     Raises:
-        BaseModelError: there is no config, transformers does not understand it, or llama.cpp computes such a model
-            otherwise than transformers does.
-        SettingsError: an architecture that is not carried.
+        BaseModelError: config.json is missing, transformers rejects it, or llama.cpp would compute such a model
+            differently.
+        SettingsError: the architecture is not supported.
     """
     kind = base_model.read_config(directory)["model_type"]
     if kind not in FAMILIES:
         raise SettingsError(
-            f"export.gguf: {kind}: the writer here carries {', '.join(one.title for one in FAMILIES.values())}; name a "
-            f"checkout of llama.cpp in machine.llama_cpp, and its {CONVERTER} is used for others, or export no GGUF"
+            f"export.gguf: found architecture {kind}; supported: {', '.join(one.title for one in FAMILIES.values())}. "
+            f"For others, set machine.llama_cpp to a checkout of llama.cpp, which has {CONVERT}, or remove all types "
+            "from export.gguf.types"
         )
     family, config = FAMILIES[kind], _config(directory)
     where = f"{directory / 'config.json'}: export.gguf"
     _require_same_arithmetic(family, config, where)
-    head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    if family.arch is MODEL_ARCH.PHI3 and head * config.num_attention_heads != config.hidden_size:
-        raise _unsupported_error(where, f"head_dim {head}", "the hidden size divided by the heads")
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if family.arch is MODEL_ARCH.PHI3 and head_size * config.num_attention_heads != config.hidden_size:
+        raise _unsupported_error(where, f"head_dim {head_size}", "hidden size / heads")
     rope = _rope_parameters(config)
     _require_rope(family, rope, where)
-    rotary = int(head * rope.get("partial_rotary_factor", 1.0))
+    rotary_dims = int(head_size * rope.get("partial_rotary_factor", 1.0))
     context, notes = _context_limit(family, config, rope)
-    extra, factor = _rope_tensors(config, rope, rotary)
-    tied = family.always_tied or bool(config.tie_word_embeddings)
-    return GgufArchitecture(family, config, head, rotary, context, tied, extra, factor, notes)
+    tensors, factor = _rope_tensors(config, rope, rotary_dims)
+    is_tied = family.always_tied or bool(config.tie_word_embeddings)
+    return GgufArchitecture(family, config, head_size, rotary_dims, context, is_tied, tensors, factor, notes)
 
 
 def _config(directory: Path) -> Any:
@@ -146,17 +147,17 @@ def _config(directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # of any kind: configs check themselves
+    except Exception as error:  # each config class validates itself
         raise BaseModelError(
-            f"{directory / 'config.json'}: transformers does not understand it ({str(error).splitlines()[0]}); bring "
-            "the original file"
+            f"{directory / 'config.json'}: transformers rejects it ({str(error).splitlines()[0]}); restore the "
+            "original file"
         ) from None
 
 
-def _unsupported_error(where: str, found: str, wanted: str) -> BaseModelError:
+def _unsupported_error(where: str, found: str, supported: str) -> BaseModelError:
     return BaseModelError(
-        f"{where}: {found}: llama.cpp computes this architecture with {wanted} only, so a GGUF file would answer "
-        "otherwise than the model; export no GGUF of it"
+        f"{where}: found {found}; llama.cpp computes this architecture only with {supported}, so a GGUF file would "
+        "give other answers than the model; remove all types from export.gguf.types"
     )
 
 
@@ -170,7 +171,7 @@ def _require_same_arithmetic(family: GgufModelFamily, config: Any, where: str) -
     if getattr(config, "use_bidirectional_attention", False):
         raise _unsupported_error(where, "use_bidirectional_attention: true", "causal attention")
     if family.always_tied and not config.tie_word_embeddings:
-        raise _unsupported_error(where, "tie_word_embeddings: false", "a head that is the embedding")
+        raise _unsupported_error(where, "tie_word_embeddings: false", "tied embeddings")
     if family.window_period:
         _require_windows(family, config, where)
 
@@ -179,22 +180,24 @@ def _require_windows(family: GgufModelFamily, config: Any, where: str) -> None:
     period, layers = family.window_period, config.num_hidden_layers
     types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
     if list(config.layer_types) != types or not config.sliding_window:
-        raise _unsupported_error(where, "layer_types", f"a window in all but every {period}th layer")
+        raise _unsupported_error(
+            where, "layer_types", f"full attention in every {period}th layer and windows elsewhere"
+        )
     hidden = config.hidden_size // config.num_attention_heads
-    scale = hidden if layers == family.scale_of_hidden_at else config.head_dim
+    scale = hidden if layers == family.hidden_scale_layers else config.head_dim
     if config.query_pre_attn_scalar != scale:
         raise _unsupported_error(where, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", f"{scale}")
     caps = (config.attn_logit_softcapping, config.final_logit_softcapping)
     if family.arch is MODEL_ARCH.GEMMA2 and None in caps:
         raise _unsupported_error(where, "no soft-capping", "soft-capping of attention and logits")
     if family.arch is MODEL_ARCH.GEMMA3 and any(caps):
-        raise _unsupported_error(where, "soft-capping", "none")
+        raise _unsupported_error(where, "soft-capping", "no soft-capping")
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """Rotary parameters of the layers that see everything."""
-    found: dict[str, Any] = config.rope_parameters
-    full: dict[str, Any] = found.get("full_attention", found)
+    """Rotary parameters of the layers with full attention."""
+    parameters: dict[str, Any] = config.rope_parameters
+    full: dict[str, Any] = parameters.get("full_attention", parameters)
     return full
 
 
@@ -204,45 +207,45 @@ def _require_rope(family: GgufModelFamily, rope: dict[str, Any], where: str) -> 
         raise _unsupported_error(where, f"rope_type {kind}", " or ".join(family.ropes))
     if family.arch is not MODEL_ARCH.PHI3 and rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _unsupported_error(
-            where, f"partial_rotary_factor {rope['partial_rotary_factor']}", "heads that are rotated whole"
+            where, f"partial_rotary_factor {rope['partial_rotary_factor']}", "partial_rotary_factor 1"
         )
     if kind == "yarn":
-        own = rope.get("attention_factor")
-        usual = 0.1 * math.log(rope["factor"]) + 1.0  # Peng et al. 2023, YaRN, equation 22
-        if own is not None and not math.isclose(own, usual, rel_tol=1e-6):
-            raise _unsupported_error(where, f"attention_factor {own}", f"{usual:.6g}")
+        factor = rope.get("attention_factor")
+        published = 0.1 * math.log(rope["factor"]) + 1.0  # Peng et al. 2023, YaRN, equation 22
+        if factor is not None and not math.isclose(factor, published, rel_tol=1e-6):
+            raise _unsupported_error(where, f"attention_factor {factor}", f"{published:.6g}")
         if rope.get("mscale") or rope.get("mscale_all_dim") or rope.get("truncate") is False:
             raise _unsupported_error(where, "mscale or truncate", "YaRN as published")
 
 
 def _context_limit(family: GgufModelFamily, config: Any, rope: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Tokens up to which llama.cpp computes what transformers does; what has to be said about it."""
+    """Return the context size up to which llama.cpp computes the same as transformers, and notes about it."""
     context = int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if window and not family.window_period and (types is None or "sliding_attention" in types) and window < context:
-        note = f"llama.cpp knows no window in this architecture: the file's context ends where it begins, at {window}"
+        note = f"the file's context is {window} tokens, because llama.cpp has no sliding window for this architecture"
         return int(window), (note,)
     trained = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and trained and trained < context:
         note = (
-            f"opened with more than {trained} tokens of context, llama.cpp takes the factors for long texts for short "
-            "ones, too, as transformers does not: the file's own context is that"
+            f"the file's context is {trained} tokens: with a larger one, llama.cpp also uses the factors of long texts "
+            "for short texts, unlike transformers"
         )
         return int(trained), (note,)
     return context, ()
 
 
 def _rope_tensors(
-    config: Any, rope: dict[str, Any], rotary: int
+    config: Any, rope: dict[str, Any], rotary_dims: int
 ) -> tuple[dict[str, NDArray[np.float32]], float | None]:
-    """Divisors of the rotary frequencies, and the factor of longrope, from transformers' own formulas."""
+    """Compute divisors of rotary frequencies, and longrope's factor, with transformers' own formulas."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", "default")
     if kind == "llama3":
         stretched, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-        plain = 1.0 / (rope["rope_theta"] ** (np.arange(0, rotary, 2, dtype=np.float32) / rotary))
+        plain = 1.0 / (rope["rope_theta"] ** (np.arange(0, rotary_dims, 2, dtype=np.float32) / rotary_dims))
         return {"rope_freqs.weight": (plain / stretched.double().numpy()).astype(np.float32)}, None
     if kind == "longrope":
         factors = {one: np.asarray(rope[f"{one}_factor"], np.float32) for one in ("long", "short")}
@@ -252,19 +255,19 @@ def _rope_tensors(
 
 
 def write_metadata(writer: GGUFWriter, model: GgufArchitecture) -> None:
-    """Tell a file's reader about the model; the writer knows its architecture already."""
+    """Write a model's parameters into a file's metadata; the writer already has the architecture."""
     config, rope = model.config, _rope_parameters(model.config)
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(model.key_heads)
-    writer.add_key_length(model.head_width)
-    writer.add_value_length(model.head_width)
+    writer.add_head_count_kv(model.key_value_heads)
+    writer.add_key_length(model.head_size)
+    writer.add_value_length(model.head_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_dimension_count(model.rotary)
+    writer.add_rope_dimension_count(model.rotary_dims)
     writer.add_rope_freq_base(rope["rope_theta"])
     _write_rope_scaling(writer, model, rope)
     if model.family.window_period:

@@ -1,7 +1,7 @@
-"""llama.cpp's own tools, where the user has them: K-quants, and architectures that our writer does not know.
+"""Runs llama.cpp's own tools, if installed, for K-quants and for architectures that our writer does not support.
 
-`llama-quantize IN OUT TYPE THREADS` quantises a GGUF file, `convert_hf_to_gguf.py DIR --outtype TYPE --outfile OUT`
-writes one. Neither has a deadline: a large model takes as long as it takes, and both end by themselves.
+`llama-quantize IN OUT TYPE THREADS` quantizes a GGUF file, and `convert_hf_to_gguf.py DIR --outtype TYPE --outfile OUT`
+writes one. Neither has a timeout, because a large model may take hours; both end by themselves.
 """
 
 import os
@@ -14,68 +14,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, get_args
 
-from ratchet.config.export import GgufType, ToolType
+from ratchet.config.export import GgufType, LlamaCppGgufType
 from ratchet.errors import SettingsError
 from ratchet.storage import disk, files
 
-TYPES: frozenset[str] = frozenset(get_args(ToolType))
-"""That only llama-quantize makes; it makes all others, too."""
+TYPES: frozenset[str] = frozenset(get_args(LlamaCppGgufType))
+"""Types that only llama-quantize writes; it also writes all others."""
 CONVERTED: frozenset[str] = frozenset({"f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0"})
-"""That the converter writes by itself."""
+"""Types that the converter writes without llama-quantize."""
 QUANTIZE = "llama-quantize"
 CONVERT = "convert_hf_to_gguf.py"
-PLACES = ("", "bin", "build/bin")
-"""In a checkout, after a build, or an installation."""
-KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
+SUBDIRECTORIES = ("", "bin", "build/bin")
+"""Directories with tools in a checkout, a build, or an installation."""
+INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LOG_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class LlamaCppTools:
-    """What there is of llama.cpp."""
+    """Paths of llama.cpp's tools; None: not installed."""
 
     quantize: Path | None
     convert: Path | None
 
 
 def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
-    """Look for both tools in a directory that the user names, and for llama-quantize on PATH.
+    """Find both tools in the directory of the settings, and llama-quantize on PATH.
 
     Raises:
-        SettingsError: the named directory is none, or has neither.
+        SettingsError: the directory does not exist, or contains neither tool.
     """
     on_path = shutil.which(QUANTIZE)
     quantize = Path(on_path) if on_path else None
     if llama_cpp is None:
         return LlamaCppTools(quantize, None)
     if not llama_cpp.is_dir():
-        raise SettingsError(f"machine.llama_cpp: {llama_cpp}: no such directory; name one that holds llama.cpp")
+        raise SettingsError(
+            f"machine.llama_cpp: {llama_cpp}: directory not found; expected a checkout or an installation of llama.cpp"
+        )
     own, convert = _find_in_directory(llama_cpp, QUANTIZE, os.X_OK), _find_in_directory(llama_cpp, CONVERT, os.R_OK)
     if own is None and convert is None:
-        places = ", ".join(str(llama_cpp / place) for place in PLACES)
+        searched = ", ".join(str(llama_cpp / name) for name in SUBDIRECTORIES)
         raise SettingsError(
-            f"machine.llama_cpp: neither {QUANTIZE} nor {CONVERT} in {places}; build llama.cpp (`cmake -B build && "
-            f"cmake --build build --target {QUANTIZE}`), or set machine.llama_cpp: null"
+            f"machine.llama_cpp: found neither {QUANTIZE} nor {CONVERT} in {searched}; build llama.cpp (`cmake "
+            f"-B build && cmake --build build --target {QUANTIZE}`), or set machine.llama_cpp: null"
         )
     return LlamaCppTools(own or quantize, convert)
 
 
 def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
-    """Raise SettingsError where a type needs llama-quantize and there is none."""
+    """Raises SettingsError if a type needs llama-quantize and it is not installed."""
     needed = [kind for kind in kinds if kind in TYPES]
     if needed and tools.quantize is None:
         raise _missing_tool_error(needed[0])
 
 
 def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufType, threads: int) -> None:
-    """Make a smaller file of an F32 one, as llama.cpp's own tool does it.
+    """Quantize an F32 file with llama.cpp's own tool.
 
-    A row that cannot be cut into the blocks of a K-quant (256 weights) gets another type of about that size: the tool
-    decides, and the file says.
+    Rows that are not a multiple of a K-quant's block (256 weights) get another type of similar size. The tool chooses
+    it and records it in the file.
 
     Raises:
-        SettingsError: there is no such tool, or it fails; with its last words.
+        SettingsError: the tool is not installed, or fails; the message contains its last line of output.
     """
     if tools.quantize is None:
         raise _missing_tool_error(kind)
@@ -83,40 +85,41 @@ def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufTy
 
 
 def convert_to_gguf(tools: LlamaCppTools, directory: Path, target: Path, kind: GgufType = "f32") -> None:
-    """Write a GGUF file of a Hugging Face directory with the converter of a llama.cpp checkout, offline.
+    """Convert a Hugging Face directory to GGUF with the converter of a llama.cpp checkout, offline.
 
-    It is run by this interpreter, which has torch, transformers and sentencepiece.
+    The converter runs in this interpreter, which has torch, transformers and sentencepiece.
 
     Raises:
-        SettingsError: there is none, it does not write this type, or it fails; with its last words.
+        SettingsError: there is no converter, it does not write this type, or it fails; the message contains its last
+            line of output.
     """
     if tools.convert is None:
         raise SettingsError(
-            f"export.gguf: this architecture needs llama.cpp's {CONVERT}; name a checkout of llama.cpp in "
-            "machine.llama_cpp, or leave export.gguf.types empty"
+            f"export.gguf: this architecture needs llama.cpp's {CONVERT}; set machine.llama_cpp to a checkout of "
+            "llama.cpp, or remove all types from export.gguf.types"
         )
     if kind not in CONVERTED:
-        raise SettingsError(f"export.gguf.types: {CONVERT} does not write {kind}, but {', '.join(sorted(CONVERTED))}")
+        raise SettingsError(f"export.gguf.types: found {kind}; {CONVERT} writes only {', '.join(sorted(CONVERTED))}")
     command = [sys.executable, str(tools.convert), str(directory), "--outtype", kind, "--outfile"]
     _run_tool(tools.convert, command, [], target)
 
 
 def _missing_tool_error(kind: GgufType) -> SettingsError:
     return SettingsError(
-        f"export.gguf.types: {kind} is made by llama.cpp's {QUANTIZE}, which is not on PATH; install llama.cpp, or "
-        "name its directory in machine.llama_cpp, or choose a type that needs no tool (q8_0, q4_0)"
+        f"export.gguf.types: {kind} needs llama.cpp's {QUANTIZE}, which is not on PATH; install llama.cpp, or set "
+        "machine.llama_cpp to its directory, or use a type that needs no tool (q8_0, q4_0)"
     )
 
 
 def _find_in_directory(root: Path, name: str, access: int) -> Path | None:
-    found = (root / place / name for place in PLACES)
-    return next((path.absolute() for path in found if path.is_file() and os.access(path, access)), None)
+    paths = (root / subdirectory / name for subdirectory in SUBDIRECTORIES)
+    return next((path.absolute() for path in paths if path.is_file() and os.access(path, access)), None)
 
 
 def _run_tool(tool: Path, before: list[str], after: list[str], target: Path) -> None:
-    """Let a tool write `target`, which is whole or not there: the name of the file goes between both lists."""
+    """Run a tool that writes `target`, whose path goes between both argument lists; a failed tool leaves no file."""
     partial = target.with_name(f"{files.PARTIAL}{target.name}")
-    environment = {name: os.environ[name] for name in KEPT if name in os.environ} | OFFLINE
+    environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ} | OFFLINE
     try:
         with tempfile.TemporaryFile() as log:
             try:
@@ -126,7 +129,7 @@ def _run_tool(tool: Path, before: list[str], after: list[str], target: Path) -> 
                 )  # fmt: skip
             except OSError as error:
                 raise SettingsError(
-                    f"{tool}: cannot be started ({error.strerror}); is it made for this machine?"
+                    f"{tool}: cannot be started ({error.strerror}); check that it is built for this machine"
                 ) from None
             if done.returncode != 0 or not _is_gguf(partial):
                 raise SettingsError(f"{tool}: failed ({_describe_exit(done.returncode)}): {_last_line(log)}")
@@ -147,10 +150,11 @@ def _last_line(log: IO[bytes]) -> str:
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - LOG_BYTES))
     lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _describe_exit(code: int) -> str:
     if code == 0:
-        return "it wrote no GGUF file"
+        return "exit code 0, but no GGUF file"
+
     return f"signal {-code}" if code < 0 else f"exit code {code}"

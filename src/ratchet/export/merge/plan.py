@@ -1,4 +1,4 @@
-"""What a merge will do, tensor by tensor, from headers and JSON alone: all that can be refused early is found here."""
+"""Plans a merge tensor by tensor from headers and JSON alone, so that every refusal comes before long work."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ratchet.errors import SettingsError
 from ratchet.export.merge import tensor_names
+from ratchet.export.merge.adapter_updates import AdapterUpdates
 from ratchet.export.merge.base_reader import BaseStorageFormat, BaseWeightReader, TokenRowInitialization
-from ratchet.export.merge.deltas import AdapterUpdates
-from ratchet.export.merge.request import MergeRecipe, validate_recipe
+from ratchet.export.merge.recipe import MergeRecipe, validate_recipe
 from ratchet.export.merge.shards import TensorEntry
 from ratchet.export.merge.tensor_names import TensorGroup, UnknownNamesError
-from ratchet.models import base_model, loading, model_spec, prequantized, vocabulary, weights
+from ratchet.models import base_model, loading, model_spec, vocabulary, weights
 from ratchet.models.device import Model
 from ratchet.models.memory import parameters
 from ratchet.models.model_spec import ModelSpec
@@ -23,238 +23,246 @@ from ratchet.storage.records.base import StoredQuantization
 
 @dataclass(frozen=True)
 class MergeUnit:
-    """Parameters that are computed and written together: mostly one."""
+    """Parameters that are computed and written together: usually one."""
 
     group: TensorGroup
-    places: dict[str, str]
-    """Parameters as they are read, and what they are in the result: a head gets a copy of what it was tied to."""
+    targets: dict[str, str]
+    """Parameters of the base, and their names in the result. An untied head gets a copy of the embedding."""
     entries: tuple[TensorEntry, ...]
-    """What is written of them, in this order."""
-    renamed: bool
-    """Whether each is one of the entries, in this order; else numbers are put together or taken apart to be written."""
+    """Tensors to write for this unit, in this order."""
+    is_renamed_only: bool
+    """Whether each parameter is one of the entries, in order; otherwise writing combines or splits values."""
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A merge that can begin."""
+    """A merge that was checked and can begin."""
 
     model: Model
-    """The merged model without data, with its config and a row for each token."""
+    """The merged model on the meta device, with its config and one row per token."""
     updates: AdapterUpdates
-    form: BaseStorageFormat
-    pieces: tuple[MergeUnit, ...] | None
-    """None: the names of the files cannot be followed, and the model is merged as a whole."""
-    tied: bool
-    """Whether embeddings and head are one tensor in the result; of a merge as a whole, whether they may be."""
+    storage: BaseStorageFormat
+    units: tuple[MergeUnit, ...] | None
+    """None: the names in the files cannot be mapped, so the model is merged in memory as a whole."""
+    is_tied: bool
+    """Whether embeddings and head are one tensor in the result; for a merge in memory, whether they may be."""
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """Everything that is written."""
-        return [entry for piece in self.pieces or () for entry in piece.entries]
+        """All tensors that the merge writes."""
+        return [entry for unit in self.units or () for entry in unit.entries]
 
 
 def plan_merge(recipe: MergeRecipe) -> MergePlan:
-    """Look at base and adapters without reading a weight of the base.
+    """Check base, adapters and recipe, and plan the merge without reading a weight of the base.
 
     Raises:
-        BaseModelError: base or adapter are not what they should be, or do not go together.
-        DamagedFileError: an adapter cannot be read, or holds NaN.
-        SettingsError: the recipe asks for what these files do not have.
+        BaseModelError: the base or an adapter is invalid, or they do not fit together.
+        DamagedFileError: an adapter cannot be read, or contains NaN.
+        SettingsError: the recipe asks for something that these files do not contain.
     """
     validate_recipe(recipe)
-    stored = _stored_quantization(recipe)
-    plan = model_spec.load(recipe.base, recipe.card.remote_code)
-    plan.require_causal()
-    weights.check_stored_tensors(recipe.base, plan, stored)
-    computed_in = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
-    held_in = computed_in if recipe.merge_base == "dequantized" else torch.float32
-    size, pieces = _token_row_count(recipe)
-    grown = partial(_grow_model, plan, held_in, size, pieces)
-    model = grown()
-    updates = AdapterUpdates.read(recipe, model, grown)
-    small = plan.model(held_in)
-    form = BaseStorageFormat(
-        dtypes={name: tensor.dtype for name, tensor in small.state_dict().items()},
-        four_bits=_four_bit_weights(recipe, small, stored),
-        in_files=frozenset(weights.unpacked_shapes(recipe.base, stored)) if stored else frozenset(),
-        turned=frozenset(f"{layer.name}.weight" for layer in plan.layers if layer.kind == "conv1d"),
-        rows=dict(_token_row_parameters(small, model, pieces)),
+    quantization = _stored_quantization(recipe)
+    spec = model_spec.load(recipe.base, recipe.card.remote_code)
+    spec.require_causal()
+    weights.check_stored_tensors(recipe.base, spec, quantization)
+    compute_dtype = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
+    dtype = compute_dtype if recipe.merge_base == "dequantized" else torch.float32
+    row_count, pieces = _token_row_count(recipe)
+    make_model = partial(_grow_model, spec, dtype, row_count, pieces)
+    model = make_model()
+    updates = AdapterUpdates.read(recipe, model, make_model)
+    base = spec.model(dtype)
+    storage = BaseStorageFormat(
+        dtypes={name: tensor.dtype for name, tensor in base.state_dict().items()},
+        quantized=_quantized_weights(recipe, base, quantization),
+        prequantized=(frozenset(weights.unpacked_shapes(recipe.base, quantization)) if quantization else frozenset()),
+        transposed=frozenset(f"{layer.name}.weight" for layer in spec.layers if layer.kind == "conv1d"),
+        token_rows=dict(_token_row_parameters(base, model, pieces)),
     )
     try:
-        shapes = weights.plain_shapes(recipe.base, plan, stored)
-        found, tied = _plan_units(recipe, shapes, small, model, form, updates)
+        shapes = weights.plain_shapes(recipe.base, spec, quantization)
+        units, is_tied = _plan_units(recipe, shapes, base, model, storage, updates)
     except UnknownNamesError:
-        return MergePlan(model, updates, form, None, tied=bool(model.all_tied_weights_keys))
-    return MergePlan(model, updates, form, tuple(found), tied)
+        return MergePlan(model, updates, storage, None, is_tied=bool(model.all_tied_weights_keys))
+    return MergePlan(model, updates, storage, tuple(units), is_tied)
 
 
 def _stored_quantization(recipe: MergeRecipe) -> StoredQuantization | None:
-    stored = prequantized.detect(base_model.read_config(recipe.base), str(recipe.base))
-    if stored is None:
+    quantization = base_model.detect_stored_quantization(base_model.read_config(recipe.base), str(recipe.base))
+    if quantization is None:
         return None
-    prequantized.require_same_quantization(stored, recipe.train, str(recipe.base))
+    base_model.require_same_quantization(quantization, recipe.train, str(recipe.base))
     if recipe.merge_base == "original":
         raise SettingsError(
-            f"export.merge_base: original, but {recipe.base} is quantised in its own files, so there are no other "
-            "weights than those that were trained against; set export.merge_base: dequantized"
+            f"export.merge_base: found original, but the files of {recipe.base} are quantized and contain no original "
+            "weights; set export.merge_base: dequantized"
         )
-    return stored
+    return quantization
 
 
 def _token_row_count(recipe: MergeRecipe) -> tuple[int, vocabulary.Pieces]:
-    """Rows that the model needs, and how those of added tokens begin."""
+    """Return the number of token rows that the model needs, and the pieces that initialize added tokens."""
     tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
     pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
     return vocabulary.required_rows(tokenizer), pieces
 
 
-def _grow_model(plan: ModelSpec, dtype: torch.dtype, size: int, pieces: vocabulary.Pieces) -> Model:
-    model = plan.model(dtype)
-    vocabulary.grow_embeddings(model, size, pieces)
+def _grow_model(spec: ModelSpec, dtype: torch.dtype, row_count: int, pieces: vocabulary.Pieces) -> Model:
+    model = spec.model(dtype)
+    vocabulary.grow_embeddings(model, row_count, pieces)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model
 
 
-def _four_bit_weights(recipe: MergeRecipe, small: Model, stored: StoredQuantization | None) -> frozenset[str]:
-    """Weights that are put in 4 bits when the base is loaded for training, by transformers' own choice."""
-    if stored is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
+def _quantized_weights(recipe: MergeRecipe, base: Model, quantization: StoredQuantization | None) -> frozenset[str]:
+    """Weights that transformers quantizes to 4 bits when it loads the base for training."""
+    if quantization is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
         return frozenset()
-    return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(small))
+    return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(base))
 
 
 def _token_row_parameters(
-    small: Model, model: Model, pieces: vocabulary.Pieces
+    base: Model, model: Model, pieces: vocabulary.Pieces
 ) -> Iterator[tuple[str, TokenRowInitialization]]:
-    """Every parameter with a row for each token, by all of its names."""
-    held = [one for one in (small.get_input_embeddings(), small.get_output_embeddings()) if one is not None]
-    tensors = {id(t) for one in held for t in (getattr(one, "weight", None), getattr(one, "bias", None))}
+    """Yield every parameter with one row per token, under all of its names."""
+    modules = [one for one in (base.get_input_embeddings(), base.get_output_embeddings()) if one is not None]
+    tensors = {id(t) for one in modules for t in (getattr(one, "weight", None), getattr(one, "bias", None))}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name, parameter in small.named_parameters(remove_duplicate=False):
+    for name, parameter in base.named_parameters(remove_duplicate=False):
         if id(parameter) in tensors:
             count, stored = shapes[name][0], len(parameter)
             yield name, TokenRowInitialization(count, stored, dict.fromkeys(range(stored, count), ()) | dict(pieces))
 
 
-# ----------------------------------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------------------------------------------ tensors to write
 
 
 def _plan_units(
     recipe: MergeRecipe,
     shapes: dict[str, tuple[int, ...]],
-    small: Model,
+    base: Model,
     model: Model,
-    form: BaseStorageFormat,
+    storage: BaseStorageFormat,
     updates: AdapterUpdates,
 ) -> tuple[list[MergeUnit], bool]:
-    """All pieces in the order of writing, and whether what is tied stays tied.
+    """Plan all units in writing order, and whether tied parameters stay tied.
 
     Args:
-        recipe: what is merged.
-        shapes: of the stored tensors.
-        small: the base without data, as it is stored.
-        model: the same with a row for each token.
-        form: how parameters are held.
-        updates: what changes them.
+        recipe: the merge.
+        shapes: shapes of the stored tensors.
+        base: the base on the meta device, with the rows that are stored.
+        model: the same with one row per token.
+        storage: how parameters are stored.
+        updates: updates of all adapters.
 
     Raises:
-        UnknownNamesError: what would be written is not, to the last tensor, what transformers would read back.
+        UnknownNamesError: transformers would not read back exactly the tensors that would be written.
     """
     try:
         groups = tensor_names.group_tensors(model, shapes)
-        read = tensor_names.meta_tensor_reader(shapes, form.dtypes)
-        made = [(group, group.parameters(small, read)) for group in groups]
-        found, tied = _without_ties(recipe, model, form, updates, made)
-        pieces = _with_entries(recipe, model, found)
-        pieces.sort(key=lambda piece: -max(entry.dtype.itemsize for entry in piece.entries))
-        _require_read_back(model, pieces)
+        read = tensor_names.meta_tensor_reader(shapes, storage.dtypes)
+        grouped_parameters = [(group, group.parameters(base, read)) for group in groups]
+        targets, is_tied = _resolve_ties(recipe, model, storage, updates, grouped_parameters)
+        units = _make_units(recipe, model, targets)
+        units.sort(key=lambda unit: -max(entry.dtype.itemsize for entry in unit.entries))
+        _require_readable(model, units)
     except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
-        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # whatever a conversion does without data
-    return pieces, tied
+        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # conversions of meta tensors can fail in any way
+    return units, is_tied
 
 
-def _without_ties(
+def _resolve_ties(
     recipe: MergeRecipe,
     model: Model,
-    form: BaseStorageFormat,
+    storage: BaseStorageFormat,
     updates: AdapterUpdates,
-    made: Sequence[tuple[TensorGroup, dict[str, Tensor]]],
+    grouped_parameters: Sequence[tuple[TensorGroup, dict[str, Tensor]]],
 ) -> tuple[list[tuple[TensorGroup, dict[str, str]]], bool]:
-    """Every group with the places of its parameters, each tensor that stays tied once; and whether all stay tied."""
+    """Return each group with the target name of each parameter, and whether all tied parameters stay tied.
+
+    A tensor that stays tied appears once. If one tie must be broken, all are, and each parameter gets its own tensor.
+    """
     ties: dict[str, str] = dict(model.all_tied_weights_keys)
-    by_name = {name: group for group, tensors in made for name in tensors}
-    apart = {t for t, s in ties.items() if {t, s} <= by_name.keys() and not _are_equal(recipe, form, by_name, (t, s))}
+    by_name = {name: group for group, tensors in grouped_parameters for name in tensors}
+    has_different_tensors = any(
+        {target, source} <= by_name.keys() and not _are_equal(recipe, storage, by_name, (target, source))
+        for target, source in ties.items()
+    )
     if missing := (model.state_dict().keys() - by_name.keys()) - (ties.keys() | set(ties.values())):
-        raise UnknownNamesError(f"{min(missing)} comes from nowhere")
-    keep = not apart and all(updates.are_same(target, origin) for target, origin in ties.items())
-    found = [(group, {name: name for name in tensors}) for group, tensors in made]
-    if keep:
-        found = [(group, {n: ties.get(n, n) for n in places}) for group, places in found]
-        taken: set[str] = set()
+        raise UnknownNamesError(f"no stored tensor provides parameter {min(missing)}")
+    stays_tied = not has_different_tensors and all(updates.are_same(*pair) for pair in ties.items())
+    result = [(group, {name: name for name in tensors}) for group, tensors in grouped_parameters]
+    if stays_tied:
+        written: set[str] = set()
         unique = []
-        for group, places in found:
-            if not taken.intersection(places.values()):
-                unique.append((group, places))
-                taken.update(places.values())
+        for group, names in result:
+            targets = {name: ties.get(name, name) for name in names}
+            if not written.intersection(targets.values()):
+                unique.append((group, targets))
+                written.update(targets.values())
         return unique, bool(ties)
-    for target, origin in ties.items():
-        for one, other in ((target, origin), (origin, target)):
-            if one not in by_name and other in by_name:
-                found.append((by_name[other], {other: one}))
-                by_name[one] = by_name[other]
+    for target, source in ties.items():
+        for missing_name, stored_name in ((target, source), (source, target)):
+            if missing_name not in by_name and stored_name in by_name:
+                result.append((by_name[stored_name], {stored_name: missing_name}))
+                by_name[missing_name] = by_name[stored_name]
     untie_embeddings(model)
-    return found, False
+    return result, False
 
 
 def _are_equal(
-    recipe: MergeRecipe, form: BaseStorageFormat, by_name: dict[str, TensorGroup], pair: tuple[str, str]
+    recipe: MergeRecipe, storage: BaseStorageFormat, by_name: dict[str, TensorGroup], pair: tuple[str, str]
 ) -> bool:
-    """Whether two stored tensors that the config calls one are: transformers ties them only then."""
-    values = BaseWeightReader(recipe, form)
-    first, second = (values.read(by_name[name].stored[0][1], name) for name in pair)
+    """Whether two stored tensors of a tied pair are equal; transformers ties them only then."""
+    reader = BaseWeightReader(recipe, storage)
+    first, second = (reader.read(by_name[name].stored[0][1], name) for name in pair)
     return bool(first.shape == second.shape and torch.equal(first, second))
 
 
 def untie_embeddings(model: Model) -> None:
-    """Say in its config that embeddings and head are two tensors."""
+    """Set the model's config so that embeddings and head are separate tensors."""
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "tie_word_embeddings"):
             config.tie_word_embeddings = False
 
 
-def _with_entries(
-    recipe: MergeRecipe, model: Model, found: Sequence[tuple[TensorGroup, dict[str, str]]]
+def _make_units(
+    recipe: MergeRecipe, model: Model, targets_by_group: Sequence[tuple[TensorGroup, dict[str, str]]]
 ) -> list[MergeUnit]:
-    """Every group with what is written of it."""
-    held, own = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-    without_data = {
-        place: torch.empty(held[place].shape, dtype=output_dtype(recipe, held[place], place in own), device="meta")
-        for _, places in found
-        for place in places.values()
+    """Determine the tensors to write for every group."""
+    state, parameter_names = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    meta_tensors = {
+        target: torch.empty(
+            state[target].shape, dtype=output_dtype(recipe, state[target], target in parameter_names), device="meta"
+        )
+        for _, targets in targets_by_group
+        for target in targets.values()
     }
-    new_names = tensor_names.stored_names(model, without_data)
-    pieces = []
-    for group, places in found:
-        tensors = {place: without_data[place] for place in places.values()}
+    new_names = tensor_names.stored_names(model, meta_tensors)
+    units = []
+    for group, targets in targets_by_group:
+        tensors = {target: meta_tensors[target] for target in targets.values()}
         if new_names is None:
-            made = tensor_names.convert_to_stored(model, tensors)
+            stored = tensor_names.convert_to_stored(model, tensors)
         else:
-            made = {new_names[place]: tensor for place, tensor in tensors.items()}
-        entries = tuple(TensorEntry(name, tuple(one.shape), one.dtype) for name, one in made.items())
-        pieces.append(MergeUnit(group, places, entries, new_names is not None))
-    return pieces
+            stored = {new_names[target]: tensor for target, tensor in tensors.items()}
+        entries = tuple(TensorEntry(name, tuple(one.shape), one.dtype) for name, one in stored.items())
+        units.append(MergeUnit(group, targets, entries, new_names is not None))
+    return units
 
 
 def output_dtype(recipe: MergeRecipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:
-    """Type in which a tensor is written: the recipe's for weights, its own for buffers."""
+    """The type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
     return recipe.dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
 
 
-def _require_read_back(model: Model, pieces: Sequence[MergeUnit]) -> None:
-    """Raises UnknownNamesError unless transformers would find every parameter in what is written, and nothing else."""
-    shapes = {entry.name: entry.shape for piece in pieces for entry in piece.entries}
-    if len(shapes) != sum(len(piece.entries) for piece in pieces):
-        raise UnknownNamesError("two tensors would have one name")
+def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
+    """Raises UnknownNamesError unless transformers would read every parameter from these tensors, and no other."""
+    shapes = {entry.name: entry.shape for unit in units for entry in unit.entries}
+    if len(shapes) != sum(len(unit.entries) for unit in units):
+        raise UnknownNamesError("two tensors would have the same name in the files")
     report = weights.loading_report(model, shapes)
-    if odd := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
-        raise UnknownNamesError(f"{odd[0]}: {min(map(str, report[odd[0]]))}")
+    if wrong := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
+        raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")

@@ -1,17 +1,109 @@
-"""What is to be merged, as others say it, and whether it can be."""
+"""Defines a merge: which adapters, with which weights, on which modules, into which weights of the base."""
 
-from ratchet.export.merge.plan import plan_merge
-from ratchet.export.merge.request import MergeBase, MergeRecipe, WeightedAdapter, matches_module
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-__all__ = ["MergeBase", "MergeRecipe", "WeightedAdapter", "matches_module", "require_mergeable"]
+import torch
+
+from ratchet.config.train import Train
+from ratchet.errors import SettingsError
+from ratchet.storage.records.base import BaseCard
+
+MergeBase = Literal["dequantized", "original"]
 
 
-def require_mergeable(recipe: MergeRecipe) -> None:
-    """Refuse what can be refused before any weight of the base is read.
+@dataclass(frozen=True)
+class WeightedAdapter:
+    """One adapter of a merge and its weight in the sum."""
+
+    adapter: Path
+    """Directory of a saved adapter, as peft writes it."""
+    weight: float = 1.0
+    """Factor of its update."""
+
+
+@dataclass(frozen=True)
+class MergeRecipe:
+    """Everything that determines the merged model."""
+
+    base: Path
+    """Directory of the base."""
+    card: BaseCard
+    train: Train
+    """Training settings: they define how the base's weights were stored during training."""
+    adapters: tuple[WeightedAdapter, ...]
+    modules: tuple[str, ...]
+    """Names or regular expressions of the modules whose updates are merged; empty: all modules."""
+    merge_base: MergeBase
+    """`dequantized`: the weights that the adapter was trained on; `original`: the weights in the files, in float32."""
+    dtype: torch.dtype
+    """Type of the merged weights."""
+    device: torch.device
+    """Device of the computation; it holds one tensor at a time."""
+    shard_bytes: int
+    """Largest size of a weight file, unless a single tensor is larger."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one adapter is merged with weight 1, so that the sum equals the trained model bit for bit."""
+        return len(self.adapters) == 1 and self.adapters[0].weight == 1
+
+    def includes(self, module: str) -> bool:
+        """Whether the update of a module is merged.
+
+        Args:
+            module: full name of a module of the base; for fused experts, the name of their parameter.
+        """
+        return not self.modules or any(matches_module(pattern, module) for pattern in self.modules)
+
+
+def matches_module(pattern: str, module: str) -> bool:
+    """Whether a pattern is a module's name, the end of its name, or a regular expression for the whole name."""
+    if module == pattern or module.endswith(f".{pattern}"):
+        return True
+    return re.fullmatch(pattern, module) is not None
+
+
+def validate_recipe(recipe: MergeRecipe) -> None:
+    """Check the parts of a recipe that do not depend on the base or the adapters.
 
     Raises:
-        BaseModelError: base or adapter are not what they should be, or do not go together.
-        DamagedFileError: an adapter cannot be read, or holds NaN.
-        SettingsError: the recipe asks for what these files do not have.
+        SettingsError: no adapter, a weight that is not finite, or an invalid regular expression.
     """
-    plan_merge(recipe)
+    if not recipe.adapters:
+        raise SettingsError("export: no adapter is named, so there is nothing to merge; name one")
+    for part in recipe.adapters:
+        if not math.isfinite(part.weight):
+            raise SettingsError(f"export: {part.adapter}: found weight {part.weight}; expected a finite number")
+    for pattern in recipe.modules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SettingsError(
+                f"export.modules: found {pattern!r}; expected a module name or a regular expression ({error})"
+            ) from None
+
+
+def require_updated_modules(patterns: Iterable[str], updated: Iterable[str]) -> None:
+    """Check that every pattern matches a module that an adapter updates.
+
+    Args:
+        patterns: names or regular expressions from `export.modules`.
+        updated: full names of all modules that an adapter updates.
+
+    Raises:
+        SettingsError: a pattern matches none of them; the message lists the closest names.
+    """
+    names = sorted(updated)
+    for pattern in patterns:
+        if not any(matches_module(pattern, name) for name in names):
+            depth = pattern.count(".") + 1
+            suffixes = sorted({".".join(name.split(".")[-depth:]) for name in names})
+            closest = difflib.get_close_matches(pattern, suffixes, n=4, cutoff=0.5)
+            hint = f"closest names: {', '.join(closest)}" if closest else f"updated modules: {', '.join(suffixes[:8])}"
+            raise SettingsError(f"export.modules: {pattern!r} matches no module that an adapter updates; {hint}")

@@ -1,7 +1,13 @@
-"""A traced graph made into one that is handed on: without traces of the machine, its weights in a file beside it.
+"""Traces a model's decoding step to an ONNX graph without weights, cleans the graph, and writes it with its weights.
 
-The same model gives the same bytes: what torch notes for its developers (stack traces with paths, names of its own
-symbols, shapes of every intermediate result) is left out, and tensors lie in the order in which the graph reads them.
+torch.export traces the real transformers class on example tensors. The parameters are memory that is reserved but never
+touched, and become inputs of the traced graph, so that no optimization of the graph can fold their values into it. The
+weights that replace them come from the model's files, tensor by tensor.
+
+One graph serves prefill and decoding: batch, length and past are dynamic, and the past may be empty.
+
+The same model gives the same bytes: debugging data of torch (stack traces with paths, names of symbols, shapes of
+intermediate results) is removed, and tensors are stored in the order in which the graph reads them.
 """
 
 import copy
@@ -28,34 +34,34 @@ from ratchet.models import model_spec
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress
 
-FILE, DATA = "model.onnx", "model.onnx.data"
+GRAPH_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 BATCH, LENGTH, PAST, TOTAL = "batch", "length", "past", "past + length"
-"""Names of the dimensions that are free."""
+"""Names of the dynamic dimensions."""
 
 _ALIGNMENT_BYTES = 4096
-"""Where tensors begin, so that a runtime can map them into memory: pages (ONNX's external data)."""
+"""Alignment of tensors, so that a runtime can map them into memory: one page (ONNX's external data)."""
 _INLINE_BYTES = 1024
-"""Tensors up to this size lie in the graph itself."""
+"""Tensors up to this size are stored in the graph itself."""
 
 
 @dataclass(frozen=True)
 class OnnxTensor:
-    """A tensor that will be written: computed when its turn comes, and forgotten after it."""
+    """A tensor to be written; its values are computed when they are written, and then released."""
 
     name: str
     shape: tuple[int, ...]
     type: Any
-    """Of its numbers, as numpy knows it."""
+    """numpy type of its values."""
     values: Callable[[], NDArray[Any]]
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in the file."""
+        """Size of the data in the file."""
         return int(np.prod(self.shape, dtype=np.int64)) * int(np.dtype(self.type).itemsize)
 
 
 def clean_graph(model: ModelProto) -> None:
-    """Take out what is for developers or of this machine, and name the free dimensions of inputs and outputs."""
+    """Remove debugging data and facts about the machine, and name the dynamic dimensions of inputs and outputs."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
     model.doc_string = graph.doc_string = ""
@@ -80,13 +86,13 @@ def _clean_nodes(nodes: Iterable[NodeProto]) -> None:
         del node.metadata_props[:]
         for attribute in node.attribute:
             attribute.doc_string = ""
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPHS else ():
+            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPH_TYPES else ():
                 del inner.metadata_props[:], inner.value_info[:]
                 inner.doc_string = ""
                 _clean_nodes(inner.node)
 
 
-_GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+_GRAPH_TYPES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
 def _name_dimensions(value: ValueInfoProto) -> None:
@@ -97,50 +103,51 @@ def _name_dimensions(value: ValueInfoProto) -> None:
         names = {0: BATCH, 2: PAST}
     elif value.name.startswith("present."):
         names = {0: BATCH, 2: TOTAL}
-    for place, dimension in enumerate(value.type.tensor_type.shape.dim):
-        if place in names:
-            dimension.dim_param = names[place]
+    for index, dimension in enumerate(value.type.tensor_type.shape.dim):
+        if index in names:
+            dimension.dim_param = names[index]
 
 
 def remove_weight_inputs(model: ModelProto, names: Iterable[str]) -> None:
-    """Take weights from the inputs of a graph: they will be tensors of its file."""
-    wanted = set(names)
-    kept = [value for value in model.graph.input if value.name not in wanted]
+    """Remove weights from a graph's inputs, because the graph will contain them as tensors."""
+    removed = set(names)
+    remaining = [value for value in model.graph.input if value.name not in removed]
     del model.graph.input[:]
-    model.graph.input.extend(kept)
+    model.graph.input.extend(remaining)
 
 
 def index_readers(graph: GraphProto) -> dict[str, list[NodeProto]]:
-    """Nodes that read each value, in order."""
-    found: dict[str, list[NodeProto]] = {}
+    """Map each value to the nodes that read it, in order."""
+    readers: dict[str, list[NodeProto]] = {}
     for node in graph.node:
         for name in dict.fromkeys(node.input):
-            found.setdefault(name, []).append(node)
-    return found
+            readers.setdefault(name, []).append(node)
+    return readers
 
 
 def fold_transpositions(graph: GraphProto, weights: Iterable[str]) -> set[str]:
-    """Drop the transposition of matrices that are read in no other way: they are stored transposed instead.
+    """Remove the transposition of matrices that are only read transposed; these are stored transposed instead.
 
-    torch's linear layers multiply with the transpose. Left in the graph, every start of a runtime would transpose all
-    weights, and hold them twice. A head that is tied to the embedding stays as it is: the embedding is read by rows.
+    torch's linear layers multiply with the transpose. A transposition in the graph would run at every start of a
+    runtime and hold all weights twice. A head that is tied to the embedding stays unchanged, because the embedding is
+    read by rows.
 
     Returns:
         Names of the weights to be stored transposed.
     """
     readers = index_readers(graph)
-    turned = {}
+    outputs_by_weight = {}
     for name in weights:
         nodes = readers.get(name, [])
         if nodes and all(node.op_type == "Transpose" and _read_permutation(node) == [1, 0] for node in nodes):
-            turned[name] = [node.output[0] for node in nodes]
-    renamed = {output: name for name, outputs in turned.items() for output in outputs}
-    kept = [node for node in graph.node if node.output[0] not in renamed]
-    for node in kept:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
-    replace_nodes(graph, kept)
-    return set(turned)
+            outputs_by_weight[name] = [node.output[0] for node in nodes]
+    renamed = {output: name for name, outputs in outputs_by_weight.items() for output in outputs}
+    remaining = [node for node in graph.node if node.output[0] not in renamed]
+    for node in remaining:
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+    replace_nodes(graph, remaining)
+    return set(outputs_by_weight)
 
 
 def _read_permutation(node: NodeProto) -> list[int]:
@@ -148,25 +155,25 @@ def _read_permutation(node: NodeProto) -> list[int]:
 
 
 def split_products(graph: GraphProto, weights: Iterable[str]) -> None:
-    """Write `Gemm` of a weight as a product and a sum, which is what the layers of GPT-2 are."""
-    wanted = set(weights)
-    kept: list[NodeProto] = []
+    """Replace each `Gemm` of a weight, as in the layers of GPT-2, by a product and a sum."""
+    names = set(weights)
+    nodes: list[NodeProto] = []
     for node in graph.node:
-        plain = node.op_type == "Gemm" and all(
+        is_plain_gemm = node.op_type == "Gemm" and all(
             (one.name in ("alpha", "beta") and one.f == 1.0) or (one.name in ("transA", "transB") and one.i == 0)
             for one in node.attribute
         )
-        if plain and node.input[1] in wanted and len(node.input) == 3:
-            between = f"{node.output[0]}_product"
-            kept.append(helper.make_node("MatMul", list(node.input[:2]), [between], f"{node.name}_product"))
-            kept.append(helper.make_node("Add", [between, node.input[2]], list(node.output), node.name))
+        if is_plain_gemm and node.input[1] in names and len(node.input) == 3:
+            product = f"{node.output[0]}_product"
+            nodes.append(helper.make_node("MatMul", list(node.input[:2]), [product], f"{node.name}_product"))
+            nodes.append(helper.make_node("Add", [product, node.input[2]], list(node.output), node.name))
         else:
-            kept.append(node)
-    replace_nodes(graph, kept)
+            nodes.append(node)
+    replace_nodes(graph, nodes)
 
 
 def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
-    """Give a graph other nodes, in their order."""
+    """Replace all nodes of a graph, in order."""
     copies = []
     for node in nodes:
         copy = NodeProto()
@@ -177,16 +184,16 @@ def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
 
 
 def sort_tensors(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
-    """Tensors in the order in which the graph reads them; what it does not read is left out."""
-    place: dict[str, int] = {}
+    """Return the tensors that the graph reads, in the order of reading."""
+    order: dict[str, int] = {}
     for node in graph.node:
         for name in node.input:
-            place.setdefault(name, len(place))
-    return sorted((one for one in tensors if one.name in place), key=lambda one: place[one.name])
+            order.setdefault(name, len(order))
+    return sorted((one for one in tensors if one.name in order), key=lambda one: order[one.name])
 
 
 def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Path, progress: Progress) -> None:
-    """The graph and, beside it, its weights: one after the other, none longer in memory than it is written."""
+    """Write the graph and a file with its weights; one tensor is in memory at a time."""
     offset = 0
     for tensor in tensors:
         entry = model.graph.initializer.add()
@@ -198,11 +205,11 @@ def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Pat
             continue
         offset = _align_offset(offset)
         entry.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", DATA), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
+        for key, value in (("location", DATA_FILE), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
             entry.external_data.add(key=key, value=value)
         offset += tensor.size_bytes
-    files.write_blocks(directory / DATA, _blocks(tensors, offset, progress))
-    files.write_blocks(directory / FILE, [[model.SerializeToString(deterministic=True)]])
+    files.write_blocks(directory / DATA_FILE, _blocks(tensors, offset, progress))
+    files.write_blocks(directory / GRAPH_FILE, [[model.SerializeToString(deterministic=True)]])
 
 
 def _blocks(
@@ -219,10 +226,10 @@ def _blocks(
 
 
 def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
-    """Its numbers, in the order of bytes that the format asks for."""
+    """The values as little-endian bytes, as the format requires."""
     values = np.asarray(tensor.values(), dtype=np.dtype(tensor.type).newbyteorder("<"), order="C")
     if values.shape != tensor.shape:
-        raise ValueError(f"{tensor.name}: {values.shape} where the graph expects {tensor.shape}")
+        raise ValueError(f"{tensor.name}: found shape {values.shape}; the graph expects {tensor.shape}")
     return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
 
 
@@ -230,42 +237,36 @@ def _align_offset(offset: int) -> int:
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-# A model's forward step as an ONNX graph, traced without its weights.
-#
-# torch.export follows the step of the real transformers class on tensors that stand for shapes; the parameters are
-# memory that is reserved and never touched, and leave the traced graph as inputs, so that no pass over the graph can
-# fold a number of theirs into it. What is written in their place comes from the model's files, tensor by tensor.
-#
-# One graph serves prefill and decoding: batch, length and past are free, and the past may be empty.
+# ---------------------------------------------------------------------------------------------------------- tracing
 
 OPSET = 21
-"""ONNX 1.16 of 2024: the first whose DequantizeLinear knows blocks."""
+"""ONNX 1.16 of 2024: the first version whose DequantizeLinear supports blocks."""
 
 _STEP = "step."
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
-"""All above 1 and different, or the trace would take them for constants or for one another."""
+"""Above 1 and all different; otherwise tracing treats them as constants, or as the same dimension."""
 
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A step without its weights."""
+    """A traced decoding step without weights."""
 
     model: ModelProto
-    """Weights are inputs of its graph, by their names in the model; so are buffers."""
+    """Its inputs include weights and buffers under their names in the model."""
     weights: dict[str, tuple[int, ...]]
-    """Shapes of the model's parameters; tied ones once."""
+    """Shapes of the model's parameters; tied parameters appear once."""
     buffers: dict[str, torch.Tensor]
-    """What the model computes once, such as the frequencies of its positions."""
+    """Values that the model computes once, such as the frequencies of positions."""
     names: dict[str, str]
-    """Every name that a parameter has in the model, and that in `weights`: tied ones have several."""
+    """Every name of a parameter, mapped to its name in `weights`; tied parameters have several names."""
 
 
-class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is not followed
+class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is untyped
     """The model with a cache of plain tensors: key and value of each layer, [batch, heads, past, head size].
 
-    The cache never drops what left a sliding window: masks are made for absolute positions, so the step is right beyond
-    it, and one graph does for layers of both kinds.
+    The cache keeps positions that have left a sliding window. Masks are made for absolute positions, so the step is
+    correct beyond the window, and one graph serves layers of both kinds.
     """
 
     def __init__(self, model: Any, takes_positions: bool) -> None:
@@ -283,39 +284,39 @@ class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is not foll
         cache = DynamicCache()
         for layer, (key, value) in enumerate(past):
             cache.update(key, value, layer)
-        places = {"position_ids": position_ids} if self.takes_positions else {}
-        found = self.step(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **places
+        positions = {"position_ids": position_ids} if self.takes_positions else {}
+        output = self.step(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
         )
-        return found.logits, [[layer.keys, layer.values] for layer in cache.layers]
+        return output.logits, [[layer.keys, layer.values] for layer in cache.layers]
 
 
 def trace_model(directory: Path) -> TracedGraph:
-    """The step of the model whose config lies in a directory, in float32.
+    """Trace the decoding step of the model whose config is in a directory, in float32.
 
     Raises:
-        BaseModelError: torch cannot trace it; the message has the first line of its reason.
+        BaseModelError: torch cannot trace the model; the message contains the first line of the reason.
     """
-    plan = model_spec.load(directory)
-    plan.require_causal()
+    spec = model_spec.load(directory)
+    spec.require_causal()
     try:
         with _silence_tracing(), torch.no_grad():
-            return _trace_step(plan)
-    except Exception as error:  # the model's own code, torch's tracer and its translator: each may raise anything
+            return _trace_step(spec)
+    except Exception as error:  # the model's own code, torch's tracer and its translator may raise anything
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
         raise BaseModelError(
-            f"{directory}: torch cannot export a {plan.class_name} to ONNX: {_root_cause(error)}; "
-            "leave export.onnx.types empty, or export to GGUF"
+            f"{directory}: torch cannot export a {spec.class_name} to ONNX: {_root_cause(error)}; remove all types "
+            "from export.onnx.types, or export to GGUF"
         ) from error
 
 
-def _trace_step(plan: model_spec.ModelSpec) -> TracedGraph:
-    shapes = _cache_shapes(plan)
-    inputs, free = _example_inputs(shapes)
-    model = _build_hollow_model(plan)
+def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
+    shapes = _cache_shapes(spec)
+    inputs, dynamic_shapes = _example_inputs(shapes)
+    model = _build_unloaded_model(spec)
     step = _DecodingStepModule(model, "position_ids" in inspect.signature(model.forward).parameters)
-    program = torch.export.export(step, (), inputs, dynamic_shapes=free, strict=False)
+    program = torch.export.export(step, (), inputs, dynamic_shapes=dynamic_shapes, strict=False)
     written: Any = torch.onnx.export(
         program,
         (),
@@ -328,12 +329,12 @@ def _trace_step(plan: model_spec.ModelSpec) -> TracedGraph:
     )
     names = _canonical_names(model)
     graph = written.model.graph
-    known = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
-    known |= {f"{_STEP}{name}": first for name, first in names.items()}
-    for name in [name for name in graph.initializers if name in known]:  # others are constants of the code
+    input_names = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
+    input_names |= {f"{_STEP}{name}": first for name, first in names.items()}
+    for name in [name for name in graph.initializers if name in input_names]:  # others are constants of the code
         value = graph.initializers.pop(name)
         value.const_value = None
-        value.name = known[name]
+        value.name = input_names[name]
         graph.inputs.append(value)
     written.optimize()
     return TracedGraph(
@@ -345,32 +346,32 @@ def _trace_step(plan: model_spec.ModelSpec) -> TracedGraph:
 
 
 def _canonical_names(model: Any) -> dict[str, str]:
-    """Every name of every parameter, and the one of them that stands for it: tied ones have several."""
+    """Map every name of a parameter to its first name; tied parameters have several names."""
     first = {id(one): name for name, one in model.named_parameters()}
     return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
 
 
-def _build_hollow_model(plan: model_spec.ModelSpec) -> Any:
-    """The model with buffers as they are computed, and parameters that are address space without memory."""
-    with no_init_weights(), model_spec.use_plain_linears(plan.config):
+def _build_unloaded_model(spec: model_spec.ModelSpec) -> Any:
+    """Build the model with computed buffers; its parameters are reserved address space that is never written."""
+    with no_init_weights(), model_spec.use_plain_linears(spec.config):
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(plan.config), dtype=torch.float32, attn_implementation="eager"
+            copy.deepcopy(spec.config), dtype=torch.float32, attn_implementation="eager"
         )
     model.tie_weights()
     return model.float().eval().requires_grad_(False)
 
 
-def _cache_shapes(plan: model_spec.ModelSpec) -> list[list[tuple[int, int]]]:
-    """Heads and head size of keys and of values, layer by layer: what a step without data leaves in its cache."""
+def _cache_shapes(spec: model_spec.ModelSpec) -> list[list[tuple[int, int]]]:
+    """Heads and head size of keys and values in each layer, from the cache of a step on the meta device."""
     cache = DynamicCache()
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    model = plan.model(torch.float32, "eager")
+    model = spec.model(torch.float32, "eager")
     model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
     return [[(one.shape[1], one.shape[3]) for one in (layer.keys, layer.values)] for layer in cache.layers]
 
 
 def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs to trace with, and which of their dimensions are free."""
+    """Return example inputs for tracing, and their dynamic dimensions."""
     batch, length, past = _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST
     inputs = {
         "input_ids": torch.zeros(batch, length, dtype=torch.int64),
@@ -380,27 +381,27 @@ def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any]
     }
     dynamic = torch.export.Dim.DYNAMIC
     rows, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
-    free = {
+    dynamic_shapes = {
         "input_ids": rows,
         "attention_mask": rows,
         "position_ids": rows,
         "past": [[cached for _ in layer] for layer in shapes],
     }
-    return inputs, free
+    return inputs, dynamic_shapes
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:
-    """Names of the cache's tensors, as other people's servers know them."""
+    """Names of the cache's tensors, as in other exporters and servers."""
     return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
 
 
 @contextmanager
 def _silence_tracing() -> Iterator[None]:
-    """Without what torch and transformers say to their developers; errors stay.
+    """Suppress developer messages of torch and transformers; errors stay.
 
-    torch lists the operators of torchvision that it lacks, and warns of a class of its own that it still uses, and of
-    long frequencies that Phi-3 keeps beside the short ones (they are constants). transformers warns of attention that
-    cannot be changed later, which nobody asks for.
+    torch lists missing torchvision operators, and warns about a deprecated class that it uses itself and about long
+    frequencies that Phi-3 stores besides the short ones (both are constants). transformers warns that the attention
+    implementation cannot be changed later.
     """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "transformers")]
     loggers += [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.onnx.")]
@@ -418,7 +419,7 @@ def _silence_tracing() -> Iterator[None]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of what went wrong at the bottom, without colours."""
+    """The first line of the innermost cause, without color codes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return _COLOURS.sub("", first_line(error))
+    return _COLORS.sub("", first_line(error))

@@ -1,4 +1,4 @@
-"""One way to merge, measured: module by module against the weights that went in, and against what was trained."""
+"""Measures one merge: module by module against base + adapter on the same weights, and against the trained model."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from ratchet.errors import DamagedFileError
-from ratchet.export.verification.divergence import measure_closeness
+from ratchet.export.verification.divergence import measure_distance
 from ratchet.export.verification.layers import ActivationRecording, check_merge
 from ratchet.export.verification.parity import log_softmax, logits_at
 from ratchet.export.verification.probe_inputs import ProbeInputs
@@ -19,14 +19,14 @@ Logits = NDArray[np.float32]
 """[positions, vocabulary]."""
 
 
-def reference_logits(model: Model, material: ProbeInputs, progress: Progress) -> list[Logits]:
-    """Logits of base + adapter as it was trained, of each row at its positions."""
-    total, found = len(material.rows), []
-    for row, (ids, positions) in enumerate(zip(material.rows, material.positions, strict=True)):
+def reference_logits(model: Model, inputs: ProbeInputs, progress: Progress) -> list[Logits]:
+    """Compute the trained model's (base + adapter) logits of each row at its positions."""
+    total, logits = len(inputs.rows), []
+    for row, (ids, positions) in enumerate(zip(inputs.rows, inputs.positions, strict=True)):
         progress("logits", row, total)
-        found.append(logits_at(model, ids, positions))
+        logits.append(logits_at(model, ids, positions))
     progress("logits", total, total)
-    return found
+    return logits
 
 
 def measure_merge(
@@ -35,45 +35,44 @@ def measure_merge(
     dtype: torch.dtype,
     trained: Sequence[Logits],
     recording: ActivationRecording,
-    material: ProbeInputs,
+    inputs: ProbeInputs,
 ) -> MergeTrial:
-    """Measure a merged model that was read back from disk.
+    """Measure a merged model that was loaded from disk.
 
     Args:
-        merge_base: weights that the updates were added to.
+        merge_base: the weights that the updates were added to.
         merged: the plain model.
         dtype: type of its stored weights.
-        trained: logits of the model that was trained, by `reference_logits`, whatever it was merged into.
-        recording: of base + adapter computed from the weights that were merged (`reference.combined(recipe, base)`).
-        material: rows and positions.
+        trained: logits of the trained model from `reference_logits`, whatever the merge base.
+        recording: recording of `reference.load_adapted_model(recipe, merge_base)`.
+        inputs: rows and positions.
 
     Raises:
-        DamagedFileError: a module of the merged model is off, or it has another vocabulary.
+        DamagedFileError: a module of the merged model deviates, or its vocabulary differs.
     """
-    checked = check_merge(recording, merged, dtype)
-    greatest, total, elements, agreeing, count = 0.0, 0.0, 0, 0, 0
-    kl = 0.0
+    check = check_merge(recording, merged, dtype)
+    max_difference, sum_difference, elements, agreements, tokens, kl = 0.0, 0.0, 0, 0, 0, 0.0
     for ids, positions, targets, expected in zip(
-        material.rows, material.positions, material.targets, trained, strict=True
+        inputs.rows, inputs.positions, inputs.targets, trained, strict=True
     ):  # fmt: skip
-        found = logits_at(merged, ids, positions)
-        if found.shape != expected.shape:
+        logits = logits_at(merged, ids, positions)
+        if logits.shape != expected.shape:
             raise DamagedFileError(
-                f"the merged model has {found.shape[-1]} logits, the trained one {expected.shape[-1]}"
+                f"the merged model has {logits.shape[-1]} logits; expected {expected.shape[-1]} as in the trained model"
             )
-        differences = np.abs(found.astype(np.float64) - expected)
-        greatest = max(greatest, float(differences.max()))
-        total += float(differences.sum())
+        differences = np.abs(logits.astype(np.float64) - expected)
+        max_difference = max(max_difference, float(differences.max()))
+        sum_difference += float(differences.sum())
         elements += differences.size
-        close = measure_closeness([log_softmax(expected)], [log_softmax(found)], [targets])
-        agreeing += round(close.greedy_agreement * close.positions)
-        kl += close.kl * close.positions
-        count += close.positions
+        distance = measure_distance([log_softmax(expected)], [log_softmax(logits)], [targets])
+        agreements += round(distance.greedy_agreement * distance.positions)
+        kl += distance.kl * distance.positions
+        tokens += distance.positions
     parity = MergeParity(
-        rows=len(material.rows),
-        tokens=count,
-        max_logit_difference=greatest,
-        mean_logit_difference=total / elements,
-        greedy_agreement=agreeing / count,
+        rows=len(inputs.rows),
+        tokens=tokens,
+        max_logit_difference=max_difference,
+        mean_logit_difference=sum_difference / elements,
+        greedy_agreement=agreements / tokens,
     )
-    return MergeTrial(merge_base=merge_base, parity=parity, kl=kl / count, check=checked)
+    return MergeTrial(merge_base=merge_base, parity=parity, kl=kl / tokens, check=check)

@@ -1,119 +1,122 @@
-"""What every form is asked: rows and positions at which distributions are compared, and prompts that it answers."""
+"""Chooses the inputs that every format is verified with: rows and positions, prompts, and texts for tokenizers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ratchet.config.schema import Settings
+from ratchet.config.settings import Settings
 from ratchet.data import tokenization
-from ratchet.data.conversation import MASKED, Conversation
+from ratchet.data.conversation import IGNORE_INDEX, Conversation
 from ratchet.errors import DataError
 from ratchet.models.runtimes.tokenizer_probes import TEXTS
 
-PROMPTS = 32
-"""Real ones among the texts whose tokens are compared."""
+PROMPT_TEXTS = 32
+"""Prompts of test rows among the texts whose tokens are compared."""
 
 Metric = Literal["accuracy", "exact_match", "token_f1"]
 
 
 @dataclass(frozen=True)
 class ProbeInputs:
-    """Asked of base + adapter once, and of each exported form."""
+    """Inputs for base + adapter and for each exported format."""
 
     rows: list[list[int]]
     """Token ids of each row."""
     positions: list[list[int]]
-    """Of each row, ascending: where the next token is one that the model learned to say."""
+    """For each row, ascending: positions whose next token is an answer token."""
     targets: list[list[int]]
-    """That token."""
+    """The next tokens at these positions."""
     prompts: list[list[int]]
-    """Ids that end where the assistant begins."""
+    """Token ids that end where the assistant's answer begins."""
     expected: list[str]
-    """The true answer to each prompt, stripped."""
+    """The correct answer to each prompt, stripped."""
     metric: Metric
-    ends: list[int]
+    end_ids: list[int]
     """Tokens that end an answer."""
     max_new_tokens: int
     groups: list[str | None] = field(default_factory=list)
-    """Of each prompt: rows of one group are no independent samples."""
+    """Group of each prompt; rows of one group are not independent samples."""
     texts: list[str] = field(default_factory=lambda: list(TEXTS))
-    """That every form's own tokenizer must cut into the same tokens: hard ones, and prompts."""
+    """Difficult texts and prompts that every format's own tokenizer must split into the same tokens."""
 
 
-def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int]) -> ProbeInputs:
-    """Choose from the test rows, evenly over all of them; the same rows give the same material.
+def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: Sequence[int]) -> ProbeInputs:
+    """Choose evenly from the test rows; the same rows give the same inputs.
 
-    Prompts are those of rows that the evaluation answers, written as it writes them. Where the chosen rows have more
-    answer positions than `export.parity_positions`, each row keeps as many of its own as its share allows, evenly
-    spread; there are fewer rows only where positions are fewer than rows.
+    Prompts come from rows that the evaluation answers, in the same encoding. If the chosen rows have more answer
+    positions than `export.parity_positions`, each row keeps an evenly spread share of its positions; rows are dropped
+    only if there are fewer positions than rows.
 
     Args:
-        test: test rows as `data.tokens.read` opens them.
-        tokenizer: of base + adapter.
-        settings: of them export, evaluate and prepare.task are read.
-        ends: tokens that end an answer.
+        test: test rows from `token_files.open_split`.
+        tokenizer: the tokenizer of base + adapter.
+        settings: the sections export and evaluate and the setting prepare.task are used.
+        end_ids: tokens that end an answer.
 
     Raises:
-        DataError: no test row has an answer to compare at, or the chat template refuses a row.
+        DataError: no test row has an answer position, or the chat template rejects a row.
     """
-    wanted, count = settings.export, len(test)
-    answered = min(count, settings.evaluate.generate_rows or count)
-    rows = [test[i] for i in spread_indices(count, wanted.parity_rows)]
-    asked = [test[i] for i in spread_indices(answered, wanted.task_rows)]
-    conversations = [Conversation.from_json(row["conversation"]) for row in asked]
-    learned = [(row["input_ids"], found) for row in rows if (found := _answer_positions(row["labels"]))]
-    if not learned:
-        raise DataError("no test row has an answer token to compare at; prepare more test rows (prepare.split.test)")
-    chosen = _thin_positions(learned, wanted.parity_positions)
+    export, count = settings.export, len(test)
+    answered = min(count, settings.evaluate.generation_rows or count)
+    rows = [test[i] for i in spread_indices(count, export.parity_rows)]
+    task_rows = [test[i] for i in spread_indices(answered, export.task_rows)]
+    conversations = [Conversation.from_json(row["conversation"]) for row in task_rows]
+    with_answers = [(row["input_ids"], found) for row in rows if (found := _answer_positions(row["labels"]))]
+    if not with_answers:
+        raise DataError("prepare.split.test: no test row has an answer token to compare; prepare more test rows")
+    chosen = _thin_positions(with_answers, export.parity_positions)
     return ProbeInputs(
         rows=[list(ids) for ids, _ in chosen],
-        positions=[found for _, found in chosen],
-        targets=[[ids[one + 1] for one in found] for ids, found in chosen],
-        prompts=[tokenization.encode_prompt(tokenizer, conversation.question) for conversation in conversations],
+        positions=[positions for _, positions in chosen],
+        targets=[[ids[one + 1] for one in positions] for ids, positions in chosen],
+        prompts=[tokenization.encode_prompt(tokenizer, conversation.context) for conversation in conversations],
         expected=[conversation.response.strip() for conversation in conversations],
         metric=task_metric(settings),
-        ends=list(ends),
+        end_ids=list(end_ids),
         max_new_tokens=settings.evaluate.max_new_tokens,
-        groups=[row["group"] for row in asked],
+        groups=[row["group"] for row in task_rows],
         texts=build_probe_texts(
-            tokenizer, [tokenization.encode_prompt(tokenizer, one.question) for one in conversations[:PROMPTS]]
+            tokenizer, [tokenization.encode_prompt(tokenizer, one.context) for one in conversations[:PROMPT_TEXTS]]
         ),
     )
 
 
 def build_probe_texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Hard texts and prompts as text, as they stand in conversations: behind a special token.
+    """Return difficult texts and decoded prompts, each after a special token as in a conversation.
 
-    At the very beginning of a text SentencePiece puts a space, and formats differ in whether a file can say so; in a
-    conversation something always stands before.
+    At the beginning of a text SentencePiece inserts a space, and not every format can express that in a file; in a
+    conversation something always precedes the text.
     """
-    before = tokenizer.eos_token or ""
-    return [*(before + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
+    prefix = tokenizer.eos_token or ""
+    return [*(prefix + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
 def task_metric(settings: Settings) -> Metric:
-    """By what answers are scored: labels by accuracy; texts by token F1 if it is measured, else by equality."""
+    """The metric that scores answers: accuracy for labels; for texts token F1 if it is evaluated, else exact match."""
     if settings.prepare.task == "labels":
         return "accuracy"
-    return "token_f1" if "token_f1" in settings.evaluate.measures else "exact_match"
+    return "token_f1" if "token_f1" in settings.evaluate.metrics else "exact_match"
 
 
-def spread_indices(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of the indices below `count`, ascending, evenly over all of them."""
-    kept = min(count, wanted)
-    return [i * count // kept for i in range(kept)]
+def spread_indices(count: int, limit: int) -> list[int]:
+    """Return at most `limit` indices below `count`, ascending and evenly spread."""
+    number = min(count, limit)
+    return [i * count // number for i in range(number)]
 
 
 def _answer_positions(labels: Sequence[int]) -> list[int]:
-    """Position p says token p + 1."""
-    return [place - 1 for place, label in enumerate(labels) if place and label != MASKED]
+    """Positions whose next token is an answer token: position p predicts token p + 1."""
+    return [index - 1 for index, label in enumerate(labels) if index and label != IGNORE_INDEX]
 
 
 def _thin_positions(rows: Sequence[tuple[Any, list[int]]], budget: int) -> list[tuple[Any, list[int]]]:
-    """As many positions as the budget allows: short rows keep all of theirs, longer ones an equal share."""
+    """Reduce positions to a budget: short rows keep all of theirs, longer rows get equal shares."""
     rows = [rows[i] for i in spread_indices(len(rows), budget)]
     left, share = budget, {}
     for done, i in enumerate(sorted(range(len(rows)), key=lambda i: (len(rows[i][1]), i))):
         share[i] = min(len(rows[i][1]), left // (len(rows) - done))
         left -= share[i]
-    return [(ids, [found[k] for k in spread_indices(len(found), share[i])]) for i, (ids, found) in enumerate(rows)]
+    return [
+        (ids, [positions[k] for k in spread_indices(len(positions), share[i])])
+        for i, (ids, positions) in enumerate(rows)
+    ]

@@ -1,4 +1,4 @@
-"""Prompts, what becomes of them, and what they are while they are answered."""
+"""Requests and rows of batched decoding, and the batches that hold rows with their keys and values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,196 +12,201 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.device import Model
-from ratchet.models.likelihoods import LEAST_HEADER_TOKENS, is_plain_kv_cache
+from ratchet.models.likelihoods import MIN_SHARED_PREFIX_TOKENS, is_plain_kv_cache
 
-Finish = Literal["stop", "length", "context", "memory", "invalid"]
+FinishReason = Literal["stop", "length", "context", "memory", "invalid"]
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """One prompt."""
+    """A prompt to answer."""
 
-    place: int
-    """What the caller knows it by."""
+    index: int
+    """Identifies the prompt for the caller."""
     ids: tuple[int, ...]
     stream: str
-    """What its random draws depend on (model/sampling.stream); not read when temperature is 0."""
+    """Key of the answer's random stream (`token_choice.noise_stream_key`); unused at temperature 0."""
 
 
 @dataclass(frozen=True)
 class DecodingResult:
-    """What became of it."""
+    """The answer to a prompt."""
 
-    place: int
+    index: int
     ids: tuple[int, ...]
-    """Of the answer; its end token included, if there is one."""
-    finish: Finish
+    """Tokens of the answer, including its end token if there is one."""
+    finish: FinishReason
     """
-    stop     an end token was given
-    length   `max_new_tokens` were given
-    context  the model's context ended before; or the prompt fills it, and there is no answer
-    memory   does not fit into memory even alone; no answer
-    invalid  logits from which nothing can be chosen (NaN), by the row's plain pass as well; tokens before are kept
+    stop     an end token was generated
+    length   `max_new_tokens` were generated
+    context  the model's context is full; or the prompt fills it, and there is no answer
+    memory   the prompt does not fit into memory even alone; no answer
+    invalid  even the row's plain pass gives logits from which no token can be chosen (NaN); earlier tokens are kept
     """
     nats: float
-    """Mean log-probability of the answer's tokens under the model, at temperature 1, to 4 decimals; 0.0 of none."""
+    """Mean log-probability of the answer's tokens under the model, at temperature 1, to 4 decimals; 0.0 if empty."""
 
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """How answers are made."""
+    """Settings of decoding."""
 
     max_new_tokens: int
-    ends: tuple[int, ...]
-    pad: int
+    end_token_ids: tuple[int, ...]
+    pad_token_id: int
     temperature: float = 0.0
     top_p: float = 1.0
     exact: bool = True
-    """Whether plain passes decide in doubt; otherwise the batch does, and answers may depend on it."""
-    rows: int = 0
-    """At once, at most; 0: as many as serve the device (model/decoding.py)."""
+    """If True, plain passes decide doubtful tokens; otherwise the batch does, and answers may depend on it."""
+    max_rows: int = 0
+    """Maximum rows decoded together; 0: a default for the device."""
     window: int = 1024
-    """Prompts that are pulled at a time, to be sorted by length."""
+    """Prompts that are fetched at a time and sorted by length."""
 
 
 @dataclass(eq=False)
 class DecodingRow:
-    """A prompt and what it has got."""
+    """A prompt and the tokens generated so far."""
 
-    asked: DecodingRequest
+    request: DecodingRequest
     limit: int
-    """Tokens that it may get; fewer than the settings say if the context ends before."""
-    header: tuple[int, ...] = ()
+    """Maximum new tokens; less than `max_new_tokens` if the context ends before."""
+    shared_prefix: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     nats: float = 0.0
     scale: float = 0.0
     """Greatest absolute logit so far."""
-    spoilt: bool = False
-    """Whether logits of the batch were not finite: neither may its keys be."""
+    has_nonfinite_logits: bool = False
+    """True if logits of the batch were not finite; then its cached keys may not be finite either."""
 
     def text(self) -> tuple[int, ...]:
-        return (*self.asked.ids, *self.ids)
+        return (*self.request.ids, *self.ids)
 
     @property
     def tokens(self) -> int:
-        return len(self.asked.ids) + len(self.ids)
+        return len(self.request.ids) + len(self.ids)
 
-    def after(self, more: int) -> int:
-        """Tokens after so many more, or when it has all it may get."""
-        return self.tokens + min(more, self.limit - len(self.ids))
+    def expected_length(self, new_tokens: int) -> int:
+        """Return the length after `new_tokens` more tokens, or after the last token that the row may get."""
+        return self.tokens + min(new_tokens, self.limit - len(self.ids))
 
-    def take(self, token: int, nats: float, scale: float) -> None:
-        """One more token, with its log-probability and the greatest logit beside it."""
+    def append(self, token: int, nats: float, scale: float) -> None:
+        """Append a token with its log-probability and the greatest absolute logit."""
         self.ids.append(token)
         self.nats += nats
         self.scale = max(self.scale, scale)
 
 
 def longest_first_key(row: DecodingRow) -> tuple[int, int]:
-    """Longest first: what does not fit shows itself early, and rows that join are never longer than the others were."""
-    return -row.tokens, row.asked.place
+    """Sort key, longest first: rows that do not fit fail early, and joining rows are never longer than earlier ones."""
+    return -row.tokens, row.request.index
 
 
 def find_shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """What all prompts begin with, if that is worth computing once; each has a token behind it."""
+    """Return the common prefix of all prompts (at least one token shorter than each), or () if it is short."""
     if len(prompts) < 2:
         return ()
-    least, most = min(prompts), max(prompts)
-    pairs = zip(least[: min(map(len, prompts)) - 1], most, strict=False)
+    smallest, largest = min(prompts), max(prompts)
+    pairs = zip(smallest[: min(map(len, prompts)) - 1], largest, strict=False)
     shared = tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return shared if len(shared) >= LEAST_HEADER_TOKENS else ()
+    return shared if len(shared) >= MIN_SHARED_PREFIX_TOKENS else ()
 
 
 def get_context_length(model: Model) -> int | None:
-    """Tokens that a text may have; None: the model says nothing."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = whole.config.get_text_config()
-    found = [value for name in _LIMITS if isinstance(value := getattr(config, name, None), int)]
-    return min(found, default=None)
+    """Return the maximum length of a text; None if the config does not state it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    limits = [value for name in _LIMITS if isinstance(value := getattr(config, name, None), int)]
+    return min(limits, default=None)
 
 
-# Rows that are decoded together: their keys and values in one buffer, written in place, while rows come and go.
+# Rows that are decoded together: keys and values are in one buffer, written in place, while rows join and leave.
 #
-# Rows are aligned on the right: row r of n tokens lies in columns end - n .. end - 1, so each step writes one column
-# for
-# all, a mask hides what lies before a row, and positions are told. A new row is read straight into a free place;
-# nothing
-# that lies there already is copied, as it would be with a cache that grows by concatenation.
+# Rows are aligned on the right: a row of n tokens occupies columns end - n .. end - 1, so each step writes one column
+# for all rows. A mask hides the columns before a row, and position ids are passed. A new row is written directly into a
+# free place; existing keys and values are not copied, unlike in a cache that grows by concatenation.
 
 ROOM_COLUMNS = 64
-"""Columns that a buffer gets beyond what is needed now."""
+"""Columns that a buffer gets beyond the current need."""
 
 BeforePass = Callable[[int], None]
-"""Called with the padded tokens (rows x columns, those with keys already included) of each pass before it is made."""
+"""Called before each pass with its padded tokens (rows x columns, those with cached keys included)."""
 
 
 class DecodingBatch(Protocol):
-    """Rows with what the model keeps of them. After an exception rows are as before, or are to be thrown away."""
+    """Rows with their cached state. After an exception rows are unchanged, or the batch must be discarded."""
 
-    joins: bool
-    """Whether rows may be added to others; otherwise all begin together, and prompts have one length."""
+    supports_joining: bool
+    """True if rows may join later; otherwise all rows start together and have prompts of one length."""
 
-    def add(self, rows: Sequence[Sequence[int]], header: tuple[int, ...]) -> Tensor:
-        """Read new rows, which all begin with `find_shared_prefix`; logits of their last tokens, [rows, vocabulary]."""
+    def add(self, rows: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> Tensor:
+        """Read new rows, which all start with `prefix`. Return logits of their last tokens, [rows, vocabulary]."""
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """One more token for each row, in their order; logits [rows, vocabulary]."""
+        """Append one token to each row, in order. Return logits [rows, vocabulary]."""
 
-    def keep(self, places: Sequence[int]) -> list[int]:
-        """Keep these rows; gives back their new order, as indices of the old one."""
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """Keep only these rows. Return their new order, as indices of the old order."""
 
     def tokens(self) -> int:
-        """Padded tokens that are held."""
+        """Return the number of padded tokens held."""
 
 
 class LastPositionPass(ForwardPass):
-    """A pass of which the logits of the last position are wanted."""
+    """A forward pass that computes the logits of the last position."""
 
-    def __init__(self, model: Model, ids: Tensor, given: dict[str, Any], cache: Any = None, keep: bool = False):
-        self._given = given
-        super().__init__(model, ids, (ids.shape[1] - 1, ids.shape[1]), cache=cache, keep=keep)
+    def __init__(
+        self, model: Model, ids: Tensor, forward_kwargs: dict[str, Any], cache: Any = None, make_cache: bool = False
+    ):
+        self._forward_kwargs = forward_kwargs
+        super().__init__(model, ids, (ids.shape[1] - 1, ids.shape[1]), cache=cache, make_cache=make_cache)
 
     def logits(self) -> Tensor:
-        """[rows, vocabulary]."""
-        ((_, found),) = self.pieces()
-        return found[:, 0]
+        """Return logits [rows, vocabulary]."""
+        ((_, logits),) = self.pieces()
+        return logits[:, 0]
 
 
 def compute_reference_logits(model: Model, ids: Sequence[int]) -> Tensor:
-    """Logits [1, vocabulary] after a text by itself: one row, no filling, no cache. What decides in doubt."""
+    """Compute logits [1, vocabulary] after a text with a plain pass: one row, no padding, no cache.
+
+    This pass decides doubtful tokens.
+    """
     return LastPositionPass(model, torch.tensor([list(ids)], device=model.device), {}).logits()
 
 
 class KvCacheBatch:
-    """Rows of a model whose cache is keys and values alone."""
+    """Rows of a model whose cache holds only keys and values."""
 
-    def __init__(self, model: Model, pad: int, before_pass: BeforePass, joins: bool = True) -> None:
-        """`joins`: tell mask and positions, so that rows of several lengths lie together."""
-        self.joins = joins
+    def __init__(self, model: Model, pad: int, before_pass: BeforePass, supports_joining: bool = True) -> None:
+        """If `supports_joining`, mask and position ids are passed, so that rows may differ in length."""
+        self.supports_joining = supports_joining
         self._model, self._pad, self._before_pass = model, pad, before_pass
-        self._place = _CacheWindow()
-        self._cache = Cache(layer_class_to_replicate=lambda: _KvCacheLayer(self._place))
+        self._window = _CacheWindow()
+        self._cache = Cache(layer_class_to_replicate=lambda: _KvCacheLayer(self._window))
         self._lengths: list[int] = []
         self._end = 0
-        self._header: tuple[int, ...] = ()
-        self._header_layers: list[tuple[Tensor, Tensor]] = []
+        self._prefix: tuple[int, ...] = ()
+        self._prefix_layers: list[tuple[Tensor, Tensor]] = []
 
     def tokens(self) -> int:
         return len(self._lengths) * max(self._lengths, default=0)
 
-    def add(self, rows: Sequence[Sequence[int]], header: tuple[int, ...]) -> Tensor:
-        """A row's part behind the header is computed; of rows with less behind it, some of the header as well, so that
-        nothing is filled."""
+    def add(self, rows: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> Tensor:
+        """Compute each row's part after the prefix.
+
+        For rows with a shorter part, some of the prefix is computed too, so that no padding is needed.
+        """
         longest, first = max(map(len, rows)), len(self._lengths)
         self._make_room(first + len(rows), longest)
-        if header and header != self._header:
-            self._read_header(header)
-        width = longest - len(header)
-        # Where a row is shorter than the others are behind the header, it is filled, and computed whole.
+        if prefix and prefix != self._prefix:
+            self._read_prefix(prefix)
+        width = longest - len(prefix)
+        # A row without enough prefix is padded and computed whole.
         ids = [[self._pad] * (width - len(row)) + list(row[-width:]) for row in rows]
         for i, row in enumerate(rows):
-            self._put_header(first + i, len(row), max(0, len(row) - width))
+            self._copy_prefix(first + i, len(row), max(0, len(row) - width))
         self._before_pass(len(rows) * longest)
         lengths = [len(row) for row in rows]
         logits = self._run(ids, first, lengths)
@@ -210,7 +215,7 @@ class KvCacheBatch:
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         self._before_pass(len(tokens) * (max(self._lengths) + 1))
-        self._make_room(len(tokens), 0, more=1)
+        self._make_room(len(tokens), 0, more_columns=1)
         self._end += 1
         try:
             logits = self._run([[token] for token in tokens], 0, [length + 1 for length in self._lengths])
@@ -220,60 +225,60 @@ class KvCacheBatch:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
-    def keep(self, places: Sequence[int]) -> list[int]:
-        """Places that are given up are taken by the last rows: so few are moved."""
-        kept = set(places)
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """Move the last rows into the places of removed rows, so that few rows are moved."""
+        kept = set(indices)
         order = list(range(len(self._lengths)))
-        for place in range(len(order)):
+        for index in range(len(order)):
             while order and order[-1] not in kept:
                 order.pop()
-            if place >= len(order):
+            if index >= len(order):
                 break
-            if order[place] not in kept:
-                self._move(len(order) - 1, place)
-                order[place] = order.pop()
+            if order[index] not in kept:
+                self._move(len(order) - 1, index)
+                order[index] = order.pop()
         self._lengths = [self._lengths[i] for i in order]
         return order
 
     def _run(self, ids: Sequence[Sequence[int]], first: int, lengths: Sequence[int]) -> Tensor:
-        """Read the last tokens of neighbouring rows; keys before them are there."""
+        """Read the last tokens of neighbouring rows; keys before them are already in the cache."""
         columns, width, device = max(lengths), len(ids[0]), self._model.device
-        self._place.open(slice(first, first + len(ids)), self._end - columns, self._end, width)
-        given: dict[str, Tensor] = {}
-        if self.joins:
-            own = torch.tensor(lengths).unsqueeze(1)
-            position = torch.arange(columns) - (columns - own)
-            given["position_ids"] = position[:, -width:].clamp(min=0).to(device)
-            given["attention_mask"] = (position >= 0).long().to(device)
+        self._window.set(slice(first, first + len(ids)), self._end - columns, self._end, width)
+        forward_kwargs: dict[str, Tensor] = {}
+        if self.supports_joining:
+            row_lengths = torch.tensor(lengths).unsqueeze(1)
+            position = torch.arange(columns) - (columns - row_lengths)
+            forward_kwargs["position_ids"] = position[:, -width:].clamp(min=0).to(device)
+            forward_kwargs["attention_mask"] = (position >= 0).long().to(device)
         tokens = torch.tensor([list(row) for row in ids], device=device)
-        return LastPositionPass(self._model, tokens, given, self._cache).logits()
+        return LastPositionPass(self._model, tokens, forward_kwargs, self._cache).logits()
 
-    def _read_header(self, header: tuple[int, ...]) -> None:
-        self._before_pass(len(header))
-        begun = LastPositionPass(
-            self._model, torch.tensor([header], device=self._model.device), {}, DynamicCache(), keep=True
+    def _read_prefix(self, prefix: tuple[int, ...]) -> None:
+        self._before_pass(len(prefix))
+        forward_pass = LastPositionPass(
+            self._model, torch.tensor([prefix], device=self._model.device), {}, DynamicCache(), make_cache=True
         )
-        if not is_plain_kv_cache(begun.cache):
-            raise TypeError(f"{type(begun.cache).__name__} is no cache of keys and values alone")
-        self._header_layers = [(layer.keys, layer.values) for layer in begun.cache.layers]
-        self._header = header
-        for i, (keys, values) in enumerate(self._header_layers):
+        if not is_plain_kv_cache(forward_pass.cache):
+            raise TypeError(f"{type(forward_pass.cache).__name__} holds more than keys and values")
+        self._prefix_layers = [(layer.keys, layer.values) for layer in forward_pass.cache.layers]
+        self._prefix = prefix
+        for i, (keys, values) in enumerate(self._prefix_layers):
             if i >= len(self._cache.layers):
-                self._cache.layers.append(_KvCacheLayer(self._place))
+                self._cache.layers.append(_KvCacheLayer(self._window))
             self._layers[i].reserve(keys, values)
 
     @property
     def _layers(self) -> list["_KvCacheLayer"]:
-        found: list[_KvCacheLayer] = self._cache.layers
-        return found
+        layers: list[_KvCacheLayer] = self._cache.layers
+        return layers
 
-    def _put_header(self, row: int, length: int, count: int) -> None:
-        """The first `count` tokens of the header, where a row of this length begins."""
+    def _copy_prefix(self, row: int, length: int, count: int) -> None:
+        """Copy the first `count` tokens of the prefix to where a row of this length starts."""
         if count:
-            begin = self._end - length
-            for layer, (keys, values) in zip(self._layers, self._header_layers, strict=True):
-                layer.keys[row, :, begin : begin + count] = keys[0, :, :count]
-                layer.values[row, :, begin : begin + count] = values[0, :, :count]
+            start = self._end - length
+            for layer, (keys, values) in zip(self._layers, self._prefix_layers, strict=True):
+                layer.keys[row, :, start : start + count] = keys[0, :, :count]
+                layer.values[row, :, start : start + count] = values[0, :, :count]
 
     def _move(self, source: int, target: int) -> None:
         columns = slice(self._end - self._lengths[source], self._end)
@@ -281,34 +286,34 @@ class KvCacheBatch:
             layer.keys[target, :, columns] = layer.keys[source, :, columns]
             layer.values[target, :, columns] = layer.values[source, :, columns]
 
-    def _make_room(self, rows: int, longest: int, more: int = 0) -> None:
-        """For so many rows, a row of `longest` tokens, and `more` columns behind: shift what is there, or grow."""
-        held = max(self._lengths, default=0)
-        needed = max(held, longest)
-        begin, end = needed, needed + more
-        if self._end < needed or self._end + more > self._place.columns:
-            if end > self._place.columns:
-                self._place.columns = end + max(ROOM_COLUMNS, end // 4)
-            elif self._lengths and more and self._place.columns - end < min(ROOM_COLUMNS, end // 4):
-                self._place.columns += ROOM_COLUMNS  # or each step would shift
+    def _make_room(self, rows: int, longest: int, more_columns: int = 0) -> None:
+        """Make room for `rows` rows, a row of `longest` tokens and `more_columns` after it: shift columns, or grow."""
+        used = max(self._lengths, default=0)
+        needed = max(used, longest)
+        start, end = needed, needed + more_columns
+        if self._end < needed or self._end + more_columns > self._window.columns:
+            if end > self._window.columns:
+                self._window.columns = end + max(ROOM_COLUMNS, end // 4)
+            elif self._lengths and more_columns and self._window.columns - end < min(ROOM_COLUMNS, end // 4):
+                self._window.columns += ROOM_COLUMNS  # otherwise each step would shift
             for layer in self._layers:
-                layer.shift(len(self._lengths), slice(self._end - held, self._end), begin - held)
-            self._end = begin
-        self._place.rows = max(self._place.rows, rows)
+                layer.shift(len(self._lengths), slice(self._end - used, self._end), start - used)
+            self._end = start
+        self._window.rows = max(self._window.rows, rows)
         for layer in self._layers:
             layer.grow()
 
 
 class _CacheWindow:
-    """Where a pass reads and writes, the same for all layers."""
+    """The rows and columns that a pass reads and writes; all layers share it."""
 
     def __init__(self) -> None:
         self.rows, self.columns = 0, 0
-        self.some, self.begin, self.end, self.width = slice(0), 0, 0, 0
+        self.row_slice, self.start, self.end, self.width = slice(0), 0, 0, 0
 
-    def open(self, some: slice, begin: int, end: int, width: int) -> None:
-        """The next pass is of rows `some`, sees columns begin..end - 1, and writes the last `width` of them."""
-        self.some, self.begin, self.end, self.width = some, begin, end, width
+    def set(self, row_slice: slice, start: int, end: int, width: int) -> None:
+        """The next pass reads `row_slice` and columns start..end - 1, and writes the last `width` columns."""
+        self.row_slice, self.start, self.end, self.width = row_slice, start, end, width
 
 
 class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -319,102 +324,102 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     values: Tensor
     is_initialized: bool
 
-    def __init__(self, place: _CacheWindow) -> None:
+    def __init__(self, window: _CacheWindow) -> None:
         super().__init__()
-        self._place = place
+        self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.reserve(key_states, value_states)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Make buffers for such keys and values, if there are none. Zeros: what is masked must be finite."""
+        """Allocate buffers for such keys and values if there are none. They are zero: masked values must be finite."""
         if not self.is_initialized:
-            shape = self._place.rows, self._place.columns
+            shape = self._window.rows, self._window.columns
             self.keys = keys.new_zeros(shape[0], keys.shape[1], shape[1], keys.shape[3])
             self.values = values.new_zeros(shape[0], values.shape[1], shape[1], values.shape[3])
             self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.reserve(key_states, value_states)
-        place = self._place
-        columns = slice(place.end - place.width, place.end)
-        self.keys[place.some, :, columns] = key_states
-        self.values[place.some, :, columns] = value_states
-        seen = slice(place.begin, place.end)
-        return self.keys[place.some, :, seen], self.values[place.some, :, seen]
+        window = self._window
+        columns = slice(window.end - window.width, window.end)
+        self.keys[window.row_slice, :, columns] = key_states
+        self.values[window.row_slice, :, columns] = value_states
+        seen = slice(window.start, window.end)
+        return self.keys[window.row_slice, :, seen], self.values[window.row_slice, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._place.end - self._place.begin - self._place.width
+        return self._window.end - self._window.start - self._window.width
 
     def get_max_length(self) -> int:
         return -1
 
-    def shift(self, rows: int, columns: slice, to: int) -> None:
-        """Move columns of the first rows to where `to` is their first; after `grow`, if they end beyond the buffer."""
+    def shift(self, rows: int, columns: slice, start: int) -> None:
+        """Move columns of the first rows so that they begin at `start`; grow the buffer first if needed."""
         self.grow()
-        if self.is_initialized and columns.start != to:
+        if self.is_initialized and columns.start != start:
             for buffer in (self.keys, self.values):
-                held = buffer[:rows, :, columns].clone()
-                buffer[:rows, :, to : to + held.shape[2]] = held
+                moved = buffer[:rows, :, columns].clone()
+                buffer[:rows, :, start : start + moved.shape[2]] = moved
 
     def grow(self) -> None:
-        """As large as `place` says by now."""
-        if self.is_initialized and self.keys.shape[0::2] != (self._place.rows, self._place.columns):
-            self.keys, self.values = self._larger(self.keys), self._larger(self.values)
+        """Enlarge the buffers to the size of the window."""
+        if self.is_initialized and self.keys.shape[0::2] != (self._window.rows, self._window.columns):
+            self.keys, self.values = self._enlarged(self.keys), self._enlarged(self.values)
 
-    def _larger(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self._place.rows, old.shape[1], self._place.columns, old.shape[3])
+    def _enlarged(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(self._window.rows, old.shape[1], self._window.columns, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
 
 class UniformLengthBatch:
-    """Rows of one length of a model with a cache of its own kind: it stays as it is until the last of them ends."""
+    """Rows of one length for a model with its own kind of cache; the cache is unchanged until all rows have ended."""
 
-    joins = False
+    supports_joining = False
 
     def __init__(self, model: Model, pad: int, before_pass: BeforePass) -> None:
         self._model, self._pad, self._before_pass = model, pad, before_pass
-        self._kept: list[int] = []
+        self._active: list[int] = []
         self._length = 0
         self._rows = 0
-        self._given: dict[str, Any] = {}
+        self._forward_kwargs: dict[str, Any] = {}
 
     def tokens(self) -> int:
-        return self._rows * self._length if self._kept else 0
+        return self._rows * self._length if self._active else 0
 
-    def add(self, rows: Sequence[Sequence[int]], header: tuple[int, ...]) -> Tensor:
+    def add(self, rows: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> Tensor:
         self._before_pass(len(rows) * len(rows[0]))
-        whole = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
-        # Recurrent models have another word for it. All of them write into what they are given.
-        word = "cache_params" if "cache_params" in signature(whole.forward).parameters else "past_key_values"
-        self._given = {word: DynamicCache(config=whole.config.get_text_config())}
-        self._length, self._rows, self._kept = len(rows[0]), len(rows), list(range(len(rows)))
+        base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        # Recurrent models name the argument differently. All of them write into the cache that they receive.
+        cache_argument = "cache_params" if "cache_params" in signature(base.forward).parameters else "past_key_values"
+        self._forward_kwargs = {cache_argument: DynamicCache(config=base.config.get_text_config())}
+        self._length, self._rows, self._active = len(rows[0]), len(rows), list(range(len(rows)))
         return self._run(torch.tensor([list(row) for row in rows]))
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         self._before_pass(self._rows * (self._length + 1))
         ids = torch.full((self._rows, 1), self._pad)
-        ids[self._kept, 0] = torch.tensor(tokens)
+        ids[self._active, 0] = torch.tensor(tokens)
         logits = self._run(ids)
         self._length += 1
-        return logits[self._kept]
+        return logits[self._active]
 
-    def keep(self, places: Sequence[int]) -> list[int]:
-        self._kept = [self._kept[i] for i in places]
-        return list(places)
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        self._active = [self._active[i] for i in indices]
+        return list(indices)
 
     def _run(self, ids: Tensor) -> Tensor:
-        return LastPositionPass(self._model, ids.to(self._model.device), self._given, keep=True).logits()
+        return LastPositionPass(self._model, ids.to(self._model.device), self._forward_kwargs, make_cache=True).logits()
 
 
 class UncachedBatch:
-    """Each row by itself, read anew for each token: a model with no cache that could be used."""
+    """Decodes each row separately and reads its whole text for each token: for models without a usable cache."""
 
-    joins = True
+    supports_joining = True
 
     def __init__(self, model: Model, before_pass: BeforePass) -> None:
         self._model, self._before_pass = model, before_pass
@@ -423,7 +428,7 @@ class UncachedBatch:
     def tokens(self) -> int:
         return sum(map(len, self._texts))
 
-    def add(self, rows: Sequence[Sequence[int]], header: tuple[int, ...]) -> Tensor:
+    def add(self, rows: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> Tensor:
         logits = self._read(rows)
         self._texts += [list(row) for row in rows]
         return logits
@@ -434,13 +439,13 @@ class UncachedBatch:
         self._texts = texts
         return logits
 
-    def keep(self, places: Sequence[int]) -> list[int]:
-        self._texts = [self._texts[i] for i in places]
-        return list(places)
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        self._texts = [self._texts[i] for i in indices]
+        return list(indices)
 
     def _read(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        found = []
+        logits = []
         for text in texts:
             self._before_pass(len(text))
-            found.append(compute_reference_logits(self._model, text))
-        return torch.cat(found)
+            logits.append(compute_reference_logits(self._model, text))
+        return torch.cat(logits)

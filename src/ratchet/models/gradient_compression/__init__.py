@@ -1,1 +1,1 @@
-"""Gradients that several ranks add up, compressed on the wire."""
+"""Sums gradients over ranks, compressed for the network."""

@@ -1,7 +1,8 @@
-"""The pieces in which gradients are sent: a function of parameters and size, never changed while a training runs.
+"""Gradient buckets, the interface of compression methods, and uncompressed and 16-bit all-reduce.
 
-DistributedDataParallel orders its buckets anew after the first step, by when gradients became ready. Then what one
-attempt remembers of a bucket means nothing to the next one. Here a bucket holds the same numbers in every attempt.
+A bucket's contents are a function of the parameters and the bucket size, and constant during a training.
+DistributedDataParallel reorders its buckets after the first step by when gradients became ready, so the state of a
+bucket would be meaningless to the next attempt. Here a bucket holds the same numbers in every attempt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,43 +18,43 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Neighbouring gradients in one flat tensor; what hooks ask of torch.distributed.GradBucket, it answers."""
+    """Consecutive gradients in one flat tensor, with the interface of torch.distributed.GradBucket."""
 
     number: int
     members: tuple[nn.Parameter, ...]
     flat: Tensor
-    """float32, on the device of the parameters: their gradients one after the other."""
-    last: bool
+    """float32, on the device of the parameters: their gradients in order."""
+    is_last_bucket: bool
 
     def index(self) -> int:
-        """Which of all buckets this is, from 0."""
+        """Return the number of this bucket, from 0."""
         return self.number
 
     def buffer(self) -> Tensor:
-        """All numbers, flat; hooks write what comes of them into it."""
+        """Return all numbers as a flat tensor; hooks write their result into it."""
         return self.flat
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer in the parameters' shapes; a single number has the shape (1,)."""
-        pieces = self.flat.split([one.numel() for one in self.members])
-        return [piece.view(one.shape or (1,)) for piece, one in zip(pieces, self.members, strict=True)]
+        """Return views of the buffer in the parameters' shapes; a scalar has the shape (1,)."""
+        pieces = self.flat.split([parameter.numel() for parameter in self.members])
+        return [piece.view(parameter.shape or (1,)) for piece, parameter in zip(pieces, self.members, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.members)
 
     def is_last(self) -> bool:
-        return self.last
+        return self.is_last_bucket
 
     def fill(self) -> None:
-        """Take the gradients of this rank; one that it has none of counts as zeros."""
+        """Copy this rank's gradients into the buffer; a missing gradient counts as zeros."""
         for view, parameter in zip(self.gradients(), self.members, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(parameter.grad.view_as(view))
 
-    def empty(self) -> None:
-        """Give the parameters what the buffer holds now."""
+    def write_back(self) -> None:
+        """Copy the buffer into the parameters' gradients."""
         for view, parameter in zip(self.gradients(), self.members, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -61,14 +62,14 @@ class GradientBucket:
 
 
 def build_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[GradientBucket]:
-    """All buckets of these parameters. They share one piece of memory: one of them is in use at a time.
+    """Build all buckets of these parameters. They share one buffer, so only one can be in use at a time.
 
     Args:
-        parameters: in an order that is the same on every rank and in every attempt.
-        bucket_bytes: most that a bucket holds; a parameter that is larger has one for itself.
+        parameters: in the same order on every rank and in every attempt.
+        bucket_bytes: maximum size of a bucket; a larger parameter gets its own bucket.
     """
     groups = list(_group_parameters(parameters, bucket_bytes))
-    sizes = [sum(one.numel() for one in group) for group in groups]
+    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     if not sizes:
         return []
     flat = torch.empty(max(sizes), dtype=torch.float32, device=parameters[0].device)
@@ -81,52 +82,51 @@ def build_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list
 
 def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[tuple[nn.Parameter, ...]]:
     group: list[nn.Parameter] = []
-    held = 0
+    group_bytes = 0
     for parameter in parameters:
         size = parameter.numel() * FLOAT_BYTES
-        if group and held + size > bucket_bytes:
+        if group and group_bytes + size > bucket_bytes:
             yield tuple(group)
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(parameter)
-        held += size
+        group_bytes += size
     if group:
         yield tuple(group)
 
 
-# What every way of sending gradients has, and what it costs on the wire.
+# Interface of compression methods, and their traffic.
 
 HALF_BYTES = 2
-"""Of a number in 16 bits."""
+"""Size of a 16-bit number."""
 Memory = dict[str, Tensor]
-"""What a rank remembers from one sum to the next, by name: `error.0` is what bucket 0 has left unsent. Its tensors are
-never written again: each sum makes new ones, so what was before a sum can be gone back to."""
+"""State of a compressor between two sums, by name: `error.0` is the unsent part of bucket 0. Its tensors are never
+modified in place: each sum makes new ones, so the state before a sum can be restored."""
 
 
 class CompressionMethod(Protocol):
-    """One way of adding up a bucket over ranks, with what it remembers."""
+    """A way to sum a bucket over ranks, with its state."""
 
     memory: Memory
     group: Any
     """torch's process group."""
 
     def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        """Make the bucket's buffer the sum over ranks.
+        """Replace the bucket's buffer by the sum over ranks.
 
         Yields:
-            Operations of torch that are under way (its `MemoryWorkload`); the caller completes each before it asks for
-            the next.
+            Pending torch operations (its `Work`); the caller completes each before it requests the next.
         """
 
     def sent_bytes(self, bucket: GradientBucket) -> int:
-        """What one `reduce` of this bucket makes a rank send; the first and the hundredth send alike."""
+        """Return the bytes that a rank sends in one `reduce` of this bucket; constant over calls."""
 
 
 def communication_hook(method: CompressionMethod, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A hook for DistributedDataParallel.register_comm_hook, with the method as its state: leaves the mean.
+    """A hook for DistributedDataParallel.register_comm_hook whose state is the method; it leaves the mean.
 
-    It waits where it stands. Torch's own hooks go on in callbacks of futures, which run on threads of the process
-    group: there a bucket's second operation starts at another time on each rank, and a group whose last reference such
-    a thread lets go of ends the process (gloo: "Resource deadlock avoided").
+    It blocks. Torch's own hooks continue in callbacks of futures, which run on threads of the process group: there a
+    bucket's second operation starts at a different time on each rank, and a group whose last reference is released by
+    such a thread ends the process (gloo: "Resource deadlock avoided").
     """
     for work in method.reduce(bucket):
         work.wait()
@@ -136,50 +136,50 @@ def communication_hook(method: CompressionMethod, bucket: dist.GradBucket) -> to
 
 
 def all_reduce_bytes(world: int, size_bytes: int) -> int:
-    """Sent by each rank, on a ring: a share to add, a share to tell, world - 1 times each (Patarasuk and Yuan 2009)."""
+    """Return bytes sent by each rank in a ring: world - 1 shares to add and world - 1 to spread (Patarasuk, Yuan
+    2009)."""
     return 2 * (world - 1) * size_bytes // world
 
 
 def all_gather_bytes(world: int, size_bytes: int) -> int:
-    """Sent by each rank, whose own part has `size_bytes`, on a ring: every other rank's part but one passes through."""
+    """Return bytes sent by each rank in a ring, with `size_bytes` per rank: all parts but one pass through it."""
     return (world - 1) * size_bytes
 
 
 def all_to_all_bytes(world: int, size_bytes: int) -> int:
-    """Sent by each rank of a tensor of `size_bytes`: all of it but its own share."""
+    """Return bytes sent by each rank for a tensor of `size_bytes`: all of it except its own share."""
     return (world - 1) * size_bytes // world
 
 
 def residual_name(number: int) -> str:
-    """Of what bucket `number` has left unsent on this rank: as many numbers as the bucket has."""
+    """Name of the unsent part of bucket `number` on this rank; as many numbers as the bucket has."""
     return f"error.{number}"
 
 
 def owned_residual_name(number: int) -> str:
-    """Of what this rank has left unsent of the share of bucket `number` that it adds up (int8)."""
+    """Name of the unsent part of the share of bucket `number` that this rank sums (int8)."""
     return f"owned.{number}"
 
 
 def right_factor_name(number: int) -> str:
-    """Of the right-hand matrices of bucket `number`, the same on every rank (PowerSGD)."""
+    """Name of the right-hand matrices of bucket `number`, equal on all ranks (PowerSGD)."""
     return f"q.{number}"
 
 
-# Gradients in 32 or 16 bits, of which nothing is remembered.
+# All-reduce in 32 or 16 bits, without state.
 #
 # bfloat16 has the range of float32 and 8 bits of precision. float16 has 11, but nothing below 6e-8, and gradients of a
-# loss that is a mean over thousands of tokens lie near that. So each bucket is multiplied by a power of two first,
-# which
-# changes no bit of a number, such that its largest number on any rank comes between 2^14 and 2^15. Both are divided by
-# the number of ranks before they are sent, as torch's hooks do, so no sum overflows (65,504).
+# loss that is a mean over thousands of tokens are near that. So each bucket is first multiplied by a power of two,
+# which changes no bit of a number's significand, such that its largest number on any rank is between 2^14 and 2^15.
+# Both dtypes are divided by the number of ranks before sending, as in torch's hooks, so no sum overflows (65,504).
 
-EXPONENT = 15
-SMALLEST = -110
-"""Numbers that are all below 2^-110 stay small: 2^125 is the largest scale that float32 has room for."""
+MAX_EXPONENT = 15
+MIN_EXPONENT = -110
+"""Buckets whose numbers are all below 2^-110 stay small: 2^125 is the largest scale that fits into float32."""
 
 
 class Fp32AllReduce:
-    """An all-reduce of float32."""
+    """All-reduce in float32."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -193,7 +193,7 @@ class Fp32AllReduce:
 
 
 class Bf16AllReduce:
-    """An all-reduce of bfloat16. What rounding takes off is lost."""
+    """All-reduce in bfloat16. Rounding errors are lost."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -209,7 +209,7 @@ class Bf16AllReduce:
 
 
 class Fp16AllReduce:
-    """An all-reduce of float16, after one of the largest number."""
+    """All-reduce in float16, after an all-reduce of the largest number."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -230,7 +230,7 @@ class Fp16AllReduce:
 
 
 def _fp16_scale(largest: Tensor) -> Tensor:
-    """Power of two that brings the largest number below 2^15; 1 where there is none, or no finite one."""
-    exponent = torch.frexp(largest).exponent.clamp_min(SMALLEST)
+    """Return the power of two that brings the largest number below 2^15; 1 if it is zero or not finite."""
+    exponent = torch.frexp(largest).exponent.clamp_min(MIN_EXPONENT)
     usable = torch.isfinite(largest) & (largest > 0)
-    return torch.where(usable, torch.ldexp(torch.ones_like(largest), EXPONENT - exponent), 1.0)
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), MAX_EXPONENT - exponent), 1.0)

@@ -1,1 +1,1 @@
-"""Forecast of the memory that a training needs, without loading a weight."""
+"""Forecasts the memory that a training needs, without loading weights."""

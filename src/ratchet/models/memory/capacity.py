@@ -1,4 +1,4 @@
-"""How much memory there is (of this machine, of the container, of the GPU), and how much this process holds."""
+"""Measures the memory of the machine, container or GPU, and of this process. Imports torch only for a GPU."""
 
 import os
 from contextlib import suppress
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch  # a machine is looked at before there is any training, too
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
-_GROUPS = (
+_CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""A container's limit, use and statistics, and in these the cache of files, for cgroup version 2 and 1."""
+"""Files with a container's limit, usage and statistics, and the statistics' field of the file cache: cgroup 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class MemoryCapacity:
 
     total_bytes: int
     available_bytes: int
-    """What this process could hold in all, with what it holds already."""
+    """Bytes that this process can hold in total, including what it already holds."""
 
 
 def measure_device(device: "torch.device") -> MemoryCapacity:
-    """Of the device that trains."""
+    """Measure the memory of the training device."""
     if device.type != "cuda":
         return measure_host()
     import torch
@@ -37,26 +37,26 @@ def measure_device(device: "torch.device") -> MemoryCapacity:
 
 
 def measure_host(cgroup: Path = _CGROUP) -> MemoryCapacity:
-    """Of this machine, or of the container if that allows less."""
+    """Measure the memory of this machine, or of the container if its limit is lower."""
     machine = _read_kilobyte_fields(Path("/proc/meminfo"))
-    own = resident_bytes()
-    total, available = machine["MemTotal"], machine["MemAvailable"] + own
-    for limit, used, statistics, cache in _GROUPS:
+    resident = resident_bytes()
+    total, available = machine["MemTotal"], machine["MemAvailable"] + resident
+    for limit_file, usage_file, statistics_file, cache_field in _CGROUP_FILES:
         with suppress(OSError, ValueError, KeyError):  # no such file, or `max`: no limit
-            most, taken = (int((cgroup / name).read_text()) for name in (limit, used))
-            words = (line.split() for line in (cgroup / statistics).read_text().splitlines())
-            taken -= {name: int(count) for name, count in words}[cache]  # given back when memory is wanted
-            total, available = min(total, most), min(available, most - taken + own)
+            limit_bytes, used_bytes = (int((cgroup / name).read_text()) for name in (limit_file, usage_file))
+            fields = (line.split() for line in (cgroup / statistics_file).read_text().splitlines())
+            used_bytes -= {name: int(count) for name, count in fields}[cache_field]  # the kernel frees it on demand
+            total, available = min(total, limit_bytes), min(available, limit_bytes - used_bytes + resident)
     return MemoryCapacity(total, max(0, available))
 
 
 def resident_bytes() -> int:
-    """Memory of this process now (RSS)."""
+    """Return the current memory of this process (RSS)."""
     return _read_kilobyte_fields(Path("/proc/self/status"))["VmRSS"]
 
 
 def allocated_bytes(device: "torch.device") -> int:
-    """What this process holds of the device's memory now; of a GPU with what its allocator keeps for later."""
+    """Return the bytes of the device's memory held by this process; on a GPU including its allocator's cache."""
     if device.type != "cuda":
         return resident_bytes()
     import torch
@@ -65,14 +65,14 @@ def allocated_bytes(device: "torch.device") -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most that it was since it began, or since `reset_peak`."""
+    """Return the highest RSS since the process started or since `reset_peak`."""
     return _read_kilobyte_fields(Path("/proc/self/status"))["VmHWM"]
 
 
 def reset_peak() -> bool:
-    """Begin a new `peak_resident_bytes` from now on (proc(5), clear_refs); whether the kernel does that."""
+    """Reset `peak_resident_bytes` (proc(5), clear_refs). Return False if the kernel does not support it."""
     try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:  # noqa: PTH123 (nothing may be truncated)
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:  # noqa: PTH123 (must not truncate)
             stream.write("5")
     except OSError:
         return False
@@ -80,13 +80,13 @@ def reset_peak() -> bool:
 
 
 def _read_kilobyte_fields(path: Path) -> dict[str, int]:
-    """`Name:  123 kB` lines, in bytes."""
+    """Read lines of the form `Name:  123 kB`; values in bytes."""
     lines = (line.split() for line in path.read_text(encoding="ascii", errors="replace").splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+    return {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines if len(fields) == 3 and fields[2] == "kB"}
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Room for this user on the disk that `path` lies on, or will."""
-    there = next(one for one in (path, *path.resolve().parents) if one.exists())
-    found = os.statvfs(there)
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes for this user on the disk of `path`, which need not exist."""
+    existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
+    statistics = os.statvfs(existing)
+    return statistics.f_bavail * statistics.f_frsize

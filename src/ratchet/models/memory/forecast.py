@@ -1,7 +1,7 @@
-"""How much memory a training will need, phase by phase, before a weight is loaded: see docs/memory.md.
+"""Forecasts the memory that a training needs, phase by phase, before weights are loaded.
 
-What arithmetic knows is counted (weights and their constants, adapters, optimizer); what depends on the model's code is
-found by running that code without data (trace.py, communication.py).
+Weights, constants, adapters and optimizer are calculated; the parts that depend on the model's code are measured by
+running that code without data (trace.py, ranks.py).
 """
 
 import copy
@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from bitsandbytes.nn import Linear4bit
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.config.units import MIB, format_bytes
 from ratchet.models import targets, weights
 from ratchet.models.loading import Model, pick_dtype
 from ratchet.models.memory import capacity, meta_model, parameters, trace
-from ratchet.models.memory import ranks as communication
-from ratchet.models.memory import ranks as sharding
+from ratchet.models.memory import ranks as ranks_memory
 from ratchet.models.memory.malloc import MallocSimulator
 from ratchet.models.memory.parameters import BaseTensorSizes
 from ratchet.models.memory.trace import GRANULE_BYTES, BatchShape, Device
@@ -27,18 +26,18 @@ from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher import OnlineTeacher, derive_teacher_settings
 from ratchet.storage.records.training import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 
-SMALLEST_8BIT = 4096
-"""Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
+MIN_8BIT_ELEMENTS = 4096
+"""Elements from which bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
 OPTIMIZER_BLOCK = 256
-"""Such states to a constant of 4 bytes."""
-QUANTIZING_BYTES = 20
-"""Of a weight that is being quantised on a CPU: as it is read and as it is loaded (4 each), and quantised (12)."""
+"""8-bit states per constant of 4 bytes."""
+QUANTIZATION_BYTES_PER_WEIGHT = 20
+"""Memory to quantize a weight on a CPU: as read and as loaded (4 bytes each), and quantized (12)."""
 OPERATORS_BYTES = 16 * MIB
-"""Pages of libraries that are first touched when they are used; measured with models of no size."""
+"""Library pages that are first touched when operators run; measured with models of negligible size."""
 CUDA_CONTEXT_BYTES = 500 * MIB
-"""Kernels and stacks of a process on a GPU; between 300 and 600 MiB by GPU and driver. Assumed, not measured by us."""
+"""Kernels and stacks of a process on a GPU; 300 to 600 MiB depending on GPU and driver. Assumed, not measured."""
 CUBLAS_BYTES = 32 * MIB
-"""Work space of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
+"""Workspace of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
 
 Parts = dict[str, int]
 
@@ -50,62 +49,62 @@ class MemoryWorkload:
     rows: int
     """Sequences of a micro-batch."""
     row_tokens: int
-    """Of the longest; the others are padded to it."""
+    """Tokens of the longest sequence; the others are padded to it."""
     learned_tokens: int
-    """Of a row, on the average of the micro-batch: where it is learned from, and logits are computed."""
+    """Trained tokens of a row, averaged over the micro-batch; logits are computed for them."""
     packed: bool
-    """Several rows to a sequence."""
+    """True if a sequence holds several rows."""
     device: Device
     validation_rows: int = 0
     validation_tokens: int = 1
-    """Of the longest validation row."""
+    """Tokens of the longest validation row."""
     validation_learned_tokens: int = 1
     new_tokens: int = 0
-    """Rows of the embedding that learn."""
+    """Embedding rows that are trained."""
     ranks: int = 1
-    """Processes that compute a step together, on all machines."""
-    sharing: int = 1
-    """Processes of the like that live in the same memory: ranks of one machine, on CPUs."""
+    """World size: processes that compute a step together, on all machines."""
+    local_ranks: int = 1
+    """Processes that share this memory: ranks of one machine, on CPUs."""
     teacher: ModelSpec | None = None
-    """That is in memory too, and asked about every micro-batch (train.distill)."""
+    """Teacher that is also in memory and evaluates every micro-batch (train.distill)."""
 
     def single_row(self) -> "MemoryWorkload":
-        """The same with a row at a time."""
+        """Return the workload with one row at a time."""
         return replace(self, rows=1, validation_rows=min(1, self.validation_rows))
 
-    def of_step(self, batch_rows: int) -> int:
-        """Rows of a step that one rank computes, where a step has `batch_rows`: the largest part."""
+    def count_step_rows(self, batch_rows: int) -> int:
+        """Return the largest number of rows that one rank computes in a step of `batch_rows` rows."""
         return -(-batch_rows // self.ranks)
 
-    def among(self, ranks: int, sharing: int, batch_rows: int) -> "MemoryWorkload":
-        """The same of one of so many ranks: no micro-batch is larger than its part of a step.
+    def on_ranks(self, ranks: int, local_ranks: int, batch_rows: int) -> "MemoryWorkload":
+        """Return the workload of one rank: its micro-batch is not larger than its part of a step.
 
         Args:
-            ranks: on all machines.
-            sharing: those of them that share this machine's memory; 1 where each has a GPU.
-            batch_rows: of a step (train.batch_rows).
+            ranks: ranks on all machines.
+            local_ranks: ranks that share this machine's memory; 1 if each has a GPU.
+            batch_rows: rows of a step (train.batch_size).
         """
-        other = replace(self, ranks=ranks, sharing=sharing)
-        return replace(other, rows=min(self.rows, other.of_step(batch_rows)))
+        workload = replace(self, ranks=ranks, local_ranks=local_ranks)
+        return replace(workload, rows=min(self.rows, workload.count_step_rows(batch_rows)))
 
 
-def forecast(blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> MemoryForecast:
-    """What a training process of this kind will hold at most, phase by phase.
+def forecast(spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> MemoryForecast:
+    """Forecast the peak memory of a training process, phase by phase.
 
     Args:
-        blueprint: of the base.
+        spec: spec of the base.
         settings: section train.
-        machine: activation_checkpointing and shard_base are read; `auto` is taken for false.
-        work: the micro-batches, and how many ranks there are.
+        machine: activation_checkpointing and shard_base are used; `auto` counts as false.
+        work: micro-batches and number of ranks.
 
     Raises:
         SettingsError: the settings do not fit the model.
     """
-    return MemoryForecastBuilder(blueprint, settings, machine, work).forecast()
+    return MemoryForecastBuilder(spec, settings, machine, work).forecast()
 
 
 def resolve_compute_dtype(settings: Train, device: Device) -> torch.dtype:
-    """The type of matrix products; where the GPU is not at hand, `auto` is taken for bfloat16."""
+    """Return the dtype of matrix products; for a GPU that is not present, `auto` counts as bfloat16."""
     if device == "cuda" and settings.compute_dtype == "auto" and not torch.cuda.is_available():
         return torch.bfloat16
     return pick_dtype(settings.compute_dtype, torch.device(device))
@@ -113,62 +112,73 @@ def resolve_compute_dtype(settings: Train, device: Device) -> torch.dtype:
 
 @dataclass
 class MemoryForecastBuilder:
-    """One forecast in the making."""
+    """Builds forecasts for one model and its settings; expensive models are built once."""
 
-    blueprint: ModelSpec
+    spec: ModelSpec
     settings: Train
     machine: Machine
     work: MemoryWorkload
 
-    def of(self, work: MemoryWorkload) -> "MemoryForecastBuilder":
-        """The same for other micro-batches of as many ranks, with the models that are there."""
-        other = copy.copy(self)
-        other.work = work
-        return other
+    def with_work(self, work: MemoryWorkload) -> "MemoryForecastBuilder":
+        """Return a builder for other micro-batches with the same ranks, which reuses the models."""
+        copied = copy.copy(self)
+        copied.work = work
+        return copied
 
     def __post_init__(self) -> None:
         device, ranks = self.work.device, self.work.ranks
         self.on_gpu = device == "cuda"
         self.dtype = resolve_compute_dtype(self.settings, device)
-        self.replica = meta_model.build(self.blueprint, self.settings, self.dtype, device, self.work.new_tokens)
-        self.granule = GRANULE_BYTES[device]
+        self.meta_model = meta_model.build(self.spec, self.settings, self.dtype, device, self.work.new_tokens)
+        self.granule_bytes = GRANULE_BYTES[device]
         self.teacher: OnlineTeacher | None = None
-        self.frozen: BaseTensorSizes | None = None
+        self.teacher_sizes: BaseTensorSizes | None = None
         if self.work.teacher is not None:
-            self.teacher, self.frozen = self._held(self.work.teacher)
-        self.adapters = self.replica.sum_of(self._adapter_bytes)
-        self.optimizer = self.replica.sum_of(self._optimizer_bytes)
-        self.gradients = self.replica.sum_of(self._gradient_bytes)
-        self.sums = communication.measure_communication_memory(
-            self.replica.learning(), self.settings.compression, ranks, device
+            self.teacher, self.teacher_sizes = self._build_teacher(self.work.teacher)
+        self.adapters = self.meta_model.sum_over_blocks(self._adapter_bytes)
+        self.optimizer = self.meta_model.sum_over_blocks(self._optimizer_bytes)
+        self.gradients = self.meta_model.sum_over_blocks(self._gradient_bytes)
+        self.communication = ranks_memory.measure_communication_memory(
+            self.meta_model.trainable_parameters(), self.settings.gradient_compression, ranks, device
         )
-        shared = sharding.is_base_sharded(self.machine, ranks)
-        self.shards = sharding.compute_shard_sizes(self.replica, ranks, self.granule) if shared else None
+        shared = ranks_memory.is_base_sharded(self.machine, ranks)
+        self.shard_sizes = (
+            ranks_memory.compute_shard_sizes(self.meta_model, ranks, self.granule_bytes) if shared else None
+        )
 
     def forecast(self) -> MemoryForecast:
-        """Phase by phase."""
-        resting = self._weights() | {"adapters": self.adapters}
-        held = resting | {"optimizer": self.optimizer, "communication": self.sums.held_bytes}
-        kept = held if self.on_gpu else held | {"snapshots": self._snapshot_bytes()}
-        first, steady, evaluation = self._at_work()
-        summing = {"gradients": self.gradients, "communication": self.sums.peak_bytes}
+        """Compute the forecast."""
+        at_rest = self._weight_parts() | {"adapters": self.adapters}
+        with_optimizer = at_rest | {"optimizer": self.optimizer, "communication": self.communication.held_bytes}
+        with_snapshots = with_optimizer if self.on_gpu else with_optimizer | {"snapshots": self._snapshot_bytes()}
+        first, steady, evaluation = self._trace_phases()
+        reducing = {"gradients": self.gradients, "communication": self.communication.peak_bytes}
         updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
         copying = {} if self.on_gpu else {"temporary": self._gathering_bytes()}
-        libraries = self._baseline()
-        used = {name: count + (0 if self.on_gpu else OPERATORS_BYTES) for name, count in libraries.items()}
-        begun = resting | {"communication": self.sums.buffer_bytes}
+        libraries = self._baseline_parts()
+        touched_libraries = {name: count + (0 if self.on_gpu else OPERATORS_BYTES) for name, count in libraries.items()}
+        at_first_step = at_rest | {"communication": self.communication.buffer_bytes}
         phases: list[tuple[Phase, Parts]] = [
             ("baseline", {}),
-            ("loaded", self._loaded()),
-            ("adapters", self._attached()),
-            ("first_step", _elementwise_greatest(begun | first, resting | summing, held | updating)),
-            ("steady", _elementwise_greatest(kept | steady, kept | summing, kept | updating, kept | copying)),
-            ("evaluation", kept | evaluation),
+            ("loaded", self._loaded_parts()),
+            ("adapters", self._attached_parts()),
+            ("first_step", _elementwise_greatest(at_first_step | first, at_rest | reducing, with_optimizer | updating)),
+            (
+                "steady",
+                _elementwise_greatest(
+                    with_snapshots | steady,
+                    with_snapshots | reducing,
+                    with_snapshots | updating,
+                    with_snapshots | copying,
+                ),
+            ),
+            ("evaluation", with_snapshots | evaluation),
         ]
-        found = tuple(
-            PhaseMemory(phase=name, parts=_drop_zeros((used if parts else libraries) | parts)) for name, parts in phases
+        measured = tuple(
+            PhaseMemory(phase=name, parts=_drop_zeros((touched_libraries if parts else libraries) | parts))
+            for name, parts in phases
         )
-        peak = max(one.total_bytes for one in found)
+        peak = max(phase.total_bytes for phase in measured)
         return MemoryForecast(
             device=self.work.device,
             ranks=self.work.ranks,
@@ -176,174 +186,184 @@ class MemoryForecastBuilder:
             row_tokens=self.work.row_tokens,
             learned_tokens=self.work.learned_tokens,
             activation_checkpointing=self.machine.activation_checkpointing is True,
-            shard_base=self.shards is not None,
-            phases=found,
+            shard_base=self.shard_sizes is not None,
+            phases=measured,
             host_bytes=self._host_bytes() if self.on_gpu else peak,
-            trainable_parameters=parameters.count_trainable_parameters(
-                self.blueprint, self.settings, self.work.new_tokens
-            ),
-            total_parameters=parameters.count_total_parameters(self.blueprint, self.settings, self.work.new_tokens),
+            trainable_parameters=parameters.count_trainable_parameters(self.spec, self.settings, self.work.new_tokens),
+            total_parameters=parameters.count_total_parameters(self.spec, self.settings, self.work.new_tokens),
             notes=self._notes(),
         )
 
-    # ------------------------------------------------------------------------------------------------ what is counted
+    # Calculated parts.
 
-    def _weights(self) -> Parts:
-        """Base and teacher as they lie there while training."""
-        stored = self.replica.stored
-        rounding = stored.allocated_bytes(self.granule) - stored.total_bytes
-        elsewhere = self.shards.elsewhere_bytes if self.shards else 0
+    def _weight_parts(self) -> Parts:
+        """Base and teacher during training."""
+        stored = self.meta_model.base_sizes
+        rounding = stored.allocated_bytes(self.granule_bytes) - stored.total_bytes
+        elsewhere = self.shard_sizes.remote_bytes if self.shard_sizes else 0
         return {
             "weights": stored.quantized_bytes + stored.plain_bytes + rounding - elsewhere,
-            "constants of quantisation": stored.constants_bytes,
-            **self._teacher_weights(),
+            "quantization constants": stored.constants_bytes,
+            **self._teacher_parts(),
         }
 
-    def _teacher_weights(self) -> Parts:
-        return {"teacher": self.frozen.allocated_bytes(self.granule)} if self.frozen else {}
+    def _teacher_parts(self) -> Parts:
+        return {"teacher": self.teacher_sizes.allocated_bytes(self.granule_bytes)} if self.teacher_sizes else {}
 
-    def _loaded(self) -> Parts:
-        """While the base is loaded, with a tensor under way, or freed memory not yet given back. A base that is to be
-        shared is loaded whole, into the host's memory."""
+    def _loaded_parts(self) -> Parts:
+        """While the base is loaded: with a tensor being read, or freed memory that is not yet trimmed.
+
+        A base that will be sharded is loaded whole into host memory.
+        """
         if self.on_gpu:
-            if self.shards:
-                return self._teacher_weights()
-            return self._weights() | {"reading": self._largest_source_bytes()}
-        whole = {UNSHARDED: self.shards.elsewhere_bytes} if self.shards else {}
-        return self._weights() | whole | {"reading": self._reading_bytes()}
+            if self.shard_sizes:
+                return self._teacher_parts()
+            return self._weight_parts() | {"reading": self._largest_source_bytes()}
+        unsharded = {UNSHARDED: self.shard_sizes.remote_bytes} if self.shard_sizes else {}
+        return self._weight_parts() | unsharded | {"reading": self._reading_bytes()}
 
-    def _attached(self) -> Parts:
-        """When the adapter has been made; a base that is to be shared is then divided, a layer at a time."""
-        found = self._weights() | {"adapters": self.adapters}
-        if self.shards and self.on_gpu:
-            return found | {"gathered layers": self.shards.layer_bytes}
-        return found | ({UNSHARDED: self.shards.elsewhere_bytes} if self.shards else {})
+    def _attached_parts(self) -> Parts:
+        """After the adapter is attached; a base that will be sharded is then split layer by layer."""
+        parts = self._weight_parts() | {"adapters": self.adapters}
+        if self.shard_sizes and self.on_gpu:
+            return parts | {"gathered layers": self.shard_sizes.layer_bytes}
+        return parts | ({UNSHARDED: self.shard_sizes.remote_bytes} if self.shard_sizes else {})
 
     def _reading_bytes(self) -> int:
-        """In the host's memory beside a base that is loaded there."""
-        models = [self.replica.models[-1], *([self.teacher.model] if self.teacher else [])]
+        """Host memory besides a base that is loaded there."""
+        models = [self.meta_model.models[-1], *([self.teacher.model] if self.teacher else [])]
         matrices = [m for model in models for m in model.modules() if isinstance(m, Linear4bit)]
-        most = max((m.in_features * m.out_features for m in matrices), default=0)
-        return max(weights.TRIM_EVERY_BYTES, QUANTIZING_BYTES * most)
+        largest = max((m.in_features * m.out_features for m in matrices), default=0)
+        return max(weights.TRIM_EVERY_BYTES, QUANTIZATION_BYTES_PER_WEIGHT * largest)
 
     def _largest_source_bytes(self) -> int:
-        """Of a tensor as it comes from a file, of base and teacher."""
-        return max(one.largest_source_bytes for one in (self.replica.stored, self.frozen) if one)
+        """Largest tensor as read from a file, of base and teacher."""
+        return max(sizes.largest_source_bytes for sizes in (self.meta_model.base_sizes, self.teacher_sizes) if sizes)
 
-    def _held(self, blueprint: ModelSpec) -> tuple[OnlineTeacher, BaseTensorSizes]:
-        """The teacher without its weights, and what these take."""
-        model, stored = meta_model.build_frozen(blueprint, derive_teacher_settings(self.settings), self.dtype)
-        return OnlineTeacher(
-            model, blueprint.embedding_rows, self.settings.distill, blueprint.directory or Path()
-        ), stored
+    def _build_teacher(self, spec: ModelSpec) -> tuple[OnlineTeacher, BaseTensorSizes]:
+        """Build the teacher without weights; return it with its tensor sizes."""
+        model, base_sizes = meta_model.build_frozen(spec, derive_teacher_settings(self.settings), self.dtype)
+        return OnlineTeacher(model, spec.embedding_rows, self.settings.distill, spec.directory or Path()), base_sizes
 
     def _adapter_bytes(self, model: Model) -> int:
-        learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
-        if self.settings.adapter == "adalora":  # sensitivity, and its mean and deviation, of every element
-            learning += 3 * learning
-        if self.settings.initialization == "pissa":  # what they began as is kept
-            learning *= 2
-        return learning
+        total = sum(self._round_up(p.nbytes) for p in model.parameters() if p.requires_grad)
+        if self.settings.adapter == "adalora":  # sensitivity, its mean and its deviation for every element
+            total += 3 * total
+        if self.settings.initialization == "pissa":  # the initial matrices are kept
+            total *= 2
+        return total
 
     def _gradient_bytes(self, model: Model) -> int:
-        return sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
+        return sum(self._round_up(p.nbytes) for p in model.parameters() if p.requires_grad)
 
     def _optimizer_bytes(self, model: Model) -> int:
         return sum(self._state_bytes(p) for p in model.parameters() if p.requires_grad)
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
-        """Two moments: AdamW of torch keeps them in the parameter's type, bitsandbytes' in 8 bits if there are many."""
+        """Two moments: in the parameter's dtype with torch's AdamW, in 8 bits for large tensors with bitsandbytes'."""
         elements = parameter.numel()
         if self.settings.optimizer == "adamw":
-            return 2 * self._rounded(parameter.nbytes)
-        if elements < SMALLEST_8BIT:
-            return 2 * self._rounded(4 * elements)
-        return 2 * (self._rounded(elements) + self._rounded(4 * -(-elements // OPTIMIZER_BLOCK)))
+            return 2 * self._round_up(parameter.nbytes)
+        if elements < MIN_8BIT_ELEMENTS:
+            return 2 * self._round_up(4 * elements)
+        return 2 * (self._round_up(elements) + self._round_up(4 * -(-elements // OPTIMIZER_BLOCK)))
 
     def _update_bytes(self) -> int:
-        """Temporary tensors of the optimizer, a matrix at a time."""
-        largest = max((p.nbytes for m in self.replica.models for p in m.parameters() if p.requires_grad), default=0)
-        eight_bits = self.settings.optimizer != "adamw"
+        """Temporary tensors of the optimizer, one matrix at a time."""
+        largest = max((p.nbytes for m in self.meta_model.models for p in m.parameters() if p.requires_grad), default=0)
+        is_8bit = self.settings.optimizer != "adamw"
         if self.on_gpu:
-            return 0 if eight_bits else 2 * largest
-        return (7 if eight_bits else 2) * largest  # on CPUs bitsandbytes computes in float32, with tensors of torch
+            return 0 if is_8bit else 2 * largest
+        return (7 if is_8bit else 2) * largest  # on CPUs bitsandbytes computes in float32 with torch tensors
 
     def _snapshot_bytes(self) -> int:
-        """Copies that are being saved while training goes on, and the one to go back to."""
-        copies = 2 if self.settings.guards.roll_back else 1
-        return copies * (self.adapters + self.optimizer + self.work.ranks * self.sums.unsent_bytes)
+        """Return the bytes of the copies that are being saved during training, and of the one for a rollback."""
+        copies = 2 if self.settings.guards.uses_roll_back else 1
+        return copies * (self.adapters + self.optimizer + self.work.ranks * self.communication.unsent_bytes)
 
     def _gathering_bytes(self) -> int:
-        """While a snapshot takes what all ranks have left unsent: as bytes, and beside them as tensors of the last."""
-        return (self.work.ranks + 2) * self.sums.unsent_bytes
+        """While a snapshot collects the unsent parts of all ranks: as bytes, and those of the last rank as tensors."""
+        return (self.work.ranks + 2) * self.communication.unsent_bytes
 
-    def _rounded(self, count: int) -> int:
-        return -(-count // self.granule) * self.granule
+    def _round_up(self, count: int) -> int:
+        return -(-count // self.granule_bytes) * self.granule_bytes
 
-    # -------------------------------------------------------------------------------------------------- what is traced
+    # Traced parts.
 
-    def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> BatchShape:
-        return BatchShape(rows, tokens, rows * max(1, min(learned, tokens - 1)), packed, self.work.device)
+    def _batch(self, rows: int, tokens: int, learned_per_row: int, packed: bool) -> BatchShape:
+        return BatchShape(rows, tokens, rows * max(1, min(learned_per_row, tokens - 1)), packed, self.work.device)
 
-    def _at_work(self) -> tuple[Parts, Parts, Parts]:
-        """First step, later steps, validation: each without what lies there all the time."""
+    def _trace_phases(self) -> tuple[Parts, Parts, Parts]:
+        """Return the parts of the first step, later steps and validation, without what is held all the time."""
         work, checkpointing = self.work, self.machine.activation_checkpointing is True
-        models = self.replica.models
+        models = self.meta_model.models
         batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
-        checked = self._batch(
+        validation_batch = self._batch(
             work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False
         )
-        # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
-        several = work.of_step(self.settings.batch_rows) > work.rows
-        sums = [trace.trace_micro_batch(model, batch, several, checkpointing, self.teacher) for model in models]
-        seen = [trace.trace_evaluation(model, checked) for model in models] if work.validation_rows else []
-        step, evaluation = self.replica.highest(sums), self.replica.highest(seen)
-        gathered = {"gathered layers": sharding.GATHERED * self.shards.layer_bytes} if self.shards else {}
+        # Later micro-batches of a step find gradients; a single one does not.
+        is_accumulated = work.count_step_rows(self.settings.batch_size) > work.rows
+        step_traces = [
+            trace.trace_micro_batch(model, batch, is_accumulated, checkpointing, self.teacher) for model in models
+        ]
+        evaluation_traces = (
+            [trace.trace_evaluation(model, validation_batch) for model in models] if work.validation_rows else []
+        )
+        step, evaluation = (
+            self.meta_model.find_highest_peak(step_traces),
+            self.meta_model.find_highest_peak(evaluation_traces),
+        )
+        gathered = (
+            {"gathered layers": ranks_memory.GATHERED_LAYERS * self.shard_sizes.layer_bytes} if self.shard_sizes else {}
+        )
         if self.on_gpu:
             return step | gathered, step | gathered, evaluation | gathered
         heaps = [MallocSimulator(weights.TRIM_EVERY_BYTES) for _ in models]
-        started, went_on = (self.replica.resident_bytes(heaps, sums) for _ in range(2))
-        ended = self.replica.resident_bytes(heaps, seen) if seen else 0
-        # What was gathered is given back so often, and not before.
-        left = min(weights.TRIM_EVERY_BYTES, 2 * self.shards.whole_bytes) if self.shards else 0
-        found = (step, started), (step, went_on), (evaluation, ended)
-        first, steady, checking = (_add_heap_overhead(live, resident + left) | gathered for live, resident in found)
-        return first, steady, checking
+        first_resident, steady_resident = (self.meta_model.resident_bytes(heaps, step_traces) for _ in range(2))
+        evaluation_resident = self.meta_model.resident_bytes(heaps, evaluation_traces) if evaluation_traces else 0
+        # Gathered memory is trimmed at this interval only.
+        untrimmed = min(weights.TRIM_EVERY_BYTES, 2 * self.shard_sizes.whole_bytes) if self.shard_sizes else 0
+        phases = (step, first_resident), (step, steady_resident), (evaluation, evaluation_resident)
+        first, steady, validation = (
+            _add_heap_overhead(live, resident + untrimmed) | gathered for live, resident in phases
+        )
+        return first, steady, validation
 
-    # ------------------------------------------------------------------------------------------------------- the device
+    # The device.
 
-    def _baseline(self) -> Parts:
+    def _baseline_parts(self) -> Parts:
         if self.on_gpu:
             return {"CUDA context": CUDA_CONTEXT_BYTES + CUBLAS_BYTES}
         return {"libraries": capacity.resident_bytes()}
 
     def _host_bytes(self) -> int:
-        """Of a training on a GPU: this process as it is, what is read and what is saved."""
-        under_way = weights.TRIM_EVERY_BYTES + self._largest_source_bytes()
-        if self.shards:  # by one rank of a machine at a time
-            under_way = self.replica.stored.total_bytes + self._reading_bytes()
-        return capacity.resident_bytes() + max(under_way, self._snapshot_bytes() + self._gathering_bytes())
+        """Host memory of a training on a GPU: this process, plus what is read and saved."""
+        loading = weights.TRIM_EVERY_BYTES + self._largest_source_bytes()
+        if self.shard_sizes:  # one rank of a machine loads at a time
+            loading = self.meta_model.base_sizes.total_bytes + self._reading_bytes()
+        return capacity.resident_bytes() + max(loading, self._snapshot_bytes() + self._gathering_bytes())
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
         if self.on_gpu:
-            notes.append("CUDA context and cuBLAS: assumed; libraries of CUDA in the host's memory are not counted")
+            notes.append("CUDA context and cuBLAS: assumed; CUDA libraries in host memory are not counted")
             if not torch.cuda.is_available() and self.settings.compute_dtype == "auto":
-                notes.append("compute_dtype auto: taken for bfloat16, no GPU is at hand")
+                notes.append("compute_dtype auto: assumed bfloat16, because no GPU is present")
             if self.work.ranks > 1:
-                notes.append("communication: what NCCL holds itself is not counted")
-        if self.shards:
-            travels = sharding.PASSES * self.shards.whole_bytes * (self.work.ranks - 1) // self.work.ranks
-            notes.append(f"the base is shared: {format_bytes(travels)} of it travel to each rank for a micro-batch")
+                notes.append("communication: memory inside NCCL is not counted")
+        if self.shard_sizes:
+            traffic = ranks_memory.GATHERS_PER_MICRO_BATCH * self.shard_sizes.whole_bytes
+            traffic = traffic * (self.work.ranks - 1) // self.work.ranks
+            notes.append(f"the base is sharded: each rank receives {format_bytes(traffic)} of it per micro-batch")
         if self.settings.optimizer == "paged_adamw_8bit":
-            notes.append("optimizer: counted on the device; paged states may move to the host's memory")
-        if left := self.replica.stored.left_plain:
-            notes.append(f"not in 4 bits, though asked for: {len(left)} layers such as {left[0]}")
+            notes.append("optimizer: counted on the device; paged states may move to host memory")
+        if layers := self.meta_model.base_sizes.unquantized_layers:
+            notes.append(f"not quantized to 4 bits as requested: {len(layers)} layers such as {layers[0]}")
         return tuple(notes)
 
 
 def _add_heap_overhead(live: Parts, resident_bytes: int) -> Parts:
-    """With what the allocator holds beyond what lives."""
+    """Add the memory that the allocator holds beyond live memory."""
     return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
@@ -355,99 +375,104 @@ def _drop_zeros(parts: Parts) -> Parts:
     return {name: count for name, count in parts.items() if count}
 
 
-# Ways to train that need less memory and more time, for settings that leave them to be chosen (`auto`).
+# Fallbacks for `auto` settings: they need less memory and more time.
 
 
 @dataclass(frozen=True)
 class MemoryFallback:
-    """One of them."""
+    """A way to train with less memory."""
 
     machine: Machine
     cost: str
-    """What it does and what that takes, for people."""
+    """Description of the fallback and its cost, for users."""
 
 
 def list_fallbacks(settings: Train, machine: Machine, ranks: int) -> Iterator[MemoryFallback]:
-    """All that are left to be chosen: what costs least comes first, all at once last."""
-    found = []
+    """Yield the fallbacks that `auto` allows: cheapest first, all together last."""
+    options = []
     if machine.activation_checkpointing == "auto":
         cost = "activations are recomputed, which takes a third more time"
-        found.append(({"activation_checkpointing": True}, cost))
+        options.append(({"activation_checkpointing": True}, cost))
     if machine.shard_base == "auto" and ranks > 1 and targets.sharding_obstacle(settings) is None:
-        cost = f"the base is shared among {ranks} ranks, so that its layers travel for every pass forward and backward"
-        found.append(({"shard_base": True}, cost))
-    for values, cost in found:
+        cost = f"the base is sharded among {ranks} ranks, so its layers are sent for every forward and backward pass"
+        options.append(({"shard_base": True}, cost))
+    for values, cost in options:
         yield MemoryFallback(machine.model_copy(update=values), cost)
-    if len(found) > 1:
-        together = {name: value for values, _ in found for name, value in values.items()}
-        yield MemoryFallback(machine.model_copy(update=together), "; ".join(cost for _, cost in found))
+    if len(options) > 1:
+        combined = {name: value for values, _ in options for name, value in values.items()}
+        yield MemoryFallback(machine.model_copy(update=combined), "; ".join(cost for _, cost in options))
 
 
 def choose_fallback(
-    blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
+    spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
 ) -> MemoryFallback | None:  # fmt: skip
-    """The cheapest of `list_fallbacks` with which a row at a time fits into so much for each rank.
+    """Return the cheapest fallback with which one row at a time fits into `available_bytes` per rank.
 
-    None when no fallback does.
+    Returns:
+        None if no fallback fits.
     """
     single = work.single_row()
-    for way in list_fallbacks(settings, machine, work.ranks):
-        found = forecast(blueprint, settings, way.machine, single)
-        if found.needed_bytes(work.sharing) <= available_bytes:
-            return way
+    for fallback in list_fallbacks(settings, machine, work.ranks):
+        needed = forecast(spec, settings, fallback.machine, single)
+        if needed.needed_bytes(work.local_ranks) <= available_bytes:
+            return fallback
     return None
 
 
-# The most that would fit: rows, tokens of a row, rank.
+# Largest sizes that fit: rows, tokens of a row, rank.
 
-LONGEST_TOKENS = 131_072
-"""Longest row that is tried for models that name no limit."""
+DEFAULT_MAX_TOKENS = 131_072
+"""Longest row that is tried for models without a stated limit."""
 
 
 @dataclass(frozen=True)
 class LargestFittingSizes:
-    """The most that fits of each, with the others as they are; None where not even the least does."""
+    """Largest fitting value of each size with the other sizes unchanged; None if not even the smallest fits."""
 
-    micro_batch_rows: int | None
+    micro_batch_size: int | None
     row_tokens: int | None
     rank: int | None
 
 
 def find_largest_sizes(
-    blueprint: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
+    spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
 ) -> LargestFittingSizes:  # fmt: skip
-    """The most rows, tokens of a row, and rank whose need is within `available_bytes`: each alone, the others as given.
+    """Find the most rows, tokens of a row and rank that fit into `available_bytes`, each with the others unchanged.
 
-    Rows go up to what a rank computes of a step, tokens to what the model was made for, the rank to the smallest side
-    of a matrix. Tokens are found to within 1 %.
+    Rows are limited by a rank's part of a step, tokens by the model's context, the rank by the smallest side of a
+    matrix. Tokens are accurate to 1 %.
     """
 
-    need = MemoryForecastBuilder(blueprint, settings, machine, work)
+    builder = MemoryForecastBuilder(spec, settings, machine, work)
 
-    def needed(other: MemoryWorkload) -> int:
-        return need.of(other).forecast().needed_bytes(work.sharing)
+    def compute_needed(workload: MemoryWorkload) -> int:
+        return builder.with_work(workload).forecast().needed_bytes(work.local_ranks)
 
     def with_rows(rows: int) -> int:
-        return needed(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
+        return compute_needed(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
 
     def with_tokens(tokens: int) -> int:
-        share = tokens / work.row_tokens
-        learned, checked, seen = (
-            max(1, int(share * count))
+        ratio = tokens / work.row_tokens
+        learned_tokens, validation_learned, validation_tokens = (
+            max(1, int(ratio * count))
             for count in (work.learned_tokens, work.validation_learned_tokens, work.validation_tokens)
         )
-        longer = replace(work, row_tokens=tokens, learned_tokens=learned)
-        return needed(replace(longer, validation_tokens=seen, validation_learned_tokens=checked))
+        changed = replace(work, row_tokens=tokens, learned_tokens=learned_tokens)
+        return compute_needed(
+            replace(changed, validation_tokens=validation_tokens, validation_learned_tokens=validation_learned)
+        )
 
     def with_rank(rank: int) -> int:
-        changed = settings.model_copy(update={"rank": rank})
-        return forecast(blueprint, changed, machine, work).needed_bytes(work.sharing)
+        train = settings.model_copy(update={"rank": rank})
+        return forecast(spec, train, machine, work).needed_bytes(work.local_ranks)
 
-    chosen = targets.choose(blueprint.layers, settings.targets, blueprint.others)
-    longest = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TOKENS
+    chosen = targets.choose(spec.layers, settings.target_modules, spec.others)
+    longest = getattr(spec.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
     return LargestFittingSizes(
-        micro_batch_rows=_search_greatest_fitting(with_rows, available_bytes, work.of_step(settings.batch_rows)),
-        row_tokens=_search_greatest_fitting(with_tokens, available_bytes, int(longest), least=2, tolerance=0.01),
+        micro_batch_size=_search_greatest_fitting(
+            with_rows, available_bytes, work.count_step_rows(settings.batch_size)
+        ),
+        row_tokens=_search_greatest_fitting(with_tokens, available_bytes, int(longest), minimum=2, tolerance=0.01),
         rank=_search_greatest_fitting(
             with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)
         ),
@@ -455,29 +480,31 @@ def find_largest_sizes(
 
 
 def _search_greatest_fitting(
-    need: Callable[[int], int], available_bytes: int, limit: int, least: int = 1, tolerance: float = 0.0
+    compute_needed: Callable[[int], int], available_bytes: int, limit: int, minimum: int = 1, tolerance: float = 0.0
 ) -> int | None:
-    """The greatest number up to `limit` that needs no more than there is; None when not even `least` does.
+    """Return the greatest number up to `limit` that fits; None if not even `minimum` fits.
 
-    Needs grow with the number, and nearly in proportion: so the next one tried lies on the line between those known.
+    Needs grow with the number, nearly proportionally, so the search interpolates between known values.
     """
-    low, high = least, max(least, limit)
-    at_low = need(low)
-    if at_low > available_bytes:
+    low, high = minimum, max(minimum, limit)
+    needed_low = compute_needed(low)
+    if needed_low > available_bytes:
         return None
-    at_high = need(high)
-    if at_high <= available_bytes:
+    needed_high = compute_needed(high)
+    if needed_high <= available_bytes:
         return high
     while high - low > (step := max(1, int(tolerance * low))):
-        share = (available_bytes - at_low) / max(1, at_high - at_low)
+        share = (available_bytes - needed_low) / max(1, needed_high - needed_low)
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        # Where it lies on the line, the answer is between these two.
-        for number in (guess, guess + step) if (found := need(guess)) <= available_bytes else (guess, guess - step):
+        # If the need is linear, the answer is between these two.
+        for number in (
+            (guess, guess + step) if (needed := compute_needed(guess)) <= available_bytes else (guess, guess - step)
+        ):
             if not low < number < high:
                 continue
-            found = found if number == guess else need(number)
-            if found <= available_bytes:
-                low, at_low = number, found
+            needed = needed if number == guess else compute_needed(number)
+            if needed <= available_bytes:
+                low, needed_low = number, needed
             else:
-                high, at_high = number, found
+                high, needed_high = number, needed
     return low

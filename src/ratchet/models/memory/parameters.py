@@ -1,20 +1,20 @@
-"""How many bytes a base takes as it is stored, to the byte, and how many parameters an adapter adds; without weights.
+"""Counts the bytes of a base model's tensors exactly, and the parameters of an adapter, without loading weights.
 
 Layout of a 4-bit matrix in bitsandbytes 0.50 (functional.quantize_4bit, QuantState), after Dettmers et al. 2023 (QLoRA,
 sections 2 and 3):
 
-    weights    two elements a byte, in tensors of train.quantization_storage
-    absmax     a constant for each block of 64 elements: float32, or with double quantisation uint8
-    code       the 16 values that four bits stand for, float32
-    with double quantisation also
+    weights    two elements per byte, in tensors of train.quantization_storage
+    absmax     one constant per block of 64 elements: float32, or uint8 with double quantization
+    code       the 16 values of a 4-bit number, float32
+    with double quantization also
     offset     mean of the constants, float32
-    absmax 2   a constant for each 256 constants, float32
-    code 2     the 256 values that eight bits stand for, float32
+    absmax 2   one constant per 256 constants, float32
+    code 2     the 256 values of an 8-bit number, float32
 
-Nothing of that is shared between matrices: each has its own copy of both codes, 1,088 bytes.
+Matrices share none of this: each has its own copy of both codes, 1,088 bytes.
 
-transformers 5 puts in 4 bits what is exactly a `nn.Linear` or a `Conv1D`. It leaves as they are: the output head, tied
-or not, fused experts (parameters, not layers), embeddings, and classes derived from `nn.Linear`.
+transformers 5 quantizes exactly the layers of class `nn.Linear` or `Conv1D`. It does not quantize the output head (tied
+or not), fused experts (parameters, not layers), embeddings, and subclasses of `nn.Linear`.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from ratchet.models.model_spec import LayerSpec, ModelSpec, list_layers
 from ratchet.models.targets import choose, layer_rank
 
 _BLOCK = 64
-"""Elements to a constant; what bitsandbytes takes unless told otherwise, and transformers does not tell."""
+"""Elements per constant: bitsandbytes' default, which transformers does not change."""
 _NESTED_BLOCK = 256
 _FLOAT32 = 4
 _CODE_BYTES = 16 * _FLOAT32
@@ -44,116 +44,118 @@ _NESTED_CODE_BYTES = 256 * _FLOAT32
 
 @dataclass(frozen=True)
 class BaseTensorSizes:
-    """The tensors of a base as it is trained against. Bytes are those of the tensors, not of the allocator's blocks."""
+    """Sizes of the tensors of a frozen base. Bytes are those of the tensors, without rounding by the allocator."""
 
     quantized_bytes: int
-    """Matrices in 4 bits."""
+    """4-bit matrices."""
     constants_bytes: int
-    """What they are read with."""
+    """Quantization constants of these matrices."""
     plain_bytes: int
-    """Everything else, buffers included."""
+    """All other tensors, including buffers."""
     largest_plain_bytes: int
     """The largest of these tensors."""
     largest_source_bytes: int
-    """The largest tensor as it comes from the file, before quantisation, in the type of matrix products."""
-    quantized: tuple[str, ...]
-    """Modules in 4 bits."""
-    left_plain: tuple[str, ...]
-    """Layers of attention and MLP that are not, although 4 bits were asked for."""
+    """The largest tensor before quantization, in the compute dtype."""
+    quantized_modules: tuple[str, ...]
+    """Names of 4-bit modules."""
+    unquantized_layers: tuple[str, ...]
+    """Layers of attention and MLP that are not in 4 bits although 4 bits were requested."""
     tensor_sizes: tuple[tuple[int, int], ...]
-    """Bytes of a tensor, and how many there are of this size."""
+    """Pairs of tensor size in bytes and number of tensors of this size."""
 
     @property
     def total_bytes(self) -> int:
-        """All of them together."""
+        """Sum of all tensors."""
         return self.quantized_bytes + self.constants_bytes + self.plain_bytes
 
     def allocated_bytes(self, granule_bytes: int) -> int:
-        """The same from an allocator that gives multiples of `granule_bytes` (512 on CUDA, 64 on a CPU)."""
+        """Return the sum with an allocator that rounds to multiples of `granule_bytes` (512 on CUDA, 64 on a CPU)."""
         return sum(-(-size // granule_bytes) * granule_bytes * count for size, count in self.tensor_sizes)
 
 
-def estimate_base_sizes(blueprint: ModelSpec, settings: Train, compute_bytes: int) -> BaseTensorSizes:
-    """What the base takes when its matrix products are in a type of so many bytes (2 or 4)."""
-    wanted = settings.compute_dtype
-    half = torch.float16 if wanted == "float16" else torch.bfloat16
-    return measure_base_sizes(blueprint.model({2: half, 4: torch.float32}[compute_bytes]), settings)
+def estimate_base_sizes(spec: ModelSpec, settings: Train, compute_bytes: int) -> BaseTensorSizes:
+    """Compute the sizes of a base whose compute dtype has so many bytes (2 or 4)."""
+    compute_dtype = settings.compute_dtype
+    half_dtype = torch.float16 if compute_dtype == "float16" else torch.bfloat16
+    return measure_base_sizes(spec.model({2: half_dtype, 4: torch.float32}[compute_bytes]), settings)
 
 
 def measure_base_sizes(model: Model, settings: Train) -> BaseTensorSizes:
-    """The same for a model that is at hand, on the meta device or any other, in plain weights of the type computed in.
+    """Compute the sizes for an existing unquantized model on any device, with weights in the compute dtype.
 
-    A model that was loaded in 4 bits is measured with `list_unique_tensors` instead.
+    For a model that was loaded in 4 bits use `list_unique_tensors` instead.
 
     Raises:
-        SettingsError: a matrix cannot be held in tensors of train.quantization_storage.
+        SettingsError: a matrix does not fit into tensors of train.quantization_storage.
     """
-    quantizes = settings.quantization != "none"
-    names = frozenset(list_quantized_modules(model)) if quantizes else frozenset[str]()
-    packed = {id(model.get_submodule(name).weight): name for name in names}
+    is_quantized = settings.quantization != "none"
+    names = frozenset(list_quantized_modules(model)) if is_quantized else frozenset[str]()
+    packed_names = {id(model.get_submodule(name).weight): name for name in names}
     quantized: Counter[int] = Counter()
     constants: Counter[int] = Counter()
-    plain: Counter[int] = Counter()
+    unquantized: Counter[int] = Counter()
     largest = 0
     for tensor in list_unique_tensors(model):
         largest = max(largest, tensor.nbytes)
-        if id(tensor) in packed:
-            quantized[_packed_bytes(tensor.numel(), settings, packed[id(tensor)])] += 1
+        if id(tensor) in packed_names:
+            quantized[_packed_bytes(tensor.numel(), settings, packed_names[id(tensor)])] += 1
             constants.update(_constant_sizes(tensor.numel(), settings.double_quantization))
         else:
-            plain[tensor.nbytes] += 1
+            unquantized[tensor.nbytes] += 1
     return BaseTensorSizes(
         quantized_bytes=_total_size(quantized),
         constants_bytes=_total_size(constants),
-        plain_bytes=_total_size(plain),
-        largest_plain_bytes=max(plain, default=0),
+        plain_bytes=_total_size(unquantized),
+        largest_plain_bytes=max(unquantized, default=0),
         largest_source_bytes=largest,
-        quantized=tuple(name for name, _ in model.named_modules() if name in names),
-        left_plain=_list_unquantized_tensors(model, names) if quantizes else (),
-        tensor_sizes=tuple(sorted((quantized + constants + plain).items())),
+        quantized_modules=tuple(name for name, _ in model.named_modules() if name in names),
+        unquantized_layers=_list_unquantized_tensors(model, names) if is_quantized else (),
+        tensor_sizes=tuple(sorted((quantized + constants + unquantized).items())),
     )
 
 
 def list_unique_tensors(model: Model) -> list[Tensor]:
-    """Every tensor of a model once: parameters, buffers, and what 4-bit weights are read with."""
-    found: dict[int, Tensor] = {}
+    """Return every tensor of a model once: parameters, buffers and quantization constants."""
+    tensors: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        found.setdefault(id(tensor), tensor)
+        tensors.setdefault(id(tensor), tensor)
         if state := getattr(tensor, "quant_state", None):
             nested = (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
-            found.update({id(part): part for part in (state.absmax, state.code, *nested)})
-    return list(found.values())
+            tensors.update({id(part): part for part in (state.absmax, state.code, *nested)})
+    return list(tensors.values())
 
 
 def count_quantized_parameters(model: Model) -> int:
-    """Weights of a loaded model that are in 4 bits."""
+    """Return the number of weights of a loaded model that are in 4 bits."""
     return sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, Linear4bit))
 
 
 def list_quantized_modules(model: Model) -> list[str]:
-    """Modules of a plain model that are in 4 bits when it is loaded so, by transformers' own rules
-    (integrations.bitsandbytes.replace_with_bnb_linear); in the order of its modules."""
-    keep = HfQuantizer.get_modules_to_not_convert(model, _skipped_modules(model.config), model._keep_in_fp32_modules)
+    """Return the modules of an unquantized model that transformers would load in 4 bits, in module order.
+
+    The rules are those of integrations.bitsandbytes.replace_with_bnb_linear.
+    """
+    excluded = HfQuantizer.get_modules_to_not_convert(
+        model, _skipped_modules(model.config), model._keep_in_fp32_modules
+    )
     return [
         name
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, keep)
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, excluded)
     ]
 
 
-def count_trainable_parameters(blueprint: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
-    """Parameters that learn: the adapters', and the rows of so many added tokens."""
-    chosen = choose(blueprint.layers, settings.targets, blueprint.others)
-    return sum(_count_adapter_parameters(layer, settings) for layer in chosen) + _count_row_parameters(
-        blueprint, new_tokens
-    )
+def count_trainable_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
+    """Count trainable parameters: the adapters' and the rows of added tokens."""
+    chosen = choose(spec.layers, settings.target_modules, spec.others)
+    return sum(_count_adapter_parameters(layer, settings) for layer in chosen) + _count_row_parameters(spec, new_tokens)
 
 
-def count_total_parameters(blueprint: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
-    """Base and adapter together; for AdaLoRA with peft's `ranknum`, one number a layer that does not learn."""
-    total = blueprint.parameters + count_trainable_parameters(blueprint, settings, new_tokens)
+def count_total_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
+    """Count parameters of base and adapter; AdaLoRA has one constant per layer (peft's `ranknum`) in addition."""
+    total = spec.parameters + count_trainable_parameters(spec, settings, new_tokens)
     if settings.adapter == "adalora":
-        total += len(choose(blueprint.layers, settings.targets, blueprint.others))
+        total += len(choose(spec.layers, settings.target_modules, spec.others))
     return total
 
 
@@ -164,32 +166,32 @@ def _count_adapter_parameters(layer: LayerSpec, settings: Train) -> int:
     return matrices + {"lora": 0, "dora": layer.outputs, "adalora": rank}[settings.adapter]
 
 
-def _count_row_parameters(blueprint: ModelSpec, new_tokens: int) -> int:
-    """peft trains the rows of new tokens as a tensor beside the embedding; a head that is tied shares it."""
-    head = [layer for layer in blueprint.layers if layer.role == "head"]
+def _count_row_parameters(spec: ModelSpec, new_tokens: int) -> int:
+    """Count the trained rows of new tokens: peft stores them next to the embedding, and a tied head shares them."""
+    head = [layer for layer in spec.layers if layer.role == "head"]
     width = head[0].inputs if head else 0
-    return new_tokens * width * (1 if blueprint.tied_head else 2)
+    return new_tokens * width * (1 if spec.tied_head else 2)
 
 
 def _skipped_modules(config: Any) -> list[str] | None:
-    """Modules that a checkpoint in 4 bits names as left out; None for transformers' own choice."""
-    held = getattr(config, "quantization_config", None) or {}
-    told: dict[str, Any] = held if isinstance(held, dict) else held.to_dict()
-    return told.get("llm_int8_skip_modules")
+    """Return the modules that a 4-bit checkpoint lists as unquantized; None for transformers' default."""
+    config_value = getattr(config, "quantization_config", None) or {}
+    quantization: dict[str, Any] = config_value if isinstance(config_value, dict) else config_value.to_dict()
+    return quantization.get("llm_int8_skip_modules")
 
 
 def _packed_bytes(elements: int, settings: Train, name: str) -> int:
     packed_bytes, storage = (elements + 1) // 2, settings.quantization_storage
     if packed_bytes % getattr(torch, storage).itemsize:
         raise SettingsError(
-            f"train.quantization_storage: {storage}, but {name} is {packed_bytes} bytes in 4 bits, which is no whole "
-            "number of these; set uint8"
+            f"train.quantization_storage: {storage}: {name} has {packed_bytes} bytes in 4 bits, which is not a "
+            "multiple of its element size; set uint8"
         )
     return packed_bytes
 
 
 def _constant_sizes(elements: int, double: bool) -> list[int]:
-    """Bytes of each tensor that a 4-bit matrix of so many elements is read with."""
+    """Return the sizes in bytes of each constant tensor of a 4-bit matrix."""
     blocks = -(-elements // _BLOCK)
     if not double:
         return [blocks * _FLOAT32, _CODE_BYTES]

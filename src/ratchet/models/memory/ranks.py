@@ -1,7 +1,8 @@
-"""A frozen base that ranks share: every matrix of a decoder layer is split among them, and a layer's matrices are
-gathered from all ranks when it is computed, forward and backward (FSDP2: training/sharding.py).
+"""Computes memory of multi-rank training: shards of the frozen base, and buffers of gradient reduction.
 
-Whole on every rank stay embedding, head and final norm, vectors, constants of quantisation, and what learns.
+A sharded base splits every matrix of a decoder layer among the ranks and gathers a layer's matrices when it is
+computed, forward and backward (FSDP2: training/sharding.py). Embedding, head, final norm, vectors, quantization
+constants and trainable parameters stay whole on every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.config.train import GradientCompressionSettings
 from ratchet.models.device import Model
 from ratchet.models.gradient_compression.reducer import GradientReducer
@@ -21,115 +22,118 @@ from ratchet.models.memory.meta_model import ExtrapolatedMetaModel
 from ratchet.models.memory.trace import AllocationTrace, BatchShape, Device
 from ratchet.models.model_spec import find_blocks
 
-GATHERED = 3
-"""Layers whose matrices are there at a time: the one at work, the next one, and the flat buffer they arrive in."""
-PASSES = 2
-"""How often a layer is gathered for a micro-batch: forward and backward."""
+GATHERED_LAYERS = 3
+"""Layers whose matrices exist at a time: the current one, the next one, and the flat buffer that receives them."""
+GATHERS_PER_MICRO_BATCH = 2
+"""Gathers of a layer per micro-batch: forward and backward."""
 
 
 @dataclass(frozen=True)
 class BaseShardSizes:
-    """What of the base is split, in bytes."""
+    """Sizes of the sharded part of the base, in bytes."""
 
     whole_bytes: int
-    """All matrices that are split."""
-    own_bytes: int
-    """What a rank keeps of them, with what fills up the last share."""
+    """All sharded matrices."""
+    local_bytes: int
+    """This rank's shards, with padding."""
     layer_bytes: int
-    """Matrices of the largest layer, when they are gathered."""
+    """Gathered matrices of the largest layer."""
 
     @property
-    def elsewhere_bytes(self) -> int:
-        """What a rank does not keep."""
-        return self.whole_bytes - self.own_bytes
+    def remote_bytes(self) -> int:
+        """Bytes that this rank does not keep."""
+        return self.whole_bytes - self.local_bytes
 
 
 def is_base_sharded(machine: Machine, ranks: int) -> bool:
-    """Whether so many ranks share the base; `machine.shard_base: auto` is taken for false."""
+    """Return True if the ranks share the base; `machine.shard_base: auto` counts as false."""
     return machine.shard_base is True and ranks > 1
 
 
-def compute_shard_sizes(replica: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
-    """For so many ranks, with an allocator that gives multiples of `granule_bytes`."""
+def compute_shard_sizes(meta_model: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
+    """Compute shard sizes with an allocator that rounds to multiples of `granule_bytes`."""
 
-    def rounded(count: int) -> int:
+    def round_up(count: int) -> int:
         return -(-count // granule_bytes) * granule_bytes
 
-    def total(figure: Callable[[Tensor], int]) -> int:
-        def of_model(model: Model) -> int:
+    def sum_matrices(size: Callable[[Tensor], int]) -> int:
+        def sum_over_model(model: Model) -> int:
             return sum(
-                rounded(figure(one)) for block in find_blocks(model)[1] for one in iterate_shardable_matrices(block)
+                round_up(size(matrix))
+                for block in find_blocks(model)[1]
+                for matrix in iterate_shardable_matrices(block)
             )
 
-        return replica.sum_of(of_model)
+        return meta_model.sum_over_blocks(sum_over_model)
 
-    layers = (block for model in replica.models for block in find_blocks(model)[1])
+    layers = (block for model in meta_model.models for block in find_blocks(model)[1])
     largest = max(
-        (sum(ranks * _share_bytes(one, ranks) for one in iterate_shardable_matrices(layer)) for layer in layers),
+        (sum(ranks * _share_bytes(matrix, ranks) for matrix in iterate_shardable_matrices(layer)) for layer in layers),
         default=0,
     )
-    return BaseShardSizes(total(lambda one: one.nbytes), total(lambda one: _share_bytes(one, ranks)), largest)
+    return BaseShardSizes(
+        sum_matrices(lambda matrix: matrix.nbytes), sum_matrices(lambda matrix: _share_bytes(matrix, ranks)), largest
+    )
 
 
 def iterate_shardable_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """What of a decoder layer is split: what has two dimensions or more and does not learn."""
-    return (one for one in layer.parameters() if not one.requires_grad and one.dim() >= 2)
+    """Yield the parameters of a decoder layer that are sharded: frozen, with at least two dimensions."""
+    return (parameter for parameter in layer.parameters() if not parameter.requires_grad and parameter.dim() >= 2)
 
 
 def _share_bytes(matrix: Tensor, ranks: int) -> int:
-    """Of a matrix split by its first dimension: the first share is the largest, and all have its size."""
+    """Return the bytes of a shard of a matrix split by its first dimension; all have the size of the first, largest."""
     rows = int(matrix.shape[0])
     return -(-rows // ranks) * (int(matrix.nbytes) // rows)
 
 
-# What ranks hold to add up their gradients: the code that will do it adds up tensors without data, and a ledger keeps
-# account of them (as trace.py does with the step).
+# Memory of gradient reduction, measured by reducing tensors without data with the real code (as trace.py does).
 
-_OPERATIONS = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
+_COLLECTIVES = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
 
 
 @dataclass(frozen=True)
 class CommunicationMemory:
-    """Memory of a rank's Wire, in bytes."""
+    """Memory of a rank's GradientReducer, in bytes."""
 
     buffer_bytes: int = 0
-    """What it begins with: the flat buffer."""
+    """Initially: the flat buffer."""
     held_bytes: int = 0
-    """Between two sums: also what was left unsent by the last one, and by the one before, which may be gone back to."""
+    """Between two sums: also the unsent parts of the last sum and of the one before, for `undo`."""
     peak_bytes: int = 0
-    """The most during a sum: also what is gathered from other ranks, and temporary tensors."""
+    """Peak during a sum: also data gathered from other ranks, and temporary tensors."""
     unsent_bytes: int = 0
-    """What one sum leaves unsent on this rank; snapshots take that of all ranks."""
+    """Unsent part of one sum on this rank; snapshots hold that of all ranks."""
 
 
 def measure_communication_memory(
     parameters: Sequence[nn.Parameter], settings: GradientCompressionSettings, ranks: int, device: Device
 ) -> CommunicationMemory:
-    """Of one of so many ranks, with these parameters, on the meta device, that learn; nothing where there is no Wire.
+    """Measure one rank's memory for these trainable parameters on the meta device; zero if no reducer is needed.
 
     Args:
-        parameters: all that learn, in the order in which they are sent.
-        settings: section train.compression. Sums that are sent whole need no more than those after it.
-        ranks: all of the run.
-        device: that trains.
+        parameters: all trainable parameters, in the order in which they are sent.
+        settings: section train.gradient_compression. Initial uncompressed sums need no more than later sums.
+        ranks: all ranks of the run.
+        device: training device.
     """
     if not parameters or (ranks == 1 and settings.method == "none"):
         return CommunicationMemory()
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    gradients = (nn.Parameter(one.grad) for one in parameters if one.grad is not None)
-    own = nn.ParameterList([*parameters, *gradients])
-    ledger = AllocationTrace(own, BatchShape(1, 1, 1, packed=False, device=device), learning=False)
+    gradients = (nn.Parameter(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    tensors = nn.ParameterList([*parameters, *gradients])
+    trace = AllocationTrace(tensors, BatchShape(1, 1, 1, packed=False, device=device), records_graph=False)
     try:
-        with _MetaCollectives(), ledger:
+        with _MetaCollectives(), trace:
             group = _MetaProcessGroup(ranks) if ranks > 1 else None
-            wire = GradientReducer([("", parameter) for parameter in parameters], group, settings, lambda _: None)
-            buffer = ledger.total_bytes()
+            reducer = GradientReducer([("", parameter) for parameter in parameters], group, settings, lambda _: None)
+            buffer = trace.total_bytes()
             for _ in range(2):
-                wire.sum()
-            held = ledger.total_bytes()
-        peak = max(one.total_bytes for one in ledger.peaks.values())
-        unsent = sum(tensor.nbytes for tensor in wire.state().values())
+                reducer.sum()
+            held = trace.total_bytes()
+        peak = max(parameter.total_bytes for parameter in trace.peaks.values())
+        unsent = sum(tensor.nbytes for tensor in reducer.state().values())
     finally:
         for parameter in parameters:
             parameter.grad = None
@@ -138,7 +142,7 @@ def measure_communication_memory(
 
 @dataclass(frozen=True)
 class _MetaProcessGroup:
-    """What the Wire asks of torch's process group."""
+    """The part of torch's process group that the GradientReducer uses."""
 
     ranks: int
 
@@ -150,9 +154,9 @@ class _MetaProcessGroup:
 
 
 class _MetaCollectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
-    """Nothing travels: what would arrive has its place already. torch.distributed lets a mode answer for it."""
+    """Skips communication: received data already has its place. torch.distributed allows a mode to override it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OPERATIONS:
+        if func in _COLLECTIVES:
             return None
         return func(*args, **(kwargs or {}))

@@ -1,1 +1,1 @@
-"""Runtimes of exported models: llama.cpp, onnxruntime, OpenAI-compatible servers."""
+"""Clients of the runtimes of exported models: llama.cpp, onnxruntime, OpenAI-compatible servers."""

@@ -1,7 +1,7 @@
-"""A directory with model.onnx in onnxruntime, with nothing else: neither torch nor transformers is imported.
+"""Runs a directory with model.onnx in onnxruntime; imports neither torch nor transformers.
 
-The graph takes input_ids, attention_mask, position_ids and the keys and values of what came before, and gives logits
-and the keys and values with the new ones; so a prompt goes through once and every further token alone.
+The graph takes input_ids, attention_mask, position_ids and cached keys and values, and returns logits and the extended
+keys and values; so a prompt is read once and further tokens one at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,31 +17,31 @@ from tokenizers import Tokenizer
 
 from ratchet.errors import DamagedFileError, first_line
 
-FILE = "model.onnx"
-TOKENIZER = "tokenizer.json"
+MODEL_FILE = "model.onnx"
+TOKENIZER_FILE = "tokenizer.json"
 
-_AT_ONCE_LOGITS = 2**26
-"""Numbers in one answer, 256 MB: longer rows go through in pieces, each after the cache of those before."""
+_MAX_LOGITS = 2**26
+"""Maximum number of logits per call, 256 MB: longer rows are read in pieces, each with the cache of earlier ones."""
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
 @dataclass
 class _OnnxCache:
-    """Keys and values so far, in the runtime's own memory."""
+    """Cached keys and values in the runtime's own memory."""
 
     tokens: int
     values: dict[str, Any]
 
 
 class OnnxRuntime:
-    """A Runtime (models/runtimes/runtime.py) on the CPU."""
+    """A ModelRuntime (runtime.py) on the CPU."""
 
     def __init__(self, directory: Path, session: Any, tokenizer: Tokenizer) -> None:
         self._directory = directory
         self._session = session
         self._tokenizer = tokenizer
-        self._inputs = {one.name: one for one in session.get_inputs()}
-        self._outputs = [one.name for one in session.get_outputs()]
+        self._inputs = {item.name: item for item in session.get_inputs()}
+        self._outputs = [item.name for item in session.get_outputs()]
         self._vocabulary = int(session.get_outputs()[0].shape[-1])
 
     @property
@@ -49,81 +49,81 @@ class OnnxRuntime:
         return f"onnxruntime {onnxruntime.__version__}"
 
     def token_ids(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return found
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """See Runtime. The softmax is computed in float64."""
-        wanted = np.asarray(positions, dtype=np.int64)
-        found = np.empty((len(wanted), self._vocabulary), dtype=np.float32)
-        stride = max(1, _AT_ONCE_LOGITS // self._vocabulary)
-        cache = self._empty()
-        for start in range(0, int(wanted[-1]) + 1 if len(wanted) else 0, stride):
-            end = min(start + stride, int(wanted[-1]) + 1)
+        """See ModelRuntime. The softmax is computed in float64."""
+        indices = np.asarray(positions, dtype=np.int64)
+        result = np.empty((len(indices), self._vocabulary), dtype=np.float32)
+        stride = max(1, _MAX_LOGITS // self._vocabulary)
+        cache = self._empty_cache()
+        for start in range(0, int(indices[-1]) + 1 if len(indices) else 0, stride):
+            end = min(start + stride, int(indices[-1]) + 1)
             logits, cache = self._step(ids[start:end], cache)
-            here = (wanted >= start) & (wanted < end)
-            found[here] = _log_softmax(logits[0, wanted[here] - start])
-        return found
+            selected = (indices >= start) & (indices < end)
+            result[selected] = _log_softmax(logits[0, indices[selected] - start])
+        return result
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
-        """See Runtime; of equally likely tokens the first is taken."""
-        found: list[int] = []
-        logits, cache = self._step(prompt, self._empty())
-        while len(found) < max_new_tokens:
-            found.append(int(logits[0, -1].argmax()))
-            if found[-1] in ends or len(found) == max_new_tokens:
+        """See ModelRuntime. Among equally likely tokens the first is chosen."""
+        answer: list[int] = []
+        logits, cache = self._step(prompt, self._empty_cache())
+        while len(answer) < max_new_tokens:
+            answer.append(int(logits[0, -1].argmax()))
+            if answer[-1] in ends or len(answer) == max_new_tokens:
                 break
-            logits, cache = self._step(found[-1:], cache)
-        return found
+            logits, cache = self._step(answer[-1:], cache)
+        return answer
 
-    def _empty(self) -> _OnnxCache:
+    def _empty_cache(self) -> _OnnxCache:
         values = {
-            name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32))
-            for name, one in self._inputs.items()
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((1, spec.shape[1], 0, spec.shape[3]), np.float32))
+            for name, spec in self._inputs.items()
             if name.startswith(_PAST)
         }
         return _OnnxCache(0, values)
 
     def _step(self, ids: Sequence[int], cache: _OnnxCache) -> tuple[NDArray[np.float32], _OnnxCache]:
-        """Logits [1, length, vocabulary] of what follows each of `ids`, and the cache with them."""
+        """Return logits [1, length, vocabulary] after each of `ids`, and the extended cache."""
         tokens = cache.tokens + len(ids)
-        fed = {
+        inputs = {
             "input_ids": np.asarray([ids], dtype=np.int64),
             "attention_mask": np.ones((1, tokens), dtype=np.int64),
             "position_ids": np.arange(cache.tokens, tokens, dtype=np.int64)[None],
         }
-        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(one) for name, one in fed.items()}
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
         try:
-            answered = self._session.run_with_ort_values(self._outputs, values | cache.values)
-        except Exception as error:  # onnxruntime's errors have no root of their own
+            outputs = self._session.run_with_ort_values(self._outputs, values | cache.values)
+        except Exception as error:  # onnxruntime's errors have no common base class
             raise DamagedFileError(
-                f"{self._directory / FILE}: onnxruntime cannot run it on {len(ids)} tokens after {cache.tokens}: "
-                f"{first_line(error)}; export it again, or ask for fewer tokens"
+                f"{self._directory / MODEL_FILE}: onnxruntime cannot run it on {len(ids)} tokens after {cache.tokens}: "
+                f"{first_line(error)}; export it again, or use fewer tokens"
             ) from error
-        named = dict(zip(self._outputs, answered, strict=True))
-        logits: NDArray[np.float32] = named.pop("logits").numpy()
-        past = {name.replace(_PRESENT, _PAST, 1): value for name, value in named.items()}
+        outputs_by_name = dict(zip(self._outputs, outputs, strict=True))
+        logits: NDArray[np.float32] = outputs_by_name.pop("logits").numpy()
+        past = {name.replace(_PRESENT, _PAST, 1): value for name, value in outputs_by_name.items()}
         return logits, _OnnxCache(tokens, past)
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Over the last axis, computed in float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return wide.astype(np.float32)
+    """Compute the log-softmax over the last axis in float64."""
+    values = logits.astype(np.float64)
+    values -= values.max(axis=-1, keepdims=True)
+    values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
+    return values.astype(np.float32)
 
 
 @contextmanager
 def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
-    """A directory as `formats.onnx.write` makes it, on the CPU.
+    """Open a directory with an exported ONNX model on the CPU.
 
     Args:
-        directory: with model.onnx, its weights and tokenizer.json.
-        threads: that compute one operation together; they do not spin while they wait.
+        directory: has model.onnx, its weights and tokenizer.json.
+        threads: threads of one operation; they do not spin while waiting.
 
     Raises:
-        DamagedFileError: a file is missing, or is not what it should be.
+        DamagedFileError: a file is missing or invalid.
     """
     onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
@@ -131,35 +131,35 @@ def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     options.use_deterministic_compute = True
-    options.log_severity_level = 3  # errors: they are raised, too
+    options.log_severity_level = 3  # errors only; they are raised too
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    tokenizer = _load_tokenizer(directory / TOKENIZER)
-    path = directory / FILE
+    tokenizer = _load_tokenizer(directory / TOKENIZER_FILE)
+    path = directory / MODEL_FILE
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # as above
+    except Exception as error:  # onnxruntime's errors have no common base class
         raise DamagedFileError(f"{path}: onnxruntime cannot open it: {first_line(error)}; export it again") from error
     _require_inputs(path, session)
     yield OnnxRuntime(directory, session, tokenizer)
 
 
 def _require_inputs(path: Path, session: Any) -> None:
-    """Raises DamagedFileError unless the graph is one with a cache, as this room feeds it."""
-    names = {one.name for one in session.get_inputs()}
+    """Raise DamagedFileError unless the graph has the inputs of a model with a cache."""
+    names = {item.name for item in session.get_inputs()}
     missing = [name for name in ("input_ids", "attention_mask", "position_ids") if name not in names]
     if missing or session.get_outputs()[0].name != "logits" or not any(name.startswith(_PAST) for name in names):
         raise DamagedFileError(
-            f"{path}: no language model with a cache as Ratchet writes it: its inputs are "
+            f"{path}: expected a language model with a cache as exported by Ratchet; found inputs "
             f"{', '.join(sorted(names)[:6])}; export it again"
         )
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
-    """Nothing is cut off or filled up, whatever the file says: rows are given as they are."""
+    """Load a tokenizer without truncation and padding, whatever the file says."""
     try:
-        found = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library's errors are plain Exceptions
         raise DamagedFileError(f"{path}: tokenizers cannot read it: {first_line(error)}; export it again") from error
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,7 +1,7 @@
-"""The answer of an OpenAI-compatible server as it is given: one request, read by whoever asks, in pieces.
+"""Client of OpenAI-compatible servers: concurrent chats with retries, and streamed answers.
 
-The fields are those of chat completion chunks (`delta.content`, `delta.reasoning_content` or `delta.reasoning`,
-`finish_reason`, `usage`). A server that answers with a whole completion instead is taken at its word.
+Streams have the fields of chat completion chunks (`delta.content`, `delta.reasoning_content` or `delta.reasoning`,
+`finish_reason`, `usage`). A server that returns a whole completion instead is supported too.
 """
 
 import http.client
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ratchet import http_client
-from ratchet.config.machine import EndpointSettings as Patience
+from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EndpointError, SettingsError
 from ratchet.models.runtimes import openai_requests
 from ratchet.models.runtimes import openai_requests as replies
 from ratchet.models.runtimes.openai_requests import (
-    CONNECT_S,
-    MOST_BYTES,
+    CONNECT_TIMEOUT_S,
+    MAX_RESPONSE_BYTES,
     ChatReply,
     EndpointResponse,
     IncompleteReplyError,
@@ -35,173 +35,175 @@ from ratchet.models.runtimes.openai_requests import (
     shut_down_socket,
 )
 
-LOOK_S = 0.25
-"""Between two looks at how long the server has been silent."""
+POLL_S = 0.25
+"""Interval between two checks of how long the server has been silent."""
 
 
 class ChatDelta(NamedTuple):
     """A piece of an answer."""
 
     text: str
-    reasoning: bool
-    """The server has set it apart as reasoning."""
+    is_reasoning: bool
+    """True if the server marked it as reasoning."""
 
 
 class ChatStream:
-    """One request and its answer, piece by piece. Used by one thread.
+    """One request and its streamed answer. Used by one thread.
 
     Args:
-        silent_s: so long the server may say nothing of the answer; signs of life that say nothing do not count.
+        silent_s: maximum time without a piece of the answer; keep-alive comments do not count.
     """
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
-        self._heard_s = time.monotonic()
-        self._over = threading.Event()
-        self._late = False
+        self._last_delta_s = time.monotonic()
+        self._closed = threading.Event()
+        self._is_timed_out = False
         self._connection: http.client.HTTPConnection | None = None
         self._response: http.client.HTTPResponse | None = None
 
     def wait(self, seconds: float) -> None:
-        """Sleep, not at all when it is nothing or less."""
+        """Sleep if `seconds` is positive."""
         time.sleep(max(0.0, seconds))
 
     def exchange(
-        self, place: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
+        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """Send the request; of an answer that is none the whole body, of another one nothing: `pieces` reads it.
+        """Send the request. An error response includes its body; the body of an answer is read by `pieces`.
 
         Raises:
-            IncompleteReplyError: no answer has begun within `limit_s` seconds, or the connection failed.
+            IncompleteReplyError: no response started within `limit_s` seconds, or the connection failed.
         """
         self.close()
-        self._over, self._late, self._heard_s = threading.Event(), False, time.monotonic()
-        one = self._connection = create_connection(place, min(CONNECT_S, limit_s))
+        self._closed, self._is_timed_out, self._last_delta_s = threading.Event(), False, time.monotonic()
+        connection = self._connection = create_connection(address, min(CONNECT_TIMEOUT_S, limit_s))
         try:
-            one.connect()
-            one.sock.settimeout(limit_s)
-            one.request("POST", place.path + path, json.dumps(body).encode(), dict(headers))
-            watch = threading.Thread(
-                target=self._watch, args=(one.sock, self._over), name="endpoint watch", daemon=True
+            connection.connect()
+            connection.sock.settimeout(limit_s)
+            connection.request("POST", address.path + path, json.dumps(body).encode(), dict(headers))
+            watcher = threading.Thread(
+                target=self._watch_silence, args=(connection.sock, self._closed), name="endpoint watch", daemon=True
             )
-            watch.start()
-            response = self._response = one.getresponse()
+            watcher.start()
+            response = self._response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
                 return EndpointResponse(response.status, None, b"")
-            return EndpointResponse(response.status, response.getheader("Retry-After"), response.read(MOST_BYTES))
+            return EndpointResponse(
+                response.status, response.getheader("Retry-After"), response.read(MAX_RESPONSE_BYTES)
+            )
         except (OSError, http.client.HTTPException) as error:
-            raise self._silence(error) from None
+            raise self._describe_error(error) from None
 
     def pieces(self) -> Iterator[ChatDelta | ChatReply]:
-        """What comes, and at the end the whole, whose text is what came.
+        """Yield the pieces of the answer, and at the end the whole reply.
 
         Raises:
-            IncompleteReplyError: it broke off, or nothing came for too long.
-            MalformedReplyError: what came is no stream of an answer.
+            IncompleteReplyError: the stream broke, or no piece arrived for too long.
+            MalformedReplyError: the response is not a stream of an answer.
         """
         if self._response is None:
-            raise MalformedReplyError("no answer was begun")
-        whole = _ChatReplyBuilder()
+            raise MalformedReplyError("no request was sent")
+        builder = _ChatReplyBuilder()
         try:
             if "event-stream" not in str(self._response.getheader("Content-Type", "")):
-                yield from _parse_unstreamed_reply(self._response.read(MOST_BYTES))
+                yield from _parse_unstreamed_reply(self._response.read(MAX_RESPONSE_BYTES))
                 return
             for data in openai_requests.iterate_event_data(self._lines(self._response)):
-                if data == openai_requests.DONE:
-                    whole.ended = True
+                if data == openai_requests.STREAM_END:
+                    builder.has_end = True
                     break
                 if data is not None:
-                    for delta in whole.take(data):
-                        self._heard_s = time.monotonic()
+                    for delta in builder.parse_event(data):
+                        self._last_delta_s = time.monotonic()
                         yield delta
-            yield whole.reply()
+            yield builder.reply()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(error, MalformedReplyError) and not self._late:
+            if isinstance(error, MalformedReplyError) and not self._is_timed_out:
                 raise
-            raise self._silence(error) from None
+            raise self._describe_error(error) from None
         finally:
             self.close()
 
     def close(self) -> None:
-        """End it now, wherever it is; a server then stops to answer."""
-        self._over.set()
+        """Close the connection in any state; the server then stops generating."""
+        self._closed.set()
         if self._connection is not None:
             self._connection.close()
         self._connection = self._response = None
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        read = 0
-        while line := response.readline(MOST_BYTES):
-            read += len(line)
-            if read > MOST_BYTES:
-                raise MalformedReplyError(f"more than {MOST_BYTES // 2**20} MiB, which is no answer")
+        read_bytes = 0
+        while line := response.readline(MAX_RESPONSE_BYTES):
+            read_bytes += len(line)
+            if read_bytes > MAX_RESPONSE_BYTES:
+                raise MalformedReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
             yield line
 
-    def _watch(self, sock: socket.socket, over: threading.Event) -> None:
-        """In a thread: end the connection of a server that has been silent for too long."""
-        while not over.wait(LOOK_S):
-            if time.monotonic() - self._heard_s > self._silent_s:
-                self._late = True
+    def _watch_silence(self, sock: socket.socket, closed: threading.Event) -> None:
+        """Shut down the connection when the server has been silent for too long (runs in a thread)."""
+        while not closed.wait(POLL_S):
+            if time.monotonic() - self._last_delta_s > self._silent_s:
+                self._is_timed_out = True
                 shut_down_socket(sock)
                 return
 
-    def _silence(self, error: Exception) -> IncompleteReplyError:
-        if self._late:
+    def _describe_error(self, error: Exception) -> IncompleteReplyError:
+        if self._is_timed_out:
             return IncompleteReplyError(
-                f"nothing of the answer came for {self._silent_s:g} s (machine.endpoint.answer_s)"
+                f"no piece of the answer arrived for {self._silent_s:g} s (machine.endpoint.timeout_s)"
             )
         return IncompleteReplyError(f"{type(error).__name__}: {error}".rstrip(": "))
 
 
 class _ChatReplyBuilder:
-    """What of an answer has come."""
+    """Collects a streamed answer."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.has_end = False
         self._texts: dict[bool, list[str]] = {False: [], True: []}
         self._finish: str | None = None
         self._counts: dict[str, Any] = {}
         self._nats: list[Any] = []
 
-    def take(self, data: str) -> Iterator[ChatDelta]:
-        """The pieces of one event. Raises MalformedReplyError."""
+    def parse_event(self, data: str) -> Iterator[ChatDelta]:
+        """Yield the pieces of one event. Raises MalformedReplyError."""
         document = replies.read_object(data.encode())
-        if "error" in document:  # a server that fails while it answers
-            raise MalformedReplyError(f"the server broke off: {replies.read_error_message(data.encode())}")
+        if "error" in document:  # the server failed while answering
+            raise MalformedReplyError(f"the server failed: {replies.read_error_message(data.encode())}")
         if isinstance(usage := document.get("usage"), dict):
             self._counts = usage
         choices = document.get("choices")
         for choice in choices[:1] if isinstance(choices, list) else []:
-            yield from self._choice(choice, data)
+            yield from self._parse_choice(choice, data)
 
-    def _choice(self, choice: Any, data: str) -> Iterator[ChatDelta]:
+    def _parse_choice(self, choice: Any, data: str) -> Iterator[ChatDelta]:
         delta = choice.get("delta") if isinstance(choice, dict) else None
         if not isinstance(delta, dict):
-            raise MalformedReplyError(f"a choice without delta: {replies.shorten_for_message(data)}")
+            raise MalformedReplyError(f"a choice has no delta: {replies.shorten_for_message(data)}")
         if isinstance(finish := choice.get("finish_reason"), str):
             self._finish = finish
         if isinstance(logprobs := choice.get("logprobs"), dict):
             self._nats += logprobs.get("content") or []
-        for reasoning, text in (
+        for is_reasoning, text in (
             (True, delta.get("reasoning_content") or delta.get("reasoning")), (False, delta.get("content")),
         ):  # fmt: skip
             if not isinstance(text, str | None):
-                raise MalformedReplyError(f"a delta whose content is no text: {replies.shorten_for_message(data)}")
+                raise MalformedReplyError(f"the content of a delta is not text: {replies.shorten_for_message(data)}")
             if text:
-                self._texts[reasoning].append(text)
-                yield ChatDelta(text, reasoning)
+                self._texts[is_reasoning].append(text)
+                yield ChatDelta(text, is_reasoning)
 
     def reply(self) -> ChatReply:
-        """The whole. Raises MalformedReplyError when it has no end: neither a reason for it nor the sign."""
-        if self._finish is None and not self.ended:
-            raise MalformedReplyError("the stream ended before the answer did")
+        """Return the whole reply. Raises MalformedReplyError if the stream had neither a finish reason nor an end."""
+        if self._finish is None and not self.has_end:
+            raise MalformedReplyError("the stream ended before the answer")
         message = {"content": "".join(self._texts[False]), "reasoning_content": "".join(self._texts[True])}
         choice = {"message": message, "finish_reason": self._finish or "stop", "logprobs": {"content": self._nats}}
         return replies.read_reply(json.dumps({"choices": [choice], "usage": self._counts}).encode(), 1)
 
 
 def _parse_unstreamed_reply(body: bytes) -> Iterator[ChatDelta | ChatReply]:
-    """The answer of a server that does not stream."""
+    """Yield the pieces of an answer from a server that does not stream."""
     reply = replies.read_reply(body, 1)
     if reply.reasoning:
         yield ChatDelta(reply.reasoning, True)
@@ -210,64 +212,61 @@ def _parse_unstreamed_reply(body: bytes) -> Iterator[ChatDelta | ChatReply]:
     yield reply
 
 
-# Models behind OpenAI-compatible servers (vLLM, llama.cpp and others): many chats at once, asked until they answer.
-#
-# What may end otherwise is tried again, later each time: broken connections, stalls, 429, 5xx, answers that are half
-# or
-# none. What would be refused again is an error at once, in the server's own words. The key comes from the environment
-# (RATCHET_ENDPOINT_KEY), goes to the named address only (https, or this machine), and is in no message.
+# The client retries transient failures with increasing delays: broken connections, stalls, 429, 5xx, incomplete
+# answers. A permanent rejection is an error at once, with the server's message. The key comes from the environment
+# (RATCHET_ENDPOINT_KEY), is sent only to the configured address (https, or this machine), and appears in no message.
 
-VARIABLE = "RATCHET_ENDPOINT_KEY"
-T = TypeVar("T")
+KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
+ResultT = TypeVar("ResultT")
 Message = Mapping[str, Any]
-"""`role`, `content`, and what else the server reads."""
+"""`role`, `content`, and other fields that the server reads."""
 
-SHOWN = 8
-"""Names of models in a message."""
-OPTIONAL = ("logprobs", "seed", "top_p", "stream_options")
-"""What a server may not know: where it refuses one of them by name, it is asked without."""
-IDENTITY = ("id", "root", "owned_by", "meta")
-"""What of a server's entry of a model tells it from others; times and random permissions do not."""
+MAX_LISTED_MODELS = 8
+"""Maximum number of models that a message lists."""
+OPTIONAL_PARAMETERS = ("logprobs", "seed", "top_p", "stream_options")
+"""Parameters that a server may not support: if it rejects one by name, requests are sent without it."""
+IDENTITY_KEYS = ("id", "root", "owned_by", "meta")
+"""Keys of a server's model entry that identify the model; times and random permissions do not."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an answer is drawn."""
+    """Sampling parameters of an answer."""
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
-    """Ask for the log-probability of each token."""
+    """Request the log-probability of each token."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One chat to be answered."""
+    """One chat to answer."""
 
-    place: int
-    """What the caller knows it by."""
+    index: int
+    """Identifies the chat for the caller."""
     messages: Sequence[Message]
     sampling: SamplingOptions
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that answers."""
+    """The model that a server serves."""
 
     name: str
     identity: Mapping[str, Any]
-    """What the server says of it, as JSON; a restart of the same server changes nothing here."""
+    """The server's description, as JSON; constant over restarts of the same server."""
     context_tokens: int | None = None
-    """What prompt and answer may have together; None: it does not say."""
+    """Maximum tokens of prompt and answer together; None if not reported."""
 
 
 class ChatClient(Protocol):
-    """Who answers chats. `OpenAiEndpoint` does."""
+    """Answers chats; implemented by `OpenAiEndpoint`."""
 
-    def answers(self, asked: Iterable[ChatRequest], stop: Callable[[], bool]) -> Iterator[tuple[int, ChatReply]]:
-        """Place and reply of each, as they come."""
+    def answers(self, chats: Iterable[ChatRequest], stop: Callable[[], bool]) -> Iterator[tuple[int, ChatReply]]:
+        """Yield index and reply of each chat as they arrive."""
         ...
 
 
@@ -276,256 +275,277 @@ def _never_stop() -> bool:
 
 
 class OpenAiEndpoint:
-    """Asks one server.
+    """Client of one server.
 
     Args:
-        address: http://127.0.0.1:8000 or https://HOST/v1: what `/chat/completions` is added to.
-        patience: how it is asked (machine.endpoint).
-        model: its name there; None: the only one that is served.
-        refusals: a chat that the server refuses for what it is (400, 413, 422) has a reply that says so; False: that is
-            an error.
+        address: http://127.0.0.1:8000 or https://HOST/v1: prefix of `/chat/completions`.
+        settings: section machine.endpoint.
+        model: the model's name on the server; None: the only one that is served.
+        returns_refusals: if True, a chat that the server rejects (400, 413, 422) gives a reply that reports it; if
+            False, it raises.
 
     Raises:
-        SettingsError: the address is none, or the key in the environment could not be sent.
+        SettingsError: the address is invalid, or the key in the environment has invalid characters.
     """
 
-    def __init__(self, address: str, patience: Patience, model: str | None = None, *, refusals: bool = False) -> None:
-        self.place = ServerAddress.of(address)
+    def __init__(
+        self, address: str, settings: EndpointSettings, model: str | None = None, *, returns_refusals: bool = False
+    ) -> None:
+        self.address = ServerAddress.parse(address)
         self.notes: list[str] = []
-        """What a reader should know: settings that the server does not take."""
-        self._patience = patience
-        self._refusals = refusals
+        """Notes for users: parameters that the server does not support."""
+        self._settings = settings
+        self._returns_refusals = returns_refusals
         self._model = model
         self._key = _read_api_key()
-        self._served: ServedModel | None = None
-        self._left_out: set[str] = set()
-        self._limit_word = "max_tokens"
+        self._model_info: ServedModel | None = None
+        self._unsupported: set[str] = set()
+        self._max_tokens_name = "max_tokens"
         self._lock = threading.Lock()
         self._not_before_s = 0.0
-        """Nobody asks before (monotonic clock): the server asked for patience."""
+        """No request is sent before this time (monotonic clock), because the server asked to wait."""
 
-    def served(self, stop: Callable[[], bool] = _never_stop) -> ServedModel:
-        """Which model answers; the server is asked once.
+    def get_model(self, stop: Callable[[], bool] = _never_stop) -> ServedModel:
+        """Return the model that answers; the server is queried once.
 
         Raises:
-            SettingsError: it serves several, or not the wanted one; or it refuses to say, and none was named.
+            SettingsError: the server serves several models, or not the configured one; or it does not list its models,
+                and none is configured.
             EndpointError: it does not answer.
         """
-        if self._served is None:
+        if self._model_info is None:
             try:
-                listed = run_single_request(self._listed, stop)
+                entries = run_single_request(self._list_models, stop)
             except RequestCancelledError:
-                raise EndpointError(f"{self.place}: the request was broken off") from None
-            self._served = self._choose(listed)
-        return self._served
+                raise EndpointError(f"{self.address}: the request was cancelled") from None
+            self._model_info = self._choose_model(entries)
+        return self._model_info
 
     def ask(
         self, messages: Sequence[Message], sampling: SamplingOptions, stop: Callable[[], bool] = _never_stop
     ) -> ChatReply:
-        """One answer. Raises as `answers` does; EndpointError also where `stop` says so."""
+        """Answer one chat. Raises like `answers`; also EndpointError if `stop` returns True."""
         for _, reply in self.answers([ChatRequest(0, messages, sampling)], stop):
             return reply
-        raise EndpointError(f"{self.place}: the request was broken off")
+        raise EndpointError(f"{self.address}: the request was cancelled")
 
     def answers(
-        self, asked: Iterable[ChatRequest], stop: Callable[[], bool] = _never_stop
+        self, chats: Iterable[ChatRequest], stop: Callable[[], bool] = _never_stop
     ) -> Generator[tuple[int, ChatReply], None, None]:
-        """Place and reply of each, as they come, so many at once as machine.endpoint.requests says.
+        """Yield index and reply of each chat as they arrive, with up to machine.endpoint.max_concurrency requests.
 
-        Chats are taken from `asked` as they are sent. Once `stop` says so, or when this is closed, what is on its way
-        is broken off and the answers end. Before an error is raised, all that came until then is given.
+        Chats are taken from `chats` as they are sent. When `stop` returns True, or the generator is closed, pending
+        requests are cancelled. Before an error is raised, all earlier replies are yielded.
 
         Raises:
-            SettingsError: the server refuses a request; its words are in the message.
-            EndpointError: a request was not answered in as many tries as there are.
+            SettingsError: the server rejects a request; the message has its reason.
+            EndpointError: a request failed in all tries.
         """
-        model = self.served(stop).name
-        flights: RequestPool[ChatRequest, ChatReply] = RequestPool(lambda one, flight: self._answer(model, one, flight))
+        model = self.get_model(stop).name
+        pool: RequestPool[ChatRequest, ChatReply] = RequestPool(
+            lambda chat, request: self._answer(model, chat, request)
+        )
         try:
-            for one, reply in flights.fly(iter(asked), self._patience.requests, stop):
-                yield one.place, reply
+            for chat, reply in pool.run(iter(chats), self._settings.max_concurrency, stop):
+                yield chat.index, reply
         finally:
-            flights.break_off()
+            pool.cancel()
 
-    def streamed(self, asked: ChatRequest) -> Iterator[ChatDelta | ChatReply]:
-        """One answer as it is given, in pieces; the last thing is the whole. Tries are made until it begins: what was
-        read is not said again.
+    def stream(self, chat: ChatRequest) -> Iterator[ChatDelta | ChatReply]:
+        """Yield the pieces of one answer, then the whole reply. Requests are retried until the answer starts.
 
         Raises:
-            SettingsError: the server refuses the request.
-            EndpointError: it does not answer, or the answer broke off.
+            SettingsError: the server rejects the request.
+            EndpointError: it does not answer, or the stream broke.
         """
-        model, silent_s = self.served().name, self._patience.answer_s
-        listening = ChatStream(silent_s)
+        model, silent_s = self.get_model().name, self._settings.timeout_s
+        stream_ = ChatStream(silent_s)
 
         def body() -> dict[str, Any]:
             streaming = {"stream": True, "stream_options": {"include_usage": True}}
-            return {key: value for key, value in {**self._body(model, asked), **streaming}.items()
-                    if key not in self._left_out}  # fmt: skip
+            return {key: value for key, value in {**self._body(model, chat), **streaming}.items()
+                    if key not in self._unsupported}  # fmt: skip
 
-        reading: _ResponseParser[ChatReply | None] = _ResponseParser(lambda got, tries: None, self._refused)
+        parser: _ResponseParser[ChatReply | None] = _ResponseParser(lambda response, tries: None, self._parse_refusal)
         try:
-            if (instead := self._insist("/chat/completions", body, reading, listening)) is not None:
-                yield instead
+            if (replacement := self._request_with_retries("/chat/completions", body, parser, stream_)) is not None:
+                yield replacement
                 return
-            yield from listening.pieces()
+            yield from stream_.pieces()
         except (IncompleteReplyError, MalformedReplyError) as error:
-            raise EndpointError(f"{self.place}: the answer broke off: {self._hidden(str(error))}") from None
+            raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
         finally:
-            listening.close()
+            stream_.close()
 
-    def _answer(self, model: str, asked: ChatRequest, flight: RetriableRequest) -> ChatReply:
-        def read(got: EndpointResponse, tries: int) -> ChatReply:
-            return replies.read_reply(got.body, tries)
+    def _answer(self, model: str, chat: ChatRequest, request: RetriableRequest) -> ChatReply:
+        def read(response: EndpointResponse, tries: int) -> ChatReply:
+            return replies.read_reply(response.body, tries)
 
-        reading = _ResponseParser(read, self._refused)
-        return self._insist("/chat/completions", lambda: self._body(model, asked), reading, flight)
+        parser = _ResponseParser(read, self._parse_refusal)
+        return self._request_with_retries("/chat/completions", lambda: self._body(model, chat), parser, request)
 
-    def _refused(self, got: EndpointResponse, tries: int) -> ChatReply | None:
-        """What a refusal of this chat alone is; None: it may be one of all."""
-        if got.status not in (400, 413, 422):
+    def _parse_refusal(self, response: EndpointResponse, tries: int) -> ChatReply | None:
+        """Return the reply for a rejection of this chat only; None if it may concern all chats."""
+        if response.status not in (400, 413, 422):
             return None
-        if replies.is_context_exceeded(got.body):
+        if replies.is_context_exceeded(response.body):
             return ChatReply("", None, "context", None, None, None, tries)
-        if self._refusals:
-            said = self._hidden(f"HTTP {got.status}: {replies.read_error_message(got.body)}")
-            return ChatReply("", None, "refused", None, None, None, tries, said)
+        if self._returns_refusals:
+            message = self._hide_key(f"HTTP {response.status}: {replies.read_error_message(response.body)}")
+            return ChatReply("", None, "refused", None, None, None, tries, message)
         return None
 
-    def _listed(self, flight: RetriableRequest) -> list[Mapping[str, Any]] | None:
-        """What the server serves; None: it has no such list."""
+    def _list_models(self, request: RetriableRequest) -> list[Mapping[str, Any]] | None:
+        """List the server's models; None if it has no such list."""
 
-        def read(got: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
-            data = replies.read_object(got.body).get("data")
+        def read(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
+            data = replies.read_object(response.body).get("data")
             entries = data if isinstance(data, list) else []
-            named: list[Mapping[str, Any]] = [
-                one for one in entries
-                if isinstance(one, dict) and isinstance(one.get("id"), str) and one["id"].isprintable()
+            models: list[Mapping[str, Any]] = [
+                entry for entry in entries
+                if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"].isprintable()
             ]  # fmt: skip
-            if not named:
-                raise MalformedReplyError(f"no list of models: {replies.read_error_message(got.body)}")
-            return named
+            if not models:
+                raise MalformedReplyError(f"not a list of models: {replies.read_error_message(response.body)}")
+            return models
 
-        def refused(got: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
-            return [] if got.status in (404, 405) else None
+        def treat_missing(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
+            return [] if response.status in (404, 405) else None
 
-        return self._insist("/models", lambda: None, _ResponseParser(read, refused), flight) or None
+        return (
+            self._request_with_retries("/models", lambda: None, _ResponseParser(read, treat_missing), request) or None
+        )
 
-    def _choose(self, listed: list[Mapping[str, Any]] | None) -> ServedModel:
-        if listed is None:
+    def _choose_model(self, entries: list[Mapping[str, Any]] | None) -> ServedModel:
+        if entries is None:
             if self._model is None:
-                raise SettingsError(f"{self.place}: the server does not list its models; name the one that is meant")
+                raise SettingsError(f"{self.address}: the server does not list its models; set the model's name")
             return ServedModel(self._model, {"id": self._model})
-        names = [str(one["id"]) for one in listed]
-        if self._model is None and len(listed) > 1:
-            raise SettingsError(f"{self.place}: serves {_abbreviate_names(names)}; name the one that is meant")
-        for one in listed:
-            if self._model in (None, one["id"]):
-                identity = {key: one[key] for key in IDENTITY if one.get(key) is not None}
-                return ServedModel(str(one["id"]), identity, replies.read_context_length(one))
-        raise SettingsError(f"{self.place}: serves no model {self._model!r}; there are: {_abbreviate_names(names)}")
+        names = [str(entry["id"]) for entry in entries]
+        if self._model is None and len(entries) > 1:
+            raise SettingsError(f"{self.address}: serves {_abbreviate_names(names)}; set the name of one of them")
+        for entry in entries:
+            if self._model in (None, entry["id"]):
+                identity = {key: entry[key] for key in IDENTITY_KEYS if entry.get(key) is not None}
+                return ServedModel(str(entry["id"]), identity, replies.read_context_length(entry))
+        raise SettingsError(f"{self.address}: does not serve {self._model!r}; it serves: {_abbreviate_names(names)}")
 
-    def _body(self, model: str, asked: ChatRequest) -> dict[str, Any]:
-        sampling = asked.sampling
+    def _body(self, model: str, chat: ChatRequest) -> dict[str, Any]:
+        sampling = chat.sampling
         body: dict[str, Any] = {
-            "model": model, "messages": [dict(one) for one in asked.messages], "stream": False,
-            self._limit_word: sampling.max_tokens, "temperature": sampling.temperature,
+            "model": model, "messages": [dict(entry) for entry in chat.messages], "stream": False,
+            self._max_tokens_name: sampling.max_tokens, "temperature": sampling.temperature,
         }  # fmt: skip
-        if sampling.temperature > 0:  # 1 too: a server's own default may be less
+        if sampling.temperature > 0:  # sent even if it is 1, because a server's default may be less
             body["top_p"] = sampling.top_p
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if sampling.logprobs:
             body["logprobs"] = True
-        return {name: value for name, value in body.items() if name not in self._left_out}
+        return {name: value for name, value in body.items() if name not in self._unsupported}
 
-    def _insist(
-        self, path: str, body: Callable[[], Any], reading: "_ResponseParser[T]", flight: RetriableRequest | ChatStream
-    ) -> T:
-        """Ask until there is an answer, or no hope."""
-        for number in range(1, self._patience.tries + 1):
-            flight.wait(self._not_before_s - time.monotonic())
-            answer, sent = http_client.PostResult(False, ""), body()
+    def _request_with_retries(
+        self,
+        path: str,
+        body: Callable[[], Any],
+        parser: "_ResponseParser[ResultT]",
+        request: RetriableRequest | ChatStream,
+    ) -> ResultT:
+        """Send a request until it succeeds or fails permanently."""
+        for attempt in range(1, self._settings.max_attempts + 1):
+            request.wait(self._not_before_s - time.monotonic())
+            outcome, payload = http_client.PostResult(False, ""), body()
             try:
-                got = flight.exchange(self.place, path, sent, self._headers(), self._patience.answer_s)
+                response = request.exchange(self.address, path, payload, self._headers(), self._settings.timeout_s)
                 while (
-                    got.status in (400, 422) and sent and self._does_without(replies.read_error_message(got.body), sent)
+                    response.status in (400, 422)
+                    and payload
+                    and self._drop_unsupported(replies.read_error_message(response.body), payload)
                 ):
-                    sent = body()
-                    got = flight.exchange(self.place, path, sent, self._headers(), self._patience.answer_s)
-                if got.status == 200:
-                    return reading.read(got, number)
-                if (instead := reading.refused(got, number)) is not None:
-                    return instead
-                answer = self._refusal(got)
+                    payload = body()
+                    response = request.exchange(self.address, path, payload, self._headers(), self._settings.timeout_s)
+                if response.status == 200:
+                    return parser.parse(response, attempt)
+                if (replacement := parser.parse_refusal(response, attempt)) is not None:
+                    return replacement
+                outcome = self._interpret_error(response)
             except IncompleteReplyError as error:
-                answer = http_client.PostResult(False, str(error))
+                outcome = http_client.PostResult(False, str(error))
             except MalformedReplyError as error:
-                answer = http_client.PostResult(False, f"HTTP 200, but {error}")
-            why = self._hidden(answer.detail)
-            if not answer.again:
-                raise SettingsError(f"{self.place}{path}: {why}")
-            if number < self._patience.tries:
-                flight.wait(self._pause_s(number, answer))
-        times = http_client.format_tries(self._patience.tries)
-        raise EndpointError(f"{self.place}{path}: {why}; {times} (machine.endpoint.tries); see to the server")
+                outcome = http_client.PostResult(False, f"HTTP 200, but {error}")
+            reason = self._hide_key(outcome.detail)
+            if not outcome.is_retryable:
+                raise SettingsError(f"{self.address}{path}: {reason}")
+            if attempt < self._settings.max_attempts:
+                request.wait(self._pause_s(attempt, outcome))
+        attempts = http_client.format_attempts(self._settings.max_attempts)
+        raise EndpointError(
+            f"{self.address}{path}: {reason}; {attempts} (machine.endpoint.max_attempts); check the server"
+        )
 
-    def _refusal(self, got: EndpointResponse) -> http_client.PostResult:
-        said = http_client.interpret_status(got.status, got.retry_after)
-        if 300 <= got.status < 400:
-            return said
-        again = said.again or got.status in (408, 425)
-        key = f"; the key is read from {VARIABLE}" if got.status in (401, 403) else ""
-        return replace(said, again=again, detail=f"{said.detail}: {replies.read_error_message(got.body)}{key}")
+    def _interpret_error(self, response: EndpointResponse) -> http_client.PostResult:
+        message = http_client.interpret_status(response.status, response.retry_after)
+        if 300 <= response.status < 400:
+            return message
+        again = message.is_retryable or response.status in (408, 425)
+        key = f"; the key is read from {KEY_VARIABLE}" if response.status in (401, 403) else ""
+        return replace(
+            message, is_retryable=again, detail=f"{message.detail}: {replies.read_error_message(response.body)}{key}"
+        )
 
-    def _pause_s(self, number: int, answer: http_client.PostResult) -> float:
-        """Doubled with each try; a server that asks for patience gets it from every request (`_not_before_s`)."""
-        if answer.wait_s:
+    def _pause_s(self, attempt: int, outcome: http_client.PostResult) -> float:
+        """Return the delay, doubled with each try; if the server asks to wait, all requests wait (`_not_before_s`)."""
+        if outcome.retry_after_s:
             with self._lock:
-                until_s = time.monotonic() + min(answer.wait_s, http_client.LONGEST_WAIT_S)
+                until_s = time.monotonic() + min(outcome.retry_after_s, http_client.MAX_DELAY_S)
                 self._not_before_s = max(self._not_before_s, until_s)
-        own_s = http_client.compute_pause_s(number, replace(answer, wait_s=0.0)) * self._patience.pause_s
-        return min(own_s, http_client.LONGEST_WAIT_S)
+        backoff_s = (
+            http_client.compute_retry_delay_s(attempt, replace(outcome, retry_after_s=0.0))
+            * self._settings.retry_delay_s
+        )
+        return min(backoff_s, http_client.MAX_DELAY_S)
 
-    def _does_without(self, said: str, sent: Mapping[str, Any]) -> bool:
-        """Whether the words of a refusal name something that can be left out or said otherwise; from now on it is."""
+    def _drop_unsupported(self, message: str, payload: Mapping[str, Any]) -> bool:
+        """Return True if the rejection names a parameter that can be omitted or renamed; later requests do so."""
         with self._lock:
-            if "max_completion_tokens" in said and "max_tokens" in sent:
-                self._limit_word = "max_completion_tokens"
+            if "max_completion_tokens" in message and "max_tokens" in payload:
+                self._max_tokens_name = "max_completion_tokens"
                 return True
-            for name in OPTIONAL:
-                if name in sent and name in said:
-                    if name not in self._left_out:
-                        self._left_out.add(name)
-                        self.notes.append(f"{self.place} does not take {name}, so it is asked without")
+            for name in OPTIONAL_PARAMETERS:
+                if name in payload and name in message:
+                    if name not in self._unsupported:
+                        self._unsupported.add(name)
+                        self.notes.append(f"{self.address} does not support {name}; requests are sent without it")
                     return True
         return False
 
     def _headers(self) -> dict[str, str]:
-        found = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ratchet"}
-        return found | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ratchet"}
+        return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
 
-    def _hidden(self, text: str) -> str:
-        """Servers repeat a key that they refuse."""
+    def _hide_key(self, text: str) -> str:
+        """Remove the key from a message: servers repeat a key that they reject."""
         return text.replace(self._key, "(the key)") if self._key else text
 
 
 @dataclass(frozen=True)
-class _ResponseParser(Generic[T]):
-    """What is made of answers: of 200, and of refusals; the latter None: it is an error."""
+class _ResponseParser(Generic[ResultT]):
+    """Parses responses: status 200, and rejections, for which None means an error."""
 
-    read: Callable[[EndpointResponse, int], T]
-    refused: Callable[[EndpointResponse, int], T | None]
+    parse: Callable[[EndpointResponse, int], ResultT]
+    parse_refusal: Callable[[EndpointResponse, int], ResultT | None]
 
 
 def _read_api_key() -> str:
-    """The key in the environment; empty: there is none."""
-    key = os.environ.get(VARIABLE, "").strip()
+    """Return the key in the environment; empty if there is none."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if any(not " " < c < "\x7f" for c in key):
-        raise SettingsError(f"{VARIABLE} (in the environment): holds characters that no key has; set it anew")
+        raise SettingsError(
+            f"environment variable {KEY_VARIABLE}: contains invalid characters; set it to the server's key"
+        )
     return key
 
 
 def _abbreviate_names(names: Sequence[str]) -> str:
-    shown = ", ".join(replies.shorten_for_message(name) for name in names[:SHOWN])
-    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
+    shown = ", ".join(replies.shorten_for_message(name) for name in names[:MAX_LISTED_MODELS])
+    return f"{shown} and {len(names) - MAX_LISTED_MODELS} more" if len(names) > MAX_LISTED_MODELS else shown

@@ -1,4 +1,4 @@
-"""What the answer of an OpenAI-compatible server says: a reply, words of refusal, or nothing that could be read."""
+"""HTTP requests to OpenAI-compatible servers, parsing of their replies, and a pool of concurrent requests."""
 
 import http.client
 import json
@@ -15,59 +15,64 @@ from urllib.parse import urlsplit
 from ratchet import http_client
 from ratchet.errors import SettingsError
 
-LONGEST_WORDS = 300
-"""Characters of a server's words that are repeated."""
+MAX_MESSAGE_CHARACTERS = 300
+"""Maximum number of characters of a server's message that is repeated."""
 
-CONTEXT = ("max_model_len", "n_ctx", "n_ctx_train")
+CONTEXT_LENGTH_KEYS = ("max_model_len", "n_ctx", "n_ctx_train")
 
-TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "maximum context length", "context size")
-"""What servers say of a prompt that does not fit: OpenAI and vLLM, llama.cpp, vLLM's words, llama.cpp's."""
+CONTEXT_EXCEEDED_TEXTS = (
+    "context_length_exceeded",
+    "exceed_context_size_error",
+    "maximum context length",
+    "context size",
+)
+"""Texts in responses to prompts that do not fit: OpenAI and vLLM, llama.cpp, vLLM's message, llama.cpp's message."""
 
 
 class MalformedReplyError(ValueError):
-    """What came is no answer; the text names what it was."""
+    """The response is not a valid reply; the message describes it."""
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """What a model said."""
+    """A chat reply."""
 
     text: str
     reasoning: str | None
-    """Set apart by the server (`reasoning_content` or `reasoning`); None: it sets none apart."""
+    """Reasoning that the server separates (`reasoning_content` or `reasoning`); None if it does not."""
     finish: str
-    """As the server says (stop, length, ...); `context`: it refused the prompt as too long for the model; `refused`:
-    for another reason, see `refusal`."""
+    """Finish reason of the server (stop, length, ...); `context`: it rejected the prompt as too long; `refused`: it
+    rejected the chat for another reason, see `refusal`."""
     prompt_tokens: int | None
-    """As the server counts; None: it does not say."""
+    """Count by the server; None if not reported."""
     tokens: int | None
-    """Of the answer and its reasoning; None: the server does not say."""
+    """Tokens of answer and reasoning; None if not reported."""
     mean_log_probability: float | None
-    """Of the tokens that the server gave log-probabilities for, in nats; None: none."""
+    """Mean over the tokens with log-probabilities, in nats; None if there are none."""
     tries: int = 1
-    """Requests that it took."""
+    """Number of requests that were needed."""
     refusal: str | None = None
-    """The server's words, where it answers others and not this chat (`finish` is then `refused`)."""
+    """The server's message if it rejected only this chat (`finish` is then `refused`)."""
 
 
 def read_reply(body: bytes, tries: int) -> ChatReply:
-    """The first choice of a chat completion.
+    """Parse the first choice of a chat completion.
 
     Raises:
-        MalformedReplyError: it is none.
+        MalformedReplyError: the body is not a chat completion.
     """
     document = read_object(body)
     choices = document.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise MalformedReplyError(f"no choices in it: {_body_excerpt(body)}")
+        raise MalformedReplyError(f"the reply has no choices: {_body_excerpt(body)}")
     choice = choices[0]
     message, finish = choice.get("message"), choice.get("finish_reason")
     if not isinstance(message, dict) or not isinstance(finish, str):
-        raise MalformedReplyError(f"a choice without message or finish_reason: {_body_excerpt(body)}")
+        raise MalformedReplyError(f"a choice has no message or finish_reason: {_body_excerpt(body)}")
     text = message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(text, str | None) or not isinstance(reasoning, str | None):
-        raise MalformedReplyError(f"a message whose content is no text: {_body_excerpt(body)}")
+        raise MalformedReplyError(f"the content of a message is not text: {_body_excerpt(body)}")
     usage = document.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     return ChatReply(
@@ -82,22 +87,22 @@ def read_reply(body: bytes, tries: int) -> ChatReply:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """An answer that is a JSON object. Raises MalformedReplyError."""
+    """Parse a JSON object. Raises MalformedReplyError."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        raise MalformedReplyError(f"no JSON, or half of it: {_body_excerpt(body)}") from None
+        raise MalformedReplyError(f"invalid or incomplete JSON: {_body_excerpt(body)}") from None
     if not isinstance(document, dict):
-        raise MalformedReplyError(f"no JSON object: {_body_excerpt(body)}")
+        raise MalformedReplyError(f"not a JSON object: {_body_excerpt(body)}")
     return document
 
 
 def read_error_message(body: bytes) -> str:
-    """What a server says is wrong, shortened: the message of its error, else the body as it is."""
+    """Return a server's error message, shortened: that of its error object, else the body."""
     try:
         document = read_object(body)
     except MalformedReplyError:
-        return shorten_for_message(body.decode("utf-8", "replace")) or "nothing"
+        return shorten_for_message(body.decode("utf-8", "replace")) or "an empty response"
     error = document.get("error", document)
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or json.dumps(error)
@@ -105,30 +110,30 @@ def read_error_message(body: bytes) -> str:
 
 
 def read_context_length(entry: Mapping[str, Any]) -> int | None:
-    """Tokens that prompt and answer may have together, by a server's entry of a model: vLLM and llama.cpp say it."""
+    """Return the context length in a server's entry of a model; vLLM and llama.cpp report it."""
     meta = entry.get("meta")
-    known = {**(meta if isinstance(meta, dict) else {}), **entry}
-    return next((count for name in CONTEXT if (count := _valid_token_count(known.get(name)))), None)
+    fields = {**(meta if isinstance(meta, dict) else {}), **entry}
+    return next((count for name in CONTEXT_LENGTH_KEYS if (count := _valid_token_count(fields.get(name)))), None)
 
 
 def is_context_exceeded(body: bytes) -> bool:
-    """Whether it is refused because the model's context does not hold prompt and answer."""
+    """Return True if the request was rejected because prompt and answer exceed the model's context."""
     text = body.decode("utf-8", "replace").lower()
-    return any(known in text for known in TOO_LONG)
+    return any(fragment in text for fragment in CONTEXT_EXCEEDED_TEXTS)
 
 
 def shorten_for_message(text: str) -> str:
-    """Printable, on one line, shortened."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())  # nor halves of surrogate pairs
-    return line if len(line) <= LONGEST_WORDS else f"{line[:LONGEST_WORDS]}..."
+    """Make text printable, on one line, and shorten it."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())  # lone surrogates are not printable
+    return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}..."
 
 
 def _body_excerpt(body: bytes) -> str:
-    return shorten_for_message(body[: 2 * LONGEST_WORDS].decode("utf-8", "replace")) or "nothing at all"
+    return shorten_for_message(body[: 2 * MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace")) or "an empty response"
 
 
 def _replace_surrogates(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may hold and no file in UTF-8 can."""
+    """Replace lone surrogates, which JSON may contain but UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -140,25 +145,23 @@ def _mean_log_probability(logprobs: Any) -> float | None:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not content:
         return None
-    found = [one.get("logprob") if isinstance(one, dict) else None for one in content]
-    values = [float(v) for v in found if isinstance(v, int | float) and math.isfinite(v)]
+    values_or_none = [token.get("logprob") if isinstance(token, dict) else None for token in content]
+    values = [float(v) for v in values_or_none if isinstance(v, int | float) and math.isfinite(v)]
     return math.fsum(values) / len(values) if len(values) == len(content) else None
 
 
-# Server-sent events, as servers of models stream their answers (https://html.spec.whatwg.org/#parsing-an-event-
-# stream).
+# Server-sent events of streamed answers (https://html.spec.whatwg.org/#parsing-an-event-stream).
 #
-# Only what such servers send is read: the data of events. Names, ids and waits of events are passed over, and so are
-# comments, which keep a connection alive.
+# Only the data of events is read. Names, ids, retry times and comments, which keep a connection alive, are ignored.
 
-DONE = "[DONE]"
-"""What OpenAI-compatible servers end a stream with."""
+STREAM_END = "[DONE]"
+"""Data of the event with which OpenAI-compatible servers end a stream."""
 
 
 def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
-    """The data of each event, from the lines of a stream, with their ends; None for a comment: nothing but a sign.
+    """Yield the data of each event from the lines of a stream (with line ends); None for a comment.
 
-    An event that the stream breaks off in is given too: what it lacks shows itself in its data.
+    An incomplete last event is yielded too: its data is then invalid.
     """
     data: list[str] = []
     for raw in lines:
@@ -177,29 +180,27 @@ def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
         yield "\n".join(data)
 
 
-# One request to a server and its whole answer, with a deadline for all of it; another thread may break it off.
+# One HTTP request with a deadline for the whole response; another thread may cancel it.
 #
-# By `http.client`, which follows no redirects and knows no proxies: what is sent, and the key, go to the address that
-# was
-# named and nowhere else.
+# `http.client` follows no redirects and uses no proxies: the request and the key go only to the configured address.
 
-CONNECT_S = 30.0
-"""Longest wait for a connection."""
-MOST_BYTES = 64 * 2**20
-"""Of an answer; more is none."""
+CONNECT_TIMEOUT_S = 30.0
+"""Connection timeout."""
+MAX_RESPONSE_BYTES = 64 * 2**20
+"""Maximum size of a response."""
 
 
 class IncompleteReplyError(Exception):
-    """No whole answer came; another try may help."""
+    """No complete response arrived; another try may succeed."""
 
 
 class RequestCancelledError(Exception):
-    """The request was broken off by us."""
+    """This process cancelled the request."""
 
 
 @dataclass(frozen=True)
 class EndpointResponse:
-    """An answer of a server, whole."""
+    """A complete HTTP response."""
 
     status: int
     retry_after: str | None
@@ -208,20 +209,20 @@ class EndpointResponse:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is."""
+    """Address of a server."""
 
-    secure: bool
+    is_secure: bool
     host: str
     port: int | None
     path: str
-    """What `/chat/completions` is added to."""
+    """Prefix of `/chat/completions`."""
 
     @classmethod
-    def of(cls, address: str) -> "ServerAddress":
-        """From an address as people write it; `/v1` where it has no path.
+    def parse(cls, address: str) -> "ServerAddress":
+        """Parse an address as users write it; the default path is `/v1`.
 
         Raises:
-            SettingsError: nothing could be sent there, or a secret would stand in it; the message repeats none.
+            SettingsError: the address is invalid, or contains a secret, which the message does not repeat.
         """
         if problem := http_client.find_endpoint_problem(address):
             raise SettingsError(f"the endpoint's address {problem}")
@@ -232,206 +233,208 @@ class ServerAddress:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
-        return f"{'https' if self.secure else 'http'}://{host}{port}{self.path}"
+        return f"{'https' if self.is_secure else 'http'}://{host}{port}{self.path}"
 
 
 class HttpExchange:
-    """A request on its way. One thread runs it, any other may break it off."""
+    """A pending request. One thread runs it; any other may cancel it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._ended: str | None = None
-        """Why it was ended by us: `late` or `stopped`."""
+        self._end_reason: str | None = None
+        """Why this process ended it: `late` or `stopped`."""
 
     def run(
-        self, place: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
+        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """Send it and read the whole answer. POST with a body (as JSON), GET without (None).
+        """Send the request and read the whole response. POST with a body (as JSON), GET without (None).
 
         Raises:
-            IncompleteReplyError: no whole answer within `limit_s` seconds, or the connection failed.
-            RequestCancelledError: `break_off` was called.
+            IncompleteReplyError: no complete response within `limit_s` seconds, or the connection failed.
+            RequestCancelledError: `cancel` was called.
         """
-        connection = create_connection(place, min(CONNECT_S, limit_s))
+        connection = create_connection(address, min(CONNECT_TIMEOUT_S, limit_s))
         timer = threading.Timer(limit_s, self._end, ("late",))
         timer.daemon = True
         timer.start()
         try:
             connection.connect()
-            self._holds(connection.sock)
+            self._set_socket(connection.sock)
             connection.sock.settimeout(limit_s)
-            sent = None if body is None else json.dumps(body, ensure_ascii=True, allow_nan=False).encode()
-            connection.request("GET" if sent is None else "POST", place.path + path, sent, dict(headers))
+            payload = None if body is None else json.dumps(body, ensure_ascii=True, allow_nan=False).encode()
+            connection.request("GET" if payload is None else "POST", address.path + path, payload, dict(headers))
             with connection.getresponse() as response:
-                content = response.read(MOST_BYTES + 1)
-            self._check(limit_s)  # an answer that ends with its connection looks whole when we end that
-            if len(content) > MOST_BYTES:
-                raise IncompleteReplyError(f"an answer of more than {MOST_BYTES // 2**20} MiB, which is none")
+                content = response.read(MAX_RESPONSE_BYTES + 1)
+            self._raise_if_ended(limit_s)  # a response without length looks complete when the socket is shut down
+            if len(content) > MAX_RESPONSE_BYTES:
+                raise IncompleteReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
             return EndpointResponse(response.status, response.getheader("Retry-After"), content)
         except (OSError, http.client.HTTPException) as error:
-            self._check(limit_s)
+            self._raise_if_ended(limit_s)
             raise IncompleteReplyError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
         finally:
             timer.cancel()
-            self._holds(None)
+            self._set_socket(None)
             connection.close()
 
-    def break_off(self) -> None:
-        """End it now; `run` raises."""
+    def cancel(self) -> None:
+        """Cancel the request; `run` raises."""
         self._end("stopped")
 
-    def _holds(self, sock: socket.socket | None) -> None:
+    def _set_socket(self, sock: socket.socket | None) -> None:
         with self._lock:
             self._socket = sock
-            if sock is not None and self._ended:
+            if sock is not None and self._end_reason:
                 shut_down_socket(sock)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         with self._lock:
-            self._ended = self._ended or why
+            self._end_reason = self._end_reason or reason
             if self._socket is not None:
                 shut_down_socket(self._socket)
 
-    def _check(self, limit_s: float) -> None:
-        if self._ended == "stopped":
+    def _raise_if_ended(self, limit_s: float) -> None:
+        if self._end_reason == "stopped":
             raise RequestCancelledError
-        if self._ended == "late":
-            raise IncompleteReplyError(f"no whole answer within {limit_s:g} s (machine.endpoint.answer_s)")
+        if self._end_reason == "late":
+            raise IncompleteReplyError(f"no complete answer within {limit_s:g} s (machine.endpoint.timeout_s)")
 
 
-def create_connection(place: ServerAddress, timeout_s: float) -> http.client.HTTPConnection:
-    """One that is not made yet."""
-    if place.secure:
+def create_connection(address: ServerAddress, timeout_s: float) -> http.client.HTTPConnection:
+    """Create a connection object without connecting."""
+    if address.is_secure:
         return http.client.HTTPSConnection(
-            place.host, place.port, timeout=timeout_s, context=ssl.create_default_context()
+            address.host, address.port, timeout=timeout_s, context=ssl.create_default_context()
         )  # fmt: skip
-    return http.client.HTTPConnection(place.host, place.port, timeout=timeout_s)
+    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
 
 def shut_down_socket(sock: socket.socket) -> None:
-    """Wake whoever reads from it. Not the method of SSL sockets, which takes the state away under their reader."""
+    """Wake the thread that reads from the socket. Not with SSL sockets' own method, which drops the reader's state."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        return  # it is closed already
+        return  # already closed
 
 
-# Requests in flight: each in a thread of its own, results as they come, all of them broken off when told so.
+# Concurrent requests: each has its own thread, results arrive in any order, and all can be cancelled.
 
-LOOK_S = 0.05
-"""Between two looks at whether to stop."""
+POLL_S = 0.05
+"""Interval between two checks of `stop`."""
 
-A = TypeVar("A")
-T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 
 
 class RetriableRequest:
-    """One request through all of its tries; another thread may break it off."""
+    """One request with all of its tries; another thread may cancel it."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()
+        self._cancelled = threading.Event()
         self._exchange: HttpExchange | None = None
         self._lock = threading.Lock()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, not at all when it is nothing or less. Raises RequestCancelledError when it was broken off."""
-        if self._over.wait(max(0.0, seconds)):
+        """Sleep if `seconds` is positive. Raises RequestCancelledError if the request is cancelled."""
+        if self._cancelled.wait(max(0.0, seconds)):
             raise RequestCancelledError
 
     def exchange(
-        self, place: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
+        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """One try (see Exchange.run)."""
-        one = HttpExchange()
+        """Run one try (see `HttpExchange.run`)."""
+        exchange = HttpExchange()
         with self._lock:
-            if self._over.is_set():
+            if self._cancelled.is_set():
                 raise RequestCancelledError
-            self._exchange = one
-        return one.run(place, path, body, headers, limit_s)
+            self._exchange = exchange
+        return exchange.run(address, path, body, headers, limit_s)
 
-    def break_off(self) -> None:
-        """End it now; its thread meets RequestCancelledError."""
+    def cancel(self) -> None:
+        """Cancel the request; its thread gets RequestCancelledError."""
         with self._lock:
-            self._over.set()
+            self._cancelled.set()
             if self._exchange is not None:
-                self._exchange.break_off()
+                self._exchange.cancel()
 
 
-class RequestPool(Generic[A, T]):
-    """Many of them.
+class RequestPool(Generic[RequestT, ResultT]):
+    """Runs requests concurrently.
 
     Args:
-        answer: what is done for each, in its thread.
+        answer: processes one request in its thread.
     """
 
-    def __init__(self, answer: Callable[[A, RetriableRequest], T]) -> None:
+    def __init__(self, answer: Callable[[RequestT, RetriableRequest], ResultT]) -> None:
         self._answer = answer
-        self._up: set[RetriableRequest] = set()
-        self._landed: queue.SimpleQueue[tuple[RetriableRequest, A, T | Exception]] = queue.SimpleQueue()
+        self._active: set[RetriableRequest] = set()
+        self._results: queue.SimpleQueue[tuple[RetriableRequest, RequestT, ResultT | Exception]] = queue.SimpleQueue()
 
-    def fly(self, asked: Iterator[A], most: int, stop: Callable[[], bool]) -> Iterator[tuple[A, T]]:
-        """What was asked, and its answer, as they come, `most` at once; ends early when `stop` says so.
+    def run(
+        self, requests: Iterator[RequestT], max_concurrency: int, stop: Callable[[], bool]
+    ) -> Iterator[tuple[RequestT, ResultT]]:
+        """Yield requests with their results as they arrive, at most `max_concurrency` at once; end early on `stop`.
 
         Raises:
-            Exception: the first that an answer met, behind all that had come until then.
+            Exception: the first error of a request, after all earlier results.
         """
-        left = True
+        has_more = True
         while not stop():
-            while left and len(self._up) < most:
-                left = False
-                for one in asked:
-                    self._start(one)
-                    left = True
+            while has_more and len(self._active) < max_concurrency:
+                has_more = False
+                for request in requests:
+                    self._start(request)
+                    has_more = True
                     break
-            if not self._up:
+            if not self._active:
                 return
             try:
-                flight, one, found = self._landed.get(timeout=LOOK_S)
+                active, request, result = self._results.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            self._up.discard(flight)
-            if isinstance(found, Exception):
-                yield from self._arrived()
-                raise found
-            yield one, found
-        yield from self._arrived()
+            self._active.discard(active)
+            if isinstance(result, Exception):
+                yield from self._drain_results()
+                raise result
+            yield request, result
+        yield from self._drain_results()
 
-    def break_off(self) -> None:
-        """End all that are still on their way."""
-        for flight in self._up:
-            flight.break_off()
+    def cancel(self) -> None:
+        """Cancel all pending requests."""
+        for active in self._active:
+            active.cancel()
 
-    def _start(self, one: A) -> None:
-        flight = RetriableRequest()
-        self._up.add(flight)
-        threading.Thread(target=self._run, args=(flight, one), name="endpoint request", daemon=True).start()
+    def _start(self, request: RequestT) -> None:
+        active = RetriableRequest()
+        self._active.add(active)
+        threading.Thread(target=self._run, args=(active, request), name="endpoint request", daemon=True).start()
 
-    def _run(self, flight: RetriableRequest, one: A) -> None:
+    def _run(self, active: RetriableRequest, request: RequestT) -> None:
         try:
-            found: T | Exception = self._answer(one, flight)
-        except Exception as error:  # raised again where answers are taken
-            found = error
-        self._landed.put((flight, one, found))
+            result: ResultT | Exception = self._answer(request, active)
+        except Exception as error:  # raised again in `run`
+            result = error
+        self._results.put((active, request, result))
 
-    def _arrived(self) -> Iterator[tuple[A, T]]:
-        """Answers that are there already; errors beside them are told by whoever asks again."""
+    def _drain_results(self) -> Iterator[tuple[RequestT, ResultT]]:
+        """Yield results that have arrived; errors among them are dropped."""
         while True:
             try:
-                flight, one, found = self._landed.get_nowait()
+                active, request, result = self._results.get_nowait()
             except queue.Empty:
                 return
-            self._up.discard(flight)
-            if not isinstance(found, Exception):
-                yield one, found
+            self._active.discard(active)
+            if not isinstance(result, Exception):
+                yield request, result
 
 
-def run_single_request(answer: Callable[[RetriableRequest], T], stop: Callable[[], bool]) -> T:
-    """One request. Raises what it met; RequestCancelledError where `stop` says so."""
-    flights: RequestPool[None, T] = RequestPool(lambda _, flight: answer(flight))
+def run_single_request(answer: Callable[[RetriableRequest], ResultT], stop: Callable[[], bool]) -> ResultT:
+    """Run one request. Raises its error; RequestCancelledError if `stop` returns True."""
+    pool: RequestPool[None, ResultT] = RequestPool(lambda _, active: answer(active))
     try:
-        for _, found in flights.fly(iter([None]), 1, stop):
-            return found
+        for _, result in pool.run(iter([None]), 1, stop):
+            return result
         raise RequestCancelledError
     finally:
-        flights.break_off()
+        pool.cancel()

@@ -1,4 +1,4 @@
-"""An exported model, opened in the runtime that it is for: the one seam through which every form is examined."""
+"""Interface of the runtimes in which exported models are verified."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class ModelRuntime(Protocol):
-    """One form of a model, ready to be asked. Used by one thread, in a `with` block of whoever opened it."""
+    """An exported model opened in its runtime. Use it in one thread, inside the `with` block that opened it."""
 
     @property
     def name(self) -> str:
@@ -16,18 +16,19 @@ class ModelRuntime(Protocol):
         ...
 
     def token_ids(self, text: str) -> list[int]:
-        """As the form's own tokenizer cuts a text in which special tokens count as such; nothing is put before it."""
+        """Tokenize a text with the model's own tokenizer; special tokens in it count, and none is prepended."""
         ...
 
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """Of the next token, in nats: [positions, vocabulary]; row i is what follows ids[: positions[i] + 1].
+        """Return log-probabilities of the next token in nats, [positions, vocabulary]; row i follows ids[: positions[i]
+        + 1].
 
         Args:
-            ids: tokens of one row, all of them.
+            ids: all tokens of one row.
             positions: ascending indices into `ids`.
         """
         ...
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
-        """The likeliest continuation, token by token; ends with one of `ends`, which it then holds, or at the limit."""
+        """Return the greedy continuation; it ends with one of `ends`, which is included, or at the limit."""
         ...

@@ -1,9 +1,8 @@
-"""Texts that tokenizers cut differently when something about them was lost on the way; and questions. All are ours.
+"""Texts that reveal tokenizer conversion errors, and questions for smoke tests.
 
-A wrong pre-tokenizer in a GGUF file changes few words: accuracy does not show it, these do. What they are after: where
-digits are grouped and apostrophes cut, how runs of spaces and line breaks are merged, whether text is normalised, how
-bytes of characters outside the vocabulary fall, and which words count as special tokens.
-Escapes are used for what an editor would change or not show.
+A wrong pre-tokenizer in a GGUF file affects few words: accuracy does not reveal it, these texts do. They test grouping
+of digits and splitting at apostrophes, merging of spaces and line breaks, normalization, bytes of characters outside
+the vocabulary, and recognition of special tokens. Escapes are used for characters that an editor would change or hide.
 """
 
 TEXTS: tuple[str, ...] = (
@@ -72,7 +71,7 @@ TEXTS: tuple[str, ...] = (
     "\n" * 20 + "y",
     "\u2581 \u2581\u2581word \u0120token \u010abreak",
 )
-"""Short, of many scripts and kinds; see the module."""
+"""Short texts of many scripts and kinds."""
 
 PROBES: tuple[str, ...] = (
     "What can you do?",
@@ -84,4 +83,4 @@ PROBES: tuple[str, ...] = (
     "Write one sentence about the sea.",
     "Thanks, that is all.",
 )
-"""Harmless questions, of no data set: what a served model answers to them may be shown to anybody."""
+"""Harmless questions from no data set, so that answers can be published."""

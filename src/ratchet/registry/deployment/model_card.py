@@ -1,7 +1,7 @@
-"""README.md of a promoted model: the card of all its forms, in its folder and in every release.
+"""Renders README.md of a promoted model: the model card of all its formats, in its folder and in every release.
 
-From bundle.json's facts alone, so equal facts give equal bytes: no row of the data, no path of a machine, no time, and
-nothing that differs from one repetition to the next, such as speed. Front matter is what the Hugging Face hub reads
+The card contains facts from bundle.json only, so equal facts give equal bytes: no row of the data, no path of a
+machine, no time, and no measured speed. The front matter follows the Hugging Face hub
 (https://huggingface.co/docs/hub/model-cards#model-card-metadata).
 """
 
@@ -15,42 +15,42 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
 from ratchet.storage.records.gate import ForcedPromotion
 
-CARD = "README.md"
-_MARKS = re.compile(r"([\\`*_\[\]<>|])")
-"""What Markdown would obey, in the texts of people."""
+MODEL_CARD = "README.md"
+_MARKDOWN_CHARACTERS = re.compile(r"([\\`*_\[\]<>|])")
+"""Characters with a meaning in Markdown."""
 
 
 def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, commands: Mapping[str, str]) -> str:
-    """The card.
+    """Render the card.
 
     Args:
-        bundle: what was exported, and how it was measured.
-        name: of the registered model.
-        forced: who promoted it against the verdict; None: the gate was for it.
-        commands: how to use each form, by the form's name: a command or a line of Python.
+        bundle: the exported model and its measurements.
+        name: name of the registered model.
+        forced: who promoted it against the verdict; None: the gate approved it.
+        commands: a command or a line of Python for each format, by its name.
     """
-    lines = [*_front(bundle.lineage), f"# {escape_markdown(name)}", ""]
+    lines = [*_front_matter(bundle.lineage), f"# {escape_markdown(name)}", ""]
     if forced is not None:
         lines += [f"**{escape_markdown(describe_forced(forced))}**", ""]
-    lines += ["## The model", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _model(bundle)), ""]
+    lines += ["## Model", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _facts(bundle)), ""]
     if bundle.artifacts:
-        lines += [*_forms(bundle), *_use(bundle, commands)]
+        lines += [*_formats(bundle), *_usage(bundle, commands)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def describe_forced(forced: ForcedPromotion) -> str:
-    """Who forced the promotion, against what, and why."""
-    against = "the model had been rolled back" if forced.decision == "PROMOTE" else f"the gate said {forced.decision}"
-    return f"FORCED by {forced.by} although {against}: {forced.reason}"
+    """Describe a forced promotion: by whom, despite which decision, and why."""
+    obstacle = "a rollback of this model" if forced.decision == "PROMOTE" else f"the gate's decision {forced.decision}"
+    return f"FORCED by {forced.actor} despite {obstacle}: {forced.reason}"
 
 
-def escape_markdown(written: str) -> str:
-    """Text that stays text in Markdown, in one line and in its cell of a table."""
-    return _MARKS.sub(r"\\\1", html.escape_invisible(" ".join(written.split())))
+def escape_markdown(text: str) -> str:
+    """Escape a text so that Markdown shows it unchanged, in one line and in one table cell."""
+    return _MARKDOWN_CHARACTERS.sub(r"\\\1", html.escape_invisible(" ".join(text.split())))
 
 
-def _front(lineage: ModelLineage | None) -> list[str]:
-    """YAML between two lines of dashes. Texts are written as JSON strings, which YAML reads as what they are."""
+def _front_matter(lineage: ModelLineage | None) -> list[str]:
+    """YAML between two lines of dashes. Texts are JSON strings, which are valid YAML."""
     front: dict[str, object] = {"pipeline_tag": "text-generation"}
     if lineage is not None and lineage.base.revision is not None:
         front |= {"base_model": lineage.base.source, "base_model_relation": "finetune"}
@@ -63,65 +63,64 @@ def _front(lineage: ModelLineage | None) -> list[str]:
     return ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
 
 
-def _model(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
-    """Where it comes from, row by row."""
+def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
+    """Rows of the table about the model's origin."""
     lineage = bundle.lineage
-    yield "Model, digest", f"`{bundle.model_digest}`"
+    yield "Model digest", f"`{bundle.model_digest}`"
     if lineage is not None:
         yield "Base", _base(lineage.base)
-    yield "Base, SHA-256", f"`{bundle.base_digest}`"
+    yield "Base SHA-256", f"`{bundle.base_digest}`"
     if lineage is not None:
-        yield "Licence of the base", escape_markdown(lineage.base.licence or "the base declares none")
+        yield "Licence of the base", escape_markdown(lineage.base.licence or "not declared")
         rows = ", ".join(f"{count:,} {split}" for split, count in sorted(lineage.data_rows.items()))
         yield "Data", escape_markdown(f"rows: {rows}; licence: {lineage.data_licence or 'not declared'}")
-    yield "Data, SHA-256", f"`{bundle.data_digest}`"
-    step = f", the weights of step {lineage.kept_step:,}" if lineage is not None else ""
+    yield "Data SHA-256", f"`{bundle.data_digest}`"
+    step = f", weights of step {lineage.kept_step:,}" if lineage is not None else ""
     yield "Run", f"`{bundle.run_id}`{step}"
-    yield "Adapter, SHA-256", f"`{bundle.adapter_digest}`"
+    yield "Adapter SHA-256", f"`{bundle.adapter_digest}`"
     yield from _merge(bundle)
     if lineage is not None:
-        yield "Made by", escape_markdown(f"Ratchet {lineage.code}; libraries in sbom.json")
+        yield "Created by", escape_markdown(f"Ratchet {lineage.code}; libraries in sbom.json")
 
 
 def _base(base: BaseCard) -> str:
-    """Not where it lay on somebody's disk."""
+    """The base's public source, if it has one; a local path is not shown."""
     if base.revision is not None:
-        named = f"[{escape_markdown(base.source)}](https://huggingface.co/{base.source}) at `{base.revision}`"
+        source = f"[{escape_markdown(base.source)}](https://huggingface.co/{base.source}) at `{base.revision}`"
     else:
-        named = "tiny, made by Ratchet" if base.source == "tiny" else "not from the hub"
-    return f"{named}, {escape_markdown(base.architecture)}, {base.parameters:,} weights"
+        source = "tiny, created by Ratchet" if base.source == "tiny" else "not from the hub"
+    return f"{source}, {escape_markdown(base.architecture)}, {base.parameters:,} weights"
 
 
 def _merge(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     weights = bundle.merge.adapters if bundle.merge is not None else {}
     if any(weight != 1 for weight in weights.values()) or len(weights) > 1:
         yield "Adapters merged", ", ".join(f"`{sha}` x {weight:g}" for sha, weight in sorted(weights.items()))
-    held = f" (held in training as {bundle.base_form})" if bundle.base_form else ""
-    yield "Merged into", escape_markdown(f"the {bundle.into}{held}, stored in {bundle.dtype}")
+    storage = f" (stored in training as {bundle.base_form})" if bundle.base_form else ""
+    yield "Merged into", escape_markdown(f"the {bundle.merge_target}{storage}, stored in {bundle.dtype}")
     parity = bundle.parity
     yield (
-        "Merged model against base + adapter",
+        "Merged model compared with base + adapter",
         f"largest difference of a logit {parity.max_logit_difference:.3g}, mean {parity.mean_logit_difference:.3g}; "
-        f"the same most likely token at {parity.greedy_agreement:.2%} of {parity.tokens:,} positions",
+        f"same most likely token at {parity.greedy_agreement:.2%} of {parity.tokens:,} positions",
     )
 
 
-def _forms(bundle: ModelBundle) -> Iterator[str]:
-    positions = bundle.artifacts[0].closeness.positions
+def _formats(bundle: ModelBundle) -> Iterator[str]:
+    positions = bundle.artifacts[0].distance.positions
     task = next((one.task for one in bundle.artifacts if one.task is not None), None)
-    yield from ("## Forms", "")
+    yield from ("## Formats", "")
     yield (
-        f"Each was run in its own runtime and compared with base + adapter, at {positions:,} answer "
-        "positions of test rows: mean Kullback-Leibler divergence in nats (KL), and how often both hold the same token "
-        "most likely."
+        f"Each format was run in its own runtime and compared with base + adapter at {positions:,} answer positions of "
+        "test rows. KL is the mean Kullback-Leibler divergence in nats. Same token is the share of positions with the "
+        "same most likely token."
     )
     if task is not None:
         yield (
-            f"Task: {escape_markdown(task.metric)} on {task.rows:,} test rows, "
-            f"where base + adapter has {task.reference:.4g}; "
-            "in brackets the difference from it, with its paired 95 % interval."
+            f"Task is {escape_markdown(task.metric)} on {task.rows:,} test rows; base + adapter has "
+            f"{task.reference:.4g}. The difference from it and its paired 95 % interval are in parentheses."
         )
-    yield from ("", "| Form | Type | Bytes | KL | Same token | Task | Runtime |", "|---|---|---:|---:|---:|---|---|")
+    yield from ("", "| Format | Type | Bytes | KL | Same token | Task | Runtime |", "|---|---|---:|---:|---:|---|---|")
     yield from map(_row, bundle.artifacts)
     yield ""
     notes = [f"- `{one.name}`: {escape_markdown(note)}" for one in bundle.artifacts for note in one.notes]
@@ -129,20 +128,20 @@ def _forms(bundle: ModelBundle) -> Iterator[str]:
 
 
 def _row(one: ExportArtifact) -> str:
-    task, close = one.task, one.closeness
-    scored = f"{task.value:.4g} ({task.difference:+.4g}, {task.low:+.4g} to {task.high:+.4g})" if task else "no answers"
+    task, distance = one.task, one.distance
+    score = f"{task.value:.4g} ({task.difference:+.4g}, {task.low:+.4g} to {task.high:+.4g})" if task else "no answers"
     cells = [
-        f"`{one.name}`", escape_markdown(one.type), f"{one.size_bytes:,}", f"{close.kl:.3g}",
-        f"{close.greedy_agreement:.2%}", scored, escape_markdown(one.runtime),
+        f"`{one.name}`", escape_markdown(one.type), f"{one.size_bytes:,}", f"{distance.kl:.3g}",
+        f"{distance.greedy_agreement:.2%}", score, escape_markdown(one.runtime),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def _use(bundle: ModelBundle, commands: Mapping[str, str]) -> Iterator[str]:
-    yield from ("## Use", "")
+def _usage(bundle: ModelBundle, commands: Mapping[str, str]) -> Iterator[str]:
+    yield from ("## Usage", "")
     yield (
-        "A directory that was deployed holds one of these forms: release.json names it, and SERVE.md has all of its "
-        "commands. In its root:"
+        "A deployed directory contains one of these formats: release.json names it, and SERVE.md lists all commands "
+        "for it. Run in the directory:"
     )
     for one in bundle.artifacts:
         yield from ("", f"`{artifact_path(one)}`:", "", f"    {commands[one.name]}")

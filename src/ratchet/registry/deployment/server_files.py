@@ -1,17 +1,10 @@
-"""What MLflow wants to find in a registered version's folder, so that `mlflow models serve` works on it.
+"""Writes the files that servers need besides the weights, for every format of a promoted model.
 
+    README.md  serving/gguf-q8_0/Modelfile  SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  components/tokenizer/
 
-The flavor is `mlflow.transformers` on the folder's own `hf/`: the serving process needs mlflow, torch and transformers,
-neither Ratchet nor peft. All of it is signed with the model, since MLmodel says what is imported. Classes are named as
-transformers' own Auto classes on purpose: a name that transformers does not have makes MLflow trust code that came with
-the model (mlflow/transformers/model_io.py). No `source_model_name` for a like reason: MLflow would ask a hub for it.
-Answers are the likeliest ones, as every form was compared, unless a request says `do_sample`: transformers' pipeline
-would draw at temperature 0.7 where nobody said anything. The flavor writes prompts by the chat template and has them
-tokenised as any text: `add_special_tokens` is off, or the first token would be there twice.
-
-MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens it from a
-local disk (store/artifact/models_artifact_repo.py): files.FOREIGN. Nothing reads it; seal and signature leave it out.
+The files are created when a model is promoted, so its signature covers them. A release has those of its format at its
+top. All commands make servers listen on 127.0.0.1 only.
 """
 
 import json
@@ -36,36 +29,71 @@ from ratchet.registry.deployment import model_card
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
+
+def build_model_files(
+    export: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
+) -> dict[str, bytes]:
+    """Build model card and files for MLflow, Ollama, llama.cpp and vLLM, by their names in the model's folder.
+
+    Args:
+        export: directory of the export.
+        bundle: the exported model.
+        name: name of the registered model.
+        forced: who promoted it against the verdict; the card and the guides show it.
+
+    Raises:
+        DamagedFileError: the merged model in the export has no valid config.json.
+    """
+    return mlmodel_files(export / "hf") | build_server_files(export / "hf", bundle, name, forced)
+
+
+# ------------------------------------------------------------------------------------------------------------- MLflow
+#
+# The flavor is `mlflow.transformers` on the folder's own `hf/`, so `mlflow models serve` works: the serving process
+# needs mlflow, torch and transformers, but neither Ratchet nor peft. These files are signed with the model, because
+# MLmodel controls imports. Classes are transformers' Auto classes on purpose: for a class that transformers does not
+# have, MLflow trusts code that came with the model (mlflow/transformers/model_io.py). `source_model_name` is missing
+# for a similar
+# reason: MLflow would contact a hub. Answers are greedy, as every format was verified, unless a request sets
+# `do_sample`; transformers' pipeline would sample at temperature 0.7 by default. The flavor renders prompts with the
+# chat template and tokenizes them like any text; `add_special_tokens` is off, because the first token would otherwise
+# appear twice.
+#
+# MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens it from a
+# local disk (store/artifact/models_artifact_repo.py): files.FOREIGN. Nothing reads it; seal and signature exclude it.
+
 MLMODEL = "MLmodel"
 TASK = "llm/v1/chat"
-SERVED_BY = ("mlflow", "torch", "transformers", "accelerate")
+REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate")
 _TOKENIZER = "components/tokenizer"
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
-_NO_TOKENIZER = ("config.json", "generation_config.json", "README.md")
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+_OTHER_FILES = ("config.json", "generation_config.json", "README.md")
+"""Files of a Hugging Face directory that do not belong to the tokenizer."""
 
 
 def mlmodel_files(directory: Path) -> dict[str, bytes]:
-    """The files, by their names in the folder of the promoted model.
+    """Build MLflow's files, by their names in the promoted model's folder.
 
     Args:
-        directory: Hugging Face directory of the merged model; its tokenizer's files are copied to where MLflow looks.
+        directory: Hugging Face directory of the merged model; its tokenizer files are copied to where MLflow expects
+            them.
     """
-    found = {
+    contents = {
         f"{_TOKENIZER}/{path.name}": path.read_bytes()
         for path in sorted(directory.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in _NO_TOKENIZER
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in _OTHER_FILES
     }
-    requirements = [f"{name}=={version(name).partition('+')[0]}" for name in SERVED_BY]
-    found["requirements.txt"] = ("\n".join(requirements) + "\n").encode()
-    found["python_env.yaml"] = _encode_yaml(
+    requirements = [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
+    contents["requirements.txt"] = ("\n".join(requirements) + "\n").encode()
+    contents["python_env.yaml"] = _encode_yaml(
         {"python": platform.python_version(), "dependencies": ["-r requirements.txt"]}
     )
-    found["conda.yaml"] = _encode_yaml({
+    contents["conda.yaml"] = _encode_yaml({
         "name": "mlflow-env",
         "channels": ["conda-forge"],
         "dependencies": [f"python={platform.python_version()}", "pip", {"pip": requirements}],
     })  # fmt: skip
-    return found | {MLMODEL: _encode_yaml(_mlmodel_document())}
+    return contents | {MLMODEL: _encode_yaml(_mlmodel_document())}
 
 
 def _mlmodel_document() -> dict[str, Any]:
@@ -89,7 +117,7 @@ def _mlmodel_document() -> dict[str, Any]:
 
 
 def _mlmodel_signature() -> dict[str, Any]:
-    """Of MLflow's chat task, as far as the flavor obeys it: it takes `stop`, and does nothing with it."""
+    """Signature of MLflow's chat task without `stop`, which the flavor accepts but ignores."""
     texts = {key: {"type": "string", "required": True} for key in ("role", "content")}
     inputs = [
         {"name": "messages", "type": "array", "items": {"type": "object", "properties": texts}, "required": True},
@@ -103,104 +131,102 @@ def _mlmodel_signature() -> dict[str, Any]:
 
 
 def _encode_yaml(value: Any) -> bytes:
-    """JSON, which is YAML."""
+    """Encode as JSON, which is valid YAML."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-# A chat template in the language that Ollama understands.
+# ----------------------------------------------------------------------------------------------- Ollama's chat template
 #
-# Ollama reads no Jinja: a GGUF file's own template is used only where it equals one of a list (ollama/ollama, issues
-# 10222 and 6371), and else a prompt goes to the model bare, without a word of warning. So the template is rendered
-# here
-# with marks for texts, what stands around them is read off, and written as a Go template over `.Messages`
-# (https://docs.ollama.com/modelfile). What was read off must then give, for conversations of several shapes, what
-# Jinja
-# gives, to the last character; a template that does more than write texts between literals has no Ollama form.
+# Ollama does not read Jinja: it uses a GGUF file's template only if it equals one of a built-in list (ollama/ollama,
+# issues 10222 and 6371), and otherwise sends the bare prompt to the model without a warning. So the Jinja template is
+# rendered with placeholder texts, the literals around them are extracted and written as a Go template over `.Messages`
+# (https://docs.ollama.com/modelfile). The literals must reproduce Jinja's output exactly for conversations of several
+# shapes; a template that does more than put texts between literals cannot be converted.
 
 Message = Mapping[str, str]
 
 _SHAPES = ("u", "uau", "uauau", "su", "suau", "suauau")
-"""Conversations, a letter a role, on which the Go template must write what Jinja writes."""
+"""Conversations, one letter per message, for which the Go template must equal Jinja's output."""
 _ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
 
 @dataclass(frozen=True)
 class TemplateLiterals:
-    """What stands around the texts of a conversation. (before, after) for each role."""
+    """Literals around the texts of a conversation; (before, after) for each role."""
 
     opening: str
-    """Before the first message where there is no system message, such as a default system message."""
+    """Text before the first message of a conversation without system message, such as a default system message."""
     system: tuple[str, str] | None
-    """None: the template takes no system message."""
+    """None: the template rejects system messages."""
     user: tuple[str, str]
     assistant: tuple[str, str]
-    prompt: str
-    """After the last message: the assistant is about to speak."""
+    generation_prompt: str
+    """Text after the last message, where the assistant's answer begins."""
 
 
-class _UnwritableTemplateError(Exception):
-    """The template is no row of texts between literals."""
+class _InconvertibleTemplateError(Exception):
+    """The template does more than put texts between literals."""
 
 
 class _GenerationTag(Extension):
-    """transformers' `{% generation %}` marks what is learned; it writes nothing."""
+    """transformers' `{% generation %}` marks trained text and produces no output."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja2 declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body alone."""
+        """Return the body alone."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def convert_template(jinja: str, tokens: Mapping[str, str], adds_first: bool) -> str | None:
-    """The Go template for a Jinja chat template, or None where there is none that writes the same.
+def convert_template(jinja: str, tokens: Mapping[str, str], adds_bos: bool) -> str | None:
+    """Convert a Jinja chat template to a Go template; None if there is no equivalent.
 
     Args:
-        jinja: from the base, so it is rendered in a sandbox, as transformers does.
-        tokens: bos_token and the like, by name.
-        adds_first: the tokenizer puts bos_token before every text by itself, so the template must not.
+        jinja: the template, which comes from the base and is rendered in a sandbox, as in transformers.
+        tokens: bos_token and other special tokens by name.
+        adds_bos: whether the tokenizer puts bos_token before every text, so that the template must omit it.
     """
     try:
-        compiled = _environment().from_string(jinja)
-        found = _read_literals(compiled, tokens)
-        for shape in _SHAPES if found.system else [shape for shape in _SHAPES if "s" not in shape]:
+        template = _environment().from_string(jinja)
+        literals = _read_literals(template, tokens)
+        for shape in _SHAPES if literals.system else [shape for shape in _SHAPES if "s" not in shape]:
             conversation = _probe_conversation(shape)
-            if render_literals(found, conversation) != _render(compiled, tokens, conversation):
+            if render_literals(literals, conversation) != _render(template, tokens, conversation):
                 return None
     except (
         jinja2.TemplateError,
-        _UnwritableTemplateError,
+        _InconvertibleTemplateError,
         TypeError,
         ValueError,
         ArithmeticError,
         LookupError,
         AttributeError,
     ):
-        return None  # what a template may do wrong in the sandbox; the caller says what that means
-    text = _go_template(found, tokens.get("bos_token", "") if adds_first else "")
+        return None  # a template may fail in any of these ways in the sandbox
+    text = _go_template(literals, tokens.get("bos_token", "") if adds_bos else "")
     return None if '"""' in text else text
 
 
 def render_literals(literals: TemplateLiterals, conversation: Sequence[Message]) -> str:
-    """What the Go template writes: the meaning of `_go_template`, for comparison."""
-    around = {"system": literals.system, "user": literals.user, "assistant": literals.assistant}
+    """Render a conversation as the Go template from `_go_template` does, for comparison with Jinja."""
+    by_role = {"system": literals.system, "user": literals.user, "assistant": literals.assistant}
     text = "" if any(message["role"] == "system" for message in conversation) else literals.opening
     for message in conversation:
-        before, after = around[message["role"]] or ("", "")
+        before, after = by_role[message["role"]] or ("", "")
         text += before + message["content"] + after
-    return text + literals.prompt
+    return text + literals.generation_prompt
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up (utils/chat_template_utils.py)."""
-    made = ImmutableSandboxedEnvironment(
+    """Create a sandboxed environment like transformers' (utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
-    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
-    made.globals["raise_exception"] = _raise_template_error
-    made.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    return made
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = lambda format_: datetime.now().astimezone().strftime(format_)
+    return environment
 
 
 def _raise_template_error(message: str) -> NoReturn:
@@ -208,167 +234,176 @@ def _raise_template_error(message: str) -> NoReturn:
 
 
 def _render(
-    compiled: jinja2.Template, tokens: Mapping[str, str], conversation: Sequence[Message], go_on: bool = True
+    template: jinja2.Template,
+    tokens: Mapping[str, str],
+    conversation: Sequence[Message],
+    add_generation_prompt: bool = True,
 ) -> str:
-    facts: dict[str, Any] = {**tokens, "tools": None, "documents": None}
-    return compiled.render(messages=[dict(one) for one in conversation], add_generation_prompt=go_on, **facts)
+    variables: dict[str, Any] = {**tokens, "tools": None, "documents": None}
+    messages = [dict(one) for one in conversation]
+    return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def _probe_conversation(shape: str) -> list[Message]:
     return [{"role": _ROLES[letter], "content": f"slot{number}of{letter}"} for number, letter in enumerate(shape)]
 
 
-def _literals_around(compiled: jinja2.Template, tokens: Mapping[str, str], shape: str, go_on: bool = True) -> list[str]:
-    """The literals of a conversation: before the first text, between texts, after the last."""
-    conversation = _probe_conversation(shape)
-    rest, found = _render(compiled, tokens, conversation, go_on), []
-    for message in conversation:
-        before, mark, rest = rest.partition(message["content"])
-        if not mark:
-            raise _UnwritableTemplateError(f"a text of role {message['role']} is not written")
-        found.append(before)
-    return [*found, rest]
-
-
-def _read_literals(compiled: jinja2.Template, tokens: Mapping[str, str]) -> TemplateLiterals:
-    opening, asked, answered, last = _literals_around(compiled, tokens, "uau")
-    user_after = _literals_around(compiled, tokens, "u", go_on=False)[1]
-    assistant_after = _literals_around(compiled, tokens, "ua", go_on=False)[2]
-    user_before = _strip_part(answered, assistant_after, at_end=False)
+def _read_literals(template: jinja2.Template, tokens: Mapping[str, str]) -> TemplateLiterals:
+    opening, user_to_assistant, assistant_to_user, ending = _literals_around(template, tokens, "uau")
+    user_after = _literals_around(template, tokens, "u", add_generation_prompt=False)[1]
+    assistant_after = _literals_around(template, tokens, "ua", add_generation_prompt=False)[2]
+    user_before = _remove_prefix(assistant_to_user, assistant_after)
     try:
-        first, second, *_ = _literals_around(compiled, tokens, "su")
-        system = (first, _strip_part(second, user_before, at_end=True))
-    except jinja2.TemplateError:  # it refuses system messages, and Ollama then leaves them out
+        system_before, system_to_user, *_ = _literals_around(template, tokens, "su")
+        system = (system_before, _remove_suffix(system_to_user, user_before))
+    except jinja2.TemplateError:  # the template rejects system messages; Ollama then omits them
         system = None
     return TemplateLiterals(
-        opening=_strip_part(opening, user_before, at_end=True), system=system, user=(user_before, user_after),
-        assistant=(_strip_part(asked, user_after, at_end=False), assistant_after),
-        prompt=_strip_part(last, user_after, at_end=False),
-    )  # fmt: skip
+        opening=_remove_suffix(opening, user_before),
+        system=system,
+        user=(user_before, user_after),
+        assistant=(_remove_prefix(user_to_assistant, user_after), assistant_after),
+        generation_prompt=_remove_prefix(ending, user_after),
+    )
 
 
-def _strip_part(text: str, part: str, at_end: bool) -> str:
-    if not (text.endswith(part) if at_end else text.startswith(part)):
-        raise _UnwritableTemplateError(f"{part!r} is not at its place in {text!r}")
-    return text.removesuffix(part) if at_end else text.removeprefix(part)
+def _literals_around(
+    template: jinja2.Template, tokens: Mapping[str, str], shape: str, add_generation_prompt: bool = True
+) -> list[str]:
+    """Extract the literals of a conversation: before the first text, between texts, and after the last."""
+    conversation = _probe_conversation(shape)
+    rest, literals = _render(template, tokens, conversation, add_generation_prompt), []
+    for message in conversation:
+        before, placeholder, rest = rest.partition(message["content"])
+        if not placeholder:
+            raise _InconvertibleTemplateError(f"a text of role {message['role']} is missing")
+        literals.append(before)
+    return [*literals, rest]
 
 
-def _go_template(found: TemplateLiterals, first_token: str) -> str:
-    system = found.system
-    opening = found.opening.removeprefix(first_token)
+def _remove_prefix(text: str, prefix: str) -> str:
+    if not text.startswith(prefix):
+        raise _InconvertibleTemplateError(f"{text!r} does not begin with {prefix!r}")
+    return text.removeprefix(prefix)
+
+
+def _remove_suffix(text: str, suffix: str) -> str:
+    if not text.endswith(suffix):
+        raise _InconvertibleTemplateError(f"{text!r} does not end with {suffix!r}")
+    return text.removesuffix(suffix)
+
+
+def _go_template(literals: TemplateLiterals, first_token: str) -> str:
+    system = literals.system
+    opening = literals.opening.removeprefix(first_token)
     branches = []
     if system is not None:
         branches.append(("system", (system[0].removeprefix(first_token), system[1])))
         opening = f"{{{{ if not .System }}}}{_go_literal(opening)}{{{{ end }}}}" if opening else ""
     else:
         opening = _go_literal(opening)
-    branches += [("user", found.user), ("assistant", found.assistant)]
+    branches += [("user", literals.user), ("assistant", literals.assistant)]
     text = opening + "{{ range .Messages }}"
     for number, (role, (before, after)) in enumerate(branches):
         text += f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}'
         text += _go_literal(before) + "{{ .Content }}" + _go_literal(after)
-    return text + "{{ end }}{{ end }}" + _go_literal(found.prompt)
+    return text + "{{ end }}{{ end }}" + _go_literal(literals.generation_prompt)
 
 
 def _go_literal(text: str) -> str:
-    """Text that Go writes as it is."""
+    """Escape a text so that a Go template writes it unchanged."""
     return text.replace("{{", '{{ "{{" }}')
 
 
-# What the server of each form needs beside the weights: Ollama's Modelfile, the commands in words, the model card.
-#
-#     README.md  serving/gguf-q8_0/Modelfile  SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
-#
-# They are made when a model is promoted, so its signature covers them, and stand in the root of a release. Every
-# server
-# is told to listen on 127.0.0.1 only.
+# ------------------------------------------------------------------------------------------- commands and guide per
+# format
 
 FOLDER = "serving"
 MODELFILE = "Modelfile"
 GUIDE = "SERVE.md"
-LONGEST_CONTEXT = 8192
-"""Tokens that servers are told to make room for, unless the model knows fewer: their memory grows with it."""
+MAX_CONTEXT_TOKENS = 8192
+"""Context size in the commands, unless the model's is smaller; a server's memory grows with it."""
 
-_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_ADDING = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_CONTEXT_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 @dataclass(frozen=True)
 class ServingFacts:
-    """What is known of the model from its Hugging Face directory."""
+    """Facts about a model from its Hugging Face directory."""
 
     name: str
-    """Under which it is served: that of the registered model."""
+    """Name of the served model: that of the registered model."""
     context_tokens: int
-    limit_tokens: int | None
-    """Longest context that the model was made for."""
+    max_context_tokens: int | None
+    """Longest context that the model supports."""
     dtype: str
-    ends: tuple[str, ...]
+    end_texts: tuple[str, ...]
     """Texts of the tokens that end an answer."""
     ollama_template: str | None
 
 
-def format_slug(form: str) -> str:
-    """A form's name, as a file's: `gguf/q8_0` → `gguf-q8_0`."""
-    return form.replace("/", "-")
+def format_slug(format_: str) -> str:
+    """Convert a format's name to a file name: `gguf/q8_0` → `gguf-q8_0`."""
+    return format_.replace("/", "-")
 
 
 def build_server_files(
     directory: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
 ) -> dict[str, bytes]:
-    """The files of every form, and the card of all, by their names in the folder of the promoted model.
+    """Build the files of every format, and the model card, by their names in the promoted model's folder.
 
     Args:
         directory: Hugging Face directory of the merged model.
-        bundle: what was exported.
-        name: of the registered model.
+        bundle: the exported model.
+        name: name of the registered model.
         forced: who promoted it against the verdict.
 
     Raises:
-        DamagedFileError: the directory has no usable config.json.
+        DamagedFileError: the directory has no valid config.json.
     """
     facts = read_facts(directory, name)
-    commands = {one.name: _serve_command(one, facts) for one in bundle.artifacts}
-    found = {model_card.CARD: model_card.render_card(bundle, name, forced, commands).encode()}
+    commands = {one.name: _open_command(one, facts) for one in bundle.artifacts}
+    contents = {model_card.MODEL_CARD: model_card.render_card(bundle, name, forced, commands).encode()}
     for artifact in bundle.artifacts:
         folder = f"{FOLDER}/{format_slug(artifact.name)}"
-        found[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
+        contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
         if artifact.kind == "gguf":
-            found[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
-    return found
+            contents[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
+    return contents
 
 
 def read_facts(directory: Path, name: str) -> ServingFacts:
-    """Facts of a Hugging Face directory. Raises DamagedFileError when it has no usable config.json."""
+    """Read facts from a Hugging Face directory. Raises DamagedFileError if it has no valid config.json."""
     config = _read_json(directory / "config.json")
     if not config:
-        raise DamagedFileError(f"{directory / 'config.json'}: no config of a model; export it again")
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    numbers = [part.get(key) for part in (config, text) for key in _LIMITS if isinstance(part, dict)]
-    limit = next((number for number in numbers if isinstance(number, int) and number > 0), None)
-    tokens = _named_tokens(_read_json(directory / "tokenizer_config.json"))
+        raise DamagedFileError(f"{directory / 'config.json'}: expected a model's config; run `dvc repro -f export`")
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    limits = [part.get(key) for part in (config, text_config) for key in _CONTEXT_LIMIT_KEYS if isinstance(part, dict)]
+    limit = next((number for number in limits if isinstance(number, int) and number > 0), None)
+    tokens = _special_tokens(_read_json(directory / "tokenizer_config.json"))
     return ServingFacts(
-        name=name, context_tokens=min(limit or LONGEST_CONTEXT, LONGEST_CONTEXT), limit_tokens=limit,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), ends=_read_end_texts(directory),
+        name=name, context_tokens=min(limit or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS), max_context_tokens=limit,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), end_texts=_read_end_texts(directory),
         ollama_template=_ollama_template(directory, tokens),
     )  # fmt: skip
 
 
 def render_modelfile(weights: str, facts: ServingFacts) -> str:
-    """Ollama's Modelfile; greedy, as every form was compared."""
+    """Render Ollama's Modelfile; answers are greedy, as every format was verified."""
     lines = [f"FROM ./{weights}", "PARAMETER temperature 0", f"PARAMETER num_ctx {facts.context_tokens}"]
-    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in facts.ends]
+    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in facts.end_texts]
     if facts.ollama_template is not None:
         lines.append(f'TEMPLATE """{facts.ollama_template}"""')
     else:
         lines.insert(
-            0, "# Ollama cannot express this model's chat template: send it whole prompts, or use llama-server."
+            0, "# Ollama cannot express this model's chat template: send complete prompts, or use llama-server."
         )
     return "\n".join(lines) + "\n"
 
 
 def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
-    """llama.cpp's OpenAI-compatible server."""
+    """Command of llama.cpp's OpenAI-compatible server."""
     return [
         "llama-server", "--model", artifact_path(artifact), "--alias", facts.name, "--host", "127.0.0.1",
         "--port", "8080", "--ctx-size", str(facts.context_tokens), "--jinja",
@@ -376,16 +411,16 @@ def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
 
 
 def vllm_command(facts: ServingFacts) -> list[str]:
-    """vLLM's OpenAI-compatible server."""
-    length = ["--max-model-len", str(facts.context_tokens)] if facts.limit_tokens else []
+    """Command of vLLM's OpenAI-compatible server."""
+    length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
     return [
         "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000", *length,
         "--dtype", facts.dtype,
     ]  # fmt: skip
 
 
-def _serve_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
-    """What opens a form, for the card."""
+def _open_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
+    """A command or a line of Python that opens a format."""
     if artifact.kind == "gguf":
         return shlex.join(llama_command(artifact, facts))
     if artifact.kind == "hf":
@@ -397,27 +432,27 @@ def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedP
     lines = [f"# Serving {facts.name}, {artifact.name}", ""]
     if forced is not None:
         lines += [f"**{model_card.escape_markdown(model_card.describe_forced(forced))}**", ""]
-    lines += ["Run in this directory.", ""]
+    lines += ["Run these commands in this directory.", ""]
     if artifact.kind == "gguf":
         lines += _command_block(
             "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts)
         )
         if facts.ollama_template is None:
-            lines += ["Ollama has no form of this model's chat template; Modelfile says more.", ""]
+            lines += ["Ollama cannot express this model's chat template; see Modelfile.", ""]
         lines += _command_block(
             "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
         )
     elif artifact.kind == "hf":
         lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
         lines += [
-            f"transformers: `{_serve_command(artifact, facts)}`, tokenizer and chat template beside it.", "",
+            f"transformers: `{_open_command(artifact, facts)}`; the directory also has the chat template.", "",
         ]  # fmt: skip
     else:
         lines += [
-            f"onnxruntime: `{_serve_command(artifact, facts)}`; tokenizer and config lie beside it, and "
-            "`session.get_inputs()` names the inputs, with the keys and values of earlier tokens.", "",
+            f"onnxruntime: `{_open_command(artifact, facts)}`; the directory also has tokenizer and config. "
+            "`session.get_inputs()` lists the inputs, including keys and values of earlier tokens.", "",
         ]  # fmt: skip
-    lines.append(f"Measured in {artifact.runtime}: {artifact.closeness.kl:.3g} nats from base + adapter (KL).")
+    lines.append(f"Measured in {artifact.runtime}: KL divergence from base + adapter {artifact.distance.kl:.3g} nats.")
     return "\n".join(lines) + "\n"
 
 
@@ -427,32 +462,32 @@ def _command_block(title: str, *commands: list[str]) -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {name: config.get(name) for name in _ADDING}
-    plain = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: value for name, value in plain.items() if isinstance(value, str)}
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    values = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_end_texts(directory: Path) -> tuple[str, ...]:
-    """Texts of the ids that generation_config.json names as ends."""
-    ids = _read_json(directory / "generation_config.json").get("eos_token_id")
-    wanted = ids if isinstance(ids, list) else [ids]
+    """Texts of the end tokens in generation_config.json."""
+    value = _read_json(directory / "generation_config.json").get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
     added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
     texts = {one.get("id"): one.get("content") for one in added if isinstance(one, dict)}
-    return tuple(text for number in wanted if isinstance(text := texts.get(number), str))
+    return tuple(text for number in ids if isinstance(text := texts.get(number), str))
 
 
 def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
     path = directory / "chat_template.jinja"
     if not path.is_file():
         return None
-    first = tokens.get("bos_token", "")
-    after = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
-    adds = bool(first) and json.dumps(first, ensure_ascii=False) in after
-    return convert_template(path.read_text(encoding="utf-8"), tokens, adds)
+    bos_token = tokens.get("bos_token", "")
+    template_processing = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
+    adds_bos = bool(bos_token) and json.dumps(bos_token, ensure_ascii=False) in template_processing
+    return convert_template(path.read_text(encoding="utf-8"), tokens, adds_bos)

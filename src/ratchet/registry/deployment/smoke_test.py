@@ -1,9 +1,9 @@
-"""A real server on loopback, from the files of a release, asked again what was asked when the form was measured.
+"""Starts a server on loopback from the files of a release, and repeats the probes that were recorded at export.
 
-gguf: llama.cpp's OpenAI-compatible server, asked over HTTP with the settings that the release's commands have. hf and
-onnx: a process of its own that opens the form as any server would. Answers must be the verified ones, token for token.
-Where they part at a token that was almost a tie (TIE_NATS), another processor may round it the other way: that is
-said, and is no failure; anything else is. Servers end with this process, however it ends.
+gguf: llama.cpp's OpenAI-compatible server over HTTP, with the settings of the release's commands. hf and onnx: a
+separate process that opens the format as any server would. Answers must equal the verified ones token by token. If they
+differ at a token that was almost a tie (TIE_NATS), another processor may have rounded differently: this is reported and
+is not a failure; every other difference is. Servers end with this process, however it ends.
 """
 
 import json
@@ -19,110 +19,129 @@ from ratchet.registry.bundle_files import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ExportProbe
 
 TIE_NATS = 0.05
-"""Log-probability by which the verified token was ahead, below which another processor may choose the other one."""
-ANSWER_S = 900.0
-"""A large model is read from a slow disk, and answers on few threads."""
-KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS")
-"""Environment that the child needs; tokens of hubs and trackers are not among it."""
-_MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.registry.deployment.onnx_answers"}
-_ROOM_TOKENS = 8
+"""Margin of the verified token's log-probability below which another processor may choose another token."""
+ANSWER_TIMEOUT_S = 900.0
+"""Time for loading a large model from a slow disk and for answers on few threads."""
+INHERITED_VARIABLES = (
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Environment variables for the child process; they do not include tokens of hubs and trackers."""
+_MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.registry.deployment.onnx_answer_process"}
+_EXTRA_CONTEXT_TOKENS = 8
+"""Context beyond the longest prompt with its answer."""
+_UNCHANGED = "the current release was not changed"
 
 
-def run_smoke_test(folder: Path, artifact: ExportArtifact, dated: bool, threads: int | None = None) -> str:
-    """Start a server on the files of a release, ask it, end it; returns what to tell.
+def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int | None = None) -> str:
+    """Start a server on the files of a release, check its answers, and stop it.
 
     Args:
         folder: the release.
-        artifact: the form that is in it, with the verified answers.
-        dated: the chat template writes the date, so prompts of today are others than those that were verified.
-        threads: CPU threads; by default those with which it was measured.
+        artifact: its format, with the verified answers.
+        has_dated_prompts: whether the chat template writes the current date, so that today's prompts differ.
+        threads: CPU threads; None: as in the measurement.
+
+    Returns:
+        A summary for the user.
 
     Raises:
-        ChampionError: it does not start, does not answer, or answers otherwise; the message says to which question.
-        DamagedFileError: the release cannot be read, or nothing was verified to compare with.
+        ChampionError: the server does not start, does not answer, or gives other answers; the message names the prompt.
+        DamagedFileError: the release cannot be read, or contains no verified answers.
     """
     if not artifact.probes:
         raise DamagedFileError(
-            f"{folder}: no verified answers of {artifact.name} in bundle.json; export and promote again"
+            f"{folder}: bundle.json contains no verified answers of {artifact.name}; export and promote again"
         )
-    count = threads or artifact.threads
+    threads = threads or artifact.threads
     if artifact.kind == "gguf":
-        found = _ask_llama(folder, artifact, dated, count)
+        answers = _ask_llama(folder, artifact, has_dated_prompts, threads)
     else:
-        found = _ask_process(folder, artifact, dated, count)
+        answers = _ask_process(folder, artifact, has_dated_prompts, threads)
     ties = [
-        text for probe, ids in zip(artifact.probes, found, strict=True) if (text := _compare_answer(folder, probe, ids))
+        text
+        for probe, ids in zip(artifact.probes, answers, strict=True)
+        if (text := _compare_answer(folder, probe, ids))
     ]
-    told = f"{len(artifact.probes) - len(ties)} of {len(artifact.probes)} answers as verified"
-    return "; ".join([told, *ties])
+    summary = f"{len(artifact.probes) - len(ties)} of {len(artifact.probes)} answers as verified"
+    return "; ".join([summary, *ties])
 
 
-def _ask_llama(folder: Path, artifact: ExportArtifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
-    """Over HTTP: the chat; and whole prompts where the chat template writes the date."""
+def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int) -> list[tuple[int, ...]]:
+    """Ask over HTTP: as a chat, or with the whole recorded prompt if the chat template writes the date."""
     longest = max(len(probe.prompt_ids) + len(probe.answer_ids) for probe in artifact.probes)
-    with llama_server.start_server(folder / artifact_path(artifact), threads, longest + _ROOM_TOKENS) as server:
-        found = []
+    context_tokens = longest + _EXTRA_CONTEXT_TOKENS
+    with llama_server.start_server(folder / artifact_path(artifact), threads, context_tokens) as server:
+        answers = []
         for probe in artifact.probes:
             messages = [{"role": "user", "content": probe.question}]
-            prompt = server.tokenize(server.template(messages), whole=True)
-            if _is_same_prompt(folder, probe, prompt, dated):
-                found.append(server.chat(messages, len(probe.answer_ids)).ids)
+            prompt = server.tokenize(server.template(messages), add_special=True)
+            if _is_same_prompt(folder, probe, prompt, has_dated_prompts):
+                answers.append(server.chat(messages, len(probe.answer_ids)).ids)
             else:
                 tokens = server.completion(probe.prompt_ids, len(probe.answer_ids))["tokens"]
-                found.append(tuple(int(one) for one in tokens))
-        return found
+                answers.append(tuple(int(one) for one in tokens))
+        return answers
 
 
-def _ask_process(folder: Path, artifact: ExportArtifact, dated: bool, threads: int) -> list[tuple[int, ...]]:
-    """Whole prompts, and what the deployed tokenizer makes of the questions."""
-    asked = [
+def _ask_process(
+    folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int
+) -> list[tuple[int, ...]]:
+    """Send the recorded prompts to a separate process, and check the prompts that the deployed tokenizer builds."""
+    requests = [
         {"question": probe.question, "prompt": probe.prompt_ids, "tokens": len(probe.answer_ids)}
         for probe in artifact.probes
     ]
-    opened = (folder / artifact_path(artifact)).absolute()
-    command = [sys.executable, "-P", "-m", _MODULES[artifact.kind], str(opened), "--threads", str(threads)]
-    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    path = (folder / artifact_path(artifact)).absolute()
+    command = [sys.executable, "-P", "-m", _MODULES[artifact.kind], str(path), "--threads", str(threads)]
+    environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     try:
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=ANSWER_S,
-            env=environment,
+        result = subprocess.run(
+            command, input=json.dumps(requests), capture_output=True, text=True, check=False,
+            timeout=ANSWER_TIMEOUT_S, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ChampionError(f"{opened}: did not answer within {ANSWER_S:g} s; what is current stays so") from None
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ChampionError(f"{opened}: does not load and answer ({said}); what is current stays so")
-    answers = json.loads(done.stdout.splitlines()[-1])
+        raise ChampionError(f"{path}: no answer within {ANSWER_TIMEOUT_S:g} s; {_UNCHANGED}") from None
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        raise ChampionError(f"{path}: loading or answering failed ({reason}); {_UNCHANGED}")
+    answers = json.loads(result.stdout.splitlines()[-1])
     for probe, answer in zip(artifact.probes, answers, strict=True):
         if answer["prompt"] is not None:
-            _is_same_prompt(folder, probe, answer["prompt"], dated)
+            _is_same_prompt(folder, probe, answer["prompt"], has_dated_prompts)
     return [tuple(answer["answer"]) for answer in answers]
 
 
-def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], dated: bool) -> bool:
-    """Whether template and tokenizer make of a question what they made of it; they must, except for dates."""
-    same = tuple(prompt) == probe.prompt_ids
-    if not same and not dated:
+def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], has_dated_prompts: bool) -> bool:
+    """Whether a prompt equals the recorded one. Raises ChampionError if it differs without a date in the prompt."""
+    is_same = tuple(prompt) == probe.prompt_ids
+    if not is_same and not has_dated_prompts:
         raise ChampionError(
-            f"{folder}: template and tokenizer make another prompt of {probe.question!r} than when it was verified; "
-            "what is current stays so. The runtime may be of another version: export again with this one"
+            f"{folder}: the prompt for {probe.question!r} differs from the recorded one; {_UNCHANGED}. The runtime may "
+            "have another version: export again with this one"
         )
-    return same
+    return is_same
 
 
-def _compare_answer(folder: Path, probe: ExportProbe, found: Sequence[int]) -> str | None:
-    """None where an answer is the verified one, words where it parts at a tie. Raises ChampionError otherwise."""
-    if tuple(found) == probe.answer_ids:
+def _compare_answer(folder: Path, probe: ExportProbe, answer: Sequence[int]) -> str | None:
+    """Compare an answer with the verified one.
+
+    Returns:
+        None if they are equal; a description if they differ at a tie.
+
+    Raises:
+        ChampionError: they differ elsewhere.
+    """
+    if tuple(answer) == probe.answer_ids:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(found, probe.answer_ids, strict=False)) if a != b), None)
-    if at is None:
-        at = min(len(found), len(probe.answer_ids))
-    margin = probe.margins[at] if at < len(probe.margins) else None
+    position = next((i for i, (a, b) in enumerate(zip(answer, probe.answer_ids, strict=False)) if a != b), None)
+    if position is None:
+        position = min(len(answer), len(probe.answer_ids))
+    margin = probe.margins[position] if position < len(probe.margins) else None
     if margin is not None and margin < TIE_NATS:
-        return f"{probe.question!r} parts at token {at + 1}, a tie ({margin:.3f} nats) that fell otherwise here"
-    ahead = "" if margin is None else f", where the verified one was {margin:.2f} nats ahead"
+        return f"{probe.question!r} differs from token {position + 1} on, a tie with a margin of {margin:.3f} nats"
+    verified_margin = "" if margin is None else f", where the verified token had a margin of {margin:.2f} nats"
     raise ChampionError(
-        f"{folder}: answers {probe.question!r} otherwise than {probe.answer!r}, from token {at + 1} on{ahead}; "
-        "what is current stays so. Export again on a machine like this one, or look for another runtime's version"
+        f"{folder}: the answer to {probe.question!r} differs from {probe.answer!r} from token {position + 1} on"
+        f"{verified_margin}; {_UNCHANGED}. Export again on a machine like this one, or check the runtime's version"
     )

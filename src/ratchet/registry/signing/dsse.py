@@ -1,11 +1,11 @@
-"""The signature's file: a sigstore bundle around a DSSE envelope around an in-toto statement that lists every file.
+"""Builds and parses signature files: a sigstore bundle with a DSSE envelope with an in-toto statement that lists files.
 
-The form is that of OpenSSF Model Signing 1.0, so that its `model_signing` command, or anything else that knows it, can
-check what is written here. Sources: the in-toto Statement v1 (in-toto/attestation, spec/v1), the DSSE protocol 1.0
-(secure-systems-lab/dsse, protocol.md), sigstore's bundle v0.3 (sigstore/protobuf-specs), and for the predicate
-sigstore/model-transparency (model_signing.signing).
+The format is OpenSSF Model Signing 1.0, so its `model_signing` command and other implementations can verify the files.
+Sources: the in-toto Statement v1 (in-toto/attestation, spec/v1), the DSSE protocol 1.0 (secure-systems-lab/dsse,
+protocol.md), sigstore's bundle v0.3 (sigstore/protobuf-specs), and for the predicate sigstore/model-transparency
+(model_signing.signing).
 
-Files are hashed by whoever calls: a sealed folder's were compared with its manifest a moment before.
+Callers hash the files: those of a sealed folder were just compared with its manifest.
 """
 
 import base64
@@ -24,33 +24,33 @@ PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 
 
 class NotSignedError(ValueError):
-    """A file that is no signature of this form; the message says in which way."""
+    """The file is not a signature in this format; the message says why."""
 
 
 @dataclass(frozen=True)
 class DsseEnvelope:
-    """A signature as it was read; nothing in it is proved."""
+    """A parsed signature file; nothing in it is verified."""
 
     payload: bytes
-    """The statement, as it was signed."""
+    """The signed statement."""
     signature: bytes
     fingerprint: str | None
-    """Key that it says made it; None where a certificate of sigstore stands instead."""
+    """The key named in the file; None if it contains a sigstore certificate instead."""
     text: str
-    """The whole file."""
+    """Content of the whole file."""
 
 
 def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -> bytes:
-    """The bytes that are signed; equal files give equal bytes.
+    """Build the statement to be signed; equal files give equal bytes.
 
     Args:
-        name: of the model; says something to people, and proves nothing.
-        digests: SHA-256 of each file, by relative POSIX name.
+        name: name of the model for readers; it proves nothing.
+        digests: SHA-256 of each file by relative POSIX name.
         ignored: names of files in the same folder that the signature does not cover.
     """
     names = sorted(digests, key=PurePosixPath)
     root = hashlib.sha256(b"".join(bytes.fromhex(digests[one]) for one in names)).hexdigest()
-    value = {
+    statement = {
         "_type": STATEMENT_TYPE,
         "subject": [{"name": name, "digest": {"sha256": root}}],
         "predicateType": PREDICATE_TYPE,
@@ -64,41 +64,41 @@ def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, .
             "resources": [{"name": one, "algorithm": "sha256", "digest": digests[one]} for one in names],
         },
     }
-    return json.dumps(value, indent=2, ensure_ascii=False).encode()
+    return json.dumps(statement, indent=2, ensure_ascii=False).encode()
 
 
 def parse_digests(payload: bytes) -> dict[str, str]:
-    """SHA-256 of every file that a statement lists. Raises NotSignedError for a statement of another form."""
+    """Parse the SHA-256 of every file in a statement. Raises NotSignedError for a statement in another format."""
     try:
-        value = json.loads(payload)
-        kinds = (value["_type"], value["predicateType"])
-        serialization = value["predicate"]["serialization"]
-        resources = value["predicate"]["resources"]
+        statement = json.loads(payload)
+        types = (statement["_type"], statement["predicateType"])
+        serialization = statement["predicate"]["serialization"]
+        resources = statement["predicate"]["resources"]
         rows = [(str(row["name"]), str(row["algorithm"]), str(row["digest"])) for row in resources]
-        root, subjects = value["subject"][0]["digest"]["sha256"], len(value["subject"])
-        whole = hashlib.sha256(b"".join(bytes.fromhex(sha) for _, _, sha in rows)).hexdigest()
+        root, subjects = statement["subject"][0]["digest"]["sha256"], len(statement["subject"])
+        total = hashlib.sha256(b"".join(bytes.fromhex(sha) for _, _, sha in rows)).hexdigest()
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise NotSignedError(f"its statement is not one about a model ({error!r})") from None
-    if kinds != (STATEMENT_TYPE, PREDICATE_TYPE):
-        raise NotSignedError(f"its statement is of the kind {kinds[1]!r}, not {PREDICATE_TYPE!r}")
+        raise NotSignedError(f"its statement is not about a model ({error!r})") from None
+    if types != (STATEMENT_TYPE, PREDICATE_TYPE):
+        raise NotSignedError(f"its statement: found predicate type {types[1]!r}; expected {PREDICATE_TYPE!r}")
     if serialization.get("method") != "files" or serialization.get("allow_symlinks") or subjects != 1:
-        raise NotSignedError("it lists something else than whole files")
-    found = {name: sha for name, algorithm, sha in rows if algorithm == "sha256"}
-    if len(found) != len(rows):
-        raise NotSignedError("it lists a file twice, or by another digest than SHA-256")
-    if whole != root:
-        raise NotSignedError("the digest of all files in it is not that of the files that it lists")
-    return found
+        raise NotSignedError("its statement does not list whole files")
+    digests = {name: sha for name, algorithm, sha in rows if algorithm == "sha256"}
+    if len(digests) != len(rows):
+        raise NotSignedError("its statement lists a file twice, or a digest other than SHA-256")
+    if total != root:
+        raise NotSignedError("its statement's total digest does not match the files that it lists")
+    return digests
 
 
 def encode_payload(payload: bytes) -> bytes:
-    """What a key signs: the pre-authentication encoding of DSSE, `DSSEv1 LENGTH TYPE LENGTH PAYLOAD`."""
+    """Encode the bytes that a key signs: DSSE's pre-authentication encoding `DSSEv1 LENGTH TYPE LENGTH PAYLOAD`."""
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 
 def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
-    """The file of a signature that a key made."""
-    value = {
+    """Build the signature file for a signature by a key."""
+    bundle = {
         "mediaType": MEDIA_TYPE,
         "verificationMaterial": {"publicKey": {"hint": fingerprint}, "tlogEntries": []},
         "dsseEnvelope": {
@@ -107,24 +107,24 @@ def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
             "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
         },
     }
-    return json.dumps(value)
+    return json.dumps(bundle)
 
 
 def parse_envelope(text: str) -> DsseEnvelope:
-    """Take a signature's file apart. Raises NotSignedError when it is none."""
+    """Parse a signature file. Raises NotSignedError if it is not one."""
     try:
-        value = json.loads(text)
-        envelope, material = value["dsseEnvelope"], value["verificationMaterial"]
+        bundle = json.loads(text)
+        envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
         payload = _decode_base64(envelope["payload"])
         (signature,) = (_decode_base64(one["sig"]) for one in envelope["signatures"])
         hint = material["publicKey"]["hint"] if "publicKey" in material else None
-        kinds = (value["mediaType"], envelope["payloadType"])
+        types = (bundle["mediaType"], envelope["payloadType"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotSignedError(f"no signature ({error!r})") from None
-    if kinds != (MEDIA_TYPE, PAYLOAD_TYPE):
-        raise NotSignedError(f"a bundle of the kinds {kinds[0]!r}, {kinds[1]!r}, which this version does not know")
+        raise NotSignedError(f"not a signature file ({error!r})") from None
+    if types != (MEDIA_TYPE, PAYLOAD_TYPE):
+        raise NotSignedError(f"found a bundle with types {types[0]!r}, {types[1]!r}, which this version cannot read")
     if hint is None and "certificate" not in material:
-        raise NotSignedError("neither key nor certificate in it")
+        raise NotSignedError("found neither a key nor a certificate")
     return DsseEnvelope(payload, signature, None if hint is None else str(hint), text)
 
 

@@ -1,7 +1,7 @@
-"""Signatures by an identity instead of a key: sigstore's authority vouches for it, a public log holds that it signed.
+"""Signs with an identity through sigstore, whose authority certifies it and whose public log records the signature.
 
-Signing asks sigstore's servers. Judging asks nobody: it uses the roots of trust that the installed `sigstore` brings
-along, or has fetched since.
+Signing needs sigstore's servers. Verification works offline with the trust roots that the installed `sigstore` contains
+or has fetched.
 """
 
 import logging
@@ -20,115 +20,125 @@ from ratchet.registry.signing.keys import SigningIdentity
 from ratchet.storage.layout import ProjectLayout
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
-"""Environment variable with a token that says who is signing (OpenID Connect). In the jobs of several CI services
-sigstore finds one by itself."""
+"""Environment variable with the signer's OpenID Connect token. In jobs of several CI services sigstore finds a token by
+itself."""
 
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
-"""Extension of a certificate: address of who vouches for the identity (sigstore/fulcio, docs/oid-info.md)."""
+"""Certificate extension with the address of the identity's issuer (sigstore/fulcio, docs/oid-info.md)."""
 
 
 @dataclass(frozen=True)
 class IdentitySigner:
-    """Signs through sigstore, as one of the identities that the project trusts."""
+    """Signs through sigstore with an identity that the project trusts."""
 
-    by: str
-    told: str | None
+    name: str
+    notice: str | None
     _token: Any
     _trusted: tuple[SigningIdentity, ...]
 
-    def signed(self, payload: bytes) -> str:
-        """The signature's file for a statement. Raises SettingsError when sigstore does not answer, or refuses."""
+    def sign(self, payload: bytes) -> str:
+        """Return the signature file of a statement. Raises SettingsError if sigstore does not answer or refuses."""
         from sigstore import dsse, models, sign
 
         try:
             context = sign.SigningContext.from_trust_config(models.ClientTrustConfig.production())
             with context.signer(self._token) as open_signer:
                 text = str(open_signer.sign_dsse(dsse.Statement(payload)).to_json())
-        except Exception as error:  # of TUF, requests, the certificate authority and the log, unrelated to each other
+        except Exception as error:  # TUF, requests, certificate authority and log have unrelated exceptions
             raise SettingsError(
-                f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); repeat it "
-                "where its servers can be reached, or sign with a key"
+                f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); retry with "
+                "access to its servers, or sign with a key"
             ) from None
-        who = verify_identity(
-            envelope.parse_envelope(text), self._trusted
-        )  # its certificate says who that was, not the token
-        if who.revoked is not None:
-            raise SettingsError(f"promote.signing: {who.identity} is revoked ({who.revoked})")
+        signer = verify_identity(envelope.parse_envelope(text), self._trusted)  # as certified, not as in the token
+        if signer.revoked is not None:
+            raise SettingsError(
+                f"promote.signing: {signer.identity} is revoked ({signer.revoked}); sign with another identity"
+            )
         return text
 
 
 def load_signer(layout: ProjectLayout) -> IdentitySigner:
-    """Whoever the environment says is signing.
+    """Load the signer for the identity in the environment's token.
 
     Raises:
-        SettingsError: the project trusts no identity, or the environment has no token, or one that cannot be used.
+        SettingsError: the project trusts no identity, or the environment contains no valid token.
     """
     from sigstore import oidc
 
     trusted = keys.read_keyring(layout.keyring).identities
     if all(one.revoked is not None for one in trusted):
         raise SettingsError(
-            "promote.signing: sigstore: this project trusts no identity yet; "
-            "`ratchet keys --trust-identity WHO --issuer URL` adds one"
+            "promote.signing: sigstore: this project trusts no identity; add one with "
+            "`ratchet keys --trust-identity IDENTITY --issuer URL`"
         )
     try:
         token = os.environ.get(TOKEN_VARIABLE) or oidc.detect_credential()
         if not token:
             raise SettingsError(
-                f"promote.signing: sigstore: nothing here says who is signing; put a token into {TOKEN_VARIABLE}, "
-                "or promote in a CI job that has an identity"
+                f"promote.signing: sigstore: found no identity token; put one into {TOKEN_VARIABLE}, or promote in a "
+                "CI job that has an identity"
             )
-        opened = oidc.IdentityToken(token)
+        parsed = oidc.IdentityToken(token)
     except oidc.IdentityError as error:
-        raise SettingsError(f"promote.signing: sigstore: the token cannot be used ({first_line(error)})") from None
-    return IdentitySigner(f"{opened.identity} of {opened.federated_issuer}", None, opened, trusted)
+        raise SettingsError(
+            f"promote.signing: sigstore: the identity token is invalid ({first_line(error)}); request a new one"
+        ) from None
+    return IdentitySigner(f"{parsed.identity} of {parsed.federated_issuer}", None, parsed, trusted)
 
 
-def verify_identity(found: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
-    """Whose signature this is.
+def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
+    """Verify a signature, and return its identity.
 
     Raises:
-        DamagedFileError: it is not one that sigstore's log and authority know, or not of this statement.
-        SettingsError: it is somebody's whom the project never trusted, or sigstore's roots cannot be read.
+        DamagedFileError: sigstore's authority or log does not confirm it, or it belongs to another statement.
+        SettingsError: the project never trusted the identity, or sigstore's trust roots cannot be read.
     """
     from sigstore import errors, models, verify
     from sigstore.verify import policy
 
-    logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns that it asks nobody, which is what we want
-    noted = _CertificateRecorder()
+    logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns about offline verification, which is intended
+    recorder = _CertificateRecorder()
     try:
         verifier = verify.Verifier(trusted_root=models.ClientTrustConfig.production(offline=True).trusted_root)
     except (OSError, errors.Error) as error:
-        raise SettingsError(f"sigstore's roots of trust cannot be read ({first_line(error)})") from None
+        raise SettingsError(
+            f"sigstore's trust roots cannot be read ({first_line(error)}); reinstall the package sigstore"
+        ) from None
     try:
-        kind, payload = verifier.verify_dsse(models.Bundle.from_json(found.text), noted)
-        if (kind, payload) != (envelope.PAYLOAD_TYPE, found.payload):
-            raise NotSignedError("it is about another statement")
+        kind, payload = verifier.verify_dsse(models.Bundle.from_json(signed.text), recorder)
+        if (kind, payload) != (envelope.PAYLOAD_TYPE, signed.payload):
+            raise NotSignedError("the signature belongs to another statement")
     except (errors.Error, models.InvalidBundle, ValueError) as error:
-        raise DamagedFileError(f"no signature that sigstore vouches for ({first_line(error)})") from None
+        raise DamagedFileError(
+            f"sigstore does not confirm the signature ({first_line(error)}); promote the model again"
+        ) from None
     for one in trusted:
         try:
-            policy.Identity(identity=one.identity, issuer=one.issuer).verify(noted.certificate)
+            policy.Identity(identity=one.identity, issuer=one.issuer).verify(recorder.certificate)
         except errors.VerificationError:
             continue
         return one
-    raise SettingsError(f"signed by {noted.names}, who is not trusted here; `ratchet keys --trust-identity` adds one")
+    raise SettingsError(
+        f"signed by {recorder.identity}, which this project does not trust; add it with `ratchet keys --trust-identity`"
+    )
 
 
 class _CertificateRecorder:
-    """Takes every certificate, and keeps it: who it names is looked at afterwards."""
+    """A sigstore policy that accepts every certificate and stores it; the identity in it is checked later."""
 
     certificate: x509.Certificate
 
     def verify(self, cert: x509.Certificate) -> None:
+        """Store the certificate."""
         self.certificate = cert
 
     @property
-    def names(self) -> str:
-        """Who it is, and who vouches for it, as the certificate has them."""
-        found = self.certificate.extensions
-        extension = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    def identity(self) -> str:
+        """Identity and issuer in the certificate."""
+        extensions = self.certificate.extensions
+        extension = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         kinds = (x509.RFC822Name, x509.UniformResourceIdentifier)
-        who = ", ".join(str(name) for kind in kinds for name in extension.get_values_for_type(kind)) or "somebody"
-        issuers = [one.value.value.decode(errors="replace") for one in found if one.oid == _ISSUER]
-        return f"{who} of {issuers[0]}" if issuers else who
+        names = [str(name) for kind in kinds for name in extension.get_values_for_type(kind)]
+        issuers = [one.value.value.decode(errors="replace") for one in extensions if one.oid == _ISSUER]
+        identity = ", ".join(names) or "an unnamed identity"
+        return f"{identity} of {issuers[0]}" if issuers else identity

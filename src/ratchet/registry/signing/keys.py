@@ -1,6 +1,9 @@
-"""Whom a project trusts to sign its models: public keys and identities, and those that it no longer trusts.
+"""Manages the keyring (keys and identities that may sign a project's models) and the project's own key pair.
 
-The keyring lies in git (`.ratchet/keys.json`), so its history says who was trusted when, and who changed that.
+The keyring is in git (`.ratchet/keys.json`), so its history records who was trusted when, and who changed that.
+
+The private key is in `.ratchet/private.pem`, which git and DVC ignore, or in the file that RATCHET_SIGNING_KEY names.
+It is refused if others can read it. Only its public part leaves this module.
 """
 
 import hashlib
@@ -21,155 +24,154 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
 
-SHOWN = 16
-"""Hex digits of a fingerprint that people are shown."""
-LEAST = 6
-"""Hex digits of a fingerprint that people must give."""
+SHOWN_DIGITS = 16
+"""Hex digits of a fingerprint in messages."""
+MIN_DIGITS = 6
+"""Hex digits of a fingerprint that users must give."""
 
 _HASHES: dict[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
     "secp521r1": hashes.SHA512(),
 }
-"""What is signed on each curve, as sigstore has it: its protobuf-specs, PublicKeyDetails."""
+"""Hash algorithm of each curve, as in sigstore (protobuf-specs, PublicKeyDetails)."""
 
 
 class PublicKey(Record):
-    """A public key."""
+    """A public key in the keyring."""
 
     fingerprint: str
-    """SHA-256 of `public`, which is also how a signature names its key (OpenSSF Model Signing 1.0)."""
+    """SHA-256 of `public`; signatures name their key by it (OpenSSF Model Signing 1.0)."""
     public: str
     """PEM, SubjectPublicKeyInfo."""
     revoked: str | None = None
-    """Why it is trusted no longer."""
+    """Reason for the revocation; None: trusted."""
 
 
 class SigningIdentity(Record):
-    """Somebody whom sigstore's certificate authority knows."""
+    """An identity that sigstore's certificate authority certifies."""
 
     identity: str
     """E-mail address, or the address of a workflow."""
     issuer: str
-    """Address of who vouches for the identity (OpenID Connect)."""
+    """Address of the identity's OpenID Connect issuer."""
     revoked: str | None = None
-    """Why it is trusted no longer."""
+    """Reason for the revocation; None: trusted."""
 
 
 class Keyring(Record):
-    """Everybody who ever was trusted here."""
+    """All keys and identities that a project trusts or has trusted."""
 
     keys: tuple[PublicKey, ...] = ()
     identities: tuple[SigningIdentity, ...] = ()
 
     @property
-    def trusts_nobody_yet(self) -> bool:
-        """Whether it never trusted anybody: then whoever promotes first may make a key."""
+    def is_empty(self) -> bool:
+        """Whether it never contained a signer; then the first promotion may create a key."""
         return not self.keys and not self.identities
 
-    def key(self, fingerprint: str) -> PublicKey | None:
-        """By its whole fingerprint."""
+    def find_key(self, fingerprint: str) -> PublicKey | None:
+        """Find a key by its whole fingerprint."""
         return next((key for key in self.keys if key.fingerprint == fingerprint), None)
 
-    def named(self, beginning: str) -> PublicKey:
-        """By as much of its fingerprint as tells it from others. Raises SettingsError when that is none, or several."""
-        wanted = beginning.strip().lower()
-        found = [key for key in self.keys if key.fingerprint.startswith(wanted)]
-        if len(wanted) < LEAST or len(found) != 1:
-            known = ", ".join(key.fingerprint[:SHOWN] for key in self.keys) or "none"
-            what = "is no key of this project" if not found else "says too little to tell a key"
-            raise SettingsError(f"{beginning!r} {what}; known: {known}")
-        return found[0]
+    def find_by_prefix(self, prefix: str) -> PublicKey:
+        """Find a key by the beginning of its fingerprint. Raises SettingsError if there is none, or several."""
+        digits = prefix.strip().lower()
+        matching = [key for key in self.keys if key.fingerprint.startswith(digits)]
+        if len(digits) < MIN_DIGITS or len(matching) != 1:
+            known = ", ".join(key.fingerprint[:SHOWN_DIGITS] for key in self.keys) or "none"
+            problem = "matches no key of this project" if not matching else "is too short to identify a key"
+            raise SettingsError(f"{prefix!r} {problem}; known keys: {known}")
+        return matching[0]
 
     def with_key(self, key: PublicKey) -> "Keyring":
-        """The same with this key, in the place of what is known under its fingerprint."""
+        """Return a keyring with this key, which replaces an entry with the same fingerprint."""
         others = [one for one in self.keys if one.fingerprint != key.fingerprint]
         return self.model_copy(update={"keys": tuple(sorted([*others, key], key=lambda one: one.fingerprint))})
 
     def with_identity(self, identity: SigningIdentity) -> "Keyring":
-        """The same with this identity, in the place of what is known of it."""
+        """Return a keyring with this identity, which replaces an entry with the same identity and issuer."""
         others = [one for one in self.identities if (one.identity, one.issuer) != (identity.identity, identity.issuer)]
         ordered = sorted([*others, identity], key=lambda one: (one.identity, one.issuer))
         return self.model_copy(update={"identities": tuple(ordered)})
 
 
 def read_keyring(path: Path) -> Keyring:
-    """The keyring of a project; one that is not there trusts nobody.
+    """Read a project's keyring; a missing file is an empty keyring.
 
     Raises:
-        DamagedFileError: it is none, or a fingerprint in it is not that of its key.
+        DamagedFileError: the file is not a keyring, or a fingerprint does not match its key.
     """
     if not path.exists():
         return Keyring()
     keyring = Keyring.load(path)
     for key in keyring.keys:
         try:
-            found = parse_public_key(key.public.encode(), str(path))
+            parsed = parse_public_key(key.public.encode(), str(path))
         except SettingsError as error:
-            raise DamagedFileError(f"{error}; take the file from git again") from None
-        if found.fingerprint != key.fingerprint or found.public != key.public:
+            raise DamagedFileError(f"{error}; restore the file from git") from None
+        if parsed.fingerprint != key.fingerprint or parsed.public != key.public:
             raise DamagedFileError(
-                f"{path}: {key.fingerprint[:SHOWN]} is not the fingerprint of the key beside it; "
-                "take the file from git again"
+                f"{path}: fingerprint {key.fingerprint[:SHOWN_DIGITS]} does not match its public key; restore the file "
+                "from git"
             )
     return keyring
 
 
 def read_public_key(path: Path) -> PublicKey:
-    """The public key in a PEM file. Raises SettingsError when there is none."""
+    """Read the public key in a PEM file. Raises SettingsError if there is none."""
     try:
         return parse_public_key(path.read_bytes(), str(path))
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read ({error.strerror}); name a PEM file with a public key") from None
+        raise SettingsError(
+            f"{path}: cannot be read ({error.strerror}); expected a PEM file with a public key"
+        ) from None
 
 
 def parse_public_key(pem: bytes, where: str) -> PublicKey:
-    """A public key that was read from `where`. Raises SettingsError for what is none, or none that signs models."""
+    """Parse a public key from `where`. Raises SettingsError if it is not a public key that can sign models."""
     if b"PRIVATE KEY" in pem:
-        raise SettingsError(f"{where}: holds a private key; its public part is wanted: openssl pkey -in FILE -pubout")
+        raise SettingsError(
+            f"{where}: found a private key; expected its public part, which `openssl pkey -in FILE -pubout` prints"
+        )
     try:
         key = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm):
-        raise SettingsError(f"{where}: holds no public key in PEM form") from None
+        raise SettingsError(f"{where}: expected a public key in PEM format") from None
     return build_key_record(key, where)
 
 
 def build_key_record(key: object, where: str) -> PublicKey:
-    """What the keyring says of a key. Raises SettingsError unless it is an elliptic one of P-256, P-384 or P-521."""
+    """Build the keyring's record of a key. Raises SettingsError unless its curve is P-256, P-384 or P-521."""
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _HASHES:
-        raise SettingsError(f"{where}: models are signed with elliptic keys (P-256, P-384, P-521), and this is none")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    pem = key.public_bytes(serialization.Encoding.PEM, form)
+        raise SettingsError(f"{where}: expected an elliptic-curve key (P-256, P-384, P-521); create one with openssl")
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return PublicKey(fingerprint=hashlib.sha256(pem).hexdigest(), public=pem.decode())
 
 
 def load_public_key(key: PublicKey) -> ec.EllipticCurvePublicKey:
-    """The key itself, of a record that was read here."""
-    found = serialization.load_pem_public_key(key.public.encode())
-    assert isinstance(found, ec.EllipticCurvePublicKey)  # noqa: S101 (of_key saw to it)
-    return found
+    """Load the key of a record from `read_keyring` or `read_public_key`."""
+    public = serialization.load_pem_public_key(key.public.encode())
+    assert isinstance(public, ec.EllipticCurvePublicKey)  # noqa: S101 (build_key_record has checked it)
+    return public
 
 
 def signature_hash(key: ec.EllipticCurvePublicKey) -> hashes.HashAlgorithm:
-    """What a signature by this key is computed over."""
+    """Hash algorithm of signatures by this key."""
     return _HASHES[key.curve.name]
 
 
 def build_keyring(keys: Sequence[PublicKey]) -> Keyring:
-    """A keyring of these keys alone, as when somebody names the key that must have signed."""
+    """Build a keyring of these keys alone, for example of a key that the user names."""
     return Keyring(keys=tuple(keys))
 
 
-# Key pairs that sign promoted models: made here, found again, trusted, revoked.
-#
-# The private key lies in `.ratchet/private.pem`, where git and DVC do not look, or where RATCHET_SIGNING_KEY says; it
-# is
-# read by its owner alone, or not used. Only its public part leaves this module.
+# ----------------------------------------------------------------------------------------------------- signing keys
 
 KEY_VARIABLE = "RATCHET_SIGNING_KEY"
-"""Environment variable: path of a PEM file with the private key that signs, in the place of the project's."""
+"""Environment variable: path of a PEM file with a private key that replaces the project's."""
 PASSWORD_VARIABLE = "RATCHET_SIGNING_PASSWORD"  # noqa: S105 (its name, not its value)
-"""Environment variable: what an encrypted private key is opened with."""
+"""Environment variable: password of an encrypted private key."""
 
 LOCK_WAIT_S = 10.0
 
@@ -179,172 +181,183 @@ class KeySigner:
     """Signs with a private key."""
 
     fingerprint: str
-    told: str | None
-    """What the user should know: that a key was made or became trusted."""
+    notice: str | None
+    """Message to the user: a key was created, or became trusted."""
     _sign: Callable[[bytes], bytes]
 
     @property
-    def by(self) -> str:
-        """Who signs, for people."""
-        return f"key {self.fingerprint[:SHOWN]}"
+    def name(self) -> str:
+        """Description of the signer."""
+        return f"key {self.fingerprint[:SHOWN_DIGITS]}"
 
-    def signed(self, payload: bytes) -> str:
-        """The signature's file for a statement; equal statements give equal files."""
+    def sign(self, payload: bytes) -> str:
+        """Return the signature file of a statement; equal statements give equal files."""
         return dsse.build_bundle(payload, self._sign(dsse.encode_payload(payload)), self.fingerprint)
 
 
 def create_key_pair(layout: ProjectLayout) -> PublicKey:
-    """Make the project's key pair, and trust it.
-
-    A key that is there and was revoked is replaced.
+    """Create the project's key pair and add it to the keyring. A revoked private key is replaced.
 
     Raises:
-        SettingsError: there is a key already.
+        SettingsError: the project has a key that is not revoked.
     """
     with _acquire_lock(layout):
-        known = read_keyring(layout.keyring)
+        keyring = read_keyring(layout.keyring)
         path = layout.private_key
         if path.exists():
-            own = _load_private_key(path, None)
-            found = known.key(build_key_record(own.public_key(), str(path)).fingerprint)
-            if found is None or found.revoked is None:
-                raise SettingsError(f"{path}: there is a key already{_suggest_fix(found)}")
+            existing = _load_private_key(path, None)
+            record = keyring.find_key(build_key_record(existing.public_key(), str(path)).fingerprint)
+            if record is None:
+                raise SettingsError(
+                    f"{path}: found a key that is not in keys.json; move it away, or add its public part with "
+                    "`ratchet keys --trust FILE`"
+                )
+            if record.revoked is None:
+                name = record.fingerprint[:SHOWN_DIGITS]
+                raise SettingsError(
+                    f"{path}: found the trusted key {name}; to replace it, first run "
+                    f"`ratchet keys --revoke {name} --reason TEXT`"
+                )
             path.unlink()
         files.make_directory(path.parent)
         files.write_atomic(path.parent / ".gitignore", f"/{path.name}\n")
         private = ec.generate_private_key(ec.SECP256R1())
-        form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # nobody else may read it for an instant
-        files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, form, plain)]])
+        format_, encryption = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # private from the first instant
+        files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, format_, encryption)]])
         files.fsync_directory(path.parent)
         key = build_key_record(private.public_key(), str(path))
-        known.with_key(key).save(layout.keyring)
+        keyring.with_key(key).save(layout.keyring)
     return key
 
 
-def _suggest_fix(found: PublicKey | None) -> str:
-    if found is None:
-        return ", which keys.json does not know; move it away, or trust it: `ratchet keys --trust` its public part"
-    name = found.fingerprint[:SHOWN]
-    return f", {name}, and it is trusted; to replace it: `ratchet keys --revoke {name} --reason TEXT` first"
-
-
 def trust_key(layout: ProjectLayout, file: Path) -> PublicKey:
-    """Trust the public key in a PEM file. Raises SettingsError when it holds none, or one that was revoked."""
+    """Add the public key in a PEM file to the keyring. Raises SettingsError if it is invalid, or was revoked."""
     key = read_public_key(file)
     with _acquire_lock(layout):
-        known = read_keyring(layout.keyring)
-        found = known.key(key.fingerprint)
-        if found is not None and found.revoked is not None:
+        keyring = read_keyring(layout.keyring)
+        record = keyring.find_key(key.fingerprint)
+        if record is not None and record.revoked is not None:
             raise SettingsError(
-                f"{file}: key {key.fingerprint[:SHOWN]} was revoked ({found.revoked}); if that was a mistake, set its "
-                f"`revoked` in {layout.keyring} to null and commit that"
+                f"{file}: key {key.fingerprint[:SHOWN_DIGITS]} was revoked ({record.revoked}); if that was a mistake, "
+                f"set its `revoked` in {layout.keyring} to null and commit the file"
             )
-        known.with_key(key).save(layout.keyring)
+        keyring.with_key(key).save(layout.keyring)
     return key
 
 
 def trust_identity(layout: ProjectLayout, identity: str, issuer: str) -> SigningIdentity:
-    """Trust what somebody signs through sigstore. Raises SettingsError when issuer or identity cannot be one."""
+    """Add a sigstore identity to the keyring. Raises SettingsError if the identity or its issuer is malformed."""
     if not issuer.startswith("https://") or not identity.strip() or identity != identity.strip():
         raise SettingsError(
-            f"identity {identity!r}, issuer {issuer!r}: name an e-mail address or the address of a workflow, and the "
-            "https address of who vouches for it, e.g. https://accounts.google.com"
+            f"found identity {identity!r} and issuer {issuer!r}; expected an e-mail address or the address of a "
+            "workflow, and the https address of its issuer, e.g. https://accounts.google.com"
         )
-    one = SigningIdentity(identity=identity, issuer=issuer)
+    record = SigningIdentity(identity=identity, issuer=issuer)
     with _acquire_lock(layout):
-        read_keyring(layout.keyring).with_identity(one).save(layout.keyring)
-    return one
+        read_keyring(layout.keyring).with_identity(record).save(layout.keyring)
+    return record
 
 
-def revoke_trust(layout: ProjectLayout, named: str, reason: str) -> str:
-    """Trust a key (by its fingerprint, or the beginning of it) or an identity no longer; returns whom.
+def revoke_trust(layout: ProjectLayout, name: str, reason: str) -> str:
+    """Revoke a key or an identity.
+
+    Args:
+        layout: the project.
+        name: the beginning of a fingerprint, or an identity.
+        reason: reason for the revocation.
+
+    Returns:
+        The fingerprint or the identity.
 
     Raises:
-        SettingsError: there is none of this name, it is revoked already, or the reason says nothing.
+        SettingsError: no signer has this name, it is already revoked, or the reason is empty.
     """
     reason = " ".join(reason.split())
     if not reason:
-        raise SettingsError("--revoke wants a reason: --reason TEXT")
+        raise SettingsError("--revoke: found no reason; add --reason TEXT")
     with _acquire_lock(layout):
-        known = read_keyring(layout.keyring)
-        identities = [one for one in known.identities if one.identity == named]
-        keys = [] if identities else [known.named(named)]
-        reasons = [*(one.revoked for one in identities), *(one.revoked for one in keys)]
-        if gone := [one for one in reasons if one is not None]:
-            raise SettingsError(f"{named}: revoked already ({gone[0]})")
+        keyring = read_keyring(layout.keyring)
+        identities = [one for one in keyring.identities if one.identity == name]
+        keys = [] if identities else [keyring.find_by_prefix(name)]
+        for revoked in (*(one.revoked for one in identities), *(one.revoked for one in keys)):
+            if revoked is not None:
+                raise SettingsError(f"{name}: is already revoked ({revoked})")
         for identity in identities:
-            known = known.with_identity(identity.model_copy(update={"revoked": reason}))
+            keyring = keyring.with_identity(identity.model_copy(update={"revoked": reason}))
         for key in keys:
-            known = known.with_key(key.model_copy(update={"revoked": reason}))
-        known.save(layout.keyring)
-    return named if identities else keys[0].fingerprint
+            keyring = keyring.with_key(key.model_copy(update={"revoked": reason}))
+        keyring.save(layout.keyring)
+    return name if identities else keys[0].fingerprint
 
 
 def load_signer(layout: ProjectLayout) -> KeySigner:
-    """Whoever signs here with a key. A project that never trusted anybody gets a key pair, or trusts the one at hand.
+    """Load the project's key signer. If the keyring is empty, create a key pair, or trust the available key.
 
     Raises:
-        SettingsError: no key is at hand, it cannot be opened, others may read it, or the project does not trust it.
+        SettingsError: there is no key, it cannot be opened, others can read it, or the project does not trust it.
     """
-    known = read_keyring(layout.keyring)
+    keyring = read_keyring(layout.keyring)
     path = _private_key_path(layout)
     if path is None:
-        if not known.trusts_nobody_yet:
+        if not keyring.is_empty:
             raise SettingsError(
-                f"{layout.private_key}: no key to sign with, and the keys that this project trusts are elsewhere; "
-                f"make one of yours (`ratchet keys --new`, then commit {layout.keyring.name}), or name the file of one "
-                f"in {KEY_VARIABLE}"
+                f"{layout.private_key}: found no private key; create your own (`ratchet keys --new`, then commit "
+                f"{layout.keyring.name}), or set {KEY_VARIABLE} to the file of a trusted key"
             )
-        made = create_key_pair(layout)
-        told = f"made the key pair {made.fingerprint[:SHOWN]}: commit {layout.keyring}, and keep {layout.private_key}"
-        return _build_signer(_load_private_key(layout.private_key, None), made, told)
+        key = create_key_pair(layout)
+        notice = (
+            f"created the key pair {key.fingerprint[:SHOWN_DIGITS]}: commit {layout.keyring}, and back up "
+            f"{layout.private_key}"
+        )
+        return _build_signer(_load_private_key(layout.private_key, None), key, notice)
     private = _load_private_key(path, os.environ.get(PASSWORD_VARIABLE))
     key = build_key_record(private.public_key(), str(path))
-    found, name = known.key(key.fingerprint), key.fingerprint[:SHOWN]
-    if found is None and known.trusts_nobody_yet:
+    record, name = keyring.find_key(key.fingerprint), key.fingerprint[:SHOWN_DIGITS]
+    if record is None and keyring.is_empty:
         with _acquire_lock(layout):
             read_keyring(layout.keyring).with_key(key).save(layout.keyring)
-        return _build_signer(private, key, f"trusts key {name} from now on: commit {layout.keyring}")
-    if found is None:
+        return _build_signer(private, key, f"the project now trusts key {name}: commit {layout.keyring}")
+    if record is None:
         raise SettingsError(
-            f"{path}: this project does not trust key {name}; if it should: put its public part into a file "
-            f"(openssl pkey -in {path.name} -pubout), `ratchet keys --trust FILE`, and commit {layout.keyring.name}"
+            f"{path}: this project does not trust key {name}; to trust it, write its public part to a file "
+            f"(openssl pkey -in {path.name} -pubout), run `ratchet keys --trust FILE`, and commit {layout.keyring.name}"
         )
-    if found.revoked is not None:
+    if record.revoked is not None:
         raise SettingsError(
-            f"{path}: key {name} is revoked ({found.revoked}); `ratchet keys --new`, and commit {layout.keyring.name}"
+            f"{path}: key {name} is revoked ({record.revoked}); run `ratchet keys --new`, and commit "
+            f"{layout.keyring.name}"
         )
     return _build_signer(private, key, None)
 
 
 def describe_signer(layout: ProjectLayout) -> str:
-    """What `load_signer` would do, changing nothing: for a dry run. Raises SettingsError as it does."""
-    if _private_key_path(layout) is None and read_keyring(layout.keyring).trusts_nobody_yet:
-        return f"make a key pair ({layout.private_key}), trust it, and sign the model with it"
-    if read_keyring(layout.keyring).trusts_nobody_yet:
-        return f"trust the key in {_private_key_path(layout)}, and sign the model with it"
-    return f"sign the model with {load_signer(layout).by}"
+    """Describe what `load_signer` and signing would do, without changing anything. Raises SettingsError as it does."""
+    if not read_keyring(layout.keyring).is_empty:
+        return f"sign the model with {load_signer(layout).name}"
+    path = _private_key_path(layout)
+    if path is None:
+        return f"create a key pair ({layout.private_key}), trust it, and sign the model with it"
+    return f"trust the key in {path}, and sign the model with it"
 
 
 def own_fingerprint(layout: ProjectLayout) -> str | None:
-    """Of the key that would sign here; None where there is none. Raises SettingsError when it cannot be opened."""
+    """Fingerprint of the key that would sign; None without a key. Raises SettingsError if it cannot be opened."""
     path = _private_key_path(layout)
     if path is None:
         return None
-    return build_key_record(
-        _load_private_key(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)
-    ).fingerprint
+    private = _load_private_key(path, os.environ.get(PASSWORD_VARIABLE))
+    return build_key_record(private.public_key(), str(path)).fingerprint
 
 
-def _build_signer(private: ec.EllipticCurvePrivateKey, key: PublicKey, told: str | None) -> KeySigner:
-    # RFC 6979: no random number that a bad source could repeat, and equal files have equal signatures.
+def _build_signer(private: ec.EllipticCurvePrivateKey, key: PublicKey, notice: str | None) -> KeySigner:
+    # RFC 6979: no dependence on a random source, and equal files have equal signatures.
     scheme = ec.ECDSA(signature_hash(private.public_key()), deterministic_signing=True)
-    return KeySigner(key.fingerprint, told, lambda data: private.sign(data, scheme))
+    return KeySigner(key.fingerprint, notice, lambda data: private.sign(data, scheme))
 
 
 def _private_key_path(layout: ProjectLayout) -> Path | None:
-    """Where the private key is that signs here, if anywhere."""
+    """Path of the private key, if there is one."""
     named = os.environ.get(KEY_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -352,20 +365,22 @@ def _private_key_path(layout: ProjectLayout) -> Path | None:
 
 
 def _load_private_key(path: Path, password: str | None) -> ec.EllipticCurvePrivateKey:
-    """A private key. Nothing of it, nor of the password, is in any message."""
+    """Load a private key. Messages contain neither the key nor the password."""
     try:
         mode = path.stat().st_mode
         content = path.read_bytes()
     except OSError as error:
-        raise SettingsError(f"{path}: the private key cannot be read ({error.strerror})") from None
+        raise SettingsError(
+            f"{path}: the private key cannot be read ({error.strerror}); check the file's permissions"
+        ) from None
     if mode & 0o077:
         raise SettingsError(
-            f"{path}: others may read this private key (mode {stat.S_IMODE(mode):o}), so it proves nothing; "
-            f"chmod 600 it, and if others could see it, revoke it"
+            f"{path}: other users can read this private key (mode {stat.S_IMODE(mode):o}); run `chmod 600` on it, and "
+            "revoke it if others may have read it"
         )
     private = _parse_private_key(path, content, password)
     if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise SettingsError(f"{path}: models are signed with elliptic keys (P-256, P-384, P-521), and this is none")
+        raise SettingsError(f"{path}: expected an elliptic-curve key (P-256, P-384, P-521); create one with openssl")
     build_key_record(private.public_key(), str(path))
     return private
 
@@ -376,14 +391,16 @@ def _parse_private_key(path: Path, content: bytes, password: str | None) -> obje
     except TypeError:  # it is encrypted
         if not password:
             raise SettingsError(
-                f"{path}: this private key is encrypted; put its password into {PASSWORD_VARIABLE}"
+                f"{path}: this private key is encrypted; set {PASSWORD_VARIABLE} to its password"
             ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise SettingsError(f"{path}: holds no private key in PEM form") from None
+        raise SettingsError(f"{path}: expected a private key in PEM format") from None
     try:
         return serialization.load_pem_private_key(content, password.encode())
     except (ValueError, UnsupportedAlgorithm):
-        raise SettingsError(f"{path}: the password in {PASSWORD_VARIABLE} does not open this private key") from None
+        raise SettingsError(
+            f"{path}: the password in {PASSWORD_VARIABLE} does not open this private key; correct it"
+        ) from None
 
 
 def _acquire_lock(layout: ProjectLayout) -> FileLock:

@@ -1,7 +1,7 @@
-"""Sign a folder, and judge a signature: by whom, over which bytes, and whether the project trusts them.
+"""Signs the folders of promoted models and verifies their signatures: signer, covered files, and trust.
 
-Covered is every file but the signature itself and the seal's manifest, which is written after it. Names and digests of
-all of them are in the signature, so a file that was changed, added or taken away is named.
+A signature covers every file except itself and the seal's manifest, which is written after it. It contains the names
+and digests of all covered files, so that a changed, added or removed file is named.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from typing import Literal, Protocol
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.registry.signing import dsse, keys
+from ratchet.registry.signing import dsse, identity, keys
 from ratchet.registry.signing.dsse import DsseEnvelope, NotSignedError
-from ratchet.registry.signing.keys import SHOWN, Keyring
+from ratchet.registry.signing.keys import SHOWN_DIGITS, Keyring
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ModelBundle
@@ -23,211 +24,263 @@ from ratchet.storage.records.export import ModelBundle
 SIGNATURE = "model.sig"
 
 SIGSTORE = "sigstore"
-"""Who signed, as long as it is not known which identity that was."""
+"""Signer of a sigstore signature whose identity is not known."""
 
 UNCOVERED = (SIGNATURE, files.MANIFEST, files.FOREIGN)
-"""At the top of the folder; files of these names below it are covered."""
+"""Files at the top of the folder that are not covered; files with these names in subfolders are."""
 
 State = Literal["trusted", "unsigned", "unknown", "revoked", "damaged"]
 
 
 class Signer(Protocol):
-    """Who signs: with a key (keys.py), or through sigstore (identity.py)."""
+    """Signs statements with a key (keys.py) or through sigstore (identity.py)."""
 
     @property
-    def by(self) -> str:
-        """Who it is, for people."""
+    def name(self) -> str:
+        """Description of the signer."""
         ...
 
     @property
-    def told(self) -> str | None:
-        """What the user should know before it signs."""
+    def notice(self) -> str | None:
+        """Message to the user before signing."""
         ...
 
-    def signed(self, payload: bytes) -> str:
-        """The signature's file for a statement."""
+    def sign(self, payload: bytes) -> str:
+        """Return the content of the signature file for a statement."""
         ...
 
 
 @dataclass(frozen=True)
 class TrustedSignature:
-    """A signature that was checked, and whose maker is trusted."""
+    """A verified signature of a trusted signer."""
 
-    by: str
+    signer: str
     """Fingerprint of the key, or the identity."""
     files: Mapping[str, str]
-    """SHA-256 of each file that it covers, by name: what a part of the folder, elsewhere, can be compared with."""
+    """SHA-256 of each covered file by name, to compare copies of some of the files with."""
 
 
 @dataclass(frozen=True)
 class SignatureVerdict:
-    """What there is to say of a folder's signature."""
+    """Result of a verification."""
 
     state: State
-    by: str = ""
-    """Fingerprint or identity; unproved where the state is `unknown` or `damaged`."""
-    text: str = ""
-    """What is wrong, and what to do; who signed where nothing is."""
+    signer: str = ""
+    """Fingerprint or identity; unproven if the state is `unknown` or `damaged`."""
+    message: str = ""
+    """The problem and how to fix it; for a trusted signature, who signed."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What it covers, once it is proved."""
+    """SHA-256 of each covered file, if the signature is valid."""
+
+
+# ------------------------------------------------------------------------------------------------------------- signing
+
+
+def load_signer(layout: ProjectLayout, settings: Settings) -> Signer:
+    """Load the signer of the settings. Raises SettingsError if there is none, or none that the project trusts."""
+    return identity.load_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
+
+
+def describe_signer(layout: ProjectLayout, settings: Settings) -> str:
+    """Describe what `load_signer` and signing would do, without changing anything."""
+    return "sign the model through sigstore" if settings.promote.signing == "sigstore" else keys.describe_signer(layout)
+
+
+@dataclass(frozen=True)
+class ProjectSigner:
+    """Signs folders with one signer, and verifies them with the project's keyring."""
+
+    layout: ProjectLayout
+    signer: Signer
+
+    @property
+    def signature_name(self) -> str:
+        """Name of the signature file."""
+        return SIGNATURE
+
+    def sign(self, folder: Path) -> None:
+        """Write a signature over all other files."""
+        sign_folder(folder, self.signer)
+
+    def is_signed(self, folder: Path) -> bool:
+        """Whether a folder whose seal was just verified has a trusted signature."""
+        keyring = keys.read_keyring(self.layout.keyring)
+        return _verify_sealed(folder, files.read_manifest(folder), keyring).state == "trusted"
 
 
 def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = None) -> None:
-    """Sign every file of a folder, before it is sealed.
+    """Sign every file of a folder before it is sealed.
 
     Args:
         folder: a scratch directory; the signature is written into it.
-        signer: who signs.
-        known: SHA-256 of files that the caller vouches for, which are not read.
+        signer: signs the statement.
+        known: SHA-256 of files that the caller has verified; these are not read.
 
     Raises:
-        DamagedFileError: something in the folder is neither a file nor a folder.
+        DamagedFileError: the folder contains something that is neither a file nor a folder.
         SettingsError: the signer cannot sign.
     """
     path = folder / SIGNATURE
     if path.is_symlink() or path.exists():
         path.unlink()
-    found = _covered_digests(folder, known or {})
-    text = signer.signed(dsse.build_statement(_statement_name(folder, found), found, UNCOVERED))
+    covered = _covered_digests(folder, known or {})
+    text = signer.sign(dsse.build_statement(_statement_name(folder, covered), covered, UNCOVERED))
     files.write_blocks(path, [[text.encode()]])
 
 
+# -------------------------------------------------------------------------------------------------------- verification
+
+
+def find_problem(layout: ProjectLayout, folder: Path) -> str | None:
+    """Describe what is wrong with a promoted model's folder; None if it is complete and has a trusted signature.
+
+    A project with an empty keyring may have unsigned models from before signatures existed; they are accepted.
+    """
+    try:
+        manifest = files.verify_sealed(folder)
+    except DamagedFileError as error:
+        return str(error)
+    keyring = keys.read_keyring(layout.keyring)
+    verdict = _verify_sealed(folder, manifest, keyring)
+    is_accepted = verdict.state == "trusted" or (verdict.state == "unsigned" and keyring.is_empty)
+    return None if is_accepted else verdict.message
+
+
 def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str] | None = None) -> TrustedSignature:
-    """Require that somebody whom the project trusts signed a folder as it is.
+    """Require that a folder is unchanged since a trusted signer signed it.
 
     Args:
-        folder: of a promoted model, or a copy of it.
-        layout: whose keys.json says who is trusted.
-        known: SHA-256 of files that were just compared with the seal's manifest, which are not read again.
+        folder: folder of a promoted model, or a copy of it.
+        layout: the project, whose keys.json contains the trusted signers.
+        known: SHA-256 of files that were just compared with the seal's manifest; these are not read again.
 
     Raises:
-        DamagedFileError: it is not signed, or a file is not as it was signed; the message names it.
-        SettingsError: signed by somebody whom the project does not trust, or no longer.
+        DamagedFileError: the folder is not signed, or a file was changed, added or removed; the message names it.
+        SettingsError: the project does not trust the signer, or no longer.
     """
-    return require_trusted(judge_folder(folder, keys.read_keyring(layout.keyring), known))
+    return require_trusted(verify_folder(folder, keys.read_keyring(layout.keyring), known))
 
 
-def require_trusted(found: SignatureVerdict) -> TrustedSignature:
-    """Raise what `check_signature` raises, for a judgement that is not `trusted`."""
-    if found.state == "trusted":
-        return TrustedSignature(found.by, found.files)
-    raise (DamagedFileError if found.state in ("damaged", "unsigned") else SettingsError)(found.text)
+def require_trusted(verdict: SignatureVerdict) -> TrustedSignature:
+    """Raise the errors of `check_signature` for a verdict that is not `trusted`."""
+    if verdict.state == "trusted":
+        return TrustedSignature(verdict.signer, verdict.files)
+    raise (DamagedFileError if verdict.state in ("damaged", "unsigned") else SettingsError)(verdict.message)
 
 
-def judge_folder(folder: Path, trusted: Keyring, known: Mapping[str, str] | None = None) -> SignatureVerdict:
-    """What there is to say of a folder's signature; see `check_signature`."""
-    maker = read_signature(folder, trusted)
-    if maker.state != "trusted":
-        return maker
+def verify_folder(folder: Path, keyring: Keyring, known: Mapping[str, str] | None = None) -> SignatureVerdict:
+    """Verify a folder's signature and its files; see `check_signature`."""
+    verdict = read_signature(folder, keyring)
+    if verdict.state != "trusted":
+        return verdict
     try:
-        if problem := _describe_difference(maker.files, _covered_digests(folder, known or {})):
-            raise DamagedFileError(f"{folder}/{problem}; bring the folder back, or promote the model again")
+        if difference := _describe_difference(verdict.files, _covered_digests(folder, known or {})):
+            raise DamagedFileError(f"{folder}/{difference}; restore the folder, or promote the model again")
     except DamagedFileError as error:
-        return SignatureVerdict("damaged", maker.by, str(error))
-    return maker
+        return SignatureVerdict("damaged", verdict.signer, str(error))
+    return verdict
 
 
-def read_signature(folder: Path, trusted: Keyring) -> SignatureVerdict:
-    """What there is to say of a signature alone: whose it is, and over which files. None of them is looked at.
+def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
+    """Verify a signature alone: its signer and its list of files, but none of the files.
 
-    For a part of a signed folder, which brought the signature along: whoever calls compares what is there.
+    Use it for a folder that contains the signature and only some of the signed files; compare these with the list.
     """
     path = folder / SIGNATURE
-    maker, payload = _identify_signer(path, trusted)
-    if maker.state != "trusted":
-        return maker
+    verdict, payload = _verify_signer(path, keyring)
+    if verdict.state != "trusted":
+        return verdict
     try:
-        return SignatureVerdict("trusted", maker.by, maker.text, dsse.parse_digests(payload))
+        return SignatureVerdict("trusted", verdict.signer, verdict.message, dsse.parse_digests(payload))
     except NotSignedError as error:
-        return SignatureVerdict("damaged", maker.by, f"{path}: {error}")
+        return SignatureVerdict("damaged", verdict.signer, f"{path}: {error}; promote the model again")
 
 
-def _identify_signer(path: Path, trusted: Keyring) -> tuple[SignatureVerdict, bytes]:
-    """Who signed, and which statement; not yet whether it is about the files that are here."""
+def _verify_sealed(folder: Path, manifest: files.Manifest, keyring: Keyring) -> SignatureVerdict:
+    """Verify the signature of a folder whose files were just compared with its manifest; none is read again."""
+    return verify_folder(folder, keyring, {name: entry[0] for name, entry in manifest.files.items()})
+
+
+def _verify_signer(path: Path, keyring: Keyring) -> tuple[SignatureVerdict, bytes]:
+    """Verify who signed which statement, but not that the statement fits the files."""
     if not path.exists() and not path.is_symlink():
-        return SignatureVerdict(
-            "unsigned", text=f"{path.parent}: not signed (no {SIGNATURE}); promote the model again"
-        ), b""
+        message = f"{path.parent}: found no signature ({SIGNATURE}); promote the model again"
+        return SignatureVerdict("unsigned", message=message), b""
     try:
         if path.is_symlink():
-            raise NotSignedError("a link")
-        found = dsse.parse_envelope(path.read_text(encoding="utf-8"))
+            raise NotSignedError("found a link; expected a file")
+        envelope = dsse.parse_envelope(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, NotSignedError) as error:
-        return SignatureVerdict("damaged", text=f"{path}: {error}; promote the model again"), b""
-    judge_maker = _judge_key if found.fingerprint is not None else _judge_identity
-    return judge_maker(path, found, trusted), found.payload
+        return SignatureVerdict("damaged", message=f"{path}: {error}; promote the model again"), b""
+    verify = _verify_key if envelope.fingerprint is not None else _verify_identity
+    return verify(path, envelope, keyring), envelope.payload
 
 
-def _judge_key(path: Path, found: DsseEnvelope, trusted: Keyring) -> SignatureVerdict:
-    name = str(found.fingerprint)
-    key = trusted.key(name)
+def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
+    name = str(envelope.fingerprint)
+    shown = name[:SHOWN_DIGITS]
+    key = keyring.find_key(name)
     if key is None:
-        return SignatureVerdict(
-            "unknown", name,
-            f"{path}: signed by key {name[:SHOWN]}, which is not trusted here; `ratchet keys` lists those that "
-            "are, and `ratchet keys --trust FILE` adds one",
-        )  # fmt: skip
+        message = (
+            f"{path}: signed by key {shown}, which this project does not trust; list trusted keys with `ratchet keys`, "
+            "or add the key with `ratchet keys --trust FILE`"
+        )
+        return SignatureVerdict("unknown", name, message)
     public = keys.load_public_key(key)
     try:
-        public.verify(found.signature, dsse.encode_payload(found.payload), ec.ECDSA(keys.signature_hash(public)))
+        public.verify(envelope.signature, dsse.encode_payload(envelope.payload), ec.ECDSA(keys.signature_hash(public)))
     except InvalidSignature:
-        return SignatureVerdict(
-            "damaged", name, f"{path}: key {name[:SHOWN]} did not sign this; it was changed, or forged"
-        )
+        message = f"{path}: the signature of key {shown} is invalid: the file was changed or forged; promote again"
+        return SignatureVerdict("damaged", name, message)
     if key.revoked is not None:
-        return SignatureVerdict(
-            "revoked", name, f"{path}: signed by key {name[:SHOWN]}, which is revoked: {key.revoked}"
-        )
-    return SignatureVerdict("trusted", name, f"signed by key {name[:SHOWN]} (trusted)")
+        message = f"{path}: signed by key {shown}, which is revoked ({key.revoked}); promote the model again"
+        return SignatureVerdict("revoked", name, message)
+    return SignatureVerdict("trusted", name, f"signed by key {shown} (trusted)")
 
 
-def _judge_identity(path: Path, found: DsseEnvelope, trusted: Keyring) -> SignatureVerdict:
-    from ratchet.registry.signing import identity  # sigstore takes half a second to import
-
+def _verify_identity(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
     try:
-        who = identity.verify_identity(found, trusted.identities)
+        signer = identity.verify_identity(envelope, keyring.identities)
     except SettingsError as error:
         return SignatureVerdict("unknown", SIGSTORE, f"{path}: {error}")
     except DamagedFileError as error:
         return SignatureVerdict("damaged", SIGSTORE, f"{path}: {error}")
-    if who.revoked is not None:
-        return SignatureVerdict(
-            "revoked", who.identity, f"{path}: signed by {who.identity}, who is revoked: {who.revoked}"
-        )
-    return SignatureVerdict("trusted", who.identity, f"signed by {who.identity} of {who.issuer} (trusted)")
+    if signer.revoked is not None:
+        message = f"{path}: signed by {signer.identity}, which is revoked ({signer.revoked}); promote the model again"
+        return SignatureVerdict("revoked", signer.identity, message)
+    return SignatureVerdict("trusted", signer.identity, f"signed by {signer.identity} of {signer.issuer} (trusted)")
 
 
-def _describe_difference(signed: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """The first file that is not as it was signed, and how."""
-    for name in sorted(signed.keys() | here.keys()):
-        if name not in here:
+def _describe_difference(signed: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
+    """Describe the first file that differs from the signed ones."""
+    for name in sorted(signed.keys() | actual.keys()):
+        if name not in actual:
             return f"{name}: missing, although it was signed"
         if name not in signed:
             return f"{name}: was added after the model was signed"
-        if signed[name] != here[name]:
+        if signed[name] != actual[name]:
             return f"{name}: changed after the model was signed"
     return None
 
 
 def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of every file that is covered. Raises DamagedFileError for what is neither file nor folder."""
-    found: dict[str, str] = {}
+    """SHA-256 of every covered file. Raises DamagedFileError for anything that is neither a file nor a folder."""
+    covered: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise DamagedFileError(
-                f"{path}: {'a link' if path.is_symlink() else 'no file'}, and only files can be signed"
-            )
+            kind = "a link" if path.is_symlink() else "a special file"
+            raise DamagedFileError(f"{path}: found {kind}; only regular files can be signed; remove it")
         if name in UNCOVERED:
             if not path.is_file():
-                raise DamagedFileError(f"{path}: a folder, where a file of this name belongs")
+                raise DamagedFileError(f"{path}: found a folder; expected a file; remove it")
         elif path.is_file():
-            found[name] = known[name] if name in known else digests.hash_file(path)
-    return found
+            covered[name] = known[name] if name in known else digests.hash_file(path)
+    return covered
 
 
-def _statement_name(folder: Path, found: Mapping[str, str]) -> str:
-    """What people see of the model: the beginning of its digest; of a folder without one, of all its files."""
+def _statement_name(folder: Path, covered: Mapping[str, str]) -> str:
+    """Name of the model in the statement: a short digest of the model, or of all files if there is no bundle.json."""
     bundle = folder / "bundle.json"
-    whole = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(found)
-    return whole[:SHOWN]
+    digest = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(covered)
+    return digest[:SHOWN_DIGITS]

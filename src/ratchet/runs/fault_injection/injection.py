@@ -1,7 +1,7 @@
-"""Faults made inside a worker, for tests and `ratchet chaos`: the seam through which nature is imitated.
+"""Fault injection inside a worker, for tests and `ratchet chaos`.
 
-A worker reads `RATCHET_FAULTS` (a JSON list of `InjectedFault`) once. Without it every method does nothing. What can be
-done from outside (signals, damage to files) is done from outside (attack.py); here is what only the inside can do.
+A worker reads `RATCHET_FAULTS` (a JSON list of `InjectedFault`) once. Without it, every method does nothing. Signals
+and damage to files are injected from outside (injectors.py); here is what is only possible inside the process.
 """
 
 import errno
@@ -23,15 +23,15 @@ VARIABLE = "RATCHET_FAULTS"
 
 
 class InjectedFault(Record):
-    """One thing that goes wrong in a worker. Counts are of this process: a restarted worker meets it again."""
+    """One fault of a worker. Counts are per process: a restarted worker meets the fault again."""
 
     kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "freeze", "slow", "weights", "slow_disk"]
     """
     non_finite  the loss of this step is multiplied by NaN
     spike       the loss of this step is multiplied by 1e4
     memory      micro-batches of more than `tokens` padded tokens do not fit, from this step on
-    disk        operations on checkpoints, and on shards of answers, fail with `errno`, from this step on
-    hang        the training thread sleeps for ever in this step
+    disk        operations on checkpoints and on shards of answers fail with `errno`, from this step on
+    hang        the training thread sleeps forever in this step
     die         the process kills itself in this step, each time
     freeze      the process stops itself in this step, as by SIGSTOP
     slow        every micro-batch takes `seconds` longer, from this step on
@@ -39,33 +39,33 @@ class InjectedFault(Record):
     slow_disk   every operation on checkpoints takes `seconds` longer
     """
     step: int = 1
-    """Optimizer step (from 1) at which it begins."""
+    """First optimizer step of the fault, from 1."""
     times: int = 1
-    """How often, in one process; 0: always."""
+    """How often it occurs in one process; 0: always."""
     steps: int = 1
-    """For `memory`: of how many steps; 0: all that follow. `times` is not counted."""
+    """For `memory`: number of steps; 0: all that follow. `times` does not apply."""
     tokens: int = 0
     phase: Phase = "train"
     errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
     seconds: float = 0.0
     rank: int | None = None
-    """Of several: this one only."""
+    """The only rank that has the fault; None: all ranks."""
     mark: str = ""
-    """Name of a file in the working directory, made when the fault strikes; one whose mark is there never strikes
-    again, so that the restarted worker gets past it."""
+    """Name of a file in the working directory that is created when the fault occurs. If it exists, the fault does not
+    occur, so that a restarted worker passes it."""
 
 
 class FaultInjector:
-    """The faults of this process. Step numbers are those of the step that is being done, from 1."""
+    """The faults of this process. Steps are the ones in progress, from 1."""
 
     def __init__(self, faults: tuple[InjectedFault, ...] = ()) -> None:
         self._faults = faults
-        self._done = [0] * len(faults)
+        self._counts = [0] * len(faults)
         self._lock = threading.Lock()
 
     @classmethod
     def from_environment(cls) -> "FaultInjector":
-        """What `RATCHET_FAULTS` says. Raises SettingsError when that is no list of faults."""
+        """Read `RATCHET_FAULTS`. Raises SettingsError if it is not a list of faults."""
         text = os.environ.get(VARIABLE, "[]")
         try:
             faults = (InjectedFault.model_validate(item) for item in json.loads(text))
@@ -75,13 +75,13 @@ class FaultInjector:
             raise SettingsError(f"{VARIABLE}: not a list of faults ({' '.join(str(error).split()[:20])})") from None
 
     def loss_factor(self, step: int) -> float:
-        """What the loss of this step is multiplied by: 1.0 if nothing is wrong."""
+        """Factor for the loss of this step; 1.0 without a fault."""
         if self._due("non_finite", step):
             return float("nan")
         return 1e4 if self._due("spike", step) else 1.0
 
     def memory(self, phase: Phase, step: int, tokens: int) -> None:
-        """Raise MemoryError if a micro-batch of so many padded tokens is said not to fit."""
+        """Raise MemoryError if a fault says that a micro-batch of so many padded tokens does not fit."""
         for fault in self._faults:
             if fault.kind == "memory" and fault.phase == phase and tokens > fault.tokens:
                 last = fault.step + fault.steps - 1 if fault.steps else step
@@ -89,7 +89,7 @@ class FaultInjector:
                     raise MemoryError(f"injected: {tokens} tokens in step {step}, {fault.tokens} fit")
 
     def in_step(self, step: int) -> None:
-        """Hang or die, if this step is to; or take longer."""
+        """Hang, die, stop or delay in this step, if a fault says so."""
         if self._due("die", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._due("freeze", step):
@@ -100,11 +100,11 @@ class FaultInjector:
                 time.sleep(3600)
 
     def poisons(self, step: int) -> bool:
-        """Whether a weight is to become NaN after this step."""
+        """Whether a weight should become NaN after this step."""
         return self._due("weights", step) is not None
 
     def watch_disk(self, step: Callable[[], int]) -> None:
-        """From now on let operations on checkpoints and shards fail, or take long, as told; `step`: being done."""
+        """Make operations on checkpoints and shards fail or slow down; `step` returns the step in progress."""
         if not any(fault.kind in ("disk", "slow_disk") for fault in self._faults):
             return
 
@@ -121,19 +121,19 @@ class FaultInjector:
         files.before = before
 
     def _due(self, kind: str, step: int, later: bool = False) -> InjectedFault | None:
-        """The first fault of this kind that is due in this step (or was in an earlier one), counted as done."""
+        """The first fault of this kind that is due in this step (with `later`: or in an earlier one); counts it."""
         with self._lock:
             for number, fault in enumerate(self._faults):
-                begun = fault.step <= step if later else fault.step == step
-                left = fault.times == 0 or self._done[number] < fault.times
-                if fault.kind == kind and begun and left and _claim_mark(fault.mark):
-                    self._done[number] += 1
+                has_begun = fault.step <= step if later else fault.step == step
+                is_left = fault.times == 0 or self._counts[number] < fault.times
+                if fault.kind == kind and has_begun and is_left and _claim_mark(fault.mark):
+                    self._counts[number] += 1
                     return fault
         return None
 
 
 def _claim_mark(mark: str) -> bool:
-    """Whether no process has left this mark yet; it is left now."""
+    """Create the mark; return False if it already existed."""
     if mark:
         try:
             Path(mark).touch(exist_ok=False)

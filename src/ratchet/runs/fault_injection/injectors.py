@@ -1,4 +1,4 @@
-"""Deal blows to real processes and real files. Nothing is signalled but a child of ours, and the worker below it."""
+"""Injects faults into real processes and files. Only a child of this process, and its worker, receive signals."""
 
 import contextlib
 import os
@@ -14,22 +14,22 @@ from typing import BinaryIO
 from ratchet.errors import RunFailedError
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
-from ratchet.runs.fault_injection.plan import What
+from ratchet.runs.fault_injection.plan import FaultAction
 from ratchet.storage import digests, files
 from ratchet.storage.layout import RUNS_VARIABLE
 
 WORKER = b"ratchet.training.worker_main"
 OUTPUT = "chaos.log"
-"""What the commands of a trial print, in the project that it is done in."""
+"""Output of the commands of a trial, in its project directory."""
 
-GONE_S = 15.0
-"""Within which a worker whose supervisor was killed must be gone."""
+EXIT_TIMEOUT_S = 15.0
+"""A worker whose supervisor was killed must be gone within this time."""
 
 POLL_S = 0.005
 
 
 class TrainCommandProcess:
-    """`ratchet train` in a project, as a person or DVC starts it; as a context it leaves no process behind."""
+    """`ratchet train` in a project, started as a person or DVC does. As a context manager it leaves no process."""
 
     def __init__(self, root: Path, faults: tuple[InjectedFault, ...]) -> None:
         self.root = root.resolve()
@@ -55,19 +55,19 @@ class TrainCommandProcess:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The supervisor."""
+        """The process of the supervisor."""
         if self._process is None:
             raise RuntimeError("the command has not been started")
         return self._process
 
     def worker(self) -> int | None:
-        """Process id of the worker, if there is one now."""
+        """Process id of the current worker, if any."""
         found = find_worker(self.process.pid, self.root)
         self._worker = found or self._worker
         return found
 
     def signal_worker(self, number: signal.Signals) -> bool:
-        """Signal the worker; False when there is none any more."""
+        """Signal the worker; False if there is none."""
         pid = self.worker()
         if pid is None:
             return False
@@ -76,7 +76,7 @@ class TrainCommandProcess:
         except ProcessLookupError:
             return False
         try:
-            # The number may have gone to another process since it was read; the handle stays with this one.
+            # Another process may have taken the number since it was read; the descriptor refers to this one only.
             if not _is_worker(pid, self.root):
                 return False
             signal.pidfd_send_signal(handle, number)
@@ -87,14 +87,14 @@ class TrainCommandProcess:
         return True
 
     def kill(self) -> bool:
-        """Kill the supervisor; whether its worker was gone with it within GONE_S. If not, it is killed now."""
+        """Kill the supervisor. Returns whether its worker ended within EXIT_TIMEOUT_S; if not, it is killed too."""
         self.worker()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         if self._worker is None:
             return True
-        deadline = time.monotonic() + GONE_S
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
         while _is_worker(self._worker, self.root):
             if time.monotonic() >= deadline:
                 os.kill(self._worker, signal.SIGKILL)
@@ -104,7 +104,7 @@ class TrainCommandProcess:
 
 
 def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
-    """Ours, without what would take a training out of its project; under DVC_STAGE it is stopped if we are killed."""
+    """Our environment without what would redirect a training; with DVC_STAGE it is stopped if this process dies."""
     foreign = ("MLFLOW_", "DVC_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in (VARIABLE, RUNS_VARIABLE)}
     clean["DVC_STAGE"] = "train"
@@ -114,12 +114,12 @@ def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
 
 
 def find_worker(supervisor: int, root: Path) -> int | None:
-    """Process id of the worker that a supervisor has started for the project in `root`, if there is one now."""
+    """Process id of the current worker of a supervisor for the project in `root`, if any."""
     return next((child for child in _list_children(supervisor) if _is_worker(child, root)), None)
 
 
 def _is_worker(pid: int, root: Path) -> bool:
-    """Whether this is a worker of this very project; no longer for one that waits for its parent to take note."""
+    """Whether the process is a worker of this project; False for a zombie."""
     line = _read_command_line(pid)
     return WORKER in line and os.fsencode(root) in line
 
@@ -139,14 +139,14 @@ def _read_command_line(pid: int) -> bytes:
         return b""
 
 
-def damage_run(what: What, paths: RunPaths, draw: int) -> str:
-    """Damage the files of a run that nobody is at work on; says what was done.
+def damage_run(action: FaultAction, paths: RunPaths, seed: int) -> str:
+    """Damage the files of a run that is not in training. Returns a description.
 
     Raises:
         RunFailedError: there is no checkpoint to damage.
     """
-    chance = random.Random(draw)
-    if what == "damage the journal":
+    chance = random.Random(seed)
+    if action == "damage the journal":
         return _damage_journal(paths.journal, chance)
     steps = paths.checkpoint_steps()
     if not steps:
@@ -155,12 +155,12 @@ def damage_run(what: What, paths: RunPaths, draw: int) -> str:
     path = chance.choice(sorted(p for p in newest.rglob("*") if p.is_file()))
     size = path.stat().st_size
     name = f"{path.name} of step {steps[-1]}"
-    if what == "remove a file":
+    if action == "remove a file":
         path.unlink()
         return f"{name} removed"
     path.chmod(path.stat().st_mode | 0o200)
     with path.open("r+b") as stream:
-        if what == "cut a file":
+        if action == "cut a file":
             left = chance.randrange(size)
             stream.truncate(left)
             return f"{name} cut from {size} to {left} bytes"
@@ -173,9 +173,9 @@ def damage_run(what: What, paths: RunPaths, draw: int) -> str:
 
 
 def _damage_journal(journal: Path, chance: random.Random) -> str:
-    """Put garbage between two lines, and half a line at the end, as a machine does that dies while it writes.
+    """Insert garbage between two lines, and cut the last line, as a machine does that crashes while it writes.
 
-    Nothing that was told is taken away: what a sealed checkpoint relies on had reached the disk before.
+    No complete event is removed, because a sealed checkpoint relies on events that had reached the disk before it.
     """
     lines = journal.read_bytes().splitlines(keepends=True)
     garbage = chance.randbytes(chance.randint(1, 300)).replace(b"\n", b"\0") + b"\n"

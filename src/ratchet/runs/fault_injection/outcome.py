@@ -1,4 +1,4 @@
-"""What a training came to, as digests: two trainings are exact when nothing of it differs."""
+"""Outcome of a training with faults: its fingerprint, for exact comparison, and a timeline of recoveries."""
 
 import json
 from collections import Counter
@@ -12,35 +12,35 @@ from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 
-SHOWN = 5
-"""Differences of one kind that are named; the others are counted."""
+MAX_SHOWN = 5
+"""Differences of one kind that are listed; further ones are counted."""
 
-TOLD: Mapping[str, tuple[str, ...]] = {
+SERIES_FIELDS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "grad_norm", "learning_rate", "trained_tokens", "input_tokens", "batch"),
-    "skipped": ("step", "action", "rows", "to_step", "rate_scale"),
+    "step_skipped": ("step", "action", "rows", "rollback_step", "learning_rate_scale"),
     "validation": ("step", "loss", "tokens", "improved"),
 }
-"""What the metric series is made of: fields of events that do not depend on time or machine."""
+"""Events and fields of the metric series: those that do not depend on time or machine."""
 
 BATCH = "batch"
 
 
 @dataclass(frozen=True)
 class TrainingFingerprint:
-    """Everything that must be equal."""
+    """Digests of everything that must be equal in two trainings."""
 
     files: dict[str, str]
-    """SHA-256 of every file of the stage's out: adapter, report; weights, optimizer, state of best and last."""
+    """SHA-256 of every output file of the stage: adapter, report; weights, optimizer and state of best and last."""
     series_digest: str
-    """Of the metric series as readers of the journal see it."""
+    """Digest of the metric series as readers of the journal see it."""
     series: tuple[str, ...] = field(repr=False)
-    """The series itself, a line an event, to name what differs."""
+    """The series itself, one line per event, to list differences."""
     contradictions: tuple[str, ...] = ()
-    """Steps and validations that were done again with other numbers than the first time, or left out."""
+    """Steps and validations that were repeated with other numbers, or are missing."""
 
     @classmethod
-    def of(cls, layout: ProjectLayout) -> "TrainingFingerprint":
-        """Of a finished training. Raises DataError when its project holds no single run."""
+    def from_project(cls, layout: ProjectLayout) -> "TrainingFingerprint":
+        """Fingerprint of a finished training. Raises DataError if its project does not have exactly one run."""
         paths = sorted(p for p in layout.train.rglob("*") if p.is_file())
         contents = {p.relative_to(layout.train).as_posix(): digests.hash_file(p) for p in paths}
         events = list(JournalReader(find_journal(layout)).read())
@@ -49,7 +49,7 @@ class TrainingFingerprint:
 
 
 def find_journal(layout: ProjectLayout) -> Path:
-    """The journal of the one run inside a project, wherever else this process is told that runs are.
+    """Journal of the only run in a project, wherever else this process keeps runs.
 
     Raises:
         DataError: there is none, or more than one.
@@ -62,7 +62,7 @@ def find_journal(layout: ProjectLayout) -> Path:
 
 
 def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) -> list[str]:
-    """What differs, for people; empty when the two are exact. `found` must not contradict itself either."""
+    """Describe the differences; empty if both are equal and `found` does not contradict itself."""
     texts = []
     for name in sorted(expected.files.keys() | found.files.keys()):
         if expected.files.get(name) != found.files.get(name):
@@ -74,40 +74,40 @@ def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) 
 
 
 def collect_batch_digests(outcome: TrainingFingerprint) -> dict[int, str]:
-    """The ledger of samples: for each step the digest of the rows that it learned from, told once."""
-    told = map(json.loads, outcome.series)
-    return {item["step"]: item[BATCH] for item in told if item["event"] == "step" and BATCH in item}
+    """For each step, the digest of the rows that it trained on."""
+    events = map(json.loads, outcome.series)
+    return {event["step"]: event[BATCH] for event in events if event["event"] == "step" and BATCH in event}
 
 
 def _first_occurrences(events: Iterable[JournalEvent]) -> Iterable[JournalEvent]:
     replay = ReplayFilter()
-    return (event for event in events if event.kind in TOLD and replay.new(event))
+    return (event for event in events if event.kind in SERIES_FIELDS and replay.is_new(event))
 
 
 def _format_event(event: JournalEvent) -> str:
-    fields: dict[str, Any] = {name: event.data[name] for name in TOLD[event.kind] if name in event.data}
+    fields: dict[str, Any] = {name: event.data[name] for name in SERIES_FIELDS[event.kind] if name in event.data}
     return digests.canonical_json({"event": event.kind, **fields})
 
 
 def _find_contradictions(events: Iterable[JournalEvent]) -> Iterable[str]:
-    """Whether a step was done or skipped, and every number, is as at its first telling; none is left out."""
+    """Find steps and validations that were repeated with another outcome or other numbers, and missing steps."""
     first: dict[tuple[bool, int], str] = {}
     for event in events:
-        if event.kind not in TOLD or not isinstance(step := event.data.get("step"), int):
+        if event.kind not in SERIES_FIELDS or not isinstance(step := event.data.get("step"), int):
             continue
         line = _format_event(event)
         before = first.setdefault((event.kind == "validation", step), line)
         if before != line:
-            yield f"attempt {event.attempt} did step {step} again otherwise: {line}, before {before}"
-    steps = {step for validation, step in first if not validation}
+            yield f"attempt {event.attempt} repeated step {step} differently: {line}, before {before}"
+    steps = {step for is_validation, step in first if not is_validation}
     for missing in sorted(set(range(1, max(steps, default=0) + 1)) - steps):
-        yield f"step {missing} is nowhere in the journal"
+        yield f"step {missing} is missing in the journal"
 
 
 def _describe_difference(expected: str | None, found: str | None) -> str:
     if expected is None:
-        return "not there in the reference"
-    return "not there" if found is None else "other content"
+        return "missing in the reference"
+    return "missing" if found is None else "different content"
 
 
 def _find_series_differences(expected: tuple[str, ...], found: tuple[str, ...]) -> list[str]:
@@ -117,183 +117,185 @@ def _find_series_differences(expected: tuple[str, ...], found: tuple[str, ...]) 
     return texts
 
 
-def _shorten(texts: list[str], what: str) -> list[str]:
-    return texts if len(texts) <= SHOWN else [*texts[:SHOWN], f"and {len(texts) - SHOWN} more {what}"]
+def _shorten(texts: list[str], kind: str) -> list[str]:
+    return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"and {len(texts) - MAX_SHOWN} more {kind}"]
 
 
-# What was seen of one trial while it ran, read off its journal; in seconds since it began (monotonic clock).
-
-MARKED = ("repeated", "skipped", "budget", "spike", "alert", "notice")
-"""Journal events that show in the picture as something that happened to the training."""
+MARKED = ("step_repeated", "step_skipped", "microbatch_budget", "gradient_spike", "alert", "notice")
+"""Journal events that the picture of a trial marks."""
 
 
 @dataclass
 class FaultTrialTimeline:
-    """One trial. Times are those at which we saw a thing, some hundredths of a second after it happened."""
+    """Timeline of one trial, read from its journal while it runs.
+
+    Times are in seconds since the trial began (monotonic clock) and late by some hundredths of a second.
+    """
 
     attempts: list[list[float]] = field(default_factory=list)
-    """Begin and end of each worker."""
+    """Start and end of each worker."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """Every telling of a step."""
+    """Every event of a step."""
     checkpoints: list[tuple[float, int]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
-    """Blows, and what the journal says out of the ordinary."""
+    """Injected faults, and unusual events of the journal."""
     finished_s: float | None = None
     recoveries_s: list[float] = field(default_factory=list)
-    """From a blow, or the end of a worker, to the next new step; one for each that nothing else came in between."""
+    """Time from a fault, or the end of a worker, to the next new step; one value per uninterrupted recovery."""
     lost_steps: list[int] = field(default_factory=list)
-    """Steps that a worker did again because the one before it had not sealed them."""
+    """Steps that a worker repeated because the one before it had not saved them."""
     stops_s: list[float] = field(default_factory=list)
-    """From a request to stop to the end of the command."""
+    """Time from a request to stop to the end of the command."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """How many events of each kind; deaths as `died:CLASS` too."""
+    """Number of events of each kind; failures also as `worker_exited:CLASS`."""
     delivered: int = 0
-    """Blows that were dealt."""
+    """Number of external faults injected."""
     missed: int = 0
-    """Blows that training had ended before."""
+    """Number of external faults for which training had already ended."""
     problems: list[str] = field(default_factory=list)
-    """What was not as the contract says, or needed a hand."""
+    """Violations of the contract, and manual interventions."""
     notes: list[str] = field(default_factory=list)
     """Which file or line was damaged, and how."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the first worker said about where it runs: device, compute_dtype, threads, torch."""
+    """Environment of the first worker: device, compute_dtype, threads, torch."""
 
-    own_steps: int = 0
-    """New steps of the worker that is at work."""
+    worker_steps: int = 0
+    """New steps of the current worker."""
     last_step: int = 0
-    """Last step that the worker at work has told, or where it started."""
+    """Last step of the current worker, or its start step."""
     farthest_step: int = 0
-    _hurt_s: float | None = None
-    _last_seen_s: float = 0.0
+    _fault_s: float | None = None
+    _last_event_s: float = 0.0
     _reader: JournalReader | None = None
 
     @property
     def checkpoint_step(self) -> int:
-        """Newest one that was told of."""
+        """Step of the newest checkpoint."""
         return self.checkpoints[-1][1] if self.checkpoints else 0
 
-    def hurt(self, now_s: float, what: str) -> None:
-        """A blow was dealt."""
-        self.marks.append((now_s, what))
+    def record_fault(self, now_s: float, action: str) -> None:
+        """An external fault was injected."""
+        self.marks.append((now_s, action))
         self.delivered += 1
-        self._hurt_s = now_s
+        self._fault_s = now_s
 
-    def begun(self, now_s: float) -> None:
-        """A worker is there that was not there before."""
-        self.ended(now_s)
+    def worker_started(self, now_s: float) -> None:
+        """A new worker was found."""
+        self.worker_ended(now_s)
         self.attempts.append([now_s])
 
-    def ended(self, now_s: float) -> None:
-        """There is no worker any more, or another one."""
+    def worker_ended(self, now_s: float) -> None:
+        """The worker is gone, or was replaced."""
         if self.attempts and len(self.attempts[-1]) == 1:
             self.attempts[-1].append(now_s)
 
     def read(self, journal: Path, now_s: float) -> bool:
-        """Take in what is new in the journal; whether there was anything."""
+        """Add new events of the journal; return whether there were any."""
         if self._reader is None:
             self._reader = JournalReader(journal)
         events = list(self._reader.read())
         for event in events:
-            self._see(event, now_s)
-            self._last_seen_s = now_s
+            self._add(event, now_s)
+            self._last_event_s = now_s
         return bool(events)
 
-    def reread(self, journal: Path) -> None:
-        """The journal was changed or moved by us: go on behind what is in it now."""
+    def skip_to_end(self, journal: Path) -> None:
+        """Continue after the current end of a journal that a fault has changed or moved."""
         self._reader = JournalReader(journal)
         for _ in self._reader.read():
             pass
 
-    def _see(self, event: JournalEvent, now_s: float) -> None:
+    def _add(self, event: JournalEvent, now_s: float) -> None:
         self.kinds[event.kind] += 1
         if event.kind in MARKED:
             self.marks.append((now_s, event.kind))
-        if event.kind == "attempt":
-            self.own_steps = 0
-        elif event.kind == "ready":
-            self._resumed(event.data)
-        elif event.kind in ("step", "skipped"):
-            self._stepped(event.data["step"], now_s)
-        elif event.kind == "checkpoint":
+        if event.kind == "attempt_started":
+            self.worker_steps = 0
+        elif event.kind == "worker_ready":
+            self._add_ready(event.data)
+        elif event.kind in ("step", "step_skipped"):
+            self._add_step(event.data["step"], now_s)
+        elif event.kind == "checkpoint_saved":
             self.checkpoints.append((now_s, event.data["step"]))
-        elif event.kind == "died":
-            self._died(str(event.data["class"]), now_s)
+        elif event.kind == "worker_exited":
+            self._add_failure(str(event.data["failure_class"]), now_s)
         elif event.kind == "finished":
             self.finished_s = now_s
-            self._recovered(now_s)
+            self._add_recovery(now_s)
 
-    def _resumed(self, data: dict[str, Any]) -> None:
+    def _add_ready(self, data: dict[str, Any]) -> None:
         if not self.facts:
             names = ("device", "compute_dtype", "threads", "torch", "planned_steps")
             self.facts = {name: data[name] for name in names if name in data}
         start = int(data["start_step"])
-        if self.kinds["ready"] > 1:
+        if self.kinds["worker_ready"] > 1:
             self.lost_steps.append(self.last_step - start)
         self.last_step = start
 
-    def _stepped(self, step: int, now_s: float) -> None:
+    def _add_step(self, step: int, now_s: float) -> None:
         self.steps.append((now_s, step))
-        self.own_steps += 1
+        self.worker_steps += 1
         self.last_step = step
         self.farthest_step = max(self.farthest_step, step)
-        if self.own_steps == 1:
-            self._recovered(now_s)
+        if self.worker_steps == 1:
+            self._add_recovery(now_s)
 
-    def _died(self, failure: str, now_s: float) -> None:
-        self.kinds[f"died:{failure}"] += 1
-        if self._hurt_s is None:  # nothing from outside: the worker was last well when it last said something
-            self._hurt_s = self._last_seen_s
+    def _add_failure(self, failure: str, now_s: float) -> None:
+        self.kinds[f"worker_exited:{failure}"] += 1
+        if self._fault_s is None:  # no external fault: the worker was last well at its last event
+            self._fault_s = self._last_event_s
             self.marks.append((now_s, f"died: {failure}"))
 
-    def _recovered(self, now_s: float) -> None:
-        if self._hurt_s is not None:
-            self.recoveries_s.append(now_s - self._hurt_s)
-            self._hurt_s = None
+    def _add_recovery(self, now_s: float) -> None:
+        if self._fault_s is not None:
+            self.recoveries_s.append(now_s - self._fault_s)
+            self._fault_s = None
 
 
 @dataclass(frozen=True)
 class BaselineTiming:
-    """How long an undisturbed training takes: what blows are timed by."""
+    """Timing of an undisturbed training, from which the times of external faults are computed."""
 
     first_step_s: float
-    """From the start of the worker to its first step."""
+    """Time from the start of the worker to its first step."""
     steps_s: dict[int, float]
-    """From the start of the worker to each step."""
+    """Time from the start of the worker to each step."""
     finished_s: float
 
     @classmethod
-    def of(cls, seen: FaultTrialTimeline) -> "BaselineTiming":
-        """Read off a training that finished at the first attempt."""
-        begin = seen.attempts[0][0]
-        times = {step: at - begin for at, step in seen.steps}
-        finished = seen.finished_s if seen.finished_s is not None else seen.steps[-1][0]
+    def from_timeline(cls, timeline: FaultTrialTimeline) -> "BaselineTiming":
+        """Timing of a training that finished in its first attempt."""
+        begin = timeline.attempts[0][0]
+        times = {step: at - begin for at, step in timeline.steps}
+        finished = timeline.finished_s if timeline.finished_s is not None else timeline.steps[-1][0]
         return cls(min(times.values()), times, finished - begin)
 
-    def moment(self, step: int, started: bool, fraction: float) -> "TrainingMoment":
-        """The moment after this fraction of the time that is left.
+    def find_moment(self, step: int, started: bool, fraction: float) -> "TrainingMoment":
+        """The moment after this fraction of the time left.
 
         Args:
-            step: the last one that was done.
-            started: the worker has only just been started, and start-up is part of the time that is left.
+            step: last step that was done.
+            started: the worker has just been started, so that start-up is part of the time left.
             fraction: below 1.
         """
-        here_s = self.steps_s.get(step, self.first_step_s)
+        now_s = self.steps_s.get(step, self.first_step_s)
         start_s = self.first_step_s if started else 0.0
-        ahead_s = fraction * (self.finished_s - here_s + start_s)
+        ahead_s = fraction * (self.finished_s - now_s + start_s)
         if ahead_s < start_s:
-            return TrainingMoment(step, ahead_s, loading=True)
-        there_s = here_s + ahead_s - start_s
-        passed = max((done for done, at in self.steps_s.items() if step <= done and at <= there_s), default=step)
-        return TrainingMoment(passed, there_s - self.steps_s.get(passed, here_s))
+            return TrainingMoment(step, ahead_s, is_loading=True)
+        moment_s = now_s + ahead_s - start_s
+        passed = max((done for done, at in self.steps_s.items() if step <= done and at <= moment_s), default=step)
+        return TrainingMoment(passed, moment_s - self.steps_s.get(passed, now_s))
 
 
 @dataclass(frozen=True)
 class TrainingMoment:
-    """A moment in a training by what is done in it, not by the clock alone: another time all may go twice as fast."""
+    """A moment of a training, defined by its progress instead of the clock, because its speed may differ next time.
+
+    The moment is `delay_s` after `step` was done, or when the next step is done if that is earlier.
+    """
 
     step: int
-    """When this step has been done, and then"""
     delay_s: float
-    """so much later, or when the next step has been done, if that is earlier."""
-    loading: bool = False
-    """Counted from the start of the worker instead."""
+    is_loading: bool = False
+    """`delay_s` counts from the start of the worker instead."""

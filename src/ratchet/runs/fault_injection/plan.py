@@ -1,7 +1,7 @@
-"""Which faults befall a training, and when: drawn from a seed, before anything runs.
+"""Plans of `ratchet chaos`: which faults a training meets, and when. Everything is drawn from a seed in advance.
 
-A plan is a tuple of trials. The draw of a trial depends on (seed, row, number in its row) only, so that a row that
-failed can be tried again alone.
+A plan is a tuple of trials. A trial depends only on (seed, category, number in its category), so that a category that
+failed can be repeated alone.
 """
 
 import random
@@ -12,24 +12,24 @@ from typing import Literal
 from ratchet.errors import SettingsError
 from ratchet.runs.fault_injection.injection import InjectedFault
 
-MOST_KILLS = 4
-"""In one trial."""
+MAX_KILLS = 4
+"""Maximum number of kills in one trial."""
 
-LATEST = 0.9
-"""Of the time that is left: a blow that is due later might come after the end of training."""
+MAX_FRACTION = 0.9
+"""Largest fraction of the time left for an external fault: a later one might come after the end of training."""
 
-FEWEST_STEPS = 12
-"""Of a training that faults are tried on: there must be steps before, between and after them."""
+MIN_STEPS = 12
+"""Minimum number of steps of a training: there must be steps before, between and after faults."""
 
-What = Literal[
+FaultAction = Literal[
     "kill worker", "kill supervisor", "terminate", "terminate twice", "stop worker",
     "flip a bit", "cut a file", "remove a file", "damage the journal", "move the project",
 ]  # fmt: skip
 
-DOWN: frozenset[What] = frozenset(
+DOWN: frozenset[FaultAction] = frozenset(
     {"flip a bit", "cut a file", "remove a file", "damage the journal", "move the project"}
 )
-"""Done while nothing runs: the supervisor is killed, and the worker with it, before."""
+"""Actions for which the supervisor, and with it the worker, is killed first."""
 
 Guard = tuple[str, str | int]
 """A setting of `train.guards` and its value."""
@@ -37,257 +37,293 @@ Guard = tuple[str, str | int]
 
 @dataclass(frozen=True)
 class ExternalFault:
-    """Something done to a training from outside.
+    """A fault that is injected from outside.
 
-    It comes `fraction` of the time that is expected to be left after the moment at which this worker has done
-    `own_steps` new steps (0: has been started), and any worker of the trial step `past_step`.
+    Its time is `fraction` of the expected remaining time, counted from the moment when the current worker has done
+    `worker_steps` new steps (0: was started) and some worker of the trial has done step `min_step`.
     """
 
-    what: What
+    action: FaultAction
     fraction: float
-    own_steps: int = 0
-    past_step: int = 0
-    draw: int = 0
-    """Seed of what is left to choose: which file, which bit."""
+    worker_steps: int = 0
+    min_step: int = 0
+    seed: int = 0
+    """Seed for further choices: which file, which bit."""
 
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """One training, what befalls it, and what its result is compared with."""
+    """One training, its faults, and the reference for its result."""
 
-    row: str
+    category: str
     number: int
-    """Within the row, from 0."""
-    blows: tuple[ExternalFault, ...] = ()
+    """Number in the category, from 0."""
+    external_faults: tuple[ExternalFault, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
-    """Made inside every worker, but for those of a repeated command if the trial `heals`."""
-    same_fault: bool = False
-    """Compared with an undisturbed training that meets the same faults; otherwise with one that meets none."""
-    heals: bool = False
-    """A repeated command meets none of the faults: what was decided on them stands in the journal."""
+    """Faults inside every worker; if `is_transient`, not in workers of a repeated command."""
+    reference_has_faults: bool = False
+    """Whether the reference training has the same injected faults, otherwise none."""
+    is_transient: bool = False
+    """Whether a repeated command has none of the faults; it must follow the decisions in the journal."""
     guards: tuple[Guard, ...] = ()
-    """Settings of `train.guards` that differ from the project's, in what it is compared with too."""
-    shows: tuple[str, ...] = ()
-    """Kinds of journal events (`died:CLASS` for a class of death) of which one proves that the fault took place."""
-    stalls: bool = False
-    """A worker that does nothing is part of the trial: it is given less time than the project's settings say."""
+    """Settings of `train.guards` that differ from the project's; the reference has them too."""
+    expected_events: tuple[str, ...] = ()
+    """Kinds of journal events of which one proves the fault (`worker_exited:CLASS` for a failure class)."""
+    can_stall: bool = False
+    """Whether a stalled worker is part of the trial, which then uses shorter timeouts than the project's settings."""
 
     @property
     def name(self) -> str:
-        """Such as `sigkill-0`; also the name of its directory."""
-        return f"{self.row}-{self.number}"
+        """Name of the trial and its directory, such as `sigkill-0`."""
+        return f"{self.category}-{self.number}"
 
     @property
     def reference(self) -> tuple[tuple[InjectedFault, ...], tuple[Guard, ...]]:
-        """What decides which undisturbed training it is compared with."""
-        return (self.faults if self.same_fault else ()), self.guards
+        """Key of the undisturbed training that it is compared with."""
+        return (self.faults if self.reference_has_faults else ()), self.guards
 
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """What a plan must know of the training that it is made for."""
+    """Properties of a training that a plan depends on."""
 
     steps: int
-    """Optimizer steps; at least FEWEST_STEPS."""
+    """Number of optimizer steps; at least MIN_STEPS."""
     validate_every_steps: int
     fitting_tokens: int
-    """Padded tokens of a micro-batch that hold the longest sequence but not a whole micro-batch: the `oom` row."""
+    """Padded tokens that hold the longest sequence but not a full micro-batch, for category `oom`."""
 
 
 Draw = Callable[[random.Random, TrainingShape, int], FaultTrial]
-"""Draws one trial; the number says which of its row (for blows: how many there are in it)."""
+"""Draws one trial; the number is its number in the category (if the category kills: its number of kills)."""
 
 
 @dataclass(frozen=True)
 class FaultCategory:
-    """A kind of fault."""
+    """A category of faults."""
 
-    text: str
-    """What befalls the training, for people."""
+    description: str
+    """The fault, for people."""
     draw: Draw
     kills: bool = False
-    """Its trials have several blows each, as many as are asked for in all; otherwise a trial is one."""
-    least: int = 1
-    """Trials, where a trial is one blow or fault."""
+    """Whether a trial has several kills, and the number of kills is given in all; otherwise a trial has one fault."""
+    min_trials: int = 1
+    """Minimum number of trials, if a trial has one fault."""
 
 
-def _plan_several(row: str, *whats: What, shows: tuple[str, ...] = (), stalls: bool = False) -> Draw:
-    """Blows one after another, by turns at any time and at a time when steps are made.
+def _plan_several(category: str, *actions: FaultAction, expected_events: tuple[str, ...] = ()) -> Draw:
+    """Faults one after another, alternately at any time and after the first step of a worker.
 
-    Start-up takes most of the time of a small training: uniform in time alone, hardly a blow would meet a step.
+    Start-up takes most of the time of a small training: uniformly distributed faults would hardly hit a step.
     """
 
     def draw(chance: random.Random, shape: TrainingShape, count: int) -> FaultTrial:
-        blows = tuple(
-            ExternalFault(chance.choice(whats), chance.uniform(0, LATEST), own_steps=0 if turn % 2 else 1)
+        faults = tuple(
+            ExternalFault(chance.choice(actions), chance.uniform(0, MAX_FRACTION), worker_steps=0 if turn % 2 else 1)
             for turn in range(count)
         )
-        return FaultTrial(row, 0, blows, shows=shows, stalls=stalls)
+        return FaultTrial(category, 0, faults, expected_events=expected_events)
 
     return draw
 
 
 def _plan_stopped(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Not before the third step of the worker: until then its deadlines are those of start-up."""
-    blow = ExternalFault("stop worker", chance.uniform(0, LATEST), own_steps=3)
-    return FaultTrial("sigstop", number, (blow,), shows=("died:stalled",), stalls=True)
+    """Not before the third step of the worker, because its deadlines are those of start-up until then."""
+    fault = ExternalFault("stop worker", chance.uniform(0, MAX_FRACTION), worker_steps=3)
+    return FaultTrial("sigstop", number, (fault,), expected_events=("worker_exited:stalled",), can_stall=True)
 
 
-def _plan_outage(row: str, what: What, shows: tuple[str, ...] = ()) -> Draw:
+def _plan_damage(category: str, action: FaultAction, expected_events: tuple[str, ...] = ()) -> Draw:
     def draw(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-        # Not before two checkpoints are there, which are two steps apart.
-        blow = ExternalFault(what, chance.uniform(0, LATEST), past_step=5, draw=chance.randrange(2**32))
-        return FaultTrial(row, number, (blow,), shows=shows)
+        # Not before there are two checkpoints, which are two steps apart.
+        fault = ExternalFault(action, chance.uniform(0, MAX_FRACTION), min_step=5, seed=chance.randrange(2**32))
+        return FaultTrial(category, number, (fault,), expected_events=expected_events)
 
     return draw
 
 
-def _plan_disk(row: str, code: Literal["ENOSPC", "EIO", "EROFS"]) -> Draw:
+def _plan_disk(category: str, code: Literal["ENOSPC", "EIO", "EROFS"]) -> Draw:
     def draw(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
         step = chance.randint(2, shape.steps // 2)
         fault = InjectedFault(kind="disk", errno=code, step=step, times=chance.randint(1, 4))
-        return FaultTrial(row, number, faults=(fault,), shows=("alert",))
+        return FaultTrial(category, number, faults=(fault,), expected_events=("alert",))
 
     return draw
 
 
-def _plan_once(row: str, kind: Literal["hang", "weights"], shows: tuple[str, ...]) -> Draw:
+def _plan_once(category: str, kind: Literal["hang", "weights"], expected_events: tuple[str, ...]) -> Draw:
     def draw(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
         fault = InjectedFault(kind=kind, step=chance.randint(4, shape.steps - 3), mark=f"{kind}-took-place")
-        return FaultTrial(row, number, faults=(fault,), shows=shows, stalls=kind == "hang")
+        return FaultTrial(category, number, faults=(fault,), expected_events=expected_events, can_stall=kind == "hang")
 
     return draw
 
 
-def _plan_kill_after(chance: random.Random, step: int, heals: bool) -> tuple[ExternalFault, ...]:
-    """A kill soon after a step: of the supervisor if the repeated command is to find the fault gone."""
-    return (ExternalFault("kill supervisor" if heals else "kill worker", chance.uniform(0, 0.15), past_step=step),)
+def _plan_kill_after(chance: random.Random, step: int, is_transient: bool) -> tuple[ExternalFault, ...]:
+    """A kill soon after a step: of the supervisor if the repeated command should not have the fault."""
+    return (
+        ExternalFault("kill supervisor" if is_transient else "kill worker", chance.uniform(0, 0.15), min_step=step),
+    )
 
 
 def _plan_memory(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """By turns in training, for some steps, and in validation, from the first on."""
+    """Alternately in training, for some steps, and in validation, from the first one on."""
     phase: Literal["train", "validation"] = "validation" if number % 2 else "train"
     begin = 1 if phase == "validation" else chance.randint(3, shape.steps // 2)
     steps = 0 if phase == "validation" else chance.randint(1, 3)
     fault = InjectedFault(kind="memory", step=begin, steps=steps, tokens=shape.fitting_tokens, phase=phase)
     last = shape.validate_every_steps + 1 if phase == "validation" else begin + steps
-    heals = phase == "train" and chance.random() < 0.5
-    blows = _plan_kill_after(chance, last, heals)
-    return FaultTrial("oom", number, blows, (fault,), same_fault=True, heals=heals, shows=("budget",))
+    is_transient = phase == "train" and chance.random() < 0.5
+    kills = _plan_kill_after(chance, last, is_transient)
+    return FaultTrial(
+        "oom",
+        number,
+        kills,
+        (fault,),
+        reference_has_faults=True,
+        is_transient=is_transient,
+        expected_events=("microbatch_budget",),
+    )
 
 
 def _plan_non_finite(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """By turns once (the step is repeated), always and skipped, always and rolled back."""
+    """Alternately once (the step is repeated), always and skipped, always and rolled back."""
     step = chance.randint(shape.steps // 2, shape.steps - 5)
     if number % 3 == 0:
         fault = InjectedFault(kind="non_finite", step=step, times=1)
-        return FaultTrial("nan", number, faults=(fault,), shows=("repeated",))
+        return FaultTrial("nan", number, faults=(fault,), expected_events=("step_repeated",))
     rules: tuple[Guard, ...] = (("on_non_finite", "skip"),)
     if number % 3 == 2:
         rules = (("on_non_finite", "roll_back"), ("snapshot_every_steps", max(2, shape.steps // 4)))
     fault = InjectedFault(kind="non_finite", step=step, times=0)
-    heals = chance.random() < 0.5
-    blows = _plan_kill_after(chance, step, heals)
-    return FaultTrial("nan", number, blows, (fault,), same_fault=True, heals=heals, guards=rules, shows=("skipped",))
+    is_transient = chance.random() < 0.5
+    kills = _plan_kill_after(chance, step, is_transient)
+    return FaultTrial(
+        "nan",
+        number,
+        kills,
+        (fault,),
+        reference_has_faults=True,
+        is_transient=is_transient,
+        guards=rules,
+        expected_events=("step_skipped",),
+    )
 
 
 def _plan_spike(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """By turns skipped and rolled back; late, for a median needs steps."""
+    """Alternately skipped and rolled back; late in training, because a median needs steps."""
     step = chance.randint(max(10, shape.steps * 2 // 3), shape.steps - 2)
     rule = "roll_back" if number % 2 else "skip"
     rules: tuple[Guard, ...] = (("on_spike", rule), ("window_steps", 8), ("snapshot_every_steps", 4))
     fault = InjectedFault(kind="spike", step=step, times=0)
-    heals = chance.random() < 0.5
-    blows = _plan_kill_after(chance, step, heals)
-    return FaultTrial("spike", number, blows, (fault,), same_fault=True, heals=heals, guards=rules, shows=("skipped",))
+    is_transient = chance.random() < 0.5
+    kills = _plan_kill_after(chance, step, is_transient)
+    return FaultTrial(
+        "spike",
+        number,
+        kills,
+        (fault,),
+        reference_has_faults=True,
+        is_transient=is_transient,
+        guards=rules,
+        expected_events=("step_skipped",),
+    )
 
 
 def _plan_nothing(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
     return FaultTrial("none", number)
 
 
-ROWS: Mapping[str, FaultCategory] = {
-    "none": FaultCategory("nothing: two undisturbed trainings must be equal, too", _plan_nothing),
+FAULT_CATEGORIES: Mapping[str, FaultCategory] = {
+    "none": FaultCategory("nothing: two undisturbed trainings must be equal", _plan_nothing),
     "sigkill": FaultCategory(
         "the worker is killed",
-        _plan_several("sigkill", "kill worker", shows=("died:killed",)), kills=True,
+        _plan_several("sigkill", "kill worker", expected_events=("worker_exited:killed",)), kills=True,
     ),
     "supervisor": FaultCategory(
-        "the supervisor is killed, its worker must die; the command is repeated",
+        "the supervisor is killed, its worker must end; the command is repeated",
         _plan_several("supervisor", "kill supervisor"), kills=True,
     ),
     "sigterm": FaultCategory(
-        "the command is asked to stop, half the times twice; it is repeated",
+        "the command is asked to stop, sometimes twice; it is repeated",
         _plan_several("sigterm", "terminate", "terminate twice"), kills=True,
     ),
-    "sigstop": FaultCategory("the worker is stopped and must be noticed", _plan_stopped),
-    "hang": FaultCategory("a step never ends and must be noticed", _plan_once("hang", "hang", ("died:stalled",))),
-    "oom": FaultCategory("memory runs out, in training or validation; then a kill", _plan_memory, least=2),
-    "nan": FaultCategory("the loss is not finite: once, or always and then a kill", _plan_non_finite, least=3),
+    "sigstop": FaultCategory("the worker is stopped and must be detected", _plan_stopped),
+    "hang": FaultCategory(
+        "a step never ends and must be detected",
+        _plan_once("hang", "hang", ("worker_exited:stalled",)),
+    ),
+    "oom": FaultCategory("memory runs out, in training or validation; then a kill", _plan_memory, min_trials=2),
+    "nan": FaultCategory("the loss is not finite: once, or always and then a kill", _plan_non_finite, min_trials=3),
     "spike": FaultCategory("the gradient is far too large; then a kill", _plan_spike),
-    "weights": FaultCategory("a weight becomes NaN", _plan_once("weights", "weights", ("died:hardware",))),
+    "weights": FaultCategory("a weight becomes NaN", _plan_once("weights", "weights", ("worker_exited:hardware",))),
     "enospc": FaultCategory("the disk is full for a while", _plan_disk("enospc", "ENOSPC")),
     "eio": FaultCategory("the disk fails for a while", _plan_disk("eio", "EIO")),
     "erofs": FaultCategory("the disk is read-only for a while", _plan_disk("erofs", "EROFS")),
     "bitflip": FaultCategory(
         "a bit of the newest checkpoint flips",
-        _plan_outage("bitflip", "flip a bit", ("notice",)),
+        _plan_damage("bitflip", "flip a bit", ("notice",)),
     ),
-    "torn": FaultCategory("a file of the newest checkpoint is cut", _plan_outage("torn", "cut a file", ("notice",))),
+    "torn": FaultCategory("a file of the newest checkpoint is cut", _plan_damage("torn", "cut a file", ("notice",))),
     "missing": FaultCategory(
         "a file of the newest checkpoint is gone",
-        _plan_outage("missing", "remove a file", ("notice",)),
+        _plan_damage("missing", "remove a file", ("notice",)),
     ),
     "journal": FaultCategory(
         "the journal has a torn end and garbage inside",
-        _plan_outage("journal", "damage the journal"),
+        _plan_damage("journal", "damage the journal"),
     ),
-    "moved": FaultCategory("the project is moved", _plan_outage("moved", "move the project")),
+    "moved": FaultCategory("the project is moved", _plan_damage("moved", "move the project")),
 }  # fmt: skip
-"""Every fault by the name that `--faults` takes."""
+"""Every category by its name for `--faults`."""
 
 
 def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
-    """Blows or faults of each row: `kills` of those that kill or ask to stop; of the others a fifth, at least `least`.
+    """Number of faults of each category: `kills` for those that kill or stop; a fifth of it for the others, at least
+    `min_trials`.
 
     Raises:
-        SettingsError: a name is none of ROWS, or there is nothing to do.
+        SettingsError: a name is not in FAULT_CATEGORIES, or there is nothing to do.
     """
     wanted = list(names)
-    unknown = sorted(set(wanted) - set(ROWS))
+    unknown = sorted(set(wanted) - set(FAULT_CATEGORIES))
     if unknown or not wanted:
-        found = f"{', '.join(unknown)}: unknown" if unknown else "no fault is named"
-        raise SettingsError(f"--faults: {found}; there are: {', '.join(ROWS)}")
+        problem = f"unknown: {', '.join(unknown)}" if unknown else "no fault given"
+        raise SettingsError(f"--faults: {problem}; choose from {', '.join(FAULT_CATEGORIES)}")
     if kills < 1:
-        raise SettingsError(f"--kills: {kills} is no number of kills; take 1 or more")
-    return {name: kills if row.kills else max(row.least, kills // 5) for name, row in ROWS.items() if name in wanted}
+        raise SettingsError(f"--kills: found {kills}; expected a number >= 1")
+    return {
+        name: kills if category.kills else max(category.min_trials, kills // 5)
+        for name, category in FAULT_CATEGORIES.items()
+        if name in wanted
+    }
 
 
-def draw_plan(seed: int, numbers: Mapping[str, int], shape: TrainingShape) -> tuple[FaultTrial, ...]:
-    """The plan of this seed.
+def draw_plan(seed: int, counts: Mapping[str, int], shape: TrainingShape) -> tuple[FaultTrial, ...]:
+    """Draw the plan of a seed.
 
     Args:
-        seed: decides everything that is drawn.
-        numbers: blows or faults of each row; see `allocate_counts`.
-        shape: of the training that it is for.
+        seed: determines everything that is drawn.
+        counts: number of faults of each category; see `allocate_counts`.
+        shape: of the training that the plan is for.
 
     Raises:
         SettingsError: the training is too short.
     """
-    if shape.steps < FEWEST_STEPS:
-        raise SettingsError(f"--steps: {shape.steps} are too few to try faults on; take {FEWEST_STEPS} or more")
-    return tuple(trial for name, number in numbers.items() for trial in _draw_category(seed, name, number, shape))
+    if shape.steps < MIN_STEPS:
+        raise SettingsError(f"--steps: found {shape.steps}; expected at least {MIN_STEPS}, so that faults can occur")
+    return tuple(trial for name, count in counts.items() for trial in _draw_category(seed, name, count, shape))
 
 
-def _draw_category(seed: int, name: str, number: int, shape: TrainingShape) -> Iterable[FaultTrial]:
-    row = ROWS[name]
-    sizes = _divide_kills(number) if row.kills else range(number)
-    for place, size in enumerate(sizes):
-        trial = row.draw(random.Random(f"{seed}/{name}/{place}"), shape, size)
-        yield FaultTrial(**{**vars(trial), "number": place})
+def _draw_category(seed: int, name: str, count: int, shape: TrainingShape) -> Iterable[FaultTrial]:
+    category = FAULT_CATEGORIES[name]
+    sizes = _divide_kills(count) if category.kills else range(count)
+    for number, size in enumerate(sizes):
+        trial = category.draw(random.Random(f"{seed}/{name}/{number}"), shape, size)
+        yield FaultTrial(**{**vars(trial), "number": number})
 
 
-def _divide_kills(number: int) -> list[int]:
-    """So many kills as trials of nearly equal size, none of more than MOST_KILLS."""
-    trials = -(-number // MOST_KILLS)
-    return [number // trials + (place < number % trials) for place in range(trials)]
+def _divide_kills(count: int) -> list[int]:
+    """Divide kills into trials of nearly equal size, none of more than MAX_KILLS."""
+    trials = -(-count // MAX_KILLS)
+    return [count // trials + (number < count % trials) for number in range(trials)]

@@ -1,1 +1,1 @@
-"""A copy of a run in object storage or in another folder, and the lease that decides who may write."""
+"""Replicas of runs in object storage or a shared directory, and the lease that decides which machine may write."""

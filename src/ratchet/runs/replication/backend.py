@@ -1,4 +1,4 @@
-"""Bytes on their way: no more than so many a second, and whether they move at all."""
+"""Interface of storage backends, with a bandwidth limit and detection of stalled transfers."""
 
 import asyncio
 import hashlib
@@ -17,27 +17,30 @@ from ratchet.storage.files import Entry
 ResultT = TypeVar("ResultT")
 
 AT_ONCE_S = 0.25
-"""What is handed over at once takes no longer than this at the cap."""
+"""Time that one piece takes at most under a bandwidth limit."""
 AT_ONCE_BYTES = 1 << 18
+"""Size of one piece without a bandwidth limit."""
 BODY_BYTES = 1 << 16
-"""Of a body, handed to a client in one go."""
+"""Most bytes of a request body that are passed to an HTTP client in one call."""
 BUFFERED_BYTES = 1 << 17
-"""Most of a body that may lie in buffers of this machine, moving unseen (64 KiB of asyncio's, and these of sockets)."""
+"""Most bytes of a body in the buffers of this machine, whose transfer cannot be observed: 64 KiB in asyncio, the rest
+in sockets."""
 UNSENT_BYTES = 1 << 14
+"""Unsent bytes that a socket accepts; see `create_shallow_socket`."""
 POLL_S = 0.2
-"""How often a call that takes long is asked whether anybody still waits for it."""
+"""Interval at which a long call checks whether it should stop."""
 
 
 class TransferStalledError(OSError):
-    """Nothing moved for `TransferLimits.timeout_s`."""
+    """No byte was transferred for `TransferLimits.timeout_s`."""
 
 
 class TransferStoppedError(OSError):
-    """Whoever waits for a call has no more time."""
+    """The caller stopped a transfer."""
 
 
 class BandwidthThrottle:
-    """A line of `bytes_s`, shared by all threads: who sends n bytes keeps it busy for n / bytes_s seconds."""
+    """Limits the total bandwidth of all threads: sending n bytes takes at least n / bytes_s seconds."""
 
     def __init__(
         self,
@@ -52,17 +55,17 @@ class BandwidthThrottle:
 
     @property
     def at_once_bytes(self) -> int:
-        """Most that should be asked for in one go."""
+        """Largest amount to request at once."""
         if self._bytes_s is None:
             return AT_ONCE_BYTES
         return max(1, min(AT_ONCE_BYTES, int(self._bytes_s * AT_ONCE_S)))
 
     def seconds(self, count: int) -> float:
-        """How long `count` bytes take at least."""
+        """Minimum time for `count` bytes."""
         return 0.0 if self._bytes_s is None else count / self._bytes_s
 
-    def take(self, count: int) -> None:
-        """Wait until the line is free for `count` bytes, and take it."""
+    def acquire(self, count: int) -> None:
+        """Wait until `count` bytes may be transferred."""
         if self._bytes_s is None:
             return
         with self._lock:
@@ -74,7 +77,7 @@ class BandwidthThrottle:
 
 
 class TransferProgress:
-    """When something last moved."""
+    """Time of the last transferred byte."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()
@@ -84,9 +87,10 @@ class TransferProgress:
 
 
 class ThrottledBody(io.RawIOBase):
-    """Bytes that a client sends, handed over at the pace of a throttle; each piece is progress.
+    """Request body that an HTTP client reads at the speed of a throttle; each piece counts as progress.
 
-    HTTP clients read a body on the thread of their event loop to sign it, and on another, which may wait, to send it.
+    HTTP clients read a body twice: on the thread of their event loop to sign it, and on another thread to send it. Only
+    the second one may block.
     """
 
     def __init__(self, data: bytes, throttle: BandwidthThrottle, progress: TransferProgress) -> None:
@@ -114,7 +118,7 @@ class ThrottledBody(io.RawIOBase):
         if not _is_on_event_loop():
             wanted = min(wanted, BODY_BYTES, self._throttle.at_once_bytes)
             if wanted:
-                self._throttle.take(wanted)
+                self._throttle.acquire(wanted)
             self._progress.moved()
         piece = self._data[self._at : self._at + wanted]
         self._at += wanted
@@ -130,8 +134,10 @@ def _is_on_event_loop() -> bool:
 
 
 def create_shallow_socket(address: Any) -> socket.socket:
-    """A socket in which no more than UNSENT_BYTES wait for the network, so that progress is seen when it is made
-    (TCP_NOTSENT_LOWAT, Linux 3.12; what is under way is not limited, and so neither is speed)."""
+    """Create a socket that accepts at most UNSENT_BYTES unsent bytes, so that progress is observed when it is made.
+
+    It uses TCP_NOTSENT_LOWAT (Linux 3.12). Bytes in flight are not limited, so the speed is not reduced.
+    """
     family, kind, protocol = address[:3]
     made = socket.socket(family, kind, protocol)
     if option := getattr(socket, "TCP_NOTSENT_LOWAT", None):
@@ -140,14 +146,14 @@ def create_shallow_socket(address: Any) -> socket.socket:
 
 
 class TransferWatchdog:
-    """Lets a call run as long as it makes progress.
+    """Runs a call as long as it makes progress.
 
     Raises TransferStalledError or TransferStoppedError otherwise, and the errors of the call.
 
     Args:
-        timeout_s: without progress, after which it has stalled.
-        slowest_bytes_s: of a connection that does not count as stalled.
-        stopping: asked while a call takes long, whether anybody still waits for it.
+        timeout_s: time without progress after which a call has stalled.
+        slowest_bytes_s: speed of the slowest connection that does not count as stalled.
+        stopping: called during long calls; returns whether to stop.
     """
 
     def __init__(self, timeout_s: float, slowest_bytes_s: float, stopping: Callable[[], bool]) -> None:
@@ -156,7 +162,7 @@ class TransferWatchdog:
         self._stopping = stopping
 
     def buffered_s(self, body_bytes: int) -> float:
-        """How long what is in buffers of a body may take, unseen."""
+        """Longest time for which a transfer of buffered bytes of a body cannot be observed."""
         return min(body_bytes, BUFFERED_BYTES) / self._slowest_bytes_s
 
     def coroutine(
@@ -165,14 +171,15 @@ class TransferWatchdog:
         loop: asyncio.AbstractEventLoop,
         slack_s: float = 0.0,
     ) -> ResultT:
-        """Run on a loop of another thread; cancelled when it stalls."""
+        """Run a coroutine on the event loop of another thread; cancel it when it stalls."""
         progress = TransferProgress()
         return self._wait(asyncio.run_coroutine_threadsafe(make(progress), loop), progress, slack_s)
 
     def call(self, function: Callable[[TransferProgress], ResultT], slack_s: float = 0.0) -> ResultT:
-        """Run in a thread of its own, which is left to itself when it stalls: nobody can end a system call."""
+        """Run a function in a thread of its own. If it stalls, the thread is abandoned, because a system call cannot be
+        ended."""
         progress, future = TransferProgress(), Future[ResultT]()
-        future.set_running_or_notify_cancel()  # so that one which is given up can still end, unheard
+        future.set_running_or_notify_cancel()  # so that an abandoned call can still set its result
 
         def run() -> None:
             try:
@@ -180,7 +187,7 @@ class TransferWatchdog:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="mirror-call", daemon=True).start()
+        threading.Thread(target=run, name="replica-call", daemon=True).start()
         return self._wait(future, progress, slack_s)
 
     def _wait(self, future: "Future[ResultT]", progress: TransferProgress, slack_s: float) -> ResultT:
@@ -188,7 +195,7 @@ class TransferWatchdog:
             left_s = progress.at + self._timeout_s + slack_s - time.monotonic()
             if left_s <= 0 and not future.done():
                 future.cancel()
-                raise TransferStalledError(f"nothing moved for {self._timeout_s + slack_s:g} s")
+                raise TransferStalledError(f"no data transferred for {self._timeout_s + slack_s:g} s")
             try:
                 return future.result(min(max(left_s, 0.001), POLL_S))
             except TimeoutError:
@@ -196,83 +203,96 @@ class TransferWatchdog:
                     raise
             if self._stopping():
                 future.cancel()
-                raise TransferStoppedError("there is no more time for it")
+                raise TransferStoppedError("no time left for the transfer")
 
-
-# What a store asks of a place, one try at a time; and reading from it piece by piece.
 
 T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
-"""Most of an object that is read at once."""
+"""Most bytes that are read from an object in one call."""
 
 
 class RetryCallable(Protocol):
-    """Calls until it works, as patience has it (`RetryPolicy.run`)."""
+    """Repeats a call until it succeeds (`RetryPolicy.run`)."""
 
-    def __call__(self, what: str, once: Callable[[], T]) -> T:
-        """Raises MirrorError, and FileNotFoundError for what is not there."""
+    def __call__(self, what: str, attempt: Callable[[], T]) -> T:
+        """Raises ReplicaError, and FileNotFoundError for a missing object."""
 
 
 class ContentMismatchError(OSError):
-    """What arrived is not what was sent."""
+    """The stored content differs from what was sent."""
 
 
 class StorageBackend(Protocol):
-    """A place by way of one library. Names are relative to the mirror. Every call is one try and raises as its library
-    does; FileNotFoundError is that there is nothing of that name."""
+    """Storage accessed through one library. Names are relative to the replica.
+
+    Every call is one attempt and raises the errors of its library. FileNotFoundError means that the object does not
+    exist.
+    """
 
     def reopen(self) -> None:
-        """The next call opens a new connection, with credentials read anew."""
+        """Let the next call open a new connection and read the credentials again."""
 
     def list(self, folder: str) -> dict[str, int]:
-        """Names below a folder, and sizes in bytes. A folder that is not there is empty."""
+        """Names below a directory with sizes in bytes. A missing directory is empty."""
 
     def size(self, name: str) -> int:
-        """Of an object, in bytes."""
+        """Size of an object in bytes."""
 
     def read(self, name: str) -> bytes:
-        """A small object."""
+        """Read a small object."""
 
     def piece(self, name: str, start: int) -> bytes:
-        """Some bytes of an object from `start` on: at least one, at most PIECE_BYTES."""
+        """Read bytes of an object from offset `start`: at least one, at most PIECE_BYTES."""
 
     def write(self, name: str, data: bytes) -> None:
-        """A small object, at once; whoever reads sees the old one or the new one."""
+        """Write a small object atomically: readers see the old or the new content."""
 
-    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
-        """A file, unless it is there; returns the bytes that were sent, tries that failed apart. Verified when it
-        returns. Calls `trying` itself, for each step. Raises DamagedFileError if the file is not what `entry` says."""
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
+        """Upload and verify a file unless the object exists.
+
+        Args:
+            name: the object.
+            path: the file.
+            entry: its expected digest and size.
+            retry: runs each step.
+
+        Returns:
+            The bytes sent, without failed attempts.
+
+        Raises:
+            DamagedFileError: the file does not match `entry`.
+        """
 
     def remove(self, name: str) -> None:
-        """An object."""
+        """Remove an object."""
 
 
 def build_damaged_error(path: Path, found: Entry) -> DamagedFileError:
-    """Of a file here whose content is not what it is sent as."""
-    return DamagedFileError(f"{path}: content differs from its manifest ({found[1]:,} bytes); it is not mirrored")
+    """Create the error for a local file whose content does not match its manifest."""
+    return DamagedFileError(f"{path}: content differs from its manifest ({found[1]:,} bytes); it is not replicated")
 
 
-def read_pieces(engine: StorageBackend, name: str, size: int, trying: RetryCallable) -> Iterator[bytes]:
-    """An object of `size` bytes; what has arrived is not asked for again."""
+def read_pieces(backend: StorageBackend, name: str, size: int, retry: RetryCallable) -> Iterator[bytes]:
+    """Read an object of `size` bytes in pieces; a retry continues after the last piece."""
     start = 0
     while start < size:
         at = start
-        piece = trying(f"read {name}", lambda: _read_some(engine, name, at))  # noqa: B023 (called before `at` changes)
+        piece = retry(f"read {name}", lambda: _read_some(backend, name, at))  # noqa: B023 (called before `at` changes)
         start += len(piece)
         yield piece
 
 
-def _read_some(engine: StorageBackend, name: str, start: int) -> bytes:
-    found = engine.piece(name, start)
+def _read_some(backend: StorageBackend, name: str, start: int) -> bytes:
+    found = backend.piece(name, start)
     if not found:
-        raise ContentMismatchError(f"it ends after {start:,} bytes")
+        raise ContentMismatchError(f"the object ends after {start:,} bytes")
     return found
 
 
-def compute_remote_digest(engine: StorageBackend, name: str, size: int, trying: RetryCallable) -> str:
-    """SHA-256 of an object, read back."""
+def compute_remote_digest(backend: StorageBackend, name: str, size: int, retry: RetryCallable) -> str:
+    """Read an object back and compute its SHA-256."""
     found = hashlib.sha256()
-    for piece in read_pieces(engine, name, size, trying):
+    for piece in read_pieces(backend, name, size, retry):
         found.update(piece)
     return found.hexdigest()

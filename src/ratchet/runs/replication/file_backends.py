@@ -1,4 +1,4 @@
-"""A mirror in a folder: another disk of this machine, or one that several machines share."""
+"""Storage backends for a shared directory and for URLs that fsspec supports."""
 
 import hashlib
 import os
@@ -27,13 +27,13 @@ from ratchet.storage.files import PARTIAL, Entry
 
 LOCAL_PARTIAL = files.PARTIAL
 DURABLE_BYTES = 32 << 20
-"""Written between two fsyncs, so that none takes long."""
-OLD_S = 86_400.0
-"""What has been partial for so long was left by somebody who died."""
+"""Bytes written between two fsyncs; limits the duration of each."""
+STALE_AGE_S = 86_400.0
+"""Age after which a partial file counts as left behind by a process that was killed."""
 
 
 class LocalBackend:
-    """Written aside, fsynced, read back, renamed: a name appears only with its content."""
+    """A directory. Files are written to a temporary name, fsynced, read back and renamed, so they appear complete."""
 
     def __init__(self, root: Path, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._root = root
@@ -53,11 +53,11 @@ class LocalBackend:
                 if not name.startswith(LOCAL_PARTIAL):
                     try:
                         yield path.relative_to(self._root).as_posix(), path.stat().st_size
-                    except FileNotFoundError:  # removed while we looked
+                    except FileNotFoundError:  # removed since it was listed
                         continue
 
-    def is_there(self) -> bool:
-        """Whether there is such a folder; writing makes it."""
+    def exists(self) -> bool:
+        """Whether the directory exists. Writing creates it."""
         return self._watch.call(lambda _: self._root.is_dir())
 
     def size(self, name: str) -> int:
@@ -76,12 +76,12 @@ class LocalBackend:
 
     def write(self, name: str, data: bytes) -> None:
         def write(_: TransferProgress) -> None:
-            self._throttle.take(len(data))
+            self._throttle.acquire(len(data))
             self._publish(self._root / name, lambda partial: files.write_blocks(partial, [[data]]))
 
         self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
         def send(progress: TransferProgress) -> int:
             target = self._root / name
             try:
@@ -92,25 +92,25 @@ class LocalBackend:
             self._publish(target, lambda partial: self._copy(path, partial, entry, progress))
             return entry[1]
 
-        return trying(f"write {name}", lambda: self._watch.call(send))
+        return retry(f"write {name}", lambda: self._watch.call(send))
 
     def remove(self, name: str) -> None:
         self._watch.call(lambda _: (self._root / name).unlink())
 
-    def tidy(self) -> None:
-        """Remove what writers that died have left for more than a day, by the clock of the disk."""
+    def remove_stale_partials(self) -> None:
+        """Remove partial files that killed processes left more than a day ago, by the clock of the disk."""
 
-        def tidy(progress: TransferProgress) -> None:
+        def remove_stale_partials(progress: TransferProgress) -> None:
             partials = [Path(here, name) for here, _, names in os.walk(self._root) for name in names]
             for path in (one for one in partials if one.name.startswith(LOCAL_PARTIAL)):
                 progress.moved()
-                if path.stat().st_mtime < time.time() - OLD_S:
+                if path.stat().st_mtime < time.time() - STALE_AGE_S:
                     path.unlink(missing_ok=True)
 
-        self._watch.call(tidy)
+        self._watch.call(remove_stale_partials)
 
     def _publish(self, target: Path, fill: Callable[[Path], None]) -> None:
-        """Let `fill` write aside, then give it its name."""
+        """Let `fill` write to a temporary file, then rename it to `target`."""
         files.make_directory(target.parent)
         partial = target.parent / f"{LOCAL_PARTIAL}{uuid4().hex}"
         try:
@@ -143,12 +143,12 @@ class LocalBackend:
                 found.update(block)
                 progress.moved()
         if found.hexdigest() != entry[0]:
-            raise ContentMismatchError("read back, it is not what was written")
+            raise ContentMismatchError("the content read back differs from what was written")
 
     def _blocks(self, source: Path, progress: TransferProgress, read: "hashlib._Hash") -> Iterator[files.Block]:
         with source.open("rb") as stream:
             while block := stream.read(self._throttle.at_once_bytes):
-                self._throttle.take(len(block))
+                self._throttle.acquire(len(block))
                 read.update(block)
                 progress.moved()
                 yield [block]
@@ -159,16 +159,17 @@ def _reraise_unless_absent(error: OSError) -> None:
         raise error
 
 
-# A mirror by way of whatever fsspec can open: SFTP, SMB, Google's and Microsoft's object stores, memory.
+# fsspec: SFTP, SMB, Google's and Microsoft's object stores, memory.
 
 ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
-"""Where an object is there complete or not at all. Elsewhere it is written aside and renamed."""
+"""Schemes whose objects appear atomically. With others, an object is written to a temporary name and renamed."""
 SLOWEST_BYTES_S = 16_384.0
-"""Of an upload whose library tells no progress."""
+"""Slowest accepted speed of an upload whose library reports no progress."""
 
 
 def require_known_scheme(url: str) -> None:
-    """Raise SettingsError unless fsspec knows the scheme of a URL, and has the library for it. Nothing is asked."""
+    """Raise SettingsError unless fsspec knows the scheme of a URL and its library is installed. No server is
+    contacted."""
     import fsspec
 
     with _explain_errors(url):
@@ -176,10 +177,12 @@ def require_known_scheme(url: str) -> None:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, without its caches, and the path in it. Some libraries ask their server for it.
+    """Open fsspec's file system for a URL, without caches, and return it with the path in it.
+
+    Some libraries contact their server for this.
 
     Raises:
-        SettingsError: fsspec does not know it, or misses a library.
+        SettingsError: fsspec does not know the scheme, or its library is not installed.
     """
     import fsspec
 
@@ -190,23 +193,23 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _explain_errors(url: str) -> Iterator[None]:
-    """What fsspec says of a URL that it cannot open, as a SettingsError."""
+    """Turn the errors of fsspec about a URL that it cannot open into a SettingsError."""
     try:
         yield
     except ImportError as error:
         raise SettingsError(
-            f"machine.mirror {strip_credentials(url)}: {scrub_text(str(error))} "
-            "(pip install, into Ratchet's environment)"
+            f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))} "
+            "(install it with pip into Ratchet's environment)"
         ) from None
     except ValueError as error:
         raise SettingsError(
-            f"machine.mirror {strip_credentials(url)}: {scrub_text(str(error))}; "
-            "a path, file://, s3://, gs://, abfs://, sftp:// and what else fsspec knows can be opened"
+            f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))}; "
+            "expected a path or a URL that fsspec supports, such as file://, s3://, gs://, abfs://, sftp://"
         ) from None
 
 
 class FsspecBackend:
-    """fsspec's own calls, each in a thread that is given up when it stalls."""
+    """Calls of fsspec, each in a thread that is abandoned if it stalls."""
 
     def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._url = url
@@ -265,7 +268,7 @@ class FsspecBackend:
 
     def write(self, name: str, data: bytes) -> None:
         def write(_: TransferProgress) -> None:
-            self._throttle.take(len(data))
+            self._throttle.acquire(len(data))
             system, root = self._system()
             path = f"{root}/{name}"
             if self._atomic:
@@ -279,11 +282,11 @@ class FsspecBackend:
 
         self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
-        if trying(f"look for {name}", lambda: self._holds(name, entry)):
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
+        if retry(f"look for {name}", lambda: self._holds(name, entry)):
             if not self._atomic or self._verified.get(name) == entry:
                 return 0
-            if compute_remote_digest(self, name, entry[1], trying) == entry[0]:
+            if compute_remote_digest(self, name, entry[1], retry) == entry[0]:
                 self._verified[name] = entry
                 return 0
         if (found := (digests.hash_file(path), path.stat().st_size)) != entry:
@@ -292,15 +295,15 @@ class FsspecBackend:
         slack_s = entry[1] / SLOWEST_BYTES_S + self._throttle.seconds(entry[1])
         call = self._put if self._atomic else self._copy
 
-        def once() -> None:
+        def attempt() -> None:
             self._watch.call(lambda progress: call(aside, path, progress), slack_s)
             if compute_remote_digest(self, aside, entry[1], lambda _, read: read()) != entry[0]:
                 self.remove(aside)
-                raise ContentMismatchError("read back, it is not what was sent")
+                raise ContentMismatchError("the content read back differs from what was sent")
 
-        trying(f"write {name}", once)
+        retry(f"write {name}", attempt)
         if aside != name:
-            trying(f"write {name}", lambda: self._rename(aside, name, entry))
+            retry(f"write {name}", lambda: self._rename(aside, name, entry))
         self._verified[name] = entry
         return entry[1]
 
@@ -318,9 +321,10 @@ class FsspecBackend:
             return False
 
     def _put(self, name: str, path: Path, progress: TransferProgress) -> None:
-        """By the library's own upload: it ends an object only with its last byte, and tells no progress."""
+        """Upload with the library's own call. It completes an object only with its last byte, and reports no
+        progress."""
         system, root = self._system()
-        self._throttle.take(path.stat().st_size)
+        self._throttle.acquire(path.stat().st_size)
         progress.moved()
         system.put_file(str(path), f"{root}/{name}")
 
@@ -329,7 +333,7 @@ class FsspecBackend:
         system.makedirs(f"{root}/{name}".rsplit("/", 1)[0], exist_ok=True)
         with path.open("rb") as source, system.open(f"{root}/{name}", "wb") as target:
             while block := source.read(self._throttle.at_once_bytes):
-                self._throttle.take(len(block))
+                self._throttle.acquire(len(block))
                 target.write(block)
                 progress.moved()
 
@@ -341,5 +345,5 @@ class FsspecBackend:
         try:
             self._watch.call(rename)
         except FileNotFoundError:
-            if not self._holds(name, entry):  # else an earlier try did it, and its answer was lost
+            if not self._holds(name, entry):  # otherwise an earlier attempt renamed it, and its answer was lost
                 raise

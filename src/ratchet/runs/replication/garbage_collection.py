@@ -1,23 +1,24 @@
-"""Removing from a mirror what nobody can need any more: old checkpoints, then objects that no document names.
+"""Removes from a replica what is no longer needed: old checkpoints, then objects that no document refers to.
 
-A holder does this between two uploads of its own, so nothing of its own is on the way meanwhile. Another holder's
-uploads are another matter: one that was frozen while it removed things (a laptop that slept, a virtual machine that
-was moved), and was succeeded, must not go on with a list that it made before. It cannot, but for one name:
+The holder of the lease does this between two of its own uploads, so none of its own is in progress. A holder that was
+suspended during the removal (a sleeping laptop, a migrated virtual machine) and was succeeded must not continue with
+its old list. It cannot, with one exception:
 
-- The claims are looked at after the list was made, and the claim is asked for right before each try to remove. A
-  successor waits until the claim has stood still for a whole lease: who wakes up after that removes nothing more.
-- Between that question and the request there is no moment at which nobody can freeze. So one request may come late. It
-  hurts if the successor has sent, or found there, just this content: then a document that was durable lacks an object.
-- The successor sees that when it tidies up itself, after its next upload, and sends the document again. Until then who
-  restores passes over it, and takes the one before. So what can be lost is time.
+- The claims are read after the list was made, and the lease is checked right before each removal. A successor waits
+  until the claim has not changed for a whole lease, so a holder that wakes up after that removes nothing more.
+- The machine may be suspended between that check and the request, so one request may come late. It matters only if the
+  successor has just sent, or found, this content: then a durable document lacks an object.
+- The successor notices that in its own garbage collection after its next upload, and sends the document again. Until
+  then a restore skips it and takes the previous one. So only time can be lost.
 
-What a successor restores from is not on such a list: both keep the newest, and what those refer to.
+The checkpoint that a successor restores from is never removed: both keep the newest documents and those that they refer
+to.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.errors import DamagedFileError, MirrorError
+from ratchet.errors import DamagedFileError, ReplicaError
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.manifests import ReplicaManifest
 from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
@@ -25,33 +26,33 @@ from ratchet.runs.replication.store import ReplicaStore
 
 
 class LeaseGuard(Protocol):
-    """A claim on a run (`Lease`)."""
+    """The lease of a run (`ReplicaLease`)."""
 
     def confirm(self) -> None:
-        """Raises unless the run is still ours."""
+        """Raise unless this process still holds the lease."""
 
     def is_sure(self) -> bool:
-        """Whether nobody else can have the run."""
+        """Whether no other process can hold the lease."""
 
 
 @dataclass(frozen=True)
 class GarbageCollectionResult:
-    """What was found."""
+    """Counts of a garbage collection, and the documents that turned out to be incomplete."""
 
     removed: int
-    """Documents and objects."""
-    broken: frozenset[str]
-    """Names of documents that are needed, and lack an object, or refer to one that does."""
+    """Number of removed documents and objects."""
+    incomplete: frozenset[str]
+    """Names of needed documents that lack an object, or refer to a document that lacks one."""
 
 
 class ReplicaGarbageCollector:
-    """Of one run.
+    """Removes obsolete checkpoints and unused objects of one run.
 
     Args:
-        store: where.
-        names: of the run.
-        keep: so many checkpoints stay, beside those that they refer to.
-        claim: confirmed before something is removed, and asked at each removal.
+        store: the replica.
+        names: object names of the run.
+        keep: number of checkpoints to keep, in addition to those that they refer to.
+        claim: the lease; confirmed before a removal, and checked before each object.
     """
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: LeaseGuard) -> None:
@@ -60,13 +61,15 @@ class ReplicaGarbageCollector:
         """Documents by name, read once; None: unreadable."""
 
     def forget(self, name: str) -> None:
-        """This document is about to be written, perhaps anew."""
+        """Forget the content of a document, because it is about to be written or rewritten."""
         self._known.pop(name, None)
 
-    def tidy(self) -> GarbageCollectionResult:
-        """Remove what can go. Nothing of ours may be on its way to the mirror meanwhile.
+    def collect(self) -> GarbageCollectionResult:
+        """Remove old documents and unused objects. No upload of this process may be in progress.
 
-        Raises MirrorError, and LeaseHeldError when the run is another machine's.
+        Raises:
+            LeaseHeldError: another machine holds the run.
+            ReplicaError: the replica does not answer, or the lease is uncertain.
         """
         found = self._documents()
         needed = self._needed(found)
@@ -75,20 +78,20 @@ class ReplicaGarbageCollector:
         wanted = set[str]().union(*digests.values())
         there = {name.rsplit("/", 1)[-1] for name in self._store.list(self._names.folder("objects"))}
         idle = [self._names.object(digest) for digest in sorted(there - wanted)]
-        for names in (old, idle):  # documents first: what has none is not there, what lacks an object is damaged
+        for names in (old, idle):  # documents first: a document that lacks an object is damaged
             if names:
                 self._claim.confirm()
                 self._store.remove(names, self._require_claim)
         lacking = {name for name, objects in digests.items() if objects - there}
-        broken = {name for name in digests if lacking & {name, *self._others(name, found)}}
-        return GarbageCollectionResult(len(old) + len(idle), frozenset(broken))
+        incomplete = {name for name in digests if lacking & {name, *self._referenced(name, found)}}
+        return GarbageCollectionResult(len(old) + len(idle), frozenset(incomplete))
 
     def _require_claim(self) -> None:
         if not self._claim.is_sure():
-            raise MirrorError("the claim on the run is in doubt: nothing more is removed from its mirror")
+            raise ReplicaError("the lease of the run is uncertain: garbage collection in its replica is stopped")
 
     def _documents(self) -> dict[str, ReplicaManifest | None]:
-        """All of the run, by name."""
+        """Read all documents of the run, by name."""
         there: dict[str, ReplicaManifest | None] = {}
         for kind in ("checkpoints", "result"):
             for listed in self._store.list(self._names.folder(kind)):
@@ -103,18 +106,18 @@ class ReplicaGarbageCollector:
         return there
 
     def _needed(self, found: dict[str, ReplicaManifest | None]) -> set[str]:
-        """Results, the newest checkpoints by token and step, and with each what it refers to."""
+        """Names of the results, the newest checkpoints by token and step, and the checkpoints that they refer to."""
         checkpoints = [
             n for n in found if n.startswith(self._names.folder("checkpoints")) and len(parse_numbers(n)) == 2
         ]
         newest = sorted((n for n in checkpoints if found[n] is not None), key=parse_numbers)[-self._keep :]
         needed = {name for name in found if name not in checkpoints}
         for name in newest:
-            needed |= {name, *self._others(name, found)}
+            needed |= {name, *self._referenced(name, found)}
         return needed & found.keys()
 
-    def _others(self, name: str, found: dict[str, ReplicaManifest | None]) -> list[str]:
-        """Documents that this one refers to."""
+    def _referenced(self, name: str, found: dict[str, ReplicaManifest | None]) -> list[str]:
+        """Names of the documents that this one refers to."""
         document = found[name]
         steps = document.refers_to if document else ()
         return [self._names.checkpoint(parse_numbers(name)[0], step) for step in steps]

@@ -1,4 +1,15 @@
-"""A sealed directory in a mirror: its files lie as objects under their digests, a document of JSON says which."""
+"""Sealed directories and journals in a replica.
+
+The files of a sealed directory are stored as objects by digest; a JSON document, written last, lists them.
+
+A journal is stored in pieces, named by holder, start and end. A holder continues a number of bytes of an earlier
+holder's journal (`journal_origin` of its claim) and adds its own. Journals are only appended to, so these bytes never
+change, whatever the earlier holder still writes. Eight pieces of about one size are merged into one, so a long run has
+few pieces; a byte is sent three or four times more in a run of one day.
+
+Machines that train together have a journal each. A machine that becomes the holder during training continues all events
+that the holder before it has uploaded, with its own later events.
+"""
 
 import hashlib
 import json
@@ -24,14 +35,14 @@ _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 @dataclass(frozen=True)
 class ReplicaManifest:
-    """What is in a sealed directory, and what it needs beside it."""
+    """Files of a sealed directory, and the checkpoints that it refers to."""
 
     kind: str
-    """As in its manifest: `checkpoint` or `result`."""
+    """Kind of the sealed directory: `checkpoint` or `result`."""
     step: int
     files: dict[str, Entry]
     refers_to: tuple[int, ...] = ()
-    """Steps of the checkpoints without which this one is of no use."""
+    """Steps of the checkpoints that this one needs."""
 
     @property
     def size_bytes(self) -> int:
@@ -39,7 +50,7 @@ class ReplicaManifest:
 
     @property
     def digest(self) -> str:
-        """Fingerprint of names and contents, as of its manifest."""
+        """Fingerprint of names and contents, equal to that of the directory's manifest."""
         return files.Manifest(self.kind, self.files).digest
 
     @property
@@ -59,7 +70,7 @@ class ReplicaManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Raises DamagedFileError when it is no such document, or names a file outside its directory."""
+        """Parse a document. Raises DamagedFileError if it is invalid, or names a file outside its directory."""
         try:
             raw = json.loads(data)
             if (found := raw["format"]) != FORMAT:
@@ -80,50 +91,51 @@ def _is_digest(text: str) -> bool:
 
 
 def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
-    """The document of a sealed checkpoint. Raises DamagedFileError when it is none.
+    """Build the document of a sealed checkpoint. Raises DamagedFileError if the directory is not one.
 
-    Like State.refers_to of the training, read without its libraries: best and last good step, if they are others.
+    It refers to the checkpoints of the best step and of the last good step, if they are other steps. This is
+    `State.refers_to` of training, read without its libraries.
     """
     manifest = files.read_manifest(directory)
     try:
         state = json.loads((directory / "state.json").read_bytes())["state"]
         step = int(state["step"])
-        others = {int(state["best_step"]), int(state["good_step"])} - {0, step}
+        others = {int(state["best_step"]), int(state["rollback_step"])} - {0, step}
     except (OSError, *_GARBAGE) as error:
         raise DamagedFileError(f"{directory}: its state is unreadable ({error})") from None
     return ReplicaManifest(manifest.kind, step, manifest.files, tuple(sorted(others)))
 
 
 def build_result_manifest(directory: Path, step: int) -> ReplicaManifest:
-    """The document of a sealed result. Raises DamagedFileError when it is none."""
+    """Build the document of a sealed result. Raises DamagedFileError if the directory is not one."""
     manifest = files.read_manifest(directory)
     return ReplicaManifest(manifest.kind, step, manifest.files)
 
 
 @dataclass
 class TransferStatistics:
-    """What a copy has cost."""
+    """Cost of a transfer."""
 
     bytes_sent: int = 0
     bytes_skipped: int = 0
-    """Of files that the mirror had already."""
+    """Size of the files that the replica had already."""
 
 
 @dataclass
 class SealedDirectoryUploader:
-    """Copies sealed directories to a mirror."""
+    """Uploads sealed directories to a replica."""
 
     store: ReplicaStore
     names: RunObjectNames
     _done: set[str] = field(default_factory=set)
 
     def send(self, directory: Path, sealed: ReplicaManifest, name: str) -> TransferStatistics:
-        """Copy objects, then the document; when this returns, all of it has been seen there.
+        """Upload objects, then the document. On return, all of them were listed in the replica.
 
         Raises:
-            MirrorError: the mirror does not take it now.
-            DamagedFileError: a file is not what was sealed.
-            FileNotFoundError: the directory was removed meanwhile.
+            ReplicaError: the replica cannot be written.
+            DamagedFileError: a file differs from the manifest.
+            FileNotFoundError: the directory was removed during the upload.
         """
         cost = TransferStatistics()
         missing = dict(self._objects(sealed))
@@ -133,13 +145,13 @@ class SealedDirectoryUploader:
                 cost.bytes_sent += sent
                 cost.bytes_skipped += max(0, size - sent)
             self.store.write(name, sealed.as_bytes())
-            # A holder that was thought gone, and tidied up, may have removed what we saw there: so look again.
+            # A former holder that wakes up may have collected garbage and removed one of these objects: list again.
             there = {known.rsplit("/", 1)[-1] for known in self.store.list(self.names.folder("objects"))}
             missing = {file: entry for file, entry in self._objects(sealed) if entry[0] not in there}
         return cost
 
     def _objects(self, sealed: ReplicaManifest) -> Iterator[tuple[str, Entry]]:
-        """Each content once."""
+        """Yield each content once."""
         seen: set[str] = set()
         for file, entry in sorted(sealed.files.items()):
             if entry[0] not in seen:
@@ -148,10 +160,10 @@ class SealedDirectoryUploader:
 
 
 def read_replica_manifest(store: ReplicaStore, name: str) -> ReplicaManifest:
-    """A document of a mirror. Raises DamagedFileError when there is none, or it is unreadable."""
+    """Read a document of a replica. Raises DamagedFileError if it is missing or unreadable."""
     data = store.read(name)
     if data is None:
-        raise DamagedFileError(f"{name}: is not there any more")
+        raise DamagedFileError(f"{name}: was removed")
     return ReplicaManifest.from_bytes(data, name)
 
 
@@ -161,28 +173,28 @@ def fetch_sealed(
     sealed: ReplicaManifest,
     target: Path,
     damaged: set[str],
-    beat: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> None:
-    """Make the sealed directory anew; one that is there already, undamaged, is left as it is.
+    """Restore a sealed directory; an undamaged one that exists is left unchanged.
 
     Args:
-        store: where it comes from.
-        names: of the run.
-        sealed: what it is to hold.
-        target: its name here.
-        damaged: gets the digests of objects that are not what they are called.
-        beat: told of the bytes of each piece that came; may raise, and then nothing is left.
+        store: the replica.
+        names: object names of the run.
+        sealed: the expected files.
+        target: path of the restored directory.
+        damaged: receives the digests of objects whose content is damaged.
+        on_bytes: called with the size of each received piece. If it raises, nothing is left on the disk.
 
     Raises:
-        DamagedFileError: something of it is missing in the mirror, or damaged; nothing of it is left.
-        OSError: the disk has no room for it, or fails.
-        MirrorError: the mirror does not answer.
+        DamagedFileError: an object is missing or damaged; nothing is left on the disk.
+        OSError: the disk is full, or fails.
+        ReplicaError: the replica does not answer.
     """
     try:
         if files.verify_sealed(target, sealed.kind).files == sealed.files:
             return
     except DamagedFileError:
-        pass  # or not there
+        pass  # damaged, or does not exist
     files.make_directory(target.parent)
     disk.require_space(target.parent, sealed.size_bytes)
     with files.sealed_directory(target, sealed.kind, sealed.files) as scratch:
@@ -194,7 +206,7 @@ def fetch_sealed(
                 files.link_or_copy(have[entry[0]], path)
                 continue
             try:
-                store.fetch(names.object(entry[0]), path, entry, beat)
+                store.fetch(names.object(entry[0]), path, entry, on_bytes)
             except DamagedFileError:
                 damaged.add(entry[0])
                 raise
@@ -203,23 +215,12 @@ def fetch_sealed(
             have[entry[0]] = path
 
 
-# A journal in a mirror: pieces of it by holder, begin and end; few pieces, however long the run.
-#
-# A holder goes on from some bytes of the journal of a holder before it (its claim says which: `goes_on`), and adds its
-# own. Journals are only ever appended to, so those bytes stay what they are, whatever that earlier holder still
-# writes.
-# Eight pieces of about one size become one of the next: a piece is sent again three or four times in a run of a day.
-#
-# Machines that train together have a journal each. One that becomes the holder while it trains goes on from all that
-# the
-# holder before it has told, with what it has itself told since.
-
-MERGED = 8
-"""So many pieces of one level become one."""
-LARGEST_BYTES = 64 << 20
-"""Of one piece."""
-LOOKS = 5
-"""At pieces that are being put together meanwhile."""
+PIECES_PER_MERGE = 8
+"""Number of pieces of one level that are merged into one."""
+MAX_PIECE_BYTES = 64 << 20
+"""Maximum size of one piece."""
+MAX_LISTINGS = 5
+"""How often pieces are listed at most while a holder merges them."""
 
 _Pieces = Mapping[int, Sequence[tuple[int, int]]]
 """Start and end of pieces, by token."""
@@ -227,29 +228,29 @@ _Pieces = Mapping[int, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class JournalStart:
-    """Where what a holder adds to a journal begins."""
+    """Start of a holder's part of a journal."""
 
     origin: Origin | None = None
-    """What it goes on from."""
+    """State of the journal that it continues."""
     start: int = 0
-    """Bytes of the journal on its disk that are not added: the mirror has them, or the same told by another machine."""
+    """Bytes of the local journal that are not uploaded: the replica has them, or the same events of another machine."""
     shift: int = 0
-    """Added to a place in the journal on its disk, this is the place in the mirror's."""
+    """Difference between an offset in the replica's journal and in the local one."""
 
 
 @dataclass(frozen=True)
 class RecoveredJournal:
-    """What a mirror has of a journal."""
+    """Journal recovered from a replica."""
 
     content: bytes
     origin: Origin | None
-    """Whose it is, and how many bytes; None: nobody has written any."""
+    """Token of its holder and its length; None: the replica has no journal."""
 
 
 def recover_journal(store: ReplicaStore, names: RunObjectNames) -> RecoveredJournal:
-    """The journal of the last holder who wrote one: its longest beginning without a gap."""
+    """Recover the journal of the last holder that wrote one: its longest prefix without a gap."""
     pieces: _Pieces = {}
-    for _ in range(LOOKS):
+    for _ in range(MAX_LISTINGS):
         before, pieces = pieces, _list_pieces(store, names)
         if not pieces:
             return RecoveredJournal(b"", None)
@@ -271,9 +272,9 @@ def _list_pieces(store: ReplicaStore, names: RunObjectNames) -> _Pieces:
 def _read_holder_journal(
     token: int, store: ReplicaStore, names: RunObjectNames, pieces: _Pieces, gone: set[str]
 ) -> bytes:
-    """The journal as this holder had it: what it went on from, then its own pieces.
+    """Read the journal of a holder: the part that it continues, then its own pieces.
 
-    `gone` gets the names of pieces that could not be read: a holder may have put them together since we looked.
+    `gone` receives the names of pieces that could not be read: a holder may have merged them since they were listed.
     """
     content, origin = b"", _read_origin(token, store, names)
     if origin is not None and origin[0] < token:
@@ -285,7 +286,7 @@ def _read_holder_journal(
 
 @dataclass(frozen=True)
 class ReplicaJournal:
-    """A journal in a mirror, as one of the run's holders had it."""
+    """The journal of one holder of the run, in a replica."""
 
     store: ReplicaStore
     names: RunObjectNames
@@ -293,7 +294,7 @@ class ReplicaJournal:
 
 
 def _read_added(journal: ReplicaJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
-    """What the holder's own pieces tell from this place on, up to the first gap."""
+    """Read the holder's own pieces from an offset to the first gap."""
     token, content = journal.token, b""
     while following := [
         (end, start)
@@ -310,23 +311,23 @@ def _read_added(journal: ReplicaJournal, place: int, pieces: _Pieces, gone: set[
 
 
 class ReplicaJournalReader:
-    """A journal in a mirror for somebody who looks at it again and again: what was read is not read a second time."""
+    """Reads a journal in a replica repeatedly; nothing is read twice."""
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames) -> None:
         self._store, self._names = store, names
         self._token, self._length = 0, 0
 
-    def look(self) -> tuple[bytes, bool]:
-        """What is new, in whole lines; and whether it is a journal from its beginning, since another holder tells now.
+    def read_new(self) -> tuple[bytes, bool]:
+        """Read new complete lines; also return whether they start from the beginning because the holder has changed.
 
-        Raises MirrorError.
+        Raises ReplicaError.
         """
         pieces = _list_pieces(self._store, self._names)
         if not pieces:
             return b"", False
         if max(pieces) == self._token:
             journal = ReplicaJournal(self._store, self._names, self._token)
-            new = _read_added(journal, self._length, pieces, set())  # what was put together meanwhile: the next time
+            new = _read_added(journal, self._length, pieces, set())  # pieces that were merged since: the next time
             self._length += len(new)
             return new, False
         found = recover_journal(self._store, self._names)
@@ -341,17 +342,18 @@ def _read_origin(token: int, store: ReplicaStore, names: RunObjectNames) -> Orig
         if (
             key[0] == token
             and (claim := LeaseRecord.from_bytes(store.read(names.claim(*key)) or b""))
-            and claim.goes_on
+            and claim.journal_origin
         ):
-            return claim.goes_on
+            return claim.journal_origin
     return None
 
 
 def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> JournalStart:
-    """How a journal here goes on from the mirror's, which may be another machine's of the same training.
+    """Find the part of the local journal that continues the replica's, which another machine of the training may have
+    written.
 
-    A journal that begins with the mirror's goes on where that ends. Of another one goes on what follows the last step
-    that the mirror's tells as well, with the same figures: what was done anew, and came out otherwise, is told anew.
+    If the local journal begins with the replica's, it continues where that ends. Otherwise it continues after the last
+    step that both contain with the same figures; steps that were repeated with other results are uploaded again.
     """
     found = recover_journal(store, names)
     if found.origin is None:
@@ -362,30 +364,30 @@ def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> Jour
     with tempfile.TemporaryDirectory(prefix="ratchet-journal-") as folder:
         theirs = Path(folder, path.name)
         theirs.write_bytes(found.content)
-        told = {figures for event in JournalReader(theirs).read() if (figures := _step_figures(event))}
+        known_steps = {figures for event in JournalReader(theirs).read() if (figures := _step_figures(event))}
     reader, start = JournalReader(path), 0
     for event in reader.read():
-        if _step_figures(event) in told:
+        if _step_figures(event) in known_steps:
             start = reader.offset
     return JournalStart(found.origin, start, length - start)
 
 
 def _step_figures(event: JournalEvent) -> str:
-    """What all machines tell alike of a step; empty for what is no step."""
-    if event.kind not in ("step", "skipped"):
+    """Figures of a step that are equal on all machines; empty for other events."""
+    if event.kind not in ("step", "step_skipped"):
         return ""
     return repr([event.data.get(key) for key in ("step", "loss", "grad_norm", "batch", "action")])
 
 
 class JournalUploader:
-    """Copies what was appended to a journal since the last time.
+    """Uploads what was appended to a journal since the last time.
 
     Args:
         path: the journal.
-        store: where to.
-        names: of the run.
-        token: of its holder.
-        beginning: what of it is not copied.
+        store: the replica.
+        names: object names of the run.
+        token: token of the holder.
+        beginning: the part that is not uploaded.
     """
 
     def __init__(
@@ -394,23 +396,23 @@ class JournalUploader:
         self._path, self._store, self._names, self._token = path, store, names, token
         self._shift, start = beginning.shift, beginning.start
         self._pieces: list[tuple[int, int, int]] = []
-        """Start, end, level."""
+        """Start, end and level of each piece."""
         self._digest = hashlib.sha256(_read_range(path, 0, start))
         self.end = start
-        """Bytes of the journal that are in the mirror."""
+        """Bytes of the journal that are in the replica."""
         self.bytes_sent = 0
 
     @property
     def sha256(self) -> str:
-        """Of the bytes that are in the mirror."""
+        """SHA-256 of the bytes that are in the replica."""
         return self._digest.hexdigest()
 
     def behind(self) -> int:
-        """Bytes, up to the last whole line, that are not in the mirror."""
+        """Number of bytes up to the last complete line that are not in the replica."""
         return len(self._new())
 
     def copy(self) -> int:
-        """Copy what is new, up to the last whole line; returns the bytes sent. Raises MirrorError."""
+        """Upload new bytes up to the last complete line; return the bytes sent. Raises ReplicaError."""
         sent = 0
         while new := self._new():
             start, end = self.end, self.end + len(new)
@@ -423,18 +425,21 @@ class JournalUploader:
         return sent
 
     def _new(self) -> bytes:
-        data = _read_range(self._path, self.end, LARGEST_BYTES)
+        data = _read_range(self._path, self.end, MAX_PIECE_BYTES)
         return data[: data.rfind(b"\n") + 1]
 
     def _merge(self) -> int:
-        """Put pieces together while there are enough of one level at the end; returns the bytes sent."""
+        """Merge the last pieces while enough of them have the same level; return the bytes sent."""
         sent = 0
-        while len(last := self._pieces[-MERGED:]) == MERGED and len({level for _, _, level in last}) == 1:
+        while (
+            len(last := self._pieces[-PIECES_PER_MERGE:]) == PIECES_PER_MERGE
+            and len({level for _, _, level in last}) == 1
+        ):
             start, end, level = last[0][0], last[-1][1], last[0][2] + 1
-            if end - start > LARGEST_BYTES:
+            if end - start > MAX_PIECE_BYTES:
                 break
             self._store.write(self._name(start, end), _read_range(self._path, start, end - start))
-            self._pieces[-MERGED:] = [(start, end, level)]
+            self._pieces[-PIECES_PER_MERGE:] = [(start, end, level)]
             sent += end - start
             self._store.remove([self._name(first, second) for first, second, _ in last])
         return sent

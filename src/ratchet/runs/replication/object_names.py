@@ -1,30 +1,30 @@
-"""What lies where in a mirror. All names are relative to `machine.mirror`, with `/` between their parts.
+"""Layout of a replica. All names are relative to `machine.replica`, with `/` between their parts.
 
     runs/RUN/spec.json                       the run's spec; never changes
-    runs/RUN/objects/SHA256                  content of files, each once, whatever they are called
+    runs/RUN/objects/SHA256                  content of files, each once
     runs/RUN/checkpoints/TOKEN-STEP.json     a sealed checkpoint: files by name, with digest and size; written last
     runs/RUN/journal/TOKEN-START-END.jsonl   bytes START to END of the journal as holder TOKEN had it
     runs/RUN/result/TOKEN.json               the sealed result, like a checkpoint
-    runs/RUN/claims/TOKEN-NODE.json          who may write; the highest token that holds does, and renews its claim
-    runs/RUN/entering/NODE                   somebody is choosing a token
-    runs/RUN/nodes/NODE.json                 what a machine had to report: steps, uploads, interruptions
-    speed/MACHINE-RANDOM                     content of no meaning, while a machine measures its network
+    runs/RUN/claims/TOKEN-NODE.json          claims; the holder with the highest token renews its claim
+    runs/RUN/entering/NODE                   a machine is choosing a token
+    runs/RUN/nodes/NODE.json                 report of a machine: steps, uploads, interruptions
+    speed/MACHINE-RANDOM                     test data while a machine measures its network
 
-TOKEN counts holders of a run from 1, eight digits. It fences: whoever was thought dead and comes back writes under its
-old token, and readers take what has the highest token first. Nothing is ever overwritten but a holder's own claim and
-report, so two writers cannot damage each other's work.
+TOKEN counts holders of a run from 1, with eight digits. It is a fencing token: a holder that was thought dead and comes
+back writes under its old token, and readers prefer the highest token. Only a holder's own claim and report are ever
+overwritten, so two writers cannot damage each other's data.
 """
 
 import re
 from dataclasses import dataclass
 
 NODE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-"""Of a machine's name in a mirror."""
+"""Pattern of a machine's name in a replica."""
 
 
 @dataclass(frozen=True)
 class RunObjectNames:
-    """Names of one run."""
+    """Object names of one run."""
 
     run_id: str
 
@@ -63,7 +63,7 @@ class RunObjectNames:
 
 
 def parse_numbers(name: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a name's last part: token and step, or token, start and end."""
+    """Numbers at the beginning of the last part of a name: token and step, or token, start and end."""
     last = name.rsplit("/", 1)[-1]
     found = re.match(r"[0-9]+(?:-[0-9]+)*(?=[-.])", last)
     return tuple(map(int, found[0].split("-"))) if found else ()

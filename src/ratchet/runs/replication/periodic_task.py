@@ -1,4 +1,4 @@
-"""Work that is done again and again in a thread of its own, whatever becomes of it; and since when it fails."""
+"""Periodic work in a thread of its own, and tracking of its outages."""
 
 import random
 import threading
@@ -9,28 +9,28 @@ from ratchet.errors import first_line
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
-HURRIED_S = 0.25
-"""Between two tries while somebody waits for us."""
+URGENT_INTERVAL_S = 0.25
+"""Interval while a caller waits for the work to finish."""
 
 
 class OutageTracker:
-    """Since when errands fail, and why; told at its beginning and at its end, however many fail.
+    """Tracks since when tasks fail, and why; reports the beginning and the end of an outage once.
 
     Args:
-        tell: told in words.
+        on_change: called with a message when an outage begins or ends.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        self._on_change = on_change
         self._failing: dict[str, str] = {}
         self._mutex = threading.Lock()
         self.since: float | None = None
-        """Unix time."""
+        """Unix time at which the present outage began; None without one."""
         self.count = 0
 
     @property
     def text(self) -> str:
-        """What the last failure said; empty while there is none."""
+        """Text of the last failure; empty without an outage."""
         with self._mutex:
             return next(reversed(self._failing.values()), "")
 
@@ -42,56 +42,54 @@ class OutageTracker:
             if begins:
                 self.since, self.count = time.time(), self.count + 1
         if begins:
-            self._tell(
-                f"the mirror gets nothing at the moment ({first_line(error)}); training goes on, it is tried again"
-            )
+            self._on_change(f"the replica cannot be updated ({first_line(error)}); training continues, retrying")
 
     def worked(self, name: str) -> None:
         with self._mutex:
             ends = self._failing.pop(name, None) is not None and not self._failing
             since, self.since = self.since, None if ends else self.since
         if ends and since is not None:
-            self._tell(f"the mirror is reached again, after {max(0.0, time.time() - since):.0f} s")
+            self._on_change(f"the replica is reached again, after {max(0.0, time.time() - since):.0f} s")
 
 
 class PeriodicTask(threading.Thread):
-    """Does a piece of work every so often, sooner when it is asked to hurry, later when it fails.
+    """Runs a function at an interval; more often after `hurry`, less often after a failure.
 
     Args:
-        name: of the thread.
-        work: returns when nothing is left to do for now; may raise anything.
-        every_s: between two times.
-        outage: told how it went.
+        name: name of the thread.
+        work: the function. It returns when no work is left for now, and may raise any exception.
+        every_s: interval.
+        outage: records failures and successes.
     """
 
     def __init__(self, name: str, work: Callable[[], None], every_s: float, outage: OutageTracker) -> None:
         super().__init__(name=name, daemon=True)
         self._work, self._every_s, self._outage = work, every_s, outage
         self._wake = threading.Event()
-        self._hurried = self._ended = False
+        self._is_urgent = self._ended = False
         self._retry_s = FIRST_RETRY_S
 
     def hurry(self) -> None:
-        """Somebody waits for this work: from now on nothing else is waited for."""
-        self._hurried = True
+        """Work without delay from now on, because a caller waits."""
+        self._is_urgent = True
         self._wake.set()
 
     def end(self) -> None:
-        """Begin no more."""
+        """Start no more work."""
         self._ended = True
         self._wake.set()
 
     def run(self) -> None:
         while not self._ended:
-            wait_s = self._once()
-            self._wake.wait(min(wait_s, HURRIED_S) if self._hurried else wait_s)
-            if not self._hurried:
+            wait_s = self._run_once()
+            self._wake.wait(min(wait_s, URGENT_INTERVAL_S) if self._is_urgent else wait_s)
+            if not self._is_urgent:
                 self._wake.clear()
             else:
-                time.sleep(HURRIED_S)
+                time.sleep(URGENT_INTERVAL_S)
 
-    def _once(self) -> float:
-        """Seconds until the next time."""
+    def _run_once(self) -> float:
+        """Run the function once; return the seconds until the next run."""
         try:
             self._work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a mirror tells of its runs, to somebody who has nothing but the mirror."""
+"""Status of runs in a replica, read on any machine that can reach the replica."""
 
 import json
 import tempfile
@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.schema import Machine
+from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
@@ -24,87 +24,89 @@ from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.runs.run_source import SidecarState
 from ratchet.runs.status import SHOWN, Goodput, RunProgress, format_duration, format_size
 
-_KINDS = 2
-"""Parts of a name before the run's id and what is below it."""
+_PREFIX_PARTS = 2
+"""Number of leading parts in an object name: `runs` and the run's id."""
 
 
 @dataclass(frozen=True)
 class ReplicatingMachine:
-    """What one process that trained the run has reported of itself."""
+    """Report of one process that trained the run."""
 
     node: str
     last_t: float
     """Unix time of its last report, by its own clock."""
     bytes_sent: int
     bytes_skipped: int
-    """Of content that was in the mirror already."""
+    """Size of the content that was in the replica already."""
     send_s: float
     outages: int
 
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """Of one run all that its journal does not tell."""
+    """State of one run in a replica, besides its journal."""
 
     durable: tuple[int, int]
-    """Token and step of the newest checkpoint, or of the result; zeros before there is one."""
+    """Token and step of the newest checkpoint, or of the result; zeros without one."""
     finished: bool
-    """Whether the result is there."""
+    """Whether the replica has the result."""
     holder: LeaseRecord | None
-    """The newest claim that holds, or held, the run."""
+    """The newest claim that holds or held the run."""
     holders: int
-    """How many tokens were handed out and used."""
+    """Number of claims that hold or held the run."""
     machines: tuple[ReplicatingMachine, ...]
 
 
 @dataclass(frozen=True)
 class RemoteRunStatus:
-    """One run, as far as it has arrived."""
+    """Status of one run according to its replica."""
 
+    run_id: str
     progress: RunProgress
     goodput: Goodput
-    standing: ReplicaState
+    state: ReplicaState
     durable_t: float | None
     """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None when the
     journal lacks it."""
     damaged_lines: int
-    """Of the journal."""
+    """Number of damaged lines in the journal."""
 
 
 def list_remote_runs(store: ReplicaStore) -> list[str]:
-    """Ids of all runs in a mirror, for somebody who waits.
+    """Ids of all runs in a replica.
 
     Raises:
         SettingsError: bucket, credentials or clock are wrong.
-        MirrorError: it cannot be reached.
+        ReplicaError: the replica cannot be reached.
     """
     parts = (name.split("/") for name in store.list("runs", strict=True))
-    return sorted({part[1] for part in parts if len(part) > _KINDS and part[0] == "runs"})
+    return sorted({part[1] for part in parts if len(part) > _PREFIX_PARTS and part[0] == "runs"})
 
 
 def list_held_runs(store: ReplicaStore) -> list[str]:
-    """Ids of those that a machine holds now, and that have no result. Raises as `list_remote_runs` does."""
+    """Ids of unfinished runs that a machine holds now. Raises as `list_remote_runs` does."""
     there = ((run, read_replica_state(store, RunObjectNames(run))) for run in list_remote_runs(store))
     return [run for run, found in there if found.holder and found.holder.state == "holding" and not found.finished]
 
 
 def read_remote_run(store: ReplicaStore, run: str) -> RemoteRunStatus:
-    """Read one run. Raises MirrorError, SettingsError when the mirror cannot be read."""
+    """Read the status of one run. Raises ReplicaError or SettingsError if the replica cannot be read."""
     names = RunObjectNames(run)
     progress, goodput, sealed_t = RunProgress(), Goodput(), dict[object, float]()
     events, damaged = _parse_events(manifests.recover_journal(store, names).content)
     for event in events:
-        progress.see(event)
-        goodput.see(event)
-        if event.kind == "checkpoint":
+        progress.update(event)
+        goodput.update(event)
+        if event.kind == "checkpoint_saved":
             sealed_t[event.data.get("step")] = event.t
     there = read_replica_state(store, names)
     damaged += progress.damaged_events
-    return RemoteRunStatus(progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
+    return RemoteRunStatus(run, progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
 
 
 def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaState:
-    """Read all of one run but its journal. Raises MirrorError, SettingsError when the mirror cannot be read."""
+    """Read the state of one run except its journal. Raises ReplicaError or SettingsError if the replica cannot be
+    read."""
     held = _read_claims(store, names)
     results = list(store.list(names.folder("result")))
     checkpoints = map(_parse_pair, store.list(names.folder("checkpoints")))
@@ -118,7 +120,7 @@ def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaSta
 
 
 def _parse_events(content: bytes) -> tuple[list[JournalEvent], int]:
-    """Those of a journal, and how many lines were damaged."""
+    """Parse the events of a journal; also return the number of damaged lines."""
     with tempfile.TemporaryDirectory(prefix="ratchet-survey-") as folder:
         path = Path(folder) / "journal.jsonl"
         path.write_bytes(content)
@@ -132,7 +134,7 @@ def _parse_pair(name: str) -> tuple[int, int]:
 
 
 def _read_results(store: ReplicaStore, there: list[str]) -> Iterator[tuple[int, int]]:
-    """Token and step of those that can be read."""
+    """Yield token and step of each result that can be read."""
     for name in there:
         with suppress(DamagedFileError):
             if numbers := parse_numbers(name):
@@ -140,13 +142,13 @@ def _read_results(store: ReplicaStore, there: list[str]) -> Iterator[tuple[int, 
 
 
 def _read_claims(store: ReplicaStore, names: RunObjectNames) -> list[LeaseRecord]:
-    """Of those who hold or held the run, by token."""
+    """Claims that hold or held the run, ascending by token."""
     read = (LeaseRecord.from_bytes(store.read(names.claim(*key)) or b"") for key in lease.list_keys(store, names))
     return [claim for claim in read if claim is not None and claim.state != "waiting"]
 
 
 def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[ReplicatingMachine, ...]:
-    """All reports that can be read, the newest last."""
+    """Reports of machines that can be read, the newest last."""
     found = []
     for name in store.list(names.folder("nodes")):
         try:
@@ -158,36 +160,35 @@ def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[R
                 )
             )  # fmt: skip
         except (ValueError, KeyError, TypeError):
-            continue  # a report for people, and nothing depends on it
+            continue  # the report is only displayed; nothing depends on it
     return tuple(sorted(found, key=lambda one: one.last_t))
 
 
-def summarize_run(store: ReplicaStore, run: str) -> str:
-    """A run in one line."""
-    found = read_remote_run(store, run)
+def summarize_run(found: RemoteRunStatus) -> str:
+    """Describe a run in one line."""
     p = found.progress
-    return f"run {run}: {_describe_state(found)}; step {p.step} of {p.planned_steps or '?'}, {_describe_durable(found)}"
+    steps = f"step {p.step} of {p.planned_steps or '?'}"
+    return f"run {found.run_id}: {_describe_state(found)}; {steps}, {_describe_durable(found)}"
 
 
-def describe_remote_run(store: ReplicaStore, run: str) -> str:
-    """What `ratchet status --mirror URL RUN` prints."""
-    found = read_remote_run(store, run)
+def describe_remote_run(found: RemoteRunStatus) -> str:
+    """Describe a run in several lines."""
     p = found.progress
     again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
     lines = [
-        f"run {run}: {_describe_state(found)}",
+        f"run {found.run_id}: {_describe_state(found)}",
         f"  step        {p.step} of {p.planned_steps or '?'}",
         f"  durable     {_describe_durable(found)}",
-        f"  machines    {_describe_machines(found.standing)}",
-        f"  interrupted {len(p.ends)} time{'s' * (len(p.ends) != 1)}{again}",
-        *(f"              {end}" for end in p.ends[-SHOWN:]),
+        f"  machines    {_describe_machines(found.state)}",
+        f"  interrupted {len(p.attempt_ends)} time{'s' * (len(p.attempt_ends) != 1)}{again}",
+        *(f"              {end}" for end in p.attempt_ends[-SHOWN:]),
     ]
     if (share := found.goodput.share()) is not None:
         useful, wall = format_duration(found.goodput.useful_s), format_duration(found.goodput.wall_s())
         kept = f"steps that count took {useful} of {wall}"
         lines.append(f"  goodput     {share:.1%}: {kept}")
-    if found.standing.machines:
-        lines.append(f"  upload      {_describe_upload(found.standing)}")
+    if found.state.machines:
+        lines.append(f"  upload      {_describe_upload(found.state)}")
     lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
     lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
     if found.damaged_lines:
@@ -196,23 +197,23 @@ def describe_remote_run(store: ReplicaStore, run: str) -> str:
 
 
 def _describe_state(found: RemoteRunStatus) -> str:
-    if found.standing.finished:
-        return f"finished ({found.progress.finished or 'its result is in the mirror'})"
-    holder = found.standing.holder
+    if found.state.finished:
+        return f"finished ({found.progress.finished or 'its result is in the replica'})"
+    holder = found.state.holder
     if holder is None:
         return "not begun"
     if holder.state == "released":
-        ended = f": {found.progress.ends[-1]}" if found.progress.ends else ""
+        ended = f": {found.progress.attempt_ends[-1]}" if found.progress.attempt_ends else ""
         state = "stopped" if found.progress.attempts else "not begun"
         return f"{state}; machine {holder.node} has released it{ended}"
     return f"held by machine {holder.node} since {holder.since}"
 
 
 def _describe_durable(found: RemoteRunStatus) -> str:
-    if not found.standing.durable[1]:
+    if not found.state.durable[1]:
         return "no checkpoint yet"
     age = "" if found.durable_t is None else f", sealed {format_duration(max(0.0, time.time() - found.durable_t))} ago"
-    return f"step {found.standing.durable[1]}{age}"
+    return f"step {found.state.durable[1]}{age}"
 
 
 def _describe_machines(found: ReplicaState) -> str:
@@ -224,7 +225,7 @@ def _describe_machines(found: ReplicaState) -> str:
 
 
 def _describe_holders(found: ReplicaState) -> str:
-    """One machine may have had the run several times."""
+    """Describe how many machines held the run, and how often. One machine may hold it several times."""
     return f"{len(found.machines)}, which have held it {found.holders} time{'s' * (found.holders != 1)}"
 
 
@@ -242,92 +243,90 @@ def _describe_upload(found: ReplicaState) -> str:
     return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text
 
 
-# A run in a mirror, for somebody who looks at it again and again from any machine.
-
 SILENT_S = 300.0
-"""A machine that holds a run, and has not reported for so long, is not thought to train it."""
+"""Time without a report after which the holder of a run is not shown as training."""
 
 
 class RemoteRunSource:
-    """One run in a mirror; see run/attached.py.
+    """A run in a replica that is read repeatedly (see runs/run_source.py).
 
     Args:
-        store: the mirror.
+        store: the replica.
         name: the run's id.
     """
 
     def __init__(self, store: ReplicaStore, name: str) -> None:
         self.name = name
-        self.vitals, self.aside = ProgressView(), SidecarState()
-        self.new: Sequence[JournalEvent] = ()
+        self.view, self.sidecar = ProgressView(), SidecarState()
+        self.new_events: Sequence[JournalEvent] = ()
         self._store, self._names = store, RunObjectNames(name)
         self._journal = ReplicaJournalReader(store, self._names)
 
-    def look(self) -> None:
-        """Take in what has arrived since the last time. Raises MirrorError when the mirror cannot be read."""
-        content, anew = self._journal.look()
-        if anew:
-            self.vitals = ProgressView()
-        self.new = [event for event, _ in map(parse_line, content.splitlines(keepends=True)) if event is not None]
-        for event in self.new:
-            self.vitals.see(event)
-        self.aside = self._aside()
+    def refresh(self) -> None:
+        """Read what is new. Raises ReplicaError if the replica cannot be read."""
+        content, is_restarted = self._journal.read_new()
+        if is_restarted:
+            self.view = ProgressView()
+        self.new_events = [
+            event for event, _ in map(parse_line, content.splitlines(keepends=True)) if event is not None
+        ]
+        for event in self.new_events:
+            self.view.update(event)
+        self.sidecar = self._aside()
 
     def _aside(self) -> SidecarState:
         found = read_replica_state(self._store, self._names)
         token, step = found.durable
         noted = ReplicationState(
-            place=self._store.shown, token=token, node=found.holder.node if found.holder else "", lock=(0, 0),
+            place=self._store.display_url, token=token, node=found.holder.node if found.holder else "", lock=(0, 0),
             durable_steps=(step,) if step else (), result=found.finished,
         )  # fmt: skip
-        return SidecarState(running=_is_trained(found), mirror=noted, finished=found.finished)
+        return SidecarState(running=_is_trained(found), replica=noted, finished=found.finished)
 
 
 def _is_trained(found: ReplicaState) -> bool:
-    """Whether a machine holds the run, and has given a sign of life lately, by its own clock."""
+    """Whether a machine holds the run and has reported within SILENT_S, by its own clock."""
     if found.holder is None or found.holder.state != "holding" or found.finished:
         return False
     signs = [one.last_t for one in found.machines]
-    with suppress(ValueError):  # for people, and so in any form
+    with suppress(ValueError):  # `since` is only displayed, so it may have any format
         signs.append(datetime.fromisoformat(found.holder.since).timestamp())
     return time.time() - max(signs, default=0.0) < SILENT_S
 
 
-# Which mirror, and which run in it, somebody means on a command line.
-
-PATIENCE_S = 30.0
-"""Of somebody who waits for an answer."""
-OPTION = "--mirror"
+RETRY_TIMEOUT_S = 30.0
+"""How long a call of an interactive command is retried."""
+OPTION = "--replica"
 
 
-def resolve_mirror(machine: Machine, words: str | bool, run: str | None) -> tuple[ReplicaStore, str | None]:
-    """The mirror, opened, and what was said of a run in it. `--mirror RUN` is a run in the project's own mirror.
+def resolve_replica(machine: Machine, words: str | bool, run: str | None) -> tuple[ReplicaStore, str | None]:
+    """Open the replica and resolve the run in it. `--replica RUN` is a run in the project's own replica.
 
     Args:
-        machine: names the project's mirror.
-        words: what followed the option; True: nothing did.
-        run: named beside it.
+        machine: settings with the project's replica.
+        words: value of the option; True: it has no value.
+        run: run id that was given as an argument.
 
     Raises:
-        SettingsError: no mirror is named anywhere, or it cannot be opened.
+        SettingsError: no replica is set, or it cannot be opened.
     """
     url = None if isinstance(words, bool) else words
     if url is not None and run is None and "/" not in url:
         url, run = None, url
-    url = url or machine.mirror
+    url = url or machine.replica
     if url is None:
-        meant = f" {run}: is taken for a run, since no / is in it; in which mirror" if run else ": which one"
+        meaning = f" {run}: without a / this is a run, and its replica is unknown" if run else ": no replica is set"
         raise SettingsError(
-            f"{OPTION}{meant}? Set machine.mirror, or name it: {OPTION} s3://BUCKET/PREFIX, {OPTION} /FOLDER"
+            f"{OPTION}{meaning}; set machine.replica, or write {OPTION} s3://BUCKET/PREFIX or {OPTION} /FOLDER"
         )
-    return ReplicaStore(url, TransferLimits(patience_s=PATIENCE_S), lambda: False), run
+    return ReplicaStore(url, TransferLimits(retry_timeout_s=RETRY_TIMEOUT_S), lambda: False), run
 
 
 def find_remote_run(store: ReplicaStore, prefix: str) -> str:
-    """The one run in a mirror whose id begins so.
+    """Find the only run in a replica whose id begins with a prefix.
 
     Raises:
-        DataError: there is none, or more than one.
-        MirrorError: the mirror cannot be reached.
+        DataError: no run matches, or more than one.
+        ReplicaError: the replica cannot be reached.
     """
-    return directory.match_prefix(list_remote_runs(store), prefix, "the mirror")
+    return directory.match_prefix(list_remote_runs(store), prefix, "the replica")

@@ -1,4 +1,4 @@
-"""A run on this machine and its mirror: what whoever keeps the copy needs, alone or as one of several machines."""
+"""Replicator of a run that one machine trains, and the steps that it shares with the multi-node one."""
 
 import re
 import socket
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from uuid import uuid4
 
-from ratchet.config.schema import Machine
-from ratchet.errors import InterruptedRunError, MirrorError
+from ratchet.config.machine import Machine
+from ratchet.errors import InterruptedRunError, ReplicaError
 from ratchet.runs import log, replication_protocol
 from ratchet.runs.directory import Run
 from ratchet.runs.replication import lease, manifests, restore
-from ratchet.runs.replication.lease import SIGNS, Key, ReplicaLease
+from ratchet.runs.replication.lease import RENEWALS_PER_LEASE, Key, ReplicaLease
 from ratchet.runs.replication.manifests import JournalStart
 from ratchet.runs.replication.object_names import RunObjectNames
 from ratchet.runs.replication.restore import DownloadProgress, RestoreSource
@@ -23,174 +23,179 @@ from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.runs.replication.upload import ReplicationJob, RunUploader
 from ratchet.runs.replication_protocol import ReplicationState
 
-PATIENCE_S = 20.0
-"""How long one call tries again while a training is under way; who called tries again later."""
+RETRY_TIMEOUT_S = 20.0
+"""How long one call is retried during training. Its caller tries again later."""
 TIMEOUT_S = 30.0
-ASK_S = 10.0
-"""For a mirror that only has to confirm what is known."""
+CHECK_TIMEOUT_S = 10.0
+"""Time limit for checking that the replica still has a result."""
 POLL_S = 0.05
-LAST_WORD_S = 5.0
-"""For giving the run back, when nothing else is left to do."""
+RELEASE_TIMEOUT_S = 5.0
+"""Time limit for releasing the lease at the end of the process."""
 
 
 def create_node_name() -> str:
-    """Of this process, for no other one: the machine's name and eight random digits."""
+    """Unique name of this process: the machine's name and eight random digits."""
     host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:50] or "machine"
     return f"{host}-{uuid4().hex[:8]}"
 
 
 class ReplicationContext:
-    """What is here, and how to reach what is there.
+    """A run on this machine, and access to its replica.
 
     Args:
-        run: opened; its lock is held.
-        machine: with `mirror` set.
+        run: the run; its lock is held.
+        machine: settings with `replica`.
     """
 
     def __init__(self, run: Run, machine: Machine) -> None:
         self.run, self.machine = run, machine
-        self.node, self._place = create_node_name(), strip_credentials(machine.mirror or "")
+        self.node, self._place = create_node_name(), strip_credentials(machine.replica or "")
         self.names = RunObjectNames(run.paths.root.name)
-        self._last_word_s: float | None = None
-
-    # ------------------------------------------------------------------------------------------------ what is there
+        self._release_deadline_s: float | None = None
 
     @contextmanager
-    def opened(self, stopping: Callable[[], bool]) -> Iterator[RestoreSource]:
-        """The mirror, which is waited for as long as `machine.mirror_wait_s`.
+    def open_replica(self, stopping: Callable[[], bool]) -> Iterator[RestoreSource]:
+        """Open the replica; wait for it at most `machine.replica_timeout_s`.
 
         Raises:
-            InterruptedRunError: asked to stop.
-            MirrorError, SettingsError: it cannot be reached, or not be used.
+            InterruptedRunError: `stopping` returned True.
+            ReplicaError, SettingsError: the replica cannot be reached, or must not be used.
         """
-        store = self._store(TransferLimits(patience_s=self.machine.mirror_wait_s, timeout_s=TIMEOUT_S), stopping)
+        store = self._store(
+            TransferLimits(retry_timeout_s=self.machine.replica_timeout_s, timeout_s=TIMEOUT_S), stopping
+        )
         try:
             store.check()
             yield RestoreSource(store, self.names, DownloadProgress(self.names.run_id, stopping, print_notice))
-        except MirrorError:
+        except ReplicaError:
             if stopping():
-                raise InterruptedRunError(f"run {self.names.run_id}: stopped while it waited for its mirror") from None
+                raise InterruptedRunError(f"run {self.names.run_id}: stopped while waiting for its replica") from None
             raise
 
     def quick_store(self) -> ReplicaStore:
-        """The mirror for calls that have to be done, or to have failed, within a quarter of the lease."""
-        quarter_s = self.machine.lease_s / SIGNS
-        return self._store(TransferLimits(patience_s=quarter_s, timeout_s=min(TIMEOUT_S, quarter_s)), self._is_over)
+        """Open a store whose calls succeed or fail within a quarter of the lease."""
+        quarter_s = self.machine.lease_timeout_s / RENEWALS_PER_LEASE
+        return self._store(
+            TransferLimits(retry_timeout_s=quarter_s, timeout_s=min(TIMEOUT_S, quarter_s)), self._is_past_deadline
+        )
 
     def lease(self) -> ReplicaLease:
-        """A claim on the run that has not been made yet."""
-        return ReplicaLease(self.quick_store(), self.names, self.node, self.machine.lease_s, self.machine.meeting_place)
+        """Create a lease of the run without acquiring it."""
+        return ReplicaLease(
+            self.quick_store(), self.names, self.node, self.machine.lease_timeout_s, self.machine.active_rendezvous
+        )
 
-    def upload(self, lease: ReplicaLease, note: ReplicationState) -> RunUploader:
-        """Begins to copy what is here, under a lease that is held."""
+    def upload(self, lease: ReplicaLease, state: ReplicationState) -> RunUploader:
+        """Start uploading under a lease that is held."""
         ended = threading.Event()
-        store = self._store(TransferLimits(self.machine.mirror_bytes_s, PATIENCE_S, TIMEOUT_S), ended.is_set)
-        upload = RunUploader(ReplicationJob(self.run, self.names, store, lease, self.node, self.machine), note, ended)
+        store = self._store(TransferLimits(self.machine.replica_bytes_per_s, RETRY_TIMEOUT_S, TIMEOUT_S), ended.is_set)
+        upload = RunUploader(ReplicationJob(self.run, self.names, store, lease, self.node, self.machine), state, ended)
         upload.start()
         return upload
 
-    def _store(self, terms: TransferLimits, stopping: Callable[[], bool]) -> ReplicaStore:
-        return ReplicaStore(self.machine.mirror or "", terms, stopping)
+    def _store(self, limits: TransferLimits, stopping: Callable[[], bool]) -> ReplicaStore:
+        return ReplicaStore(self.machine.replica or "", limits, stopping)
 
-    def leave(self) -> None:
-        """From now on there is little time, for whatever is still said."""
-        if self._last_word_s is None:
-            self._last_word_s = time.monotonic() + LAST_WORD_S
+    def shorten_timeouts(self) -> None:
+        """Shorten the timeouts of all further calls, because the process is about to end."""
+        if self._release_deadline_s is None:
+            self._release_deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
 
-    def _is_over(self) -> bool:
-        return self._last_word_s is not None and time.monotonic() > self._last_word_s
+    def _is_past_deadline(self) -> bool:
+        return self._release_deadline_s is not None and time.monotonic() > self._release_deadline_s
 
-    # ------------------------------------------------------------------------------------------------- what is here
-
-    def noted(self) -> ReplicationState | None:
-        """What was noted of this mirror here before."""
-        noted = replication_protocol.read_replication_state(self.run.paths)
-        return noted if noted is not None and noted.place == self._place else None
+    def read_state(self) -> ReplicationState | None:
+        """Read the replication state of this replica, if any."""
+        state = replication_protocol.read_replication_state(self.run.paths)
+        return state if state is not None and state.place == self._place else None
 
     def is_done(self, stopping: Callable[[], bool]) -> bool:
-        """Whether the result is here, and in the mirror.
+        """Whether the result is on this machine and in the replica.
 
-        When it was noted there, the mirror is asked whether it still has it; if not, all is noted as lacking there.
+        If replication.json says so, the replica is checked. If it no longer has the result, everything is marked as
+        missing in the replica, so that it is uploaded again.
         """
-        noted = self.noted()
-        if noted is None or not noted.result or not self.run.paths.is_finished():
+        state = self.read_state()
+        if state is None or not state.result or not self.run.paths.is_finished():
             return False
         store = self._store(
-            TransferLimits(patience_s=min(ASK_S, self.machine.mirror_wait_s), timeout_s=ASK_S), stopping
+            TransferLimits(
+                retry_timeout_s=min(CHECK_TIMEOUT_S, self.machine.replica_timeout_s), timeout_s=CHECK_TIMEOUT_S
+            ),
+            stopping,
         )
         try:
             if restore.has_result(store, self.names):
                 return True
-        except MirrorError as error:
-            print_notice(f"it was in the mirror, which cannot be asked now whether it still is: {error}")
+        except ReplicaError as error:
+            print_notice(f"the result was uploaded earlier; cannot check that the replica still has it: {error}")
             return True
-        noted = noted.model_copy(update={"result": False, "durable_steps": (), "journal_bytes": 0, "journal_shift": 0})
-        noted.save(self.run.paths.mirror)
-        self.tell(["the mirror has not all of the result any more: it is sent again"])
+        state = state.model_copy(update={"result": False, "durable_steps": (), "journal_bytes": 0, "journal_shift": 0})
+        state.save(self.run.paths.replication_state)
+        self.log_notices(["the replica no longer has the complete result: uploading it again"])
         return False
 
-    def earlier(self, noted: ReplicationState | None) -> Key | None:
-        """The claim of the supervisor that had this directory before us: we hold its lock, so it is gone."""
-        if noted is None or noted.lock != replication_protocol.get_lock_identity(self.run.lock):
+    def find_previous_claim(self, state: ReplicationState | None) -> Key | None:
+        """Claim of the supervisor that used this directory before. This process holds its lock, so that process has
+        ended."""
+        if state is None or state.lock != replication_protocol.get_lock_identity(self.run.lock):
             return None
-        return noted.token, noted.node
+        return state.token, state.node
 
-    def note(
+    def save_state(
         self, token: int, durable_steps: tuple[int, ...] = (), begins: JournalStart | None = None, result: bool = False
     ) -> ReplicationState:
-        """Note what of the run is in the mirror."""
+        """Save how much of the run is in the replica."""
         begins = begins or JournalStart()
         with self.run.paths.journal.open("rb") as stream:
             known = sha256(stream.read(begins.start)).hexdigest()
-        note = ReplicationState(
+        state = ReplicationState(
             place=self._place, token=token, node=self.node, lock=replication_protocol.get_lock_identity(self.run.lock),
             durable_steps=durable_steps, result=result, journal_bytes=begins.start, journal_sha256=known,
             journal_shift=begins.shift,
         )  # fmt: skip
-        note.save(self.run.paths.mirror)
-        return note
+        state.save(self.run.paths.replication_state)
+        return state
 
-    def tell(self, notices: list[str]) -> None:
-        """What happened on the way, in the journal that goes on: it may have come from the mirror."""
+    def log_notices(self, notices: list[str]) -> None:
+        """Append notices to the journal, which may have been restored from the replica, and print them."""
         for text in notices:
             self.run.journal.append("notice", text=text)
             print_notice(text)
 
-    # ------------------------------------------------------------------------------------------------ both together
-
-    def is_finished_there(self, source: RestoreSource) -> bool:
-        """Fetch the result, if the mirror has it: then there is nothing to write, and nobody to agree with."""
+    def fetch_result(self, source: RestoreSource) -> bool:
+        """Fetch the result if the replica has it. No lease is needed then. Returns whether it was fetched."""
         if self.run.paths.is_finished():
             return False
         token = restore.restore_result(self.run, source)
         if token is None:
             return False
-        self.note(token, result=True)
+        self.save_state(token, result=True)
         with suppress(OSError):
             restore.remove_superseded(self.run.paths)
-        source.notices.append(f"the result of run {self.names.run_id} is taken from its mirror")
+        source.notices.append(f"the result of run {self.names.run_id} was restored from its replica")
         return True
 
-    def fetch(self, source: RestoreSource, as_what: str) -> restore.RestoreResult:
-        """Bring what the mirror has, in the place of what is here.
+    def fetch(self, source: RestoreSource, reason: str) -> restore.RestoreResult:
+        """Replace the local state by that of the replica.
 
         Args:
-            source: of it.
-            as_what: this machine does it, for the notice.
+            source: the replica.
+            reason: why, for the notice.
         """
         had = self.run.paths.checkpoint_steps()
         found = restore.restore_all(self.run, source)
-        if found.put_back:
-            source.notices.append(f"the mirror has no whole checkpoint ({as_what}): what is here goes on")
+        if found.has_kept_local:
+            source.notices.append(f"the replica has no complete checkpoint ({reason}): resuming from the local state")
         else:
-            aside = f"; what was here is kept as {restore.SUPERSEDED}*" if had else ""
+            aside = f"; the local state is kept as {restore.SUPERSEDED}*" if had else ""
             what = f"the checkpoint of step {found.step}" if found.step else "no checkpoint"
-            source.notices.append(f"taken from the mirror: {what} ({as_what}){aside}")
+            source.notices.append(f"restored from the replica: {what} ({reason}){aside}")
         return found
 
 
 def wait_until_settled(missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float) -> str | None:
-    """Wait until nothing is missing in the mirror, or the run is lost: then, or after `wait_s`, what is."""
+    """Wait until the replica is complete or the lease is lost, at most `wait_s`. Returns what is missing."""
     deadline = time.monotonic() + wait_s
     while lacks := missing():
         if why := lost():
@@ -202,104 +207,101 @@ def wait_until_settled(missing: Callable[[], str | None], lost: Callable[[], str
 
 
 def print_notice(text: str) -> None:
-    """To whoever reads what the command says."""
+    """Print a notice on the terminal."""
     log.print_message(text)
 
 
-# The mirror of a run as its supervisor sees it: take the run, keep the copy going, wait for it, give the run back.
-#
-# Of a run that one machine trains; `member` is the same for several that train one together.
-
-
 class RunReplicator:
-    """Implements `run.custody.Custody`.
+    """Implements `ReplicatorProtocol` for a run that one machine trains.
 
     Args:
-        run: opened; its lock is held.
-        machine: with `mirror` set.
+        run: the run; its lock is held.
+        machine: settings with `replica`.
     """
 
     def __init__(self, run: Run, machine: Machine) -> None:
-        self._here = ReplicationContext(run, machine)
-        self._lease = self._here.lease()
+        self._context = ReplicationContext(run, machine)
+        self._lease = self._context.lease()
         self._upload: RunUploader | None = None
 
-    def take(self, stopping: Callable[[], bool]) -> None:
-        """See Custody."""
-        here = self._here
-        if here.is_done(stopping):
+    def acquire(self, stopping: Callable[[], bool]) -> None:
+        """See ReplicatorProtocol."""
+        context = self._context
+        if context.is_done(stopping):
             return
-        noted = here.noted()
-        with here.opened(stopping) as source:
-            known = restore.require_same_spec(source.store, here.names, here.run.spec)
-            if known and here.is_finished_there(source):
-                here.tell(source.notices)
+        state = context.read_state()
+        with context.open_replica(stopping) as source:
+            known = restore.require_same_spec(source.store, context.names, context.run.spec)
+            if known and context.fetch_result(source):
+                context.log_notices(source.notices)
                 return
-            self._lease.take(stopping, print_notice, here.earlier(noted))
+            self._lease.acquire(stopping, print_notice, context.find_previous_claim(state))
             if not known:
-                source.store.write(here.names.spec, here.run.paths.spec.read_bytes())
-            note = self._brought(source, noted)
-            source.store.remove([here.names.object(digest) for digest in source.damaged])
-            here.tell(source.notices)
-        self._upload = here.upload(self._lease, note)
+                source.store.write(context.names.spec, context.run.paths.spec.read_bytes())
+            state = self._synchronize(source, state)
+            source.store.remove([context.names.object(digest) for digest in source.damaged])
+            context.log_notices(source.notices)
+        self._upload = context.upload(self._lease, state)
 
-    def lost(self) -> str | None:
-        """See Custody."""
-        return self._lease.lost()
+    def lost_reason(self) -> str | None:
+        """See ReplicatorProtocol."""
+        return self._lease.lost_reason()
 
-    def settle(self, wait_s: float) -> str | None:
-        """See Custody."""
+    def wait_until_replicated(self, wait_s: float) -> str | None:
+        """See ReplicatorProtocol."""
         if self._upload is None:
             return None
         self._upload.hurry()
-        return wait_until_settled(self._upload.missing, self.lost, wait_s)
+        return wait_until_settled(self._upload.missing, self.lost_reason, wait_s)
 
     def release(self) -> None:
-        """See Custody."""
-        self._here.leave()
+        """See ReplicatorProtocol."""
+        self._context.shorten_timeouts()
         if self._upload is not None:
             self._upload.end()
         self._lease.release()
 
-    def _brought(self, source: RestoreSource, noted: ReplicationState | None) -> ReplicationState:
-        """Bring the directory to where the mirror stands, if that is further, and say what lies there of it."""
-        here, token = self._here, self._lease.token
-        written = lease.find_highest_token(source.store, here.names, lease.WRITTEN)
+    def _synchronize(self, source: RestoreSource, state: ReplicationState | None) -> ReplicationState:
+        """Restore from the replica if it is further, and return what the replica has."""
+        context, token = self._context, self._lease.token
+        written = lease.find_highest_token(source.store, context.names, lease.WRITTEN)
         begins = JournalStart()
         steps: tuple[int, ...] = ()
         if written == 0:
             pass
-        elif self._is_further(source.store, noted, written):
-            begins = self._own_beginning(source.store, noted)
-            steps = noted.durable_steps if noted else ()
+        elif self._is_local_newer(source.store, state, written):
+            begins = self._find_journal_start(source.store, state)
+            steps = state.durable_steps if state else ()
         else:
-            found = here.fetch(source, f"holder {written} of this run; we are {token}")
+            found = context.fetch(source, f"holder {written} of this run; this machine is holder {token}")
             steps = found.steps
             begins = JournalStart(found.origin, found.origin[1]) if found.origin else begins
         if begins.origin is not None:
-            self._lease.go_on_from(begins.origin)
-        return here.note(token, steps, begins)
+            self._lease.record_origin(begins.origin)
+        return context.save_state(token, steps, begins)
 
-    def _is_further(self, store: ReplicaStore, noted: ReplicationState | None, written: int) -> bool:
-        """Whether this directory has all that the mirror has, or the mirror has no checkpoint and we do: nobody else
-        has written the run since this directory's last holder, or its last training was one of several machines, of
-        which another one was the holder."""
-        token, step = restore.find_newest_step(store, self._here.names)
-        ours = restore.find_valid_step(self._here.run.paths)
+    def _is_local_newer(self, store: ReplicaStore, state: ReplicationState | None, written: int) -> bool:
+        """Whether this directory is at least as far as the replica, or has a checkpoint and the replica has none.
+
+        It is at least as far if no other holder has written the run since, or if another machine of the same training
+        was the holder, and its newest valid step is not below that of the replica.
+        """
+        token, step = restore.find_newest_step(store, self._context.names)
+        ours = restore.find_valid_step(self._context.run.paths)
         if token == 0 and ours:
             return True
-        return noted is not None and (noted.token >= written or noted.token == 0) and ours >= step
+        return state is not None and (state.token >= written or state.token == 0) and ours >= step
 
-    def _own_beginning(self, store: ReplicaStore, noted: ReplicationState | None) -> JournalStart:
-        """How this directory's journal goes on from the mirror's; if they do not agree any more, all is sent anew."""
-        here = self._here
-        if noted is not None and noted.token == 0:
-            return manifests.join_journal(here.run.paths.journal, store, here.names)
-        if noted is None or not noted.journal_bytes:
+    def _find_journal_start(self, store: ReplicaStore, state: ReplicationState | None) -> JournalStart:
+        """Find the part of the local journal that is in the replica. If the two differ, all of it is uploaded again."""
+        context = self._context
+        if state is not None and state.token == 0:
+            return manifests.join_journal(context.run.paths.journal, store, context.names)
+        if state is None or not state.journal_bytes:
             return JournalStart()
-        with here.run.paths.journal.open("rb") as stream:
-            known = sha256(stream.read(noted.journal_bytes)).hexdigest()
-        if known != noted.journal_sha256:
+        with context.run.paths.journal.open("rb") as stream:
+            known = sha256(stream.read(state.journal_bytes)).hexdigest()
+        if known != state.journal_sha256:
             return JournalStart()
-        there = noted.journal_bytes + noted.journal_shift
-        return JournalStart((noted.token, there), noted.journal_bytes, noted.journal_shift)
+        there = state.journal_bytes + state.journal_shift
+        return JournalStart((state.token, there), state.journal_bytes, state.journal_shift)

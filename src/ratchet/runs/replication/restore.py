@@ -1,4 +1,4 @@
-"""What is fetched from a mirror: how much of it has come is told now and then, and a request to stop ends it."""
+"""Restores a run from a replica, with progress messages; a request to stop interrupts it."""
 
 import json
 import time
@@ -18,84 +18,86 @@ from ratchet.runs.replication.store import ReplicaStore
 from ratchet.storage import files
 from ratchet.storage.records.base import find_differing_keys
 
-TOLD_EVERY_S = 5.0
+REPORT_INTERVAL_S = 5.0
 
 
 class DownloadProgress:
-    """Of one sealed directory after the other.
+    """Progress of downloads, one sealed directory at a time.
 
     Args:
-        run_id: what is fetched belongs to.
-        stopping: asked at each piece, whether to break off.
-        tell: told now and then, in words.
+        run_id: the run.
+        stopping: called at each received piece; returns whether to stop.
+        on_progress: called with a message every REPORT_INTERVAL_S seconds.
     """
 
-    def __init__(self, run_id: str, stopping: Callable[[], bool], tell: Callable[[str], None]) -> None:
-        self._run_id, self._stopping, self._tell = run_id, stopping, tell
-        self._what, self._expected_bytes, self._come_bytes = "", 0, 0
-        self._told_s = time.monotonic()
+    def __init__(self, run_id: str, stopping: Callable[[], bool], on_progress: Callable[[str], None]) -> None:
+        self._run_id, self._stopping, self._on_progress = run_id, stopping, on_progress
+        self._what, self._expected_bytes, self._received_bytes = "", 0, 0
+        self._reported_s = time.monotonic()
 
-    def expect(self, what: str, size: int) -> None:
-        """From now on come the `size` bytes of `what`."""
-        self._what, self._expected_bytes, self._come_bytes = what, size, 0
+    def start(self, what: str, size: int) -> None:
+        """Start counting the `size` bytes of `what`."""
+        self._what, self._expected_bytes, self._received_bytes = what, size, 0
 
-    def come(self, count: int) -> None:
-        """So many bytes more. Raises InterruptedRunError when asked to stop."""
+    def receive(self, count: int) -> None:
+        """Count received bytes. Raises InterruptedRunError if `stopping` returns True."""
         if self._stopping():
-            raise InterruptedRunError(f"run {self._run_id}: stopped while it was fetched from its mirror; repeat")
-        self._come_bytes = min(self._expected_bytes, self._come_bytes + count)  # what was wrong comes again
-        if (now := time.monotonic()) - self._told_s >= TOLD_EVERY_S:
-            self._told_s = now
-            of = f"{status.format_size(self._come_bytes)} of {status.format_size(self._expected_bytes)}"
-            self._tell(f"{self._what}: {of} fetched from the mirror")
+            raise InterruptedRunError(
+                f"run {self._run_id}: stopped while fetching from its replica; run it again to resume"
+            )
+        self._received_bytes = min(
+            self._expected_bytes, self._received_bytes + count
+        )  # damaged pieces are received again
+        if (now := time.monotonic()) - self._reported_s >= REPORT_INTERVAL_S:
+            self._reported_s = now
+            of = f"{status.format_size(self._received_bytes)} of {status.format_size(self._expected_bytes)}"
+            self._on_progress(f"{self._what}: {of} fetched from the replica")
 
-
-# Brings a run directory to where its mirror stands: the machine that was here before is gone, and its disk with it.
 
 SUPERSEDED = "superseded-"
-"""What this machine had of a run that another one has gone on with since: the last time that this happened."""
+"""Prefix of local checkpoints and journals that were replaced by the replica's; only the last ones are kept."""
 
 
 @dataclass(frozen=True)
 class RestoreSource:
-    """A mirror that a run is brought from, and what was found on the way."""
+    """A replica to restore from, with the problems found."""
 
     store: ReplicaStore
     names: RunObjectNames
-    arrival: DownloadProgress
+    progress: DownloadProgress
     notices: list[str] = field(default_factory=list)
-    """What a person should know: of everything that is passed over, why."""
+    """Messages about what was skipped, and why."""
     damaged: set[str] = field(default_factory=set)
-    """Objects that are not what they are called: as long as they are there, nobody sends them again."""
+    """Digests of damaged objects. They are uploaded again only after they are removed."""
 
     def fetch(self, sealed: ReplicaManifest, target: Path) -> None:
-        """See `documents.fetch`. Raises InterruptedRunError as well."""
-        self.arrival.expect(f"{sealed.kind} of step {sealed.step}", sealed.size_bytes)
-        manifests.fetch_sealed(self.store, self.names, sealed, target, self.damaged, self.arrival.come)
+        """Fetch a sealed directory; see `manifests.fetch_sealed`. Also raises InterruptedRunError."""
+        self.progress.start(f"{sealed.kind} of step {sealed.step}", sealed.size_bytes)
+        manifests.fetch_sealed(self.store, self.names, sealed, target, self.damaged, self.progress.receive)
 
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What was brought here."""
+    """Result of a restore."""
 
     step: int | None
-    """Of the checkpoint; None: the mirror had no whole one."""
+    """Step of the checkpoint; None: the replica has no complete one."""
     steps: tuple[int, ...]
-    """Of that and those that it refers to."""
+    """Steps of that checkpoint and of those that it refers to."""
     origin: Origin | None
-    """Of the journal."""
-    put_back: bool = False
-    """Whether what was here goes on."""
+    """Origin of the journal."""
+    has_kept_local: bool = False
+    """Whether the local state was kept."""
 
 
 def require_same_spec(store: ReplicaStore, names: RunObjectNames, spec: BaseRunSpec) -> bool:
-    """Whether the mirror has this run. Raises SettingsError when what lies in its place is something else."""
+    """Whether the replica has this run. Raises SettingsError if it has another run in its place."""
     data = store.read(names.spec)
     if data is None:
         if strange := sorted(store.list(names.folder("objects"))):
             raise SettingsError(
-                f"machine.mirror: {strange[0]} is there, but no {names.spec}: this is no mirror of a run, or somebody "
-                f"removed a part of it; name another place, or `ratchet reset --mirror {names.run_id}`"
+                f"machine.replica: {strange[0]} is there, but no {names.spec}: this is not a replica of a run, or a "
+                f"part was removed; set another replica, or run `ratchet reset --replica {names.run_id}`"
             )
         return False
     ours = spec.model_dump(mode="json")
@@ -103,24 +105,24 @@ def require_same_spec(store: ReplicaStore, names: RunObjectNames, spec: BaseRunS
         differences = find_differing_keys(spec_identity(json.loads(data)), spec_identity(ours))
     except (ValueError, TypeError, AttributeError):
         raise SettingsError(
-            f"machine.mirror: {names.spec} is no spec of a run; name another place, or "
-            f"`ratchet reset --mirror {names.run_id}`"
+            f"machine.replica: {names.spec} is not the spec of a run; set another replica, or run "
+            f"`ratchet reset --replica {names.run_id}`"
         ) from None
     if differences:
         raise SettingsError(
-            f"machine.mirror: {names.spec} is of another run, it differs in {', '.join(differences)}: another version "
-            "or project wrote it; name another place"
+            f"machine.replica: {names.spec} belongs to another run (differs in {', '.join(differences)}), written by "
+            "another version or project; set another replica"
         )
     return True
 
 
 def find_newest_step(store: ReplicaStore, names: RunObjectNames) -> tuple[int, int]:
-    """Token and step of the last checkpoint in the mirror; (0, 0) when there is none."""
+    """Token and step of the last checkpoint in the replica; (0, 0) if there is none."""
     return max(_list_checkpoints(store, names), default=(0, 0))
 
 
 def has_result(store: ReplicaStore, names: RunObjectNames) -> bool:
-    """Whether the mirror has a result whole, by names and sizes of its objects; none is read."""
+    """Whether the replica has a complete result, by names and sizes of its objects."""
     there = {name.rsplit("/", 1)[-1]: size for name, size in store.list(names.folder("objects")).items()}
     for name in store.list(names.folder("result")):
         for token in parse_numbers(name):
@@ -132,7 +134,7 @@ def has_result(store: ReplicaStore, names: RunObjectNames) -> bool:
 
 
 def restore_result(run: Run, source: RestoreSource) -> int | None:
-    """Fetch the sealed result; returns its token, or None when the mirror has no whole one."""
+    """Fetch the sealed result; return its token, or None if the replica has no complete one."""
     store, names = source.store, source.names
     for token in sorted(
         (n[0] for name in store.list(names.folder("result")) if (n := parse_numbers(name))), reverse=True
@@ -140,7 +142,7 @@ def restore_result(run: Run, source: RestoreSource) -> int | None:
         try:
             source.fetch(manifests.read_replica_manifest(store, names.result(token)), run.paths.result)
         except DamagedFileError as error:
-            source.notices.append(f"the result in the mirror is passed over: {error}")
+            source.notices.append(f"the result in the replica is skipped: {error}")
         else:
             restore_journal(run, store, names)
             return token
@@ -148,35 +150,37 @@ def restore_result(run: Run, source: RestoreSource) -> int | None:
 
 
 def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...]:
-    """Fetch the newest whole checkpoint by token and step, and before it those that it refers to.
+    """Fetch the newest complete checkpoint by token and step, after those that it refers to.
 
     Args:
-        paths: a run directory without checkpoints that are newer than the mirror's.
-        source: where from; told of each that is passed over.
+        paths: a run directory without checkpoints that are newer than the replica's.
+        source: the replica; its notices name each skipped checkpoint.
 
     Returns:
-        The steps that were fetched, that of the checkpoint last; empty when none is whole.
+        The fetched steps, that of the checkpoint last; empty if none is complete.
 
     Raises:
-        MirrorError: the mirror does not answer.
+        ReplicaError: the replica does not answer.
     """
-    passed = set[tuple[int, int]]()
-    while there := set(_list_checkpoints(source.store, source.names)) - passed:  # looked for anew: a holder may tidy up
+    skipped = set[tuple[int, int]]()
+    while (
+        there := set(_list_checkpoints(source.store, source.names)) - skipped
+    ):  # listed again: a holder may collect garbage
         token, step = max(there)
-        passed.add((token, step))
+        skipped.add((token, step))
         try:
             wanted = _collect_manifests(source.store, source.names, token, step)
             for one in wanted:
                 source.fetch(one, paths.checkpoint(one.step))
         except DamagedFileError as error:
-            source.notices.append(f"checkpoint of step {step} in the mirror is passed over: {error}")
+            source.notices.append(f"checkpoint of step {step} in the replica is skipped: {error}")
         else:
             return tuple(one.step for one in wanted)
     return ()
 
 
 def restore_journal(run: Run, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
-    """Replace the journal by the mirror's; returns whose it is."""
+    """Replace the journal by the replica's; return its holder."""
     found = manifests.recover_journal(store, names)
     if found.origin is not None:
         files.write_atomic(run.paths.journal, found.content)
@@ -185,9 +189,9 @@ def restore_journal(run: Run, store: ReplicaStore, names: RunObjectNames) -> Ori
 
 
 def set_aside(run: Run) -> set[str]:
-    """Take this machine's checkpoints and journal out of the way; they stay beside, for a person to look at.
+    """Rename the local checkpoints and the journal, so that they can still be inspected.
 
-    Returns the names that they have now.
+    Returns their new names.
     """
     paths, names = run.paths, set[str]()
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
@@ -210,7 +214,7 @@ def _put_back(run: Run, names: Collection[str]) -> None:
 
 
 def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
-    """Remove what was set aside, except what has one of these names. Raises OSError."""
+    """Remove what `set_aside` renamed, except these names. Raises OSError."""
     for folder in (paths.checkpoints, paths.root):
         for path in folder.glob(f"{SUPERSEDED}*"):
             if path.name not in but:
@@ -218,20 +222,20 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
 
 
 def restore_all(run: Run, source: RestoreSource) -> RestoreResult:
-    """Take over the mirror's state: what is here is set aside first, and put back if the mirror has nothing whole."""
+    """Restore the replica's state. Local state is moved aside, and moved back if the replica has no complete one."""
     ours, aside = find_valid_step(run.paths), set_aside(run)
     steps = restore_checkpoint(run.paths, source)
     if ours and not steps:
         _put_back(run, aside)
-        return RestoreResult(None, (), None, put_back=True)
+        return RestoreResult(None, (), None, has_kept_local=True)
     origin = restore_journal(run, source.store, source.names)
-    if aside:  # one set is enough
+    if aside:  # keep only the last set
         remove_superseded(run.paths, aside)
     return RestoreResult(steps[-1] if steps else None, steps, origin)
 
 
 def find_valid_step(paths: RunPaths) -> int:
-    """The newest step whose checkpoint here is whole, with those that it refers to; 0: none."""
+    """The newest step whose local checkpoint is complete, with those that it refers to; 0 if there is none."""
     for step in reversed(paths.checkpoint_steps()):
         try:
             files.verify_sealed(paths.checkpoint(step), CHECKPOINT)

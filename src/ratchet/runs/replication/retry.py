@@ -1,4 +1,8 @@
-"""Where a mirror is, as it may be shown: credentials stand in no message, whoever wrote the text."""
+"""Retries of a replica's storage calls: classification of errors, back-off, and messages without credentials.
+
+Waits use exponential back-off with full jitter: each wait is drawn between 0 and a bound that doubles (M. Brooker,
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). This spreads the retries of clients after an outage.
+"""
 
 import errno
 import math
@@ -9,14 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from ratchet.errors import MirrorError, RatchetError, SettingsError
+from ratchet.errors import RatchetError, ReplicaError, SettingsError
 from ratchet.redaction import HIDDEN, redact
 
 LONGEST_TEXT = 300
 
 
 def strip_credentials(url: str) -> str:
-    """A URL without user, password, query and fragment."""
+    """Return a URL without user, password, query and fragment."""
     parts = urlsplit(url)
     if "://" not in url:
         return url
@@ -24,39 +28,33 @@ def strip_credentials(url: str) -> str:
 
 
 def refuse_secrets(url: str) -> None:
-    """Raises SettingsError for a URL that carries a secret: params.yaml is committed, logged and sealed into runs."""
+    """Raise SettingsError for a URL with a secret, because params.yaml is committed, logged and stored in runs."""
     parts = urlsplit(url) if "://" in url else None
     if parts is None:
         return
     found = "a password" if parts.password is not None else "a query" if parts.query else ""
     if found:
         raise SettingsError(
-            f"machine.mirror {strip_credentials(url)}: {found} stands in the URL, and settings are kept with the run "
-            "for everybody to read; leave it out and give credentials in the environment or in the library's own files"
+            f"machine.replica {strip_credentials(url)}: found {found} in the URL, which is stored with the run "
+            "in plain text; remove it and set credentials in the environment or in the library's own files"
         )
 
 
 def scrub_text(text: str) -> str:
-    """A library's words in one line, without what they may repeat of URLs and of the environment."""
+    """Return the message of a library in one line, without secrets from URLs and the environment."""
     text = " ".join(redact(text).split())
     text = re.sub(r"//[^/@\s]+@", f"//{HIDDEN}@", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", rf"\1?{HIDDEN}", text)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
-# What went wrong with a mirror, who can mend it, and for how long to try again: exponential back-off with full jitter.
-#
-# Full jitter (each wait drawn between nothing and the doubled bound): M. Brooker, "Exponential Backoff And Jitter",
-# AWS
-# Architecture Blog, 2015. It spreads the clients that one outage made wait.
-
 T = TypeVar("T")
 Kind = Literal["absent", "place", "credentials", "clock", "network"]
 
 POLL_S = 0.2
-"""How often a wait asks whether it should end."""
+"""Interval at which a wait checks whether it should end."""
 LONG_S = 2.0
-"""A call that has no answer for so long is told of where somebody asks why nothing arrives."""
+"""Duration after which a call without an answer is reported by `RetryPolicy.trouble`."""
 
 ABSENT = {"NoSuchKey", "NoSuchUpload", "NoSuchVersion", "404"}
 PLACE = {
@@ -72,23 +70,23 @@ CREDENTIALS = {
     "TokenRetrievalError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
     "AuthenticationException", "BadHostKeyException",
 }  # fmt: skip
-"""Codes of S3, status codes, and names of exceptions: boto's, Google's, Azure's, paramiko's."""
+"""Error codes of S3, HTTP status codes, and names of exceptions of boto, Google, Azure and paramiko."""
 
 BROKEN = (RuntimeError, AttributeError, TypeError, ValueError)
-"""What libraries raise from a connection in a state that they did not expect."""
+"""Exceptions that libraries raise from a connection in an unexpected state."""
 
 ADVICE: dict[Kind, str] = {
     "absent": "",
-    "place": "there is no such bucket, region or folder, or nobody may write it: correct machine.mirror, or make it",
-    "credentials": "credentials are missing, wrong, expired, or not allowed to list, read, write and delete there: "
-    "give them in the environment or in the library's own files",
-    "clock": "this machine's clock is off by more than the service accepts in signatures: set it (NTP)",
+    "place": "the bucket, region or directory does not exist or is not writable: correct machine.replica, or create it",
+    "credentials": "credentials are missing, wrong, expired, or lack permission to list, read, write and delete: "
+    "set them in the environment or in the library's own files",
+    "clock": "this machine's clock differs by more than the service accepts: set it (NTP)",
     "network": "",
 }
 
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it was raised from."""
+    """Yield an error and the errors that caused it."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -98,7 +96,7 @@ def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _iterate_error_names(error: BaseException) -> Iterator[str]:
-    """What a library calls an error, the most exact name first: the service's code, its status, the class."""
+    """Yield a library's names of an error, the most exact first: the service's code, its status, the class."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         yield str(response.get("Error", {}).get("Code", ""))
@@ -110,7 +108,8 @@ def _iterate_error_names(error: BaseException) -> Iterator[str]:
 
 
 def classify_error(error: BaseException) -> Kind:
-    """What is wrong: nothing of that name is there, the place, the credentials, the clock; all else may pass."""
+    """Classify an error: missing object, bucket or directory, credentials, clock; every other error may be
+    transient."""
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return "place"
     names = [name for one in _iterate_causes(error) for name in _iterate_error_names(one)]
@@ -122,7 +121,7 @@ def classify_error(error: BaseException) -> Kind:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line, with the service's code, without secrets."""
+    """Describe an error in one line, with the service's code, without secrets."""
     code = next(name for one in reversed(list(_iterate_causes(error))) for name in _iterate_error_names(one) if name)
     strerror = getattr(error, "strerror", None)
     words = str(strerror or error)
@@ -130,13 +129,13 @@ def describe_error(error: BaseException) -> str:
 
 
 class RetryPolicy:
-    """Tries again until it works or the time is over. Safe in threads.
+    """Retries a call until it succeeds or its time is over. Thread-safe.
 
     Args:
-        shown: the mirror, as messages may name it.
-        waits_s: how long a call is tried; the bound of the first wait; the longest bound.
-        stopping: asked before each further try.
-        reopen: called before a further try where a connection may be what is wrong, or may have old credentials.
+        display_url: URL of the replica without credentials, for messages.
+        waits_s: how long a call is retried, the bound of the first wait, and the largest bound.
+        stopping: called before each retry; returns whether to stop.
+        reopen: called before a retry if the connection may be broken or its credentials may be old.
     """
 
     def __init__(
@@ -146,76 +145,76 @@ class RetryPolicy:
         stopping: Callable[[], bool],
         reopen: Callable[[], None],
     ) -> None:
-        self._shown = shown
-        self._patience_s, self._first_s, self._longest_s = waits_s
+        self._display_url = shown
+        self._retry_timeout_s, self._first_s, self._longest_s = waits_s
         self._stopping = stopping
         self._reopen = reopen
-        self._under_way: dict[object, tuple[str, float, str]] = {}
-        """Of each call: what it does, when it began, and what its last try said."""
+        self._calls: dict[object, tuple[str, float, str]] = {}
+        """Calls in progress: description, start time, and message of the last error."""
 
     @property
     def trouble(self) -> str:
-        """Why something under way has not worked so far, in words; empty when there is nothing to tell."""
-        calls = sorted(self._under_way.values(), key=lambda one: one[1])
-        for _, _, told in calls:
-            if told:
-                return told
+        """Last error of a call in progress; empty if there is none."""
+        calls = sorted(self._calls.values(), key=lambda one: one[1])
+        for _, _, message in calls:
+            if message:
+                return message
         for what, began, _ in calls:
             if (spent_s := time.monotonic() - began) > LONG_S:
-                return f"{self._shown}: has been asked for {spent_s:.0f} s to {what}"
+                return f"{self._display_url}: no answer for {spent_s:.0f} s ({what})"
         return ""
 
-    def trying(self, what: str, strict: bool = False) -> Callable[[Callable[[], T]], T]:
-        """`run` for calls that do `what`."""
-        return lambda once: self.run(what, once, strict)
+    def retry(self, what: str, strict: bool = False) -> Callable[[Callable[[], T]], T]:
+        """Return `run` with a fixed description."""
+        return lambda attempt: self.run(what, attempt, strict)
 
-    def run(self, what: str, once: Callable[[], T], strict: bool = False) -> T:
+    def run(self, what: str, attempt: Callable[[], T], strict: bool = False) -> T:
         """Call until it returns.
 
         Args:
-            what: is done, as an infinitive.
-            once: a try.
-            strict: raise SettingsError at once for what the user must mend, instead of waiting for it to be mended.
+            what: description of the call, as an infinitive.
+            attempt: makes one attempt.
+            strict: raise SettingsError at once for an error that the user must fix, instead of retrying.
 
         Raises:
-            FileNotFoundError: nothing of that name is there.
-            MirrorError: it has not worked for `patience_s` since it first failed, or there is no more time.
+            FileNotFoundError: the object does not exist.
+            ReplicaError: the call failed for `retry_timeout_s` after its first failure, or `stopping` returned True.
         """
         call = object()
-        self._under_way[call] = (what, time.monotonic(), "")
+        self._calls[call] = (what, time.monotonic(), "")
         try:
-            return self._run(what, once, strict, call)
+            return self._run(what, attempt, strict, call)
         finally:
-            del self._under_way[call]
+            del self._calls[call]
 
-    def _run(self, what: str, once: Callable[[], T], strict: bool, call: object) -> T:
+    def _run(self, what: str, attempt: Callable[[], T], strict: bool, call: object) -> T:
         began, failing_since, tries = time.monotonic(), math.inf, 0
         while True:
             tries += 1
             try:
-                return once()
+                return attempt()
             except RatchetError:
                 raise
             except Exception as error:
                 kind = classify_error(error)
                 if kind == "absent":
                     raise FileNotFoundError(describe_error(error)) from None
-                told = f"{self._shown}: cannot {what}: {describe_error(error)}"
-                told += f"; {ADVICE[kind]}" if ADVICE[kind] else ""
-                self._under_way[call] = (what, began, told)
+                message = f"{self._display_url}: cannot {what}: {describe_error(error)}"
+                message += f"; {ADVICE[kind]}" if ADVICE[kind] else ""
+                self._calls[call] = (what, began, message)
                 if strict and kind != "network":
-                    raise SettingsError(f"machine.mirror {told}") from None
+                    raise SettingsError(f"machine.replica {message}") from None
                 failing_since = min(failing_since, now := time.monotonic())
                 spent_s = now - failing_since
-                if spent_s >= self._patience_s or not self._wait(tries, self._patience_s - spent_s):
-                    raise MirrorError(
-                        f"machine.mirror {told} ({tries} {'try' if tries == 1 else 'tries'} in {now - began:.0f} s)"
+                if spent_s >= self._retry_timeout_s or not self._wait(tries, self._retry_timeout_s - spent_s):
+                    raise ReplicaError(
+                        f"machine.replica {message} ({tries} {'try' if tries == 1 else 'tries'} in {now - began:.0f} s)"
                     ) from None
                 if kind != "network" or isinstance(error, BROKEN):
                     self._reopen()
 
     def _wait(self, tries: int, left_s: float) -> bool:
-        """Whether there may be another try, after a wait."""
+        """Wait before a retry. Returns False if `stopping` returned True."""
         bound_s = min(self._longest_s, self._first_s * 2.0 ** min(tries - 1, 60), left_s)
         until = time.monotonic() + random.uniform(0, bound_s)
         while not self._stopping():

@@ -1,7 +1,12 @@
-"""A file as S3 takes it in parts, with the sums by which the service says what has arrived.
+"""S3 backend: multipart uploads that are resumed and verified by the service's checksums.
 
-ETags that are MD5 sums (of an object sent at once: its MD5; of one sent in n parts: the MD5 of the parts' MD5s, and
-`-n`), and composite SHA-256 checksums: Amazon S3 User Guide, "Checking object integrity in Amazon S3".
+A successful answer does not prove that the content arrived. Two checksums do: an ETag that is an MD5 sum, because the
+service computes it from the stored content, and a SHA-256 checksum, if the service was observed to refuse a wrong one.
+All other content is read back.
+
+The ETag of an object sent in one request is its MD5; that of an object sent in n parts is the MD5 of the MD5s of its
+parts, and `-n`. Composite SHA-256 checksums are built in the same way (Amazon S3 User Guide, "Checking object integrity
+in Amazon S3").
 """
 
 import base64
@@ -33,88 +38,81 @@ from ratchet.runs.replication.retry import strip_credentials
 from ratchet.storage.files import Entry
 
 PART_BYTES = 8 << 20
-"""Of all parts but the last; S3 takes none below 5 MiB."""
+"""Size of all parts but the last; S3 refuses parts below 5 MiB."""
 MOST_PARTS = 10_000
 
 
 def compute_part_bytes(size: int) -> int:
-    """Size of the parts of a file: equal ones, as some services insist."""
+    """Compute the size of the parts of a file. All are equal, because some services require it."""
     return max(PART_BYTES, -(-size // MOST_PARTS))
 
 
 def encode_base64(digest: bytes) -> str:
-    """As the service writes checksums."""
+    """Encode a digest as the service writes checksums."""
     return base64.b64encode(digest).decode()
 
 
 @dataclass(frozen=True)
 class MultipartChecksums:
-    """Sums of a file, by part of `each` bytes."""
+    """Checksums of the parts of a file."""
 
     path: Path
-    each: int
+    part_bytes: int
     entry: Entry
     md5s: tuple[bytes, ...]
     sha256s: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, path: Path) -> "MultipartChecksums":
-        """Read a file once."""
-        each, whole = compute_part_bytes(path.stat().st_size), hashlib.sha256()
+    def from_file(cls, path: Path) -> "MultipartChecksums":
+        """Compute the checksums in one pass over a file."""
+        part_bytes, whole = compute_part_bytes(path.stat().st_size), hashlib.sha256()
         md5s, sha256s, size = [], [], 0
-        for data in _read_parts(path, each):
+        for data in _read_parts(path, part_bytes):
             whole.update(data)
             size += len(data)
             md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
             sha256s.append(hashlib.sha256(data).digest())
-        return cls(path, each, (whole.hexdigest(), size), tuple(md5s), tuple(sha256s))
+        return cls(path, part_bytes, (whole.hexdigest(), size), tuple(md5s), tuple(sha256s))
 
     @property
-    def whole(self) -> bool:
-        """Sent at once."""
+    def is_single_request(self) -> bool:
+        """Whether the file is sent in one request."""
         return len(self.md5s) == 1
 
     @property
     def etag(self) -> str:
-        """Where ETags are MD5 sums."""
-        if self.whole:
+        """ETag of the object if the service uses MD5 sums."""
+        if self.is_single_request:
             return self.md5s[0].hex()
         return f"{hashlib.md5(b''.join(self.md5s), usedforsecurity=False).hexdigest()}-{len(self.md5s)}"
 
     @property
     def checksum(self) -> str:
-        """SHA-256, as the service writes it."""
-        if self.whole:
+        """SHA-256 checksum of the object, as the service writes it."""
+        if self.is_single_request:
             return encode_base64(self.sha256s[0])
         return f"{encode_base64(hashlib.sha256(b''.join(self.sha256s)).digest())}-{len(self.sha256s)}"
 
     def data(self, number: int) -> bytes:
-        """A part, counted from 1. Raises DamagedFileError when the file has gone."""
+        """Read a part, counted from 1. Raises DamagedFileError if the file was removed."""
         try:
             with self.path.open("rb") as stream:
-                stream.seek((number - 1) * self.each)
-                return stream.read(self.each)
-        except FileNotFoundError:  # which would be taken for an answer of the service
-            raise DamagedFileError(f"{self.path}: was removed while it was sent; it is not mirrored") from None
+                stream.seek((number - 1) * self.part_bytes)
+                return stream.read(self.part_bytes)
+        except FileNotFoundError:  # FileNotFoundError would look like an answer of the service
+            raise DamagedFileError(f"{self.path}: was removed while it was sent; it is not replicated") from None
 
 
-def _read_parts(path: Path, each: int) -> Iterator[bytes]:
+def _read_parts(path: Path, part_bytes: int) -> Iterator[bytes]:
     with path.open("rb") as stream:
-        yield stream.read(each)  # of an empty file: one empty part
-        while data := stream.read(each):
+        yield stream.read(part_bytes)  # an empty file has one empty part
+        while data := stream.read(part_bytes):
             yield data
 
 
-# A mirror in a bucket of S3, or of what speaks like it: one request a try, bodies watched while they go.
-#
-# Nothing is called arrived on the word of an answer alone. ETags that are MD5 sums were computed by the service from
-# what
-# it holds; a SHA-256 checksum counts where the service has been seen to refuse a wrong one; everything else is read
-# back.
-
 READ_BYTES = 1 << 18
 RESTARTS = 4
-"""Of an upload that the service forgets, or whose result is wrong although every part was right."""
+"""Attempts of an upload that the service forgets, or whose result is wrong although every part was correct."""
 REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch"}
 UNFINISHABLE = {"InvalidPart", "InvalidPartOrder", "InvalidRequest", "EntityTooSmall", *REFUSALS}
 Sizes = list[int]
@@ -123,28 +121,30 @@ Listed = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class S3Capabilities:
-    """What a service can be believed."""
+    """Checksums of a service that can be relied on."""
 
     md5_tags: bool
+    """Whether ETags are MD5 sums."""
     refuses_wrong_sums: bool
+    """Whether the service refuses an object with a wrong SHA-256 checksum."""
 
 
 class S3Backend:
-    """S3's own requests through s3fs, which finds credentials and endpoint in the environment and in boto's files."""
+    """Sends S3 requests through s3fs, which finds credentials and endpoint in the environment and in boto's files."""
 
     def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> None:
         parts = urlsplit(url)
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         if find_spec("s3fs") is None:
             raise SettingsError(
-                f"machine.mirror {strip_credentials(url)}: the library s3fs is missing (pip install s3fs)"
+                f"machine.replica {strip_credentials(url)}: the library s3fs is missing (pip install s3fs)"
             )
         if not self._bucket:
-            raise SettingsError(f"machine.mirror {strip_credentials(url)}: no bucket; write s3://BUCKET/PREFIX")
+            raise SettingsError(f"machine.replica {strip_credentials(url)}: no bucket; write s3://BUCKET/PREFIX")
         self._throttle, self._watch, self._timeout_s = throttle, watch, timeout_s
         self._lock = threading.Lock()
         self._system: Any = None
-        self._character: S3Capabilities | None = None
+        self._capabilities: S3Capabilities | None = None
         self._uploads: dict[str, str] = {}
         self._verified: dict[str, Entry] = {}
 
@@ -154,26 +154,28 @@ class S3Backend:
 
     def list(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        asked: dict[str, Any] = {"Prefix": f"{self._key(folder)}/" if folder else self._prefix and f"{self._prefix}/"}
+        parameters: dict[str, Any] = {
+            "Prefix": f"{self._key(folder)}/" if folder else self._prefix and f"{self._prefix}/"
+        }
         skipped = len(self._prefix) + 1 if self._prefix else 0
         while True:
-            answer = self._call("list_objects_v2", **asked)
+            answer = self._call("list_objects_v2", **parameters)
             found |= {one["Key"][skipped:]: int(one["Size"]) for one in answer.get("Contents", [])}
             if not answer.get("IsTruncated"):
                 return found
-            asked["ContinuationToken"] = answer["NextContinuationToken"]
+            parameters["ContinuationToken"] = answer["NextContinuationToken"]
 
     def size(self, name: str) -> int:
         return int(self._call("head_object", Key=self._key(name))["ContentLength"])
 
     def read(self, name: str) -> bytes:
-        """Read again if the ETag is not the MD5 of what came: the same twice is what is there."""
+        """Read an object; twice if its ETag is not the MD5 of the content. Two equal reads are taken as correct."""
         first, tag = self._get(name, {})
         if hashlib.md5(first, usedforsecurity=False).hexdigest() == tag:
             return first
         second, _ = self._get(name, {})
         if first != second:
-            raise ContentMismatchError("read twice, it was not the same")
+            raise ContentMismatchError("two reads returned different content")
         return first
 
     def piece(self, name: str, start: int) -> bytes:
@@ -185,55 +187,60 @@ class S3Backend:
     def remove(self, name: str) -> None:
         self._call("delete_object", Key=self._key(name))
 
-    def send(self, name: str, path: Path, entry: Entry, trying: RetryCallable) -> int:
-        """In parts, each verified before the object appears; what a killed process sent of it is not sent again."""
-        if self._verified.get(name) == entry and trying(f"look for {name}", lambda: self._has_size(name, entry[1])):
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
+        """Upload in parts, each verified before the object appears. Parts that a killed process sent are not sent
+        again."""
+        if self._verified.get(name) == entry and retry(f"look for {name}", lambda: self._has_size(name, entry[1])):
             return 0
-        parts = MultipartChecksums.of(path)
+        parts = MultipartChecksums.from_file(path)
         if parts.entry != entry:
             raise build_damaged_error(path, parts.entry)
-        if self._holds(name, parts, trying):
+        if self._holds(name, parts, retry):
             return 0
         sent: Sizes = []
         for _ in range(RESTARTS):
             try:
-                if parts.whole:
-                    tag = trying(f"write {name}", lambda: self._send_whole(name, parts, sent))
+                if parts.is_single_request:
+                    tag = retry(f"write {name}", lambda: self._send_whole(name, parts, sent))
                 else:
-                    tag = self._send_parts(name, parts, trying, sent)
-            except FileNotFoundError:  # the upload has ended: by a try whose answer was lost, or by somebody else
+                    tag = self._send_parts(name, parts, retry, sent)
+            except (
+                FileNotFoundError
+            ):  # the upload has ended: an attempt whose answer was lost, or another process, ended it
                 tag = ""
             self._uploads.pop(name, None)
-            if tag == parts.etag or self._holds(name, parts, trying):
+            if tag == parts.etag or self._holds(name, parts, retry):
                 self._verified[name] = entry
                 return sum(sent)
-        raise ContentMismatchError(f"{name}: sent {RESTARTS} times, and what the service holds is still something else")
+        raise ContentMismatchError(f"{name}: sent {RESTARTS} times, but the stored content still differs")
 
     def _send_whole(self, name: str, parts: MultipartChecksums, sent: Sizes) -> str:
-        """Returns the ETag of the object; `sent` grows by what arrived."""
+        """Upload a file in one request; return its ETag, and append the bytes sent to `sent`."""
         data = parts.data(1)
         tag = self._put(name, data, parts.checksum)
         sent.append(len(data))
         self._require(parts, 1, tag)
         return tag
 
-    def _send_parts(self, name: str, parts: MultipartChecksums, trying: RetryCallable, sent: Sizes) -> str:
-        """As `_send_whole`."""
-        upload, arrived = trying(f"begin {name}", lambda: self._begun(name))
+    def _send_parts(self, name: str, parts: MultipartChecksums, retry: RetryCallable, sent: Sizes) -> str:
+        """Upload a file in parts; return its ETag, and append the bytes sent to `sent`."""
+        upload, arrived = retry(f"begin {name}", lambda: self._begin_upload(name))
         for number, md5 in enumerate(parts.md5s, 1):
             if arrived.get(number) != md5.hex():
-                arrived[number], size = trying(f"write {name}", self._part(name, upload, parts, number))
+                arrived[number], size = retry(f"write {name}", self._part(name, upload, parts, number))
                 sent.append(size)
         listed = [
             {"PartNumber": number, "ETag": f'"{arrived[number]}"', "ChecksumSHA256": encode_base64(sha256)}
             for number, sha256 in enumerate(parts.sha256s, 1)
         ]
-        return trying(f"finish {name}", lambda: self._finished(name, upload, listed))
+        return retry(f"finish {name}", lambda: self._finish_upload(name, upload, listed))
 
-    def _finished(self, name: str, upload: str, listed: Listed) -> str:
-        """Put an object together; returns its ETag. An upload that the service will not finish is given up.
+    def _finish_upload(self, name: str, upload: str, listed: Listed) -> str:
+        """Complete a multipart upload and return the ETag of the object; abort an upload that the service refuses to
+        finish.
 
-        One that takes longer than a time-out is asked for again: the service does it once, and then says that it has.
+        A request that times out is sent again. The service completes the upload once and then answers that it is
+        complete.
         """
         this: dict[str, Any] = {"Key": self._key(name), "UploadId": upload}
         try:
@@ -245,26 +252,27 @@ class S3Backend:
             raise FileNotFoundError(f"{name}: {_error_code(error)}") from None
         return str(done["ETag"]).strip('"')
 
-    def _begun(self, name: str) -> tuple[str, dict[int, str]]:
-        """An upload that has not been finished, with the ETags of its parts; a new one if there is none."""
+    def _begin_upload(self, name: str) -> tuple[str, dict[int, str]]:
+        """Return the id of an unfinished upload and the ETags of its parts; begin a new upload if there is none."""
         key = self._key(name)
-        upload = self._uploads.get(name) or self._left_behind(key)
+        upload = self._uploads.get(name) or self._find_unfinished_upload(key)
         arrived: dict[int, str] = {}
         if upload is None:
             upload = str(self._call("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256")["UploadId"])
         else:
-            asked: dict[str, Any] = {"Key": key, "UploadId": upload}
+            parameters: dict[str, Any] = {"Key": key, "UploadId": upload}
             while True:
-                answer = self._call("list_parts", **asked)
+                answer = self._call("list_parts", **parameters)
                 arrived |= {int(one["PartNumber"]): str(one["ETag"]).strip('"') for one in answer.get("Parts", [])}
                 if not answer.get("IsTruncated"):
                     break
-                asked["PartNumberMarker"] = answer["NextPartNumberMarker"]
+                parameters["PartNumberMarker"] = answer["NextPartNumberMarker"]
         self._uploads[name] = upload
         return upload, arrived
 
-    def _left_behind(self, key: str) -> str | None:
-        """By a process that was killed. Some may not list uploads, and some services cannot."""
+    def _find_unfinished_upload(self, key: str) -> str | None:
+        """Find an upload that a killed process left unfinished. Without the permission to list uploads, none is
+        found."""
         try:
             listed = self._call("list_multipart_uploads", Prefix=key).get("Uploads", [])
         except (PermissionError, NotImplementedError):
@@ -275,17 +283,17 @@ class S3Backend:
         def send() -> tuple[str, int]:
             data = parts.data(number)
             sha256 = encode_base64(parts.sha256s[number - 1])
-            asked: dict[str, Any] = {"Key": self._key(name), "UploadId": upload, "PartNumber": number}
-            tag = str(self._call("upload_part", data, ChecksumSHA256=sha256, **asked)["ETag"]).strip('"')
+            parameters: dict[str, Any] = {"Key": self._key(name), "UploadId": upload, "PartNumber": number}
+            tag = str(self._call("upload_part", data, ChecksumSHA256=sha256, **parameters)["ETag"]).strip('"')
             self._require(parts, number, tag)
             return tag, len(data)
 
         return send
 
     def _require(self, parts: MultipartChecksums, number: int, tag: str) -> None:
-        """Raise ContentMismatchError if the service can be believed, and has something else."""
-        if tag != parts.md5s[number - 1].hex() and self._known().md5_tags:
-            raise ContentMismatchError("the service's MD5 of what arrived is another")
+        """Raise ContentMismatchError if the service's ETag is an MD5 sum and differs from that of a part."""
+        if tag != parts.md5s[number - 1].hex() and self._probe_capabilities().md5_tags:
+            raise ContentMismatchError("the service's MD5 of the received data differs")
 
     def _has_size(self, name: str, size: int) -> bool:
         try:
@@ -293,26 +301,26 @@ class S3Backend:
         except FileNotFoundError:
             return False
 
-    def _holds(self, name: str, parts: MultipartChecksums, trying: RetryCallable) -> bool:
-        """Whether an object is there, with exactly these bytes."""
+    def _holds(self, name: str, parts: MultipartChecksums, retry: RetryCallable) -> bool:
+        """Whether the object exists with exactly this content."""
         key = self._key(name)
         try:
-            there = trying(f"look for {name}", lambda: self._call("head_object", Key=key, ChecksumMode="ENABLED"))
+            there = retry(f"look for {name}", lambda: self._call("head_object", Key=key, ChecksumMode="ENABLED"))
         except FileNotFoundError:
             return False
         if int(there["ContentLength"]) != parts.entry[1]:
             return False
         right = str(there["ETag"]).strip('"') == parts.etag
         if not right and str(there.get("ChecksumSHA256")) == parts.checksum:
-            right = trying("ask what the service verifies", self._known).refuses_wrong_sums
-        if right or compute_remote_digest(self, name, parts.entry[1], trying) == parts.entry[0]:
+            right = retry("test which checksums the service verifies", self._probe_capabilities).refuses_wrong_sums
+        if right or compute_remote_digest(self, name, parts.entry[1], retry) == parts.entry[0]:
             self._verified[name] = parts.entry
             return True
         return False
 
-    def _known(self) -> S3Capabilities:
-        """Put small objects with a right and a wrong checksum, and see."""
-        if self._character is None:
+    def _probe_capabilities(self) -> S3Capabilities:
+        """Find out what the service verifies by writing small objects with a right and a wrong checksum."""
+        if self._capabilities is None:
             name, data = f"checks/{uuid4().hex}", b"is this what arrived?"
             right, wrong = (encode_base64(hashlib.sha256(one).digest()) for one in (data, b"no"))
             tag, refuses = self._put(name, data, right), False
@@ -323,31 +331,31 @@ class S3Backend:
                 if not refuses:
                     raise
             self.remove(name)
-            self._character = S3Capabilities(hashlib.md5(data, usedforsecurity=False).hexdigest() == tag, refuses)
-        return self._character
+            self._capabilities = S3Capabilities(hashlib.md5(data, usedforsecurity=False).hexdigest() == tag, refuses)
+        return self._capabilities
 
     def _put(self, name: str, data: bytes, sha256: str) -> str:
-        """Returns the ETag."""
+        """Write an object in one request; return its ETag."""
         return str(self._call("put_object", data, Key=self._key(name), ChecksumSHA256=sha256)["ETag"]).strip('"')
 
-    def _get(self, name: str, asked: dict[str, str], some: bool = False) -> tuple[bytes, str]:
-        """Content and ETag.
+    def _get(self, name: str, parameters: dict[str, str], some: bool = False) -> tuple[bytes, str]:
+        """Read content and ETag of an object.
 
         Args:
-            name: of the object.
-            asked: further parameters.
-            some: what came before a connection broke is an answer too.
+            name: the object.
+            parameters: further parameters of the request.
+            some: return the bytes received so far if the connection breaks.
         """
-        system = self._opened()
+        system = self._get_system()
 
         async def get(progress: TransferProgress) -> tuple[bytes, str]:
-            answer = await system._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), **asked)
+            answer = await system._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), **parameters)
             body, found = answer["Body"], bytearray()
             try:
                 while block := await body.read(READ_BYTES):
                     found += block
                     progress.moved()
-            except Exception:  # whatever broke it: what has come counts, and the caller asks for the rest
+            except Exception:  # the received bytes count; the caller requests the rest
                 if not (some and found):
                     raise
             finally:
@@ -356,13 +364,13 @@ class S3Backend:
 
         return self._watch.coroutine(get, system.loop)
 
-    def _call(self, method: str, body: bytes | None = None, **asked: Any) -> dict[str, Any]:
-        """One request."""
-        system = self._opened()
+    def _call(self, method: str, body: bytes | None = None, **parameters: Any) -> dict[str, Any]:
+        """Send one request."""
+        system = self._get_system()
 
         async def call(progress: TransferProgress) -> dict[str, Any]:
             sent = {} if body is None else {"Body": ThrottledBody(body, self._throttle, progress)}
-            answer: dict[str, Any] = await system._call_s3(method, Bucket=self._bucket, **asked, **sent)
+            answer: dict[str, Any] = await system._call_s3(method, Bucket=self._bucket, **parameters, **sent)
             return answer
 
         return self._watch.coroutine(call, system.loop, 0.0 if body is None else self._watch.buffered_s(len(body)))
@@ -370,7 +378,7 @@ class S3Backend:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _opened(self) -> Any:
+    def _get_system(self) -> Any:
         with self._lock:
             if self._system is None:
                 self._system = self._open()
@@ -381,25 +389,26 @@ class S3Backend:
 
         settings = {
             "connect_timeout": self._timeout_s,
-            "read_timeout": 2 * (self._timeout_s + self._watch.buffered_s(BUFFERED_BYTES)),  # the watch is nearer
+            "read_timeout": 2
+            * (self._timeout_s + self._watch.buffered_s(BUFFERED_BYTES)),  # the watchdog ends a request earlier
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "connector_args": {"socket_factory": create_shallow_socket},
         }
         system: Any = fsspec.filesystem(
             "s3", skip_instance_cache=True, use_listings_cache=False, config_kwargs=settings
         )
-        system.retries = 1  # tries are ours: patience counts them, and asks whether there is time for another
+        system.retries = 1  # RetryPolicy retries, within its time limit
         system.connect()
         system.s3.meta.events.register_last("before-call.s3", _remove_expect_header)
         return system
 
 
 def _remove_expect_header(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies at once: for a server that answers no `Expect: 100-continue`, the client would wait for ever."""
+    """Send bodies without waiting for `100 Continue`, which some servers never send."""
     params["headers"].pop("Expect", None)
 
 
 def _error_code(error: BaseException) -> str:
-    """The service's, of what s3fs has translated."""
+    """Code of the service in an error that s3fs has translated; empty if it has none."""
     response = getattr(error.__cause__, "response", None)
     return str(response["Error"].get("Code", "")) if response else ""

@@ -1,1 +1,1 @@
-"""What stages hand to each other, as JSON: frozen, typed, versioned."""
+"""Records: the JSON files that stages exchange; frozen, typed, versioned."""

@@ -1,16 +1,16 @@
-"""The dataset card: what prepare made of the sources, every row accounted for."""
+"""The dataset card, cards of selected answers, and cards of a teacher's outputs."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from ratchet.config.selection import Select
+from ratchet.config.select import Select
 from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import Record
 
 
 class LengthDistribution(Record):
-    """Distribution of conversation lengths, in tokens; training rows as often as they come in an epoch."""
+    """Distribution of conversation lengths in tokens. Training rows count as often as they occur in an epoch."""
 
     least: int
     median: int
@@ -18,86 +18,86 @@ class LengthDistribution(Record):
     greatest: int
     total: int
     trained: int
-    """Tokens that are learned from: the assistant's, end of turn included."""
+    """Trained tokens: the assistant's, end of turn included."""
     histogram: dict[int, int] = Field(default_factory=dict)
-    """Rows by length, in bins named by their lower edge; the widths are those of the edges' steps."""
+    """Rows by length, in bins of equal width that are named by their lower edge."""
 
 
 class DroppedRows(Record):
-    """Rows left out for one reason."""
+    """Rows dropped for one reason."""
 
     count: int
     examples: tuple[str, ...]
-    """Where the first few stand (file:line), with what was found there."""
+    """The first few as `file:line`, with the value found."""
 
 
 class TeacherProvenance(Record):
-    """That a source is answers of a teacher, which `ratchet select` chose."""
+    """Provenance of a source that `ratchet select` wrote: answers of teachers."""
 
     teachers: tuple[str, ...]
-    """How each was asked for, with the beginning of its digest."""
+    """Each teacher as named on the command line, with the start of its digest."""
     generations: tuple[str, ...]
-    """Ids of the generations that the answers come from."""
+    """Ids of the generations with the answers."""
     answers: int
-    """Chosen from."""
+    """Number of answers before selection."""
     rows: int
-    """Chosen."""
+    """Number of selected answers."""
     filters: tuple[tuple[str, int], ...]
-    """What left answers out, in the order of the filters, and how many."""
+    """Filters in order, each with the number of answers it dropped."""
     training_rows: int
-    """Rows of it that are training rows here."""
+    """Rows of the source that are training rows of this dataset."""
 
 
 class SourceCard(Record):
-    """One source and what it gave."""
+    """A source and its rows."""
 
     files: dict[str, str]
-    """SHA-256 of each file; for a dataset of the hub, its revision."""
-    shape: str
-    """What its records were taken for, e.g. `columns question, answer`."""
+    """SHA-256 of each file; for a dataset of the Hub, its revision."""
+    record_schema: str
+    """Schema of its records, e.g. `columns question, answer`."""
     weight: float = 1
     split: str | None = None
     rows: int = 0
-    """Rows read, faults included."""
-    taught: TeacherProvenance | None = None
+    """Rows read, malformed ones included."""
+    teacher_provenance: TeacherProvenance | None = None
 
 
 class BalanceReport(Record):
-    """What prepare.balance did to the training rows."""
+    """Effect of prepare.balance on the training rows."""
 
     by: str
     rows: int
-    """Of each category."""
-    fewer: str
+    """Rows per category."""
+    on_shortage: str
     before: dict[str, int]
-    """Training rows by category."""
+    """Training rows by category, before balancing."""
     after: dict[str, int]
-    """The same, as often as they come in an epoch."""
+    """Training rows by category, as often as they occur in an epoch."""
 
 
 class NearDuplicateCluster(Record):
-    """Rows that are almost the same, of which one is kept."""
+    """Near-duplicate rows, of which one is kept."""
 
     kept: str
-    """Where the row that stays stands."""
+    """Place of the row that is kept."""
     dropped: tuple[str, ...]
-    """Where the others stand; at most a few are named."""
+    """Places of a few of the dropped rows."""
     size: int
     texts: tuple[str, ...]
-    """The beginning of the kept row's text and of one that was dropped."""
+    """Start of the text of the kept row, and of a dropped one."""
 
 
 class NearDuplicateReport(Record):
-    """What the search for near-duplicates found."""
+    """Result of the search for near-duplicates."""
 
     threshold: float
-    """Jaccard similarity of word shingles from which rows count as the same."""
+    """Jaccard similarity of word shingles from which rows are near-duplicates."""
     shingle_words: int
     clusters: int
     across_splits: int
-    """Dropped rows whose kept row is in another split: they would have leaked."""
+    """Dropped rows whose kept row is in another split, which would have been leakage."""
     contradicting: int = 0
-    """Dropped rows with another label than the row kept for them."""
+    """Dropped rows whose label differs from that of the kept row."""
     largest: tuple[NearDuplicateCluster, ...]
 
 
@@ -106,39 +106,39 @@ class LeakageReport(Record):
 
     documents: int
     unchecked: int
-    """Documents too short for an n-gram; they are compared as a whole."""
+    """Documents shorter than an n-gram; they are compared as a whole."""
     rows: int
-    """Rows of the data that share an n-gram with it."""
+    """Rows that share an n-gram with the evaluation set."""
     examples: tuple[str, ...]
-    """Where the first few stand, with the words that are shared."""
+    """Places of the first few, with the shared words."""
 
 
 class TruncationReport(Record):
-    """Conversations that were cut."""
+    """Truncated conversations."""
 
     rows: int = 0
     tokens: int = 0
-    """Tokens cut off."""
+    """Number of tokens removed."""
 
 
 class SplitStratum(Record):
-    """One value of the field that the split is stratified by, or one label."""
+    """Rows with one value of the stratification field, or with one label."""
 
     rows: int
     splits: dict[str, int]
 
 
 class DatasetCard(Record):
-    """What prepare made: rows_in = rows_out + the drops."""
+    """The prepared dataset: rows_in = rows_out + dropped rows."""
 
     digest: str
-    """Fingerprint of ids, token ids and masks of all splits, in order."""
+    """Digest of ids, token ids and masks of all splits, in order."""
     fields_digest: str = ""
-    """Fingerprint of the rows' groups and kept fields; no part of `digest`, for nobody learns from them."""
+    """Digest of the rows' groups and extra fields. Not part of `digest`, because training does not use them."""
     sources: dict[str, str]
     """SHA-256 of each source file."""
     base_digest: str
-    """Base model whose tokenizer and template were used."""
+    """Digest of the base model whose tokenizer and template were used."""
     task: Literal["labels", "text"]
     rows_in: int
     rows_out: int
@@ -147,51 +147,51 @@ class DatasetCard(Record):
     lengths: dict[str, LengthDistribution]
     """By split."""
     labels: dict[str, int]
-    """Training rows of each label; empty for a text task."""
+    """Training rows per label; empty if prepare.task is text."""
     source_cards: dict[str, SourceCard] = Field(default_factory=dict)
-    """By the source's name in params.yaml."""
+    """Sources by their name in params.yaml."""
     repeated: int = 0
-    """Training rows written again because of their source's weight or prepare.balance, beside rows_out."""
+    """Repetitions of training rows due to source weights or prepare.balance, in addition to rows_out."""
     balanced: BalanceReport | None = None
-    taught_rows: int = 0
-    """Training rows that are answers of a teacher."""
+    teacher_rows: int = 0
+    """Training rows that are a teacher's answers."""
     template: str = ""
     """SHA-256 of the chat template."""
     end_of_turn: str = ""
-    """Token that ends an answer."""
+    """Token at the end of an answer."""
     wanted: dict[str, float] = Field(default_factory=dict)
-    """Fraction of each split as set."""
+    """Configured fraction of each split."""
     strata: dict[str, SplitStratum] = Field(default_factory=dict)
-    """Rows by stratum (or label) and split; empty where neither is set."""
+    """Rows by stratum (or label) and split; empty without either."""
     near_duplicates: NearDuplicateReport | None = None
     leaks: dict[str, LeakageReport] = Field(default_factory=dict)
     """By evaluation set."""
     truncated: dict[str, TruncationReport] = Field(default_factory=dict)
     """By split."""
     packing: dict[str, float] = Field(default_factory=dict)
-    """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
+    """Fill rate of packs by their capacity in tokens, if stage train packs the training rows."""
     missing_fields: dict[str, int] = Field(default_factory=dict)
-    """Rows (of those that could be encoded) without a value, by field of prepare.keep."""
+    """Rows without a value, by field of prepare.extra_fields."""
     notes: tuple[str, ...] = ()
-    """What a reader should know, a sentence each."""
+    """Notes for the reader, one sentence each."""
 
 
-# What `ratchet select` made: which answers of which teachers a data source holds, and why.
+# Answers that `ratchet select` chose.
 
 PROVENANCE = "provenance"
-"""Name of what a row says of where it comes from."""
+"""Key of a row's provenance."""
 
 
 class TeacherGeneration(Record):
-    """One generation whose answers were chosen from."""
+    """A generation with answers to select from."""
 
     generation: str
-    """Its id."""
+    """Id of the generation."""
     kind: str
     """base, adapter, merged, gguf or endpoint."""
     model_digest: str
-    held: str
-    """How the teacher's weights were held, in words."""
+    weight_format: str
+    """Storage of the teacher's weights, in words."""
     prompts_digest: str
     answers_digest: str
     """SHA-256 of the output of `ratchet generate`."""
@@ -200,77 +200,77 @@ class TeacherGeneration(Record):
 
 
 class SelectionSpec(Record):
-    """Everything that decides which answers are taken."""
+    """Everything that determines which answers are selected."""
 
     recipe_version: int = 1
-    """Raised when a change of code chooses others by the same settings."""
+    """Incremented when new code selects other answers with the same settings."""
     select: Select
     teachers: tuple[TeacherGeneration, ...]
     reward_files: dict[str, str]
-    """SHA-256 of those words of the reward's command that name a file of the project."""
+    """SHA-256 of the project files in the reward's command."""
 
 
 class FilterReport(Record):
-    """What one filter did, in answers."""
+    """Effect of one filter, in answers."""
 
     name: str
     dropped: int
     left: int
     examples: tuple[str, ...] = ()
-    """The first few that were left out: id of the prompt, number of the sample, and why."""
+    """The first few dropped ones: prompt id, sample number and reason."""
 
 
 class SelectionCard(OutputCard):
-    """Lies beside the data source that `ratchet select` wrote."""
+    """Card of a data source that `ratchet select` wrote."""
 
     spec: SelectionSpec
     model_names: tuple[str, ...]
-    """The teachers, as they were asked for on the command line; the spec has their identity."""
+    """The teachers as named on the command line; the spec identifies them."""
     prompts: int
-    """Asked, each as often as it is in an output of its own."""
+    """Number of prompts, counted in each generation."""
     answers: int
     filters: tuple[FilterReport, ...]
-    """In their order; `left` of the last one is the rows."""
+    """Filters in order."""
     without_reference: int = 0
-    """Prompts without a reference, which select.reference: match takes as they are."""
+    """Prompts without a reference answer, to which select.reference: match does not apply."""
     rows: int
-    taught_prompts: int
-    """Prompts with at least one row."""
+    prompts_with_rows: int
+    """Prompts with at least one selected row."""
 
 
-# What a teacher has said about the training rows, as `ratchet distill` seals it.
+# A teacher's probabilities for the training rows, from `ratchet distill`.
 
-CARD = "distill.json"
-AGAIN = "run `ratchet distill`"
+DISTILLATION_CARD = "distill.json"
+RERUN_HINT = "run `ratchet distill`"
 
 
 class DistillationCard(Record):
-    """The card of experiments/distill. Beside it lie the probabilities: shard-NNNNN.safetensors."""
+    """Card of experiments/distill. The probabilities are next to it, in shard-NNNNN.safetensors."""
 
     digest: str
-    """Of the shards: what a student learns from."""
+    """Digest of the shards."""
     teacher: str
-    """Its directory, as written in params.yaml."""
+    """Directory of the teacher, as in params.yaml."""
     teacher_digest: str
-    """Fingerprint of its files."""
+    """Digest of the teacher's files."""
     data_digest: str
-    """Of the rows that it was asked about."""
+    """Digest of the dataset."""
     quantization: str
     compute_dtype: str
     temperature: float
     top_k: int
     rows: int
     positions: int
-    """Answer tokens of all training rows."""
+    """Answer positions in all training rows."""
     tokens: int
-    """That both tokenizers know, with the same ids."""
+    """Tokens that both tokenizers have under the same ids."""
     teacher_rows: int
-    """Of its embedding: it may be filled up beyond the tokens."""
+    """Rows of the teacher's embedding, padding included."""
     base_rows: int
-    """The same of the base."""
+    """Rows of the base's embedding, padding included."""
     teacher_parameters: int
     base_parameters: int
     teacher_loss: float
-    """Of the given answers, in nats a token: how well it knows the task itself."""
+    """The teacher's loss on the answers of the data, in nats per token."""
     left_out: float
-    """Mean probability, at the temperature, of all tokens beyond the top_k: what is known of them is their sum."""
+    """Mean total probability of the tokens outside the top_k, at the temperature; only the sum is saved."""

@@ -1,249 +1,249 @@
-"""What stage evaluate found, as JSON: figures, per-sample scores, and the contract under which they were made."""
+"""Results of stage evaluate: metrics, per-sample scores, and the contract under which they are comparable."""
 
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field
 
-from ratchet.config.evaluation import Form
-from ratchet.config.schema import Machine
+from ratchet.config.evaluate import ModelFormat
+from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.storage import digests
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 
-Who = Literal["base", "candidate", "merged", "champion", "anchor"]
-"""The models of one evaluation. `merged` is the candidate as it was exported, `candidate` the same as an adapter."""
+ModelRole = Literal["base", "candidate", "merged", "champion", "anchor"]
+"""The models of an evaluation. `candidate` is the adapter on its base, `merged` the same as exported."""
 
 
 class MetricValue(Record):
-    """One figure of one model, with the per-sample scores that it is made of."""
+    """A metric of a model."""
 
     value: float
     n: int
     low: float
     high: float
-    """95 % interval of the value: Wilson for proportions, normal for means."""
+    """Bounds of the 95 % interval: Wilson for proportions, normal for means."""
     better: Literal["higher", "lower", "unknown"]
     unit: str
-    kind: Literal["mean", "perplexity", "figure"] = "mean"
-    """Of its samples: their mean; exp(sum of values / sum of weights); or no function of them (a corpus figure)."""
+    kind: Literal["mean", "perplexity", "aggregate"] = "mean"
+    """mean: of the samples; perplexity: exp(sum of values / sum of weights); aggregate: of all rows together."""
     chance: float | None = None
-    """What guessing reaches."""
+    """Value that guessing reaches."""
 
 
 class ModelScores(Record):
     """One model's results."""
 
     model_digest: str
-    """Fingerprint of what was scored: base, adapter on its base, or exported files."""
-    form: Form
-    """As an adapter on the base that it was trained on (the base: with adapters off), or as plain weights."""
+    """Digest of the scored model: base, adapter on its base, or exported files."""
+    model_format: ModelFormat
+    """As an adapter on its base (for the base: without adapters), or as merged weights."""
     contract: str
-    """Fingerprint of `EvalReport.contracts[contract]`; only equal contracts are compared."""
+    """Digest of `EvaluationReport.contracts[contract]`; only scores under equal contracts are compared."""
     metrics: dict[str, MetricValue]
     samples: dict[str, str]
-    """Relative names of per-sample files, by metric; see `SampleScore`."""
+    """Files of per-sample scores (`SampleScore`) by metric, as relative names."""
     per_class: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Precision, recall, F1, support and (with label scores) average precision of each label."""
+    """Precision, recall, F1, support and (with label scores) average precision per label."""
     slices: dict[str, dict[str, MetricValue]] = Field(default_factory=dict)
-    """Metrics of parts of the rows, by part: `tokens <= 64`, `topic = billing`."""
+    """Metrics of slices of the rows, by name: `tokens <= 64`, `topic = billing`."""
 
 
 class InferenceCost(Record):
-    """What answering costs on the machine that evaluated: a measurement, not the same twice."""
+    """Measured cost of answering on the machine that evaluated. Not reproducible."""
 
     rows: int
-    """Prompts, answered one at a time."""
+    """Number of prompts, answered one at a time."""
     latency_s: float
-    """Median seconds of an answer."""
+    """Median time of an answer, in seconds."""
     latency_p95_s: float
     tokens_per_s: float
-    """Generated tokens in a second."""
+    """Generated tokens per second."""
     memory_bytes: int
-    """Peak while answering: allocated on a GPU, resident in the process on a CPU."""
+    """Peak memory while answering: allocated on a GPU, resident in the process on a CPU."""
     device: str
 
 
 class JudgePreference(Record):
-    """What a judge said of the candidate's answers beside another model's, each pair in both orders."""
+    """The judge's comparison of the candidate's answers with another model's, each pair in both orders."""
 
-    against: Who
+    against: ModelRole
     rows: int
-    """Pairs of answers with a verdict in both orders, or without need of one."""
+    """Pairs with a verdict in both orders, or with identical answers."""
     wins: int
-    """Of them: the candidate's answer preferred, both orders taken together."""
+    """Pairs in which the candidate's answer was preferred, over both orders."""
     ties: int
     losses: int
-    equal: int
-    """Of the ties: both answers are the same text, so nobody was asked."""
-    left_out: int
-    """Pairs without a readable verdict in one order or both; they are in no figure but first_bias."""
+    identical_answers: int
+    """Ties with identical answers, for which the judge was not called."""
+    skipped: int
+    """Pairs without a readable verdict in one or both orders; they count only in position_bias."""
     unreadable: dict[str, int]
     """Replies without a verdict, by reason."""
     win_rate: MetricValue | None
-    """Wins, and half of what is neither; a pair that depends on the order is half. None: there are no rows."""
+    """Wins plus half the ties; a pair whose verdict depends on the order is a tie. None: no rows."""
     agreement: MetricValue | None
-    """Pairs on which both orders led to the same verdict; None: no pair was asked about."""
-    first_bias: MetricValue | None
-    """Share of verdicts for the answer that came first, beyond a half; ties aside. None: there are only ties."""
+    """Share of pairs with the same verdict in both orders. None: the judge was not called."""
+    position_bias: MetricValue | None
+    """Share of verdicts for the first answer minus 0.5, without ties. None: only ties."""
 
 
 class JudgeReport(Record):
-    """Generated answers compared by another model (evaluate.judge); no rule of the gate reads it."""
+    """Results of the LLM judge (evaluate.judge). No gate rule uses them."""
 
     model: str
-    address: str
+    base_url: str
     rubric_digest: str
-    candidate: Who
-    """Whose answers were held against the others': candidate, or merged."""
-    comparisons: dict[Who, JudgePreference]
+    candidate: ModelRole
+    """Compared model: candidate or merged."""
+    comparisons: dict[ModelRole, JudgePreference]
     questions: int
-    """Different ones, both orders counted."""
+    """Distinct questions, both orders counted."""
     requests: int
-    """That they took, tries that failed included."""
+    """Requests sent, failed attempts included."""
     prompt_tokens: int | None
-    """Sent for their answers; None: the server does not count."""
+    """Input tokens; None: the server does not report them."""
     tokens: int | None
     cost: float | None
-    """By evaluate.judge.price_in and price_out; None: they are not known. What was kept from before is in it, too."""
+    """By evaluate.judge.input_price and output_price, including stored replies; None if the prices are not set."""
 
 
 class EvaluationReport(Record):
-    """Base, candidate, champion and anchor."""
+    """Results of base, candidate, champion and anchor."""
 
     adapter_digest: str
     base_digest: str
     data_digest: str
     run_id: str
     model_digest: str | None
-    """Of the export that stands for the candidate; None where none was made of its adapter, and none was needed."""
+    """Digest of the candidate's export; None if there is none and none is needed."""
     champion_digest: str | None
-    """Model digest of the champion that was scored, if there is one."""
+    """Model digest of the scored champion, if any."""
     anchor_digest: str | None = None
-    gate_set: str
-    """Fingerprint of the test rows and of the harness's documents: what look-ups are counted for."""
+    test_set_digest: str
+    """Digest of the test rows and harness documents; uses of the test set are counted by it."""
     contracts: dict[str, dict[str, Any]]
-    """What made the scores comparable, by fingerprint: data, template, tasks, numbers, batch, versions."""
-    scores: dict[Who, ModelScores]
-    costs: dict[Who, InferenceCost] = Field(default_factory=dict)
-    judged: JudgeReport | None = None
-    """Of evaluate.judge; None: nobody was asked."""
-    chosen_by: dict[str, int] = Field(default_factory=dict)
-    """Test rows (or tasks) that also belong to a set by which models are chosen, by the name of that set."""
+    """Contracts by digest: data, template, tasks, numerics, batch size and versions that scores depend on."""
+    scores: dict[ModelRole, ModelScores]
+    costs: dict[ModelRole, InferenceCost] = Field(default_factory=dict)
+    judge_report: JudgeReport | None = None
+    """Result of evaluate.judge; None without a judge."""
+    selection_overlaps: dict[str, int] = Field(default_factory=dict)
+    """Number of test rows and tasks that also belong to a set for model selection, by the name of that set."""
     notes: tuple[str, ...] = ()
-    """What a reader should know, a sentence each (a batch that was halved, a metric that could not be had)."""
+    """Notes for the reader, one sentence each (a halved batch, a missing metric)."""
 
 
 class ObjectiveSet(Record):
-    """A set by which models are chosen, so that it must not be the gate's: experiments/objectives/NAME.json."""
+    """Samples used to select models, so they must not be in the test set: experiments/objectives/NAME.json."""
 
     name: str
     sample_ids: tuple[str, ...]
     tasks: tuple[str, ...] = ()
-    """Harness tasks, by name."""
+    """Names of harness tasks."""
 
 
 class EvaluationNoise(Record):
-    """`ratchet gate --aa`: the candidate scored a second time; what differs is noise of the evaluation."""
+    """Result of `ratchet gate --aa`: a second evaluation of the candidate, which shows the noise."""
 
     model_digest: str
-    form: Form
+    model_format: ModelFormat
     contract: str
     batch_rows: tuple[int, int]
-    """Rows scored at once, the first time and the second."""
+    """Batch sizes of the first and second evaluation."""
     metrics: dict[str, MetricValue]
     samples: dict[str, str]
 
 
 class SampleScore(Record):
-    """A line of a per-sample file, `format` left out."""
+    """A line of a per-sample file, without `format`."""
 
     id: str
     value: float
     weight: float = 1.0
-    """Tokens, where `value` is their negative log-likelihood in nats."""
+    """Number of tokens, if `value` is their negative log-likelihood in nats."""
 
 
 class EvaluatedRow(Record):
-    """A line of rows.jsonl, `format` left out: a test row."""
+    """A line of rows.jsonl, without `format`: a test row."""
 
     id: str
     prompt: str
     expected: str
     group: str | None
-    """Rows of one group are no independent samples (prepare.split.group)."""
+    """Group of the row (prepare.split.group). Rows of one group are not independent samples."""
     fields: dict[str, str]
-    """Values of evaluate.categories."""
+    """Values of the fields in evaluate.slice_by."""
     prompt_tokens: int
     answer_tokens: int
 
 
 def sample_file(who: str, metric: str) -> str:
-    """Where the per-sample scores of a metric lie in the evaluation: one name for one metric, whatever its letters."""
+    """Return the relative name of a metric's per-sample file; distinct for every metric name."""
     return f"samples/{who}/{metric.replace('%', '%25').replace('/', '%2F')}.jsonl"
 
 
 ROWS = "rows.jsonl"
-"""`EvaluatedRow`s."""
+"""File of `EvaluatedRow`s."""
 
 
 def answers_file(who: str) -> Path:
-    """Lines {id, answers: [text, ...]} of the rows that were answered."""
+    """Return the file of generated answers: lines {id, answers: [text, ...]}."""
     return Path("answers") / f"{who}.jsonl"
 
 
 def documents_file(who: str, task: str) -> Path:
-    """Lines {id, prompt, target, answers, scores} of the harness's documents."""
+    """Return the file of a harness task's documents: lines {id, prompt, target, answers, scores}."""
     return Path("harness") / who / f"{task.replace('/', '%2F')}.jsonl"
 
 
-def judged_file(who: str) -> Path:
-    """Lines {id, equal, score, preferred: [..., ...], replies: [text, text]} of the comparison with this model."""
+def judge_file(who: str) -> Path:
+    """Lines {id, identical_answers, score, preferred: [..., ...], replies: [text, text]} of the comparison."""
     return Path("judge") / f"{who}.jsonl"
 
 
 def curves_file(who: str) -> Path:
-    """JSON {label: {precision: [...], recall: [...], average_precision}} of a label task."""
+    """Return the file of precision-recall curves: {label: {precision: [...], recall: [...], average_precision}}."""
     return Path("curves") / f"{who}.json"
 
 
-# Scores of a finished run on validation rows, row by row, and how they are asked for: what finalists differ in.
+# Scores of a finished run on each validation row, by which finalists of a sweep are compared.
 
-HeldOutMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
-"""`validation_loss` from likelihoods; the others from greedy answers, scored as stage evaluate scores them."""
+ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
+"""`validation_loss` comes from likelihoods, the others from greedy answers, scored as in stage evaluate."""
 
-MEASURED: tuple[HeldOutMetric, ...] = get_args(HeldOutMetric)
-LOSS: HeldOutMetric = "validation_loss"
-ANSWERED = frozenset(MEASURED) - {LOSS}
-"""What the model must answer rows for."""
+VALIDATION_METRICS: tuple[ValidationMetric, ...] = get_args(ValidationMetric)
+VALIDATION_LOSS: ValidationMetric = "validation_loss"
+GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS}
+"""Metrics that need generated answers."""
 
 
-class HeldOutJob(Record):
-    """Runs to be scored, all in batches of one size."""
+class ValidationJob(Record):
+    """Runs to score, all with one batch size."""
 
     run_ids: tuple[str, ...]
     """Finished runs on the prepared data."""
-    metrics: tuple[HeldOutMetric, ...]
+    metrics: tuple[ValidationMetric, ...]
     rows: int = 0
-    """The first so many validation rows by id: ids are digests of content, so a fixed random sample; 0 takes all."""
+    """Number of validation rows, the first by id: ids are content digests, so this is a fixed random sample. 0: all."""
 
 
-class HeldOutLaunch(Record):
-    """A job and how it is carried out: all that the process which does so is told."""
+class ValidationLaunch(Record):
+    """A job and how to execute it: the input of the scoring process."""
 
-    job: HeldOutJob
+    job: ValidationJob
     max_new_tokens: int
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     machine: Machine
 
-    def question(self, card: DatasetCard) -> str:
-        """What each run is asked, as 12 hex digits: equal ones are answered once."""
+    def request_digest(self, card: DatasetCard) -> str:
+        """Return 12 hex digits that identify what is computed of each run; equal requests are computed once."""
         return digests.hash_json(
             {
                 "metrics": sorted(self.job.metrics),
                 "rows": self.job.rows,
-                "max_new_tokens": self.max_new_tokens if ANSWERED & set(self.job.metrics) else None,
+                "max_new_tokens": self.max_new_tokens if GENERATED_METRICS & set(self.job.metrics) else None,
                 "data": card.digest,
                 "fields": card.fields_digest,
                 "base": card.base_digest,
@@ -251,44 +251,45 @@ class HeldOutLaunch(Record):
         )[: digests.SHORT]
 
     def require_measurable(self, card: DatasetCard) -> None:
-        """Raises SettingsError for what this data gives no figure of."""
+        """Raise SettingsError for metrics that this dataset does not support."""
         if "accuracy" in self.job.metrics and card.task != "labels":
             raise SettingsError(
                 "accuracy is the share of right labels, and prepare.task is text; take exact_match or token_f1"
             )
         if self.job.rows < 0 or not self.job.metrics:
             raise SettingsError(
-                f"held-out scores: {self.job.rows} rows, metrics {list(self.job.metrics)}: ask for some"
+                f"validation scores: found rows {self.job.rows}, metrics {list(self.job.metrics)}; "
+                "expected rows >= 0 and at least one metric"
             )
 
 
-class HeldOutScores(Record):
-    """What one run's adapter scored: experiments/runs/RUN/held_out-QUESTION.json."""
+class ValidationScores(Record):
+    """Scores of one run's adapter: experiments/runs/RUN/validation_scores-REQUEST.json."""
 
-    question: str
+    request_digest: str
     run_id: str
     adapter_digest: str
     data_digest: str
     base_digest: str
     rows: int
-    """As asked; 0: all."""
+    """Number of rows as requested; 0: all."""
     ids: tuple[str, ...]
-    """Of the validation rows."""
+    """Ids of the validation rows."""
     groups: tuple[str | None, ...]
-    """Rows of one group are no independent samples; None: a group of its own."""
+    """Group of each row; None: not grouped. Rows of one group are not independent samples."""
     tokens: tuple[int, ...]
-    """Answer tokens of each row."""
-    values: dict[HeldOutMetric, tuple[float, ...]]
-    """Score of each row; for validation_loss nats of all its answer tokens together."""
-    figures: dict[HeldOutMetric, float]
-    """Over all rows, as training and evaluation report them: nats per answer token, or the mean of the rows."""
-    arithmetic: dict[str, Any]
-    """How the model was computed (evaluation.contract.Arithmetic): scores move with it by rounding."""
+    """Number of answer tokens per row."""
+    values: dict[ValidationMetric, tuple[float, ...]]
+    """Score of each row; for validation_loss, the total nats of its answer tokens."""
+    metrics: dict[ValidationMetric, float]
+    """Value over all rows: nats per answer token, or the mean of the rows."""
+    numerics: dict[str, Any]
+    """evaluation.comparability.NumericsSpec of the scores, which change with it by rounding."""
     seal: str = ""
-    """Digest of all else."""
+    """Digest of all other fields."""
 
     def sealed(self) -> Self:
-        """The same with its digest, ready to be saved."""
+        """Return a copy with its digest, ready to save."""
         return self.model_copy(update={"seal": self._digest()})
 
     def _digest(self) -> str:
@@ -296,22 +297,22 @@ class HeldOutScores(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a sealed record. Raises DataError or DamagedFileError as any record, and for a digest that differs."""
+        """Read the record. Raises as `Record.load`, and DamagedFileError if the digest differs."""
         found = super().load(path)
         if found.seal != found._digest():
             raise DamagedFileError(f"{path}: not as it was written (its digest differs); remove it, it is made again")
         return found
 
 
-def held_out_path(run: Path, question: str) -> Path:
-    """Where a run's directory keeps its answer to a question."""
-    return run / f"held_out-{question}.json"
+def validation_scores_path(run: Path, request_digest: str) -> Path:
+    """Return the path of the scores of a request in a run directory."""
+    return run / f"validation_scores-{request_digest}.json"
 
 
-def read_held_out(run: Path, question: str, adapter_digest: str) -> HeldOutScores | None:
-    """What is kept of this question and this very adapter; None where nothing is, or nothing that can be trusted."""
+def load_validation_scores(run: Path, request_digest: str, adapter_digest: str) -> ValidationScores | None:
+    """Load the scores of a request and an adapter; None if they are missing, damaged or of another adapter."""
     try:
-        found = HeldOutScores.load(held_out_path(run, question))
+        found = ValidationScores.load(validation_scores_path(run, request_digest))
     except (DataError, DamagedFileError):
         return None
-    return found if (found.question, found.adapter_digest) == (question, adapter_digest) else None
+    return found if (found.request_digest, found.adapter_digest) == (request_digest, adapter_digest) else None

@@ -1,4 +1,4 @@
-"""What was exported, how close each form is to what was trained, and where it comes from: see records.py."""
+"""The exported model: its formats, how close each is to the trained model, and its lineage."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,167 +8,165 @@ from ratchet.storage.records.base import BaseCard, Record
 FormatKind = Literal["hf", "gguf", "onnx"]
 
 Progress = Callable[[str, int, int], None]
-"""Told by whoever merges, writes or compares: what is being done, how much of it is done, how much there is (bytes,
-tensors, rows)."""
+"""Progress callback: current work, amount done, total amount (bytes, tensors or rows)."""
 
 
 class MergeParity(Record):
-    """The merged model, reloaded from disk, against base + adapter on the same test rows."""
+    """The merged model, reloaded from disk, compared with base + adapter on the same test rows."""
 
     rows: int
     tokens: int
-    """Answer positions compared."""
+    """Number of compared answer positions."""
     max_logit_difference: float
     mean_logit_difference: float
     greedy_agreement: float
-    """Fraction of answer positions with the same most likely token."""
+    """Share of answer positions with the same most likely token."""
 
 
 class DistributionDistance(Record):
-    """Next-token distributions of one form against base + adapter, at answer positions of the same test rows."""
+    """Next-token distributions of one format compared with base + adapter, at answer positions of the same rows."""
 
     rows: int
     positions: int
     max_difference: float
-    """Largest absolute difference of any log-probability, in nats, among tokens that base + adapter holds likely:
-    above a thousandth of an even share, 1 / (1000 x vocabulary)."""
+    """Largest absolute log-probability difference in nats, over tokens that base + adapter gives a probability above
+    1 / (1000 x vocabulary)."""
     mean_difference: float
     kl: float
-    """Mean Kullback-Leibler divergence from base + adapter, in nats."""
+    """Mean KL divergence from base + adapter, in nats."""
     max_kl: float
     greedy_agreement: float
-    """Fraction of positions with the same most likely token."""
+    """Share of positions with the same most likely token."""
     perplexity: float
-    """Of the true answers' tokens at these positions."""
+    """Perplexity of the reference answers at these positions."""
     reference_perplexity: float
-    """The same of base + adapter."""
+    """Perplexity of base + adapter at these positions."""
 
 
 class TaskScore(Record):
-    """Answers to the gate's samples, beside those of base + adapter."""
+    """Task score of a format, compared with base + adapter."""
 
     metric: str
     """accuracy, exact_match or token_f1."""
     rows: int
     value: float
     reference: float
-    """Of base + adapter on the same rows."""
+    """Value of base + adapter on the same rows."""
     difference: float
-    """Value - reference."""
+    """value - reference."""
     low: float
     high: float
-    """Paired 95 % interval of the difference (two-sided)."""
+    """Bounds of the paired two-sided 95 % interval of the difference."""
     same_answers: float
-    """Fraction of rows with the same answer, token by token."""
+    """Share of rows with identical answer tokens."""
 
 
 class ExportProbe(Record):
-    """A question of ours, no row of the data, and what this form answered in its runtime, greedily."""
+    """A built-in question and the greedy answer of this format in its runtime."""
 
     question: str
     prompt_ids: tuple[int, ...]
-    """As the chat template and the form's own tokenizer make them."""
+    """Prompt tokens by the chat template and the format's own tokenizer."""
     answer_ids: tuple[int, ...]
     answer: str
     margins: tuple[float, ...]
-    """Of each answer token: log-probability above the second most likely one, in nats; ties may fall otherwise
-    elsewhere."""
+    """Margin of each answer token over the second most likely one, in nats. Near ties may differ on other machines."""
 
 
 class ExportArtifact(Record):
-    """One form of the model, and what was found when it was run."""
+    """The model in one format, with the results of running it."""
 
     name: str
-    """`hf`, `gguf/q8_0`, `onnx/int8`: also its place in the export."""
+    """`hf`, `gguf/q8_0`, `onnx/int8`: also its path in the export."""
     kind: FormatKind
     type: str
-    """Of its weights: float32, q8_0, int8."""
+    """Type of its weights: float32, q8_0, int8."""
     digest: str
     """Fingerprint of its files."""
     size_bytes: int
     runtime: str
-    """Name and version of what ran it."""
-    closeness: DistributionDistance
+    """Name and version of the runtime."""
+    distance: DistributionDistance
     task: TaskScore | None
-    """None when no test row has an answer to compare with."""
+    """None if no test row has an answer."""
     texts_tokenised: int
-    """Texts (emoji, code, digits, special tokens; prompts) that its own tokenizer cut into the same tokens."""
+    """Texts (emoji, code, digits, special tokens, prompts) that its own tokenizer splits into the same tokens."""
     texts: int
-    witness: str | None = None
+    second_reader: str | None = None
     """A second reader of the same file, such as transformers' GGUF loader."""
-    witness_difference: float | None = None
-    """Largest difference of a logit between the second reader and the merged model, where it can be said."""
+    second_reader_difference: float | None = None
+    """Largest logit difference between the second reader and the merged model, if comparable."""
     tokens_per_second: float
-    """Generated, one answer at a time, on the machine that exported."""
+    """Generated tokens per second, one answer at a time, on the machine that exported."""
     threads: int
-    """CPU threads with which it was run."""
+    """CPU threads of the runtime."""
     probes: tuple[ExportProbe, ...] = ()
-    """With the settings under which it is served."""
+    """Answers with the settings for serving."""
     notes: tuple[str, ...] = ()
 
 
 class ModuleDifference(Record):
-    """One module of the merged model, given what the same module of base + adapter was given."""
+    """A module of the merged model, compared with the same module of base + adapter on the same input."""
 
     name: str
     max_difference: float
-    """Largest absolute difference of an output."""
+    """Largest absolute output difference."""
     scale: float
-    """Largest absolute output of base + adapter there; of a decoder layer, the largest change it makes to its input."""
+    """Largest absolute output of base + adapter; for a decoder layer, the largest change of its input."""
 
 
 class MergeCheck(Record):
-    """The merge, module by module and layer by layer, against base + adapter computed from the same weights."""
+    """The merge, checked by module and layer against base + adapter with the same weights."""
 
     modules: int
     layers: int
     worst: tuple[ModuleDifference, ...]
-    """The furthest off, relative to their scale, worst first; at most eight."""
+    """The largest differences relative to scale, worst first; at most eight."""
     tolerance: float
-    """Difference over scale that was allowed; it follows from the type of the merged weights."""
-    moved: float
-    """Largest difference of a logit between merged model and bare base: above 0 unless the adapter does nothing."""
+    """Allowed difference / scale; depends on the type of the merged weights."""
+    adapter_effect: float
+    """Largest logit difference between merged model and base: above 0 unless the adapter has no effect."""
 
 
 class MergeTrial(Record):
-    """One way to merge, measured against the model that was trained."""
+    """A merge into one base, compared with the trained model."""
 
     merge_base: Literal["dequantized", "original"]
     parity: MergeParity
     kl: float
-    """Mean divergence from base + adapter at answer positions, in nats."""
+    """Mean KL divergence from base + adapter at answer positions, in nats."""
     check: MergeCheck
 
 
 class MergeReport(Record):
-    """What was merged, and how well."""
+    """The merged adapters and the quality of the merge."""
 
     adapters: dict[str, float]
-    """Weight of every adapter, by digest."""
+    """Weight of each adapter, by digest."""
     modules: tuple[str, ...]
-    """Patterns of those that were merged; empty: all."""
+    """Patterns of the merged modules; empty: all."""
     changed: int
-    """Tensors that an update was added to."""
+    """Number of changed tensors."""
     streamed: bool
-    """Tensor by tensor, shards to shards; or as a whole in memory, where a model's files use other names than it."""
+    """Whether the merge went tensor by tensor; otherwise the model was in memory, because its files use other names."""
     trials: tuple[MergeTrial, ...]
-    """Of the ways that were tried; the bundle names the one that was taken."""
+    """Merges that were tried; the bundle names the selected one."""
 
 
 class BaseScan(Record):
-    """What came in with the base, looked through for code that would run when it is opened."""
+    """Scan of the base's files for code that would run when they are loaded."""
 
     files: int
-    """Looked at."""
+    """Number of scanned files."""
     pickles: tuple[str, ...]
-    """Files that are or hold pickles; they are never opened as such."""
+    """Files that are or contain pickles; they are never unpickled."""
     suspicious: tuple[str, ...]
-    """What a pickle would import that is neither known as harmless nor as dangerous."""
+    """Imports of pickles that are known neither as harmless nor as dangerous."""
     scanner: str
 
 
 class ModelLineage(Record):
-    """Where a model comes from."""
+    """Lineage of a model."""
 
     base: BaseCard
     data_digest: str
@@ -176,24 +174,24 @@ class ModelLineage(Record):
     """Rows by split."""
     data_licence: str | None
     settings: dict[str, Any]
-    """Every section of params.yaml that says what is learned or made; neither machine nor promote."""
+    """Sections of params.yaml that determine results: all except machine and promote."""
     run_id: str
     kept_step: int
-    """Step whose weights became the adapter: the checkpoint."""
+    """Step whose checkpoint is the adapter."""
     code: str
-    """Version of Ratchet, with its commit where it is known."""
+    """Version of Ratchet, with its commit if known."""
     recipe: str
-    """Digest of all that identifies the run."""
+    """Digest of the run's identity."""
     sbom_digest: str
-    """SHA-256 of sbom.json: libraries, base and data, as CycloneDX."""
+    """SHA-256 of sbom.json (CycloneDX: libraries, base and data)."""
     scan: BaseScan
 
 
 class ModelBundle(Record):
-    """The exported model in all its forms, as one thing that is promoted or not."""
+    """The exported model in all formats, which is promoted as a unit."""
 
     model_digest: str
-    """Fingerprint of the files of every form: what evaluation, verdict and promotion mean by this model."""
+    """Digest of the files of all formats; identifies the model in evaluation, verdict and promotion."""
     adapter_digest: str
     base_digest: str
     data_digest: str
@@ -201,26 +199,26 @@ class ModelBundle(Record):
     merge_base: str
     dtype: str
     size_bytes: int
-    """Of the merged model, as `hf` holds it."""
+    """Size of the merged model (`hf`), in bytes."""
     parity: MergeParity
-    """Of the merged model."""
+    """Parity of the merged model."""
     base_form: str = ""
-    """How the base's weights were held while the adapter was trained, e.g. `nf4+dq uint8`, `none`."""
+    """Storage of the base's weights in training, e.g. `nf4+dq uint8`, `none`."""
     merge: MergeReport | None = None
-    """None in bundles of earlier versions, as what follows."""
+    """None in bundles of earlier versions; so are the following fields."""
     artifacts: tuple[ExportArtifact, ...] = ()
     """`hf` first."""
     lineage: ModelLineage | None = None
     evaluation: str | None = None
-    """SHA-256 of eval.json; known once the model is promoted, as the next."""
+    """SHA-256 of eval.json; set when the model is promoted, like `verdict`."""
     verdict: str | None = None
 
     @property
-    def into(self) -> str:
-        """What the adapter was merged into, for people."""
+    def merge_target(self) -> str:
+        """Base that the adapter was merged into, for display."""
         own = self.lineage.base.quantization if self.lineage else None
         return "base" if self.base_form == "none" and own is None else f"{self.merge_base} base"
 
     def artifact(self, name: str) -> ExportArtifact | None:
-        """One form, by name."""
+        """Return one format by name; None if it was not exported."""
         return next((one for one in self.artifacts if one.name == name), None)

@@ -1,4 +1,4 @@
-"""The gate's answer and what came of it, as JSON: verdict, champion, promotion ledger, events."""
+"""Verdict of the gate, champion, and promotion ledger."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,41 +11,41 @@ Action = Literal["promote", "rollback"]
 
 
 class ModelComparison(Record):
-    """Two models on the same samples. Signs are turned so that a positive difference is an improvement."""
+    """Comparison of two models on the same samples. A positive difference is an improvement, whatever the metric."""
 
     metric: str
     against: Literal["base", "champion", "anchor"]
-    form: str
-    """In which the candidate was compared."""
+    role: str
+    """Form of the candidate: adapter or merged."""
     difference: float
-    """Mean of the paired differences; for perplexities the fraction by which it fell, 1 - new/old."""
+    """Mean of the paired differences; for perplexities the relative reduction, 1 - new/old."""
     low: float
     high: float
     """One-sided bounds, each at `confidence`."""
     confidence: float
     n: int
     groups: int | None = None
-    """Clusters, where rows share a group."""
+    """Number of clusters, if rows share groups."""
     better: int | None = None
-    """Samples that only the candidate has right; None where scores are not of right and wrong."""
+    """Samples that only the candidate has right; None if scores are not right or wrong."""
     worse: int | None = None
-    """Samples that only the reference has right."""
+    """Samples that only the reference has right; None if scores are not right or wrong."""
     bound: float
-    """What the difference is held against: `by`, or minus the margin."""
+    """Value that the difference is compared with: `by`, or minus the margin."""
     p: float
-    """One-sided p-value of the hypothesis that the rule wants refuted."""
+    """One-sided p-value of the null hypothesis of the rule."""
     p_adjusted: float | None = None
-    """After Holm, where several improvements are claimed."""
+    """p after Holm's correction, if several metrics are tested."""
     detectable: float
-    """Smallest difference that so many samples detect at the planned power."""
-    needed: int | None = None
-    """Samples that it would take; None where these suffice."""
+    """Smallest difference that `n` samples detect at the planned power."""
+    required_samples: int | None = None
+    """Samples required to decide; None if these suffice."""
     method: str
-    """E.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`."""
+    """Statistical method, e.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`."""
 
 
 class RuleResult(Record):
-    """What one rule found."""
+    """Result of one rule."""
 
     rule: str
     metric: str
@@ -55,43 +55,43 @@ class RuleResult(Record):
 
 
 class Verdict(Record):
-    """The gate's answer for exactly one model."""
+    """Verdict of the gate for one model."""
 
     decision: Decision
     model_digest: str
     adapter_digest: str
     run_id: str
     is_champion: bool
-    """The candidate is the champion already."""
+    """Whether the candidate is already the champion."""
     champion_digest: str | None
     anchor_digest: str | None = None
     reasons: tuple[RuleResult, ...]
-    gate_set: str = ""
-    lookups: int = 0
-    """Models looked at with this gate set, this one included."""
-    lookups_allowed: int = 0
-    """gate.lookups."""
+    test_set_digest: str = ""
+    test_set_uses: int = 0
+    """Models that were evaluated on this test set, including this one."""
+    max_test_set_uses: int = 0
+    """Setting gate.max_test_set_uses."""
     rules: str = ""
-    """Fingerprint of the section gate that it was judged by."""
-    judged_before: tuple[Decision, ...] = ()
-    """What the gate said of this model on these samples under other rules: margins belong before the look."""
+    """Digest of section gate of the settings."""
+    earlier_decisions: tuple[Decision, ...] = ()
+    """Decisions about this model on these samples under different rules."""
 
 
 class ForcedPromotion(Record):
-    """Promotion against the verdict."""
+    """A promotion that overrides the verdict."""
 
-    by: str
-    """Who: RATCHET_ACTOR, git's user, or the login name."""
+    actor: str
+    """Person: RATCHET_ACTOR, git's user, or the login name."""
     reason: str
     decision: Decision
-    """What the verdict was."""
+    """Decision of the overridden verdict."""
 
 
 class Champion(Record):
     """A promoted version."""
 
     version: int
-    """Of the registered model in MLflow."""
+    """Version of the registered model in MLflow."""
     model_digest: str
     adapter_digest: str
     run_id: str
@@ -99,66 +99,66 @@ class Champion(Record):
 
 
 class ChampionFile(Record):
-    """experiments/champion.json: who is champion, and who was before, newest first."""
+    """experiments/champion.json: the champion, and previous ones, newest first."""
 
     champion: Champion | None = None
     previous: tuple[Champion, ...] = ()
     anchor: Champion | None = None
-    """The first champion, unless another was named: new ones must not fall behind it either."""
+    """Fixed reference for all later champions: the first champion, unless another one was set."""
     ledger: str | None = None
     """Digest of the newest entry of the promotion ledger."""
 
     @property
     def champion_digest(self) -> str | None:
-        """Model digest of the champion, if there is one."""
+        """Model digest of the champion, if any."""
         return self.champion.model_digest if self.champion else None
 
     @property
     def anchor_digest(self) -> str | None:
-        """Model digest of the anchor, if there is one."""
+        """Model digest of the anchor, if any."""
         return self.anchor.model_digest if self.anchor else None
 
 
 class Promotion(Record):
-    """A line of experiments/promotions.jsonl."""
+    """An entry (line) of the promotion ledger, experiments/promotions.jsonl."""
 
     id: str
-    """Of the event; also the idempotency key of what is sent to hooks."""
+    """Id of the event; also the idempotency key for hooks."""
     time: str
-    """UTC, ISO 8601."""
+    """Time in UTC, ISO 8601."""
     action: Action
-    by: str
+    actor: str
     version: int
     model_digest: str
     adapter_digest: str
     run_id: str
-    before: int | None
-    """Version that was champion until then."""
+    previous_version: int | None
+    """Version of the champion before."""
     decision: Decision | None = None
-    """Of the verdict; None for a rollback."""
+    """Decision of the verdict; None for a rollback."""
     reason: str | None = None
-    """Why, where it was forced or given."""
+    """Reason, if one was given."""
     forced: bool = False
-    anchored: bool = False
-    """It was made the anchor, too."""
+    is_anchor: bool = False
+    """Whether the model also became the anchor."""
     previous: str | None
-    """Digest of the entry before; None for the first."""
+    """Digest of the previous entry; None for the first."""
     digest: str = ""
-    """Of this entry without this field, as canonical JSON."""
+    """Digest of this entry without this field, as canonical JSON."""
 
 
-class GateSetLookup(Record):
-    """A line of experiments/lookups.jsonl: a model whose scores on a gate set were seen, or judged."""
+class TestSetUse(Record):
+    """A line of experiments/test_set_uses.jsonl: a model was evaluated or judged on a test set."""
 
-    gate_set: str
+    test_set_digest: str
     model: str
-    """Adapter digest."""
+    """Digest of the adapter."""
     run_id: str
     rules: str | None = None
-    """Fingerprint of the section gate that it was judged by; None where its scores were seen."""
+    """Digest of the section gate by which it was judged; None if it was only evaluated."""
     decision: Decision | None = None
 
 
 def read_champion(path: Path) -> ChampionFile:
-    """The champion file; one that is not there means that nothing was promoted yet."""
+    """Read the champion file; an empty record if nothing was promoted yet."""
     return ChampionFile.load(path) if path.exists() else ChampionFile()

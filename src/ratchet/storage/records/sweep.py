@@ -1,90 +1,93 @@
-"""What a sweep has found: trials, finalists, winner. Unlike the records of stages these tell of times and machines."""
+"""Results of a sweep: trials, finalists, winner. Unlike records of stages, they contain times and machines."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from ratchet.config.sweep import Direction
 from ratchet.storage.records.base import Record
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 TrialState = Literal["running", "complete", "pruned", "infeasible", "failed"]
-"""`infeasible`: refused by the memory forecast, out of memory, or diverged; a violated constraint, which samplers learn
-from. `failed`: anything else that went wrong; says nothing about the values."""
+"""`infeasible`: refused by the memory forecast, out of memory, or diverged; samplers treat it as a violated constraint.
+`failed`: any other failure, which is not evidence about the values."""
 
 
 class TrialExecution(Record):
-    """A worker that had the trial, and for how long."""
+    """Execution of a trial by one worker."""
 
     worker: str
     """Host and process, such as `node7/4711`."""
-    begun: float
+    started: float
     """Unix time, in seconds."""
-    seen: float
-    """When it last gave a sign of life."""
+    last_seen: float
+    """Time of the last heartbeat."""
 
 
 class TrainingCost(Record):
-    """What a training came to, from its journal; of a trial that was continued, all of it."""
+    """Cost of a training, from its journal; for a continued trial, the total."""
 
     trained_tokens: int = 0
-    """Answer tokens learned from, those done twice counted once."""
+    """Answer tokens trained on; repeated steps count once."""
     planned_tokens: int = 0
-    """The same had it gone to the end; what pruning saved is the difference."""
+    """Answer tokens of the full training; the difference is what pruning saved."""
     steps: int = 0
     planned_steps: int = 0
     train_seconds: float = 0.0
-    """In steps and validations."""
+    """Time in steps and validations, in seconds."""
     memory_bytes: int = 0
-    """Most that any phase held; 0 where nothing was measured."""
+    """Peak memory over all phases; 0 if it was not measured."""
     adapter_bytes: int = 0
-    """Of the sealed adapter's weights; 0 where there is none."""
+    """Size of the saved adapter; 0 if there is none."""
     trainable_parameters: int = 0
     attempts: int = 0
-    """Trainer processes that were started for it."""
+    """Number of trainer processes started."""
 
 
 class Trial(Record):
-    """One trial of a study."""
+    """A trial of a study."""
 
     number: int
-    """From 0; Optuna's."""
+    """Optuna's trial number, from 0."""
     values: dict[str, Any]
-    """By dotted key, ties included: what to write into params.yaml."""
+    """Values by dotted name of the setting, ties included."""
     run_id: str | None
-    """Of the run that trains these values; None where the settings refuse them."""
+    """RunId of the training; None if the settings are invalid."""
     state: TrialState
     objectives: tuple[float, ...] = ()
-    """In the order of the study's aims; of complete trials only."""
+    """Objective values in the order of the study's objectives; empty unless complete."""
     curve: dict[int, float] = Field(default_factory=dict)
-    """Validation loss, in nats per token, by rows learned from until then."""
+    """Validation loss in nats per token, by number of rows trained on."""
     constraints: dict[str, float] = Field(default_factory=dict)
-    """Above 0: violated. `memory`: bytes needed over bytes at hand, less 1 (1.0 where unknown); `diverged`: 1.0."""
+    """Constraint values, violated if above 0. `memory`: needed / available - 1 (1.0 if unknown); `diverged`: 1.0."""
     cause: str = ""
-    """Class of the failure (run.recovery.FailureClass) of one that is infeasible or failed."""
+    """Failure class of an infeasible or failed trial."""
     reason: str = ""
-    """Why it ended so, for people."""
+    """Reason for the state, for display."""
     continues: int | None = None
-    """Number of the trial that this one goes on with, from its checkpoint: pruned, or failed and forgiven; same run."""
+    """Number of the pruned or failed trial that this one continues from its checkpoint, in the same run."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
-    """Digest of the manifest of each checkpoint that is kept, by step."""
+    """Manifest digest of each remaining checkpoint, by step."""
     cost: TrainingCost = TrainingCost()
-    takes: tuple[TrialExecution, ...] = ()
-    """Workers that had it, in order; more than one: somebody died."""
-    begun: float = 0.0
+    executions: tuple[TrialExecution, ...] = ()
+    """Executions in order; more than one if a worker was lost."""
+    started: float = 0.0
     """Unix time."""
     ended: float | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody works on it any more."""
+        """Whether the trial has ended."""
         return self.state != "running"
 
 
 class ParameterAxis(Record):
-    """One searched setting, as pictures need it."""
+    """A searched setting, as needed for plots."""
 
-    knob: str
+    name: str
     kind: Literal["float", "int", "choice", "tie"]
     low: float | None = None
     high: float | None = None
@@ -95,29 +98,29 @@ class ParameterAxis(Record):
 
 
 class SweepObjective(Record):
-    """What trials were judged by."""
+    """An objective of the study."""
 
     metric: str
     direction: Direction
 
 
 class FinalistComparison(Record):
-    """The leading finalist against another: mean over seeds, paired by validation row."""
+    """Comparison of the leading finalist with another: mean over seeds, paired by validation row."""
 
     other: int
     """Trial number."""
     difference: float
-    """Of the means; positive: the leader is better."""
+    """Difference of the means; positive if the leader is better."""
     low: float
-    """One-sided lower bound of the difference; above 0: really better."""
+    """One-sided lower bound of the difference; above 0: significantly better."""
     p: float
-    """One-sided, after Holm's correction for all comparisons."""
+    """One-sided p-value after Holm's correction over all comparisons."""
     seed_error: float
-    """Part of the standard error that comes from seeds."""
+    """Standard error due to seeds."""
     row_error: float
-    """Part that comes from rows."""
+    """Standard error due to rows."""
     better: bool
-    """Whether the leader is better beyond doubt."""
+    """Whether the leader is significantly better."""
     method: str
 
 
@@ -127,54 +130,65 @@ class Finalist(Record):
     number: int
     values: dict[str, Any]
     run_ids: tuple[str, ...]
-    """By seed: the first is the trial's own."""
+    """RunIds by seed; the first is that of the trial."""
     means: tuple[float, ...]
     """Metric on the validation rows, by seed."""
     mean: float
     cost: TrainingCost
     dropped: str = ""
-    """Why it got no further seeds."""
+    """Reason why it was trained with no more seeds."""
 
 
 class FinalRound(Record):
-    """The finalists and which of them won."""
+    """The final round: finalists and winner."""
 
     metric: str
     direction: Direction
     rows: int
     finalists: tuple[Finalist, ...]
-    """Best mean first, those that were dropped at the end."""
+    """Finalists by mean, best first; dropped ones last."""
     comparisons: tuple[FinalistComparison, ...]
-    """Of the first with each of the others."""
+    """Comparisons of the first with each of the others."""
     winner: int
     """Trial number."""
     reason: str
 
 
 class SweepReport(Record):
-    """Everything about one study, for pages, MLflow and people."""
+    """Report on a study."""
 
     study: str
-    """Name and generation, such as `sweep` or `sweep.2`."""
+    """Name and version of the study, such as `sweep` or `sweep.2`."""
     storage: Literal["journal", "postgres"]
     objectives: tuple[SweepObjective, ...]
     axes: tuple[ParameterAxis, ...]
     sampler: str
-    """Kind, seed, settings, for people."""
+    """Kind, seed and settings of the sampler, for display."""
     pruner: str
     versions: dict[str, str]
-    """Libraries that proposed values: optuna, cmaes."""
+    """Versions of the libraries that proposed values: optuna, cmaes."""
     data_digest: str
     base_digest: str
-    wanted_trials: int
-    """Those included that a fork has taken over."""
+    planned_trials: int
+    """Planned number of trials, including those that a fork took over."""
     trials: tuple[Trial, ...]
-    """By number."""
+    """Trials by number."""
     importances: dict[str, float] = Field(default_factory=dict)
-    """Share of the variance of the first objective that each knob explains; empty where too few trials say so."""
+    """Share of the first objective's variance that each setting explains; empty with too few trials."""
     best: tuple[int, ...] = ()
-    """Trial number of the best; of several objectives those of the Pareto front."""
-    finals: FinalRound | None = None
+    """Number of the best trial; with several objectives, numbers of the Pareto front."""
+    final_round: FinalRound | None = None
     winner: int | None = None
     stopped: str = ""
-    """Why the sweep ended before its budget was spent; empty where it did not."""
+    """Reason why the sweep ended before its budget was used up; empty if it did not."""
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """Return a table with one row per trial: state, hyperparameters, objectives, RunId, duration in seconds."""
+        import pandas as pd
+
+        rows = []
+        for trial in self.trials:
+            scores = dict.fromkeys((objective.metric for objective in self.objectives), float("nan"))
+            scores |= {goal.metric: score for goal, score in zip(self.objectives, trial.objectives or (), strict=False)}
+            rows.append({"trial": trial.number, "state": trial.state, **trial.values, **scores, "run_id": trial.run_id})
+        return pd.DataFrame(rows).set_index("trial") if rows else pd.DataFrame()

@@ -1,4 +1,4 @@
-"""Facts about a model and its memory that cross a stage or a process, as JSON: see records.py for what all share."""
+"""Records of training: memory forecasts, quantization and adapter analysis, profiles."""
 
 from typing import Literal
 
@@ -6,166 +6,166 @@ from ratchet.errors import SettingsError
 from ratchet.storage.records.base import Record
 
 Phase = Literal["baseline", "loaded", "adapters", "first_step", "steady", "evaluation"]
-"""Of a training process: libraries imported; base in place (loading it included); adapter and optimizer made; first
-optimizer step; later ones; validation."""
+"""Phases of a training process: libraries imported; base loaded (loading included); adapter and optimizer created;
+first optimizer step; later steps; validation."""
 PHASES: tuple[Phase, ...] = ("baseline", "loaded", "adapters", "first_step", "steady", "evaluation")
 
 UNSHARDED = "base before sharding"
-"""A part: what a rank will not keep of a base that it has loaded whole. On a machine one rank at a time has it."""
+"""Memory part: the share of a fully loaded base that a rank does not keep. On a machine, one rank at a time has it."""
 
 
 class PhaseMemory(Record):
-    """The most memory that is held at once in one phase of a training process, on the device that trains."""
+    """Peak memory of one phase of a training process, on the training device."""
 
     phase: Phase
     parts: dict[str, int]
-    """Bytes by what they are for, such as weights, activations, logits; what is held when the sum is greatest."""
+    """Bytes at the peak by use, such as weights, activations, logits."""
 
     @property
     def total_bytes(self) -> int:
-        """All parts together."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
 class MemoryForecast(Record):
-    """What a training process will need, for one micro-batch; made without loading weights."""
+    """Forecast of the memory of a training process for one micro-batch, made without loading weights."""
 
     device: Literal["cpu", "cuda"]
     ranks: int = 1
-    """Processes that compute a step together, on all machines."""
+    """Number of ranks on all machines."""
     rows: int
-    """Sequences of the micro-batch."""
+    """Sequences in the micro-batch."""
     row_tokens: int
-    """Tokens of its longest sequence; the others are padded to it."""
+    """Length of the longest sequence in tokens; the others are padded to it."""
     learned_tokens: int
-    """Positions of a row at which logits are computed."""
+    """Positions per row at which logits are computed."""
     activation_checkpointing: bool
     shard_base: bool = False
-    """Each rank keeps a share of the base."""
+    """Whether the base is sharded over the ranks."""
     phases: tuple[PhaseMemory, ...]
-    """In the order of PHASES."""
+    """Memory by phase, in the order of PHASES."""
     host_bytes: int
-    """The most memory of the host at any time; on a CPU the same as the peak."""
+    """Peak host memory; on a CPU, the same as the overall peak."""
     trainable_parameters: int
     total_parameters: int
-    """Base and adapter, each weight counted once, however it is stored."""
+    """Parameters of base and adapter, independent of their storage."""
     notes: tuple[str, ...] = ()
-    """What the forecast had to assume."""
+    """Assumptions of the forecast."""
 
-    def of(self, phase: Phase) -> PhaseMemory:
-        """One phase."""
-        return next(one for one in self.phases if one.phase == phase)
+    def phase_memory(self, phase: Phase) -> PhaseMemory:
+        """Return the memory of one phase."""
+        return next(memory for memory in self.phases if memory.phase == phase)
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda one: one.total_bytes)
+        """The phase with the most memory."""
+        return max(self.phases, key=lambda memory: memory.total_bytes)
 
-    def needed_bytes(self, sharing: int = 1) -> int:
-        """The peak of such a process; of several in the same memory, the part of each.
+    def needed_bytes(self, local_ranks: int = 1) -> int:
+        """Return the memory that each process needs at the peak, in bytes.
 
         Args:
-            sharing: processes in that memory. What one holds at a time (UNSHARDED) is divided among them.
+            local_ranks: processes that share the memory. UNSHARDED, which one at a time holds, is divided by it.
         """
 
-        def needed(phase: PhaseMemory) -> int:
-            whole = phase.parts.get(UNSHARDED, 0)
-            return phase.total_bytes - whole + whole // sharing
+        def process_bytes(phase: PhaseMemory) -> int:
+            unsharded = phase.parts.get(UNSHARDED, 0)
+            return phase.total_bytes - unsharded + unsharded // local_ranks
 
-        return max(map(needed, self.phases))
+        return max(map(process_bytes, self.phases))
 
 
 class LayerQuantizationCost(Record):
-    """What quantisation does to one linear layer."""
+    """Effect of quantization on one linear layer."""
 
     bytes_full: int
     bytes_stored: int
     weight_error: float
-    """Frobenius norm of the change of the weights, over that of the weights."""
+    """Relative weight error: Frobenius norm of the change over that of the weights."""
     output_error: float
-    """The same of the layer's outputs on the validation rows."""
+    """Relative output error on the validation rows, in the same norm."""
 
 
 class QuantizationCost(Record):
-    """What one way of storing the base costs, on the validation rows."""
+    """Effect of one storage of the base, on the validation rows."""
 
     name: str
-    """`full`, `nf4`, `nf4+dq`, `fp4`, `fp4+dq` (dq: double quantisation)."""
+    """`full`, `nf4`, `nf4+dq`, `fp4`, `fp4+dq` (dq: double quantization)."""
     weight_bytes: int
-    """Of the whole model as it is stored, constants of quantisation included."""
+    """Stored size of the whole model, quantization constants included."""
     loss: float
     """Mean negative log-likelihood per answer token, in nats; perplexity is its exponential."""
     kl: float
-    """Mean Kullback-Leibler divergence of next-token distributions from those of full precision, in nats."""
+    """Mean KL divergence of next-token distributions from full precision, in nats."""
     greedy_agreement: float
-    """Fraction of answer positions at which full precision finds the same token most likely."""
+    """Share of answer positions with the same most likely token as in full precision."""
     layers: dict[str, LayerQuantizationCost]
 
 
 class QuantizationReport(Record):
-    """Full precision against 4 bits, before any training."""
+    """Comparison of full precision with 4 bits, before training."""
 
     base_digest: str
     data_digest: str
     rows: int
     tokens: int
-    """Answer positions compared."""
+    """Number of compared answer positions."""
     dtype: str
-    """Of full precision, and of matrix products."""
+    """Type of full-precision weights and of matrix products."""
     costs: tuple[QuantizationCost, ...]
 
 
 class ModuleAnalysis(Record):
-    """What training did to one module with an adapter."""
+    """Effect of training on one module with an adapter."""
 
     rank: int
     parameters: int
-    """That learn."""
+    """Trainable parameters."""
     gradient_norms: tuple[float, ...]
-    """L2 norm of the gradient before clipping at the steps of the analysis."""
+    """L2 norm of the unclipped gradient at the steps of the analysis."""
     weight_norm: float
     """Frobenius norm of the frozen weights."""
     update_norm: float
-    """Frobenius norm of what was added to them."""
+    """Frobenius norm of the update."""
     singular_values: tuple[float, ...]
-    """Of what was added, descending, at most `rank` of them."""
+    """Singular values of the update, descending, at most `rank`."""
     effective_rank: float
-    """Exponential of the entropy of normalised singular values (Roy and Vetterli 2007); 0 if nothing was added."""
+    """Exponential of the entropy of normalized singular values (Roy and Vetterli 2007); 0 without an update."""
 
     @property
     def update_ratio(self) -> float:
-        """Update over weight."""
+        """Norm of the update relative to that of the weights."""
         return self.update_norm / self.weight_norm if self.weight_norm else 0.0
 
 
 class AdapterAnalysis(Record):
-    """What training did to the model, module by module. Deterministic, like the run."""
+    """Effect of training on each module. Deterministic, like the run."""
 
     steps: tuple[int, ...]
-    """Optimizer steps at which gradient norms were taken."""
+    """Optimizer steps at which gradient norms were recorded."""
     modules: dict[str, ModuleAnalysis]
-    """By name in the base model."""
-    still: tuple[str, ...]
-    """Modules that barely moved."""
+    """Modules by their name in the base model."""
+    unchanged_modules: tuple[str, ...]
+    """Modules that hardly changed."""
     advice: tuple[str, ...]
-    """For the next run; each with the figures that it rests on."""
+    """Advice for the next run, each with the numbers behind it."""
 
 
-# Where the time of a training goes, as JSON. Of one machine at one time: in no stage's out, and not the same twice.
+# Profiles: measurements on one machine, which are not reproducible and not part of a stage's output.
 
 PROFILE, TRACE, PAGE = "profile.json", "trace.json.gz", "profile.md"
-"""What a profile leaves behind; the trace is opened by Perfetto or chrome://tracing."""
+"""Files of a profile. Open the trace with Perfetto or chrome://tracing."""
 
-LEAST_STEPS = 4
-"""That can be profiled: one to warm up, two for a median, one to trace."""
+MIN_PROFILE_STEPS = 4
+"""Minimum number of steps for a profile: one to warm up, two for a median, one to trace."""
 
 
 def require_steps(planned: int) -> None:
-    """Raise SettingsError where a training has too few optimizer steps to be profiled."""
-    if planned < LEAST_STEPS:
+    """Raise SettingsError if a training has too few optimizer steps for a profile."""
+    if planned < MIN_PROFILE_STEPS:
         raise SettingsError(
-            f"train --profile measures at least {LEAST_STEPS} optimizer steps, and params.yaml plans {planned}: "
-            "raise train.epochs or lower train.batch_rows"
+            f"train --profile: found {planned} optimizer steps; expected at least {MIN_PROFILE_STEPS}; raise "
+            "train.epochs or lower train.batch_size"
         )
 
 
@@ -173,115 +173,116 @@ PartName = Literal["data", "forward", "loss", "backward", "optimizer", "snapshot
 PARTS: tuple[PartName, ...] = (
     "data", "forward", "loss", "backward", "optimizer", "snapshot", "evaluation", "waiting",
 )  # fmt: skip
-"""Batch plan, padding and copies to the device; body; head and cross entropy, with the head's gradient; gradient of the
-body; clipping and step; copy of the state for a checkpoint; one validation; what lies between (journal, guards)."""
+"""data: batch plan, padding and copies to the device. forward: the body. loss: head and cross entropy, with the head's
+gradient. backward: gradient of the body. optimizer: clipping and step. snapshot: copy of the state for a checkpoint.
+evaluation: one validation. waiting: everything in between (journal, guards)."""
 
 
 class StepPart(Record):
-    """One of the things that a step's time goes into."""
+    """A part of the time of a step."""
 
     name: PartName
-    each_s: float
-    """Seconds of one, the median over the measured steps, of three snapshots; there is a single validation."""
+    duration_s: float
+    """Duration in seconds: the median over the measured steps or three snapshots; a single validation."""
     every_steps: float
-    """One in so many steps."""
+    """Steps between two executions of this part."""
     share: float
-    """Of the time of a step, with its part of what is not done at each."""
+    """Share of the time of an average step."""
 
     @property
     def step_s(self) -> float:
-        """Seconds a step."""
-        return self.each_s / self.every_steps
+        """Average seconds per step."""
+        return self.duration_s / self.every_steps
 
 
 class OperatorTime(Record):
-    """An operator of torch, by the time in itself and not in those that it calls."""
+    """A torch operator, by the time in itself without operators that it calls."""
 
     name: str
     calls: float
-    """A step."""
+    """Calls per step."""
     self_s: float
-    """Seconds a step, in the traced steps."""
+    """Seconds per step, in the traced steps."""
     share: float
-    """Of all operators' time."""
+    """Share of all operators' time."""
 
 
 class RooflineLimits(Record):
-    """What a step must compute and move, and how fast this machine does either."""
+    """Roofline model: computation and memory traffic of a step, and the machine's measured speed at each."""
 
     flops: float
-    """Floating-point operations of a step: matrix products and attention, as they are executed."""
-    shapes_flops_s: float
-    """Measured on products of the model's own shapes, in the type that it computes in."""
-    square_flops_s: float
-    """Measured on a product of large square matrices."""
-    sheet_flops_s: float | None
-    """Dense products in 16 bits by the maker's data sheet; None where the device or the type is another."""
+    """Floating-point operations of a step: matrix products and attention, as executed."""
+    model_flops_per_s: float
+    """FLOP/s measured on matrix products of the model's shapes, in its compute type."""
+    square_flops_per_s: float
+    """FLOP/s measured on a product of large square matrices."""
+    datasheet_flops_per_s: float | None
+    """FLOP/s of dense 16-bit products by the manufacturer's data sheet; None for other devices and types."""
     moved_bytes: dict[str, float]
-    """Of a step, by what they are."""
-    bandwidth_bytes_s: float
-    """Measured on a large copy, reading and writing counted."""
+    """Bytes moved in a step, by kind."""
+    bandwidth_bytes_per_s: float
+    """Bytes/s measured on a large copy, reads and writes counted."""
 
     @property
-    def flops_s(self) -> float:
-        """Seconds that the operations of a step take at the rate of the model's own shapes."""
-        return self.flops / self.shapes_flops_s
+    def compute_s(self) -> float:
+        """Seconds for the operations of a step, at the speed of the model's shapes."""
+        return self.flops / self.model_flops_per_s
 
     @property
-    def bytes_s(self) -> float:
-        """Seconds that its bytes take."""
-        return sum(self.moved_bytes.values()) / self.bandwidth_bytes_s
+    def transfer_s(self) -> float:
+        """Seconds for the memory traffic of a step."""
+        return sum(self.moved_bytes.values()) / self.bandwidth_bytes_per_s
 
     @property
-    def floor_s(self) -> float:
-        """No step is faster than this, with these shapes on this machine."""
-        return max(self.flops_s, self.bytes_s)
+    def min_step_s(self) -> float:
+        """Lower bound of the step time, with these shapes on this machine, in seconds."""
+        return max(self.compute_s, self.transfer_s)
 
 
 class TrainingProfile(Record):
-    """Some optimizer steps of a run, measured."""
+    """Profile of some optimizer steps of a run."""
 
     run_id: str
     device: str
     compute_dtype: str
     threads: int
     torch: str
-    warm_steps: int
-    """Not counted: they allocate, and compile kernels."""
+    warmup_steps: int
+    """Warm-up steps, which allocate and compile kernels; not counted."""
     measured_steps: int
     traced_steps: int
-    """Recorded operator by operator, which makes them slower; counted in `operators` only."""
+    """Steps recorded by operator, which slows them down; they count in `operators` only."""
     step_s: float
     """Median of the measured steps."""
     quartiles_s: tuple[float, float]
-    """Of the same."""
+    """Quartiles of the measured steps."""
     synchronised_step_s: float | None
-    """The same on a GPU that is waited for at every border between parts; `parts` are measured so."""
+    """Median with a GPU synchronization between parts, which `parts` need; None on a CPU."""
     parts: tuple[StepPart, ...]
-    """In the order of PARTS."""
+    """Parts in the order of PARTS."""
     operators: tuple[OperatorTime, ...]
-    """The most expensive ones, greatest first."""
+    """The slowest operators, slowest first."""
     micro_batches: float
-    """A step, the mean over the measured steps; so are the next three."""
+    """Mean per measured step, like the next three."""
     input_tokens: float
     padded_tokens: float
     trained_tokens: float
-    floors: RooflineLimits
+    limits: RooflineLimits
     saved_activation_bytes: int
-    """Kept for the backward pass of one micro-batch, at most."""
+    """Peak of the activations saved for the backward pass of a micro-batch."""
     peak_bytes: int
-    """Of memory in the measured steps, on the device that trains."""
+    """Peak memory of the training device in the measured steps."""
     save_s: float
-    """Sealing a snapshot as a checkpoint, in a thread beside training."""
+    """Seconds to save a snapshot as a checkpoint, in a background thread."""
     notes: tuple[str, ...] = ()
 
     @property
-    def padding(self) -> float:
-        """Share of the computed tokens that are none."""
+    def padding_share(self) -> float:
+        """Share of padding in the computed tokens."""
         return 1 - self.input_tokens / self.padded_tokens
 
     @property
-    def of_sheet(self) -> float | None:
-        """Share of the data sheet's rate that a step reaches (model FLOP utilisation, Chowdhery et al. 2022)."""
-        sheet = self.floors.sheet_flops_s
-        return None if sheet is None else self.floors.flops / self.step_s / sheet
+    def flops_utilization(self) -> float | None:
+        """Model FLOPs utilization: share of the data sheet's FLOP/s that a step reaches (Chowdhery et al. 2022)."""
+        sheet = self.limits.datasheet_flops_per_s
+        return None if sheet is None else self.limits.flops / self.step_s / sheet

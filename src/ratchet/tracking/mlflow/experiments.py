@@ -1,4 +1,4 @@
-"""One experiment of an MLflow store: runs are found there by Ratchet's own id, and each is made once."""
+"""One experiment of an MLflow store: finds runs by Ratchet's run id, creates each once, and stores saved views."""
 
 import base64
 import getpass
@@ -16,25 +16,25 @@ from ratchet.tracking.mlflow.store import SETTLE_S, MlflowStore
 
 RUN_TAG = "ratchet.run_id"
 HOST_TAG = "ratchet.host"
-"""Machine of the last attempt: on a server that many use, each ends only what it began itself."""
+"""Machine of the last attempt. On a shared server, each machine ends only runs that it started."""
 ATTEMPTS_TAG = "ratchet.attempts"
 SWEEP_TAG = "ratchet.sweep"
 LATE_TAG = "ratchet.created_late"
-"""On a run that took so long to make that other machines may not have seen it when they chose theirs."""
+"""Marks a run whose creation took so long that other machines may not have seen it when they chose theirs."""
 JOURNAL_TAG = "ratchet.journal_bytes"
-"""How much of the journal MLflow has seen, files and all: written last. A run without it lacks something."""
+"""How much of the journal MLflow has, with all files. Written last, so that a run without it is incomplete."""
 
-CALLS_AT_ONCE = 8
-"""To a server. Far away, what a call costs is the way there."""
+MAX_PARALLEL_CALLS = 8
+"""Parallel calls to a server, where latency dominates the cost of a call."""
 MAX_COLLISIONS = 20
 """Attempts at one batch before the error is raised. Measured with four processes that log overlapping batches at the
 same moment: 12 % of the first attempts collide, none of the second ones."""
 
 
 class Experiment:
-    """In the project's own MLflow store, or on a server; opened, and made, at the first use.
+    """An experiment in the project's own MLflow store, or on a server; opened, and created, at the first use.
 
-    Every method raises TrackingError when MLflow's files cannot be read or written.
+    Every method raises TrackingError if MLflow cannot be read or written.
     """
 
     def __init__(self, layout: ProjectLayout, name: str, server: str | None) -> None:
@@ -45,56 +45,56 @@ class Experiment:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """MLflow's client, the experiment made; failures are TrackingErrors."""
+        """Yield MLflow's client with the experiment created; failures are TrackingErrors."""
         with self.store.connected() as client:
             if not self._id:
                 with self.store.locked():
                     found = client.get_experiment_by_name(self.name)
-                    uri = None if self.store.server else self.layout.artifacts.as_uri()  # a server has its own place
+                    uri = None if self.store.server else self.layout.artifacts.as_uri()  # a server sets its own
                     self._id = str(found.experiment_id if found else client.create_experiment(self.name, uri))
             yield client
 
     @property
     def id(self) -> str:
-        """MLflow's; asks for it if it is not known yet."""
+        """MLflow's id of the experiment; reads it if it is not known yet."""
         if not self._id:
             with self.connected():
                 pass
         return self._id
 
     def find(self, run_id: str) -> Any:
-        """MLflow's run of Ratchet's run id, or None. If several machines made one, all of them find the same."""
+        """MLflow's run of Ratchet's run id, or None. If several machines created one, all of them find the same."""
         with self.connected() as client:
             found = client.search_runs([self._id], f"tags.`{RUN_TAG}` = '{run_id}'")
             return min(found, key=_precedence, default=None)
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """MLflow's run of this run id, made at the first time, by one process only.
+        """MLflow's run of this run id; created once, by one process.
 
-        MLflow has no unique key for it. Machines that look at the same moment all make a run, wait for each other
-        (`Store.settle`), and keep the first by `_precedence`. A machine whose run took longer to make than the others
-        wait marks it as late: the others may have decided without it.
+        MLflow has no unique key for it. Machines that query at the same time all create a run, wait for each other
+        (`MlflowStore.settle`), and keep the first one by `_precedence`. A machine whose run took longer to create than
+        the others wait marks it as late, because the others may have decided without it.
         """
         with self.connected() as client, self.store.locked():
-            looked = time.monotonic()
+            queried_s = time.monotonic()
             if (found := self.find(run_id)) is not None:
                 return found
-            made = client.create_run(self._id, start_ms, _tags_at_creation(run_id), run_id)
-            if self.store.server is not None and time.monotonic() - looked > SETTLE_S:
-                client.set_tag(made.info.run_id, LATE_TAG, "true")
+            created = client.create_run(self._id, start_ms, _tags_at_creation(run_id), run_id)
+            if self.store.server is not None and time.monotonic() - queried_s > SETTLE_S:
+                client.set_tag(created.info.run_id, LATE_TAG, "true")
             self.store.settle()
-            if (first := self.find(run_id)).info.run_id != made.info.run_id:
-                client.delete_run(made.info.run_id)
+            if (first := self.find(run_id)).info.run_id != created.info.run_id:
+                client.delete_run(created.info.run_id)
             return first
 
-    def running(self) -> list[Any]:
-        """MLflow's runs that are RUNNING and ours."""
+    def running_runs(self) -> list[Any]:
+        """MLflow's RUNNING runs that Ratchet created."""
         with self.connected() as client:
             found = client.search_runs([self._id], "attributes.status = 'RUNNING'")
             return [run for run in found if RUN_TAG in run.data.tags]
 
-    def known(self) -> set[str]:
-        """Run ids of all of ours that MLflow has."""
+    def known_run_ids(self) -> set[str]:
+        """Run ids of all runs that Ratchet created."""
         found, token = set[str](), None
         with self.connected() as client:
             while True:
@@ -104,26 +104,26 @@ class Experiment:
                 if not token:
                     return found
 
-    def each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What these calls of a client return, in their order: made at once where a server is far away.
+    def call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make these calls of a client, in parallel on a server. Returns their results in order.
 
-        Raises what one of them raised, after all have ended.
+        Raises the error of one of them after all have ended.
         """
         if self.store.server is None or len(calls) < 2:  # a file takes one writer at a time
             return [call() for call in calls]
         found: list[Any] = [None] * len(calls)
         failures: list[Exception] = []
-        left = iter(enumerate(calls))
+        remaining = iter(enumerate(calls))
 
         def work() -> None:
-            for number, call in left:
+            for number, call in remaining:
                 try:
                     found[number] = call()
                 except Exception as error:
                     failures.append(error)
 
-        # Not a pool of the library's: the end of the process would wait for its threads, however slow a server is.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(CALLS_AT_ONCE, len(calls)))]
+        # No thread pool of the standard library: at exit Python waits for its threads, however slow a server is.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(MAX_PARALLEL_CALLS, len(calls)))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -165,12 +165,12 @@ def _is_insert_collision(error: Exception) -> bool:
 
 
 def _precedence(run: Any) -> tuple[bool, int, str]:
-    """Of several runs of one run id the least is kept: one that was made in time, the oldest, by id where they tie."""
+    """Order of several runs of one run id; the least is kept: created in time, then oldest, then by id."""
     return LATE_TAG in run.data.tags, run.info.start_time, run.info.run_id
 
 
 def run_tags(tags: Mapping[str, str]) -> list[Any]:
-    """As MLflow's calls take them."""
+    """Tags as MLflow's calls take them."""
     from mlflow.entities import RunTag
 
     return [RunTag(key, value) for key, value in tags.items()]
@@ -183,22 +183,22 @@ def _tags_at_creation(run_id: str) -> dict[str, str]:
     return tags
 
 
-# What MLflow's pages show at first: saved views of the runs with our columns, and words about the keys.
+# Saved views of the runs table, and a description of the metric keys.
 #
-# MLflow (3.17) keeps a view that people share as a tag of the experiment, `mlflow.sharedViewState.KEY`: a JSON object
-# with a name, two times, and the state of the page as JSON of its own, deflated. The menu "Saved views" lists them.
+# MLflow (3.17) stores a shared view as a tag of the experiment, `mlflow.sharedViewState.KEY`: a JSON object with a
+# two times, and the state of the page as deflated JSON. The menu "Saved views" lists them.
 
 VIEW_TAG = "mlflow.sharedViewState."
 NOTE_TAG = "mlflow.note.content"
 NOTE_BEGINS = "**Trainings of Ratchet**"
-NOTE = f"""{NOTE_BEGINS}, one run each; of a sweep, its trials below it.
+NOTE = f"""{NOTE_BEGINS}, one run each; trials of a sweep are below their sweep.
 
-- `train/…` and `validation/loss` by optimizer step, at the time each step was first done, once, across restarts.
-- `system/…` by sample, `memory/…` in bytes, `test/WHO/…` of the stage evaluate (candidate, base, champion, …).
-- Parameters: what identifies the run, nine settings, and of the others those that are no default. All of them: the
-  artifact `settings.yaml`.
-- Runs that differ in their seed alone share the tag `ratchet.seeds_of`.
-- Weights are not here: kept checkpoints are logged models without files, found by `ratchet.adapter_digest`.
+- `train/…` and `validation/loss` by optimizer step, with the time at which each step was first done.
+- `system/…` by sample, `memory/…` in bytes, `test/MODEL/…` from stage evaluate (candidate, base, champion, …).
+- Parameters: identity of the run, nine settings, and other settings that differ from their defaults. The artifact
+  `settings.yaml` has all of them.
+- Runs that differ only in their seed share the tag `ratchet.seed_group`.
+- Weights are not here: checkpoints are logged models without files, found by `ratchet.adapter_digest`.
 - Saved views (above the table): Runs, Best first, Seeds, Sweeps.
 """
 DATE = "attributes.start_time"
@@ -211,7 +211,7 @@ class ExperimentView:
     key: str
     name: str
     columns: tuple[str, ...]
-    """As MLflow names them: `metrics.`KEY``."""
+    """In MLflow's notation: `metrics.`KEY``."""
     search: str = ""
     order_by: str = DATE
     ascending: bool = False
@@ -223,7 +223,7 @@ def _view_columns(params: Sequence[str], metrics: Sequence[str], tags: Sequence[
     return tuple(f"{kind}.`{key}`" for kind, keys in kinds for key in keys)
 
 
-_SETTINGS = ("train.learning_rate", "train.rank", "train.epochs", "train.batch_rows", "train.seed")
+_SETTINGS = ("train.learning_rate", "train.rank", "train.epochs", "train.batch_size", "train.seed")
 _FIGURES = ("validation/loss", "test/candidate/accuracy", "train/tokens_per_second", "memory/peak_bytes")
 _STATE = ("ratchet.status", "ratchet.attempts", "ratchet.verdict", "ratchet.version")
 
@@ -234,13 +234,13 @@ VIEWS = (
         order_by="metrics.`validation/loss`", ascending=True,
     ),
     ExperimentView(
-        "ratchet-seeds", "Seeds", _view_columns(("train.seed",), _FIGURES, ("ratchet.seeds_of",)),
-        group_by_tag="ratchet.seeds_of",
+        "ratchet-seeds", "Seeds", _view_columns(("train.seed",), _FIGURES, ("ratchet.seed_group",)),
+        group_by_tag="ratchet.seed_group",
     ),
     ExperimentView(
         "ratchet-sweeps", "Sweeps",
         _view_columns(
-            ("train.learning_rate", "train.rank", "train.alpha", "train.batch_rows"),
+            ("train.learning_rate", "train.rank", "train.alpha", "train.batch_size"),
             ("trial/validation_loss", "validation/loss"),
             ("ratchet.trial", "ratchet.trial_state", "ratchet.trial_reason"),
         ),
@@ -250,7 +250,7 @@ VIEWS = (
 
 
 def write_views(experiment: Experiment) -> None:
-    """Store views and words, each unless it is there: what somebody changed by hand stays as it is.
+    """Store views and description, unless a person changed them.
 
     Raises:
         TrackingError: MLflow cannot be read or written.
@@ -259,7 +259,7 @@ def write_views(experiment: Experiment) -> None:
         about = client.get_experiment(experiment.id)
         wanted = {VIEW_TAG + view.key: _envelope(view, int(about.creation_time or 0)) for view in VIEWS}
         for tag, text in wanted.items():
-            if _is_ours(about.tags.get(tag)) and about.tags.get(tag) != text:
+            if _is_unedited(about.tags.get(tag)) and about.tags.get(tag) != text:
                 client.set_experiment_tag(experiment.id, tag, text)
         note = about.tags.get(NOTE_TAG, "")
         if note != NOTE and (not note or note.startswith(NOTE_BEGINS)):
@@ -267,18 +267,18 @@ def write_views(experiment: Experiment) -> None:
 
 
 def view_url(server: str, experiment_id: str, view: ExperimentView) -> str:
-    """Where MLflow's page shows a view."""
+    """Address of a view in MLflow's UI."""
     runs = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
     return f"{runs}?workflowType=machine_learning&viewStateShareKey={view.key}"
 
 
-def _is_ours(text: str | None) -> bool:
-    """Whether a view is missing, or as some version of us wrote it: a hand leaves a later time of change."""
+def _is_unedited(text: str | None) -> bool:
+    """Whether a view is missing, or as a version of Ratchet wrote it; an edit in the UI sets a later time of update."""
     if text is None:
         return True
     try:
-        told = json.loads(text)
-        return bool(told["createdAt"] == told["updatedAt"])
+        view = json.loads(text)
+        return bool(view["createdAt"] == view["updatedAt"])
     except (ValueError, TypeError, KeyError):
         return True
 
@@ -292,5 +292,5 @@ def _envelope(view: ExperimentView, created_ms: int) -> str:
         "groupBy": grouped if view.group_by_tag else None,
     }  # fmt: skip
     packed = base64.b64encode(zlib.compress(json.dumps(state, separators=(",", ":")).encode())).decode()
-    told = {"name": view.name, "createdAt": created_ms, "updatedAt": created_ms, "state": f"deflate;{packed}"}
-    return json.dumps(told, separators=(",", ":"))
+    content = {"name": view.name, "createdAt": created_ms, "updatedAt": created_ms, "state": f"deflate;{packed}"}
+    return json.dumps(content, separators=(",", ":"))

@@ -1,8 +1,8 @@
-"""MLflow's model registry: promoted models as versions of one registered model, and who of them is champion.
+"""MLflow's model registry: promoted models are versions of one registered model, and an alias marks the champion.
 
-A version is found again by the tag `ratchet.model_digest`, so that registering one model twice gives one version. The
-alias moves by compare-and-set, under the store's lock: MLflow itself has none, so a hand that moves the alias in its UI
-in the same few milliseconds is not seen.
+A version is found by the tag `ratchet.model_digest`, so that registering a model twice gives one version. The alias
+moves by compare-and-set under the store's lock. MLflow itself has no such operation, so a person who moves the alias in
+its UI within the same few milliseconds is not noticed.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ DIGEST_TAG = "ratchet.model_digest"
 
 @dataclass(frozen=True)
 class MlflowModelVersion:
-    """A registered version; `tags` are those that it was registered with."""
+    """A registered version, with the tags that it was registered with."""
 
     number: int
     model_digest: str
     source: str
-    """URI of the folder of the promoted model."""
+    """URI of the directory of the promoted model."""
     tags: dict[str, str]
 
 
@@ -43,12 +43,12 @@ class MlflowModelRegistry:
         self._store = MlflowStore(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
-        """The number of the version of this model, registered now if it is not yet.
+        """Return the version number of this model; register the model if it has none.
 
         Args:
-            model_digest: fingerprint of the model's files.
-            source: folder of the promoted model; what the version points at.
-            run_id: Ratchet's; the version is linked to MLflow's run of it, if there is one.
+            model_digest: digest of the model's files.
+            source: directory of the promoted model.
+            run_id: Ratchet's run id; the version is linked to its MLflow run, if there is one.
             tags: stored with a new version.
         """
         with self._store.connected() as client, self._store.locked():
@@ -68,13 +68,13 @@ class MlflowModelRegistry:
             return int(made.version)
 
     def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
-        """Let the adapter's logged model name the version, where runs are shown in this store."""
+        """Link the adapter's logged model to the version, if runs are logged to this store."""
         experiment = client.get_experiment_by_name(self.model_name)
         if experiment is not None and (adapter := tags.get(run_logger.ADAPTER_TAG)):
             run_logger.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
 
     def champion(self) -> int | None:
-        """The version that the alias points at, or None."""
+        """The version number that the alias points at, or None."""
         if not self.layout.mlflow_database.exists():
             return None
         with self._store.connected() as client:
@@ -83,33 +83,33 @@ class MlflowModelRegistry:
             return None if version is None else int(version)
 
     def set_champion(self, version: int, expected: int | None) -> None:
-        """Point the alias at a version: one transaction, so that readers see the old or the new one.
+        """Move the alias to a version in one transaction, so that readers see the old or the new one.
 
         Args:
-            version: who is to be champion. If the alias is there already, nothing happens.
+            version: the new champion. If the alias is there already, nothing happens.
             expected: where the alias was when this was decided; None: nowhere.
 
         Raises:
-            ChampionError: somebody else has moved it since.
+            ChampionError: the alias was moved since.
         """
         with self._store.connected() as client, self._store.locked():
             models = client.search_registered_models(f"name = '{self.model_name}'")
             found = models[0].aliases.get(CHAMPION) if models else None
-            now = None if found is None else int(found)
-            if now == version:
+            current = None if found is None else int(found)
+            if current == version:
                 return
-            if now != expected:
-                was, is_ = (f"version {v}" if v is not None else "no version" for v in (expected, now))
+            if current != expected:
+                before, after = (f"version {v}" if v is not None else "no version" for v in (expected, current))
                 raise ChampionError(
-                    f"the alias {CHAMPION} of {self.model_name} moved from {was} to {is_} meanwhile: somebody else "
-                    "promoted; nothing was changed. Evaluate against the new champion: `dvc repro`"
+                    f"alias {CHAMPION} of {self.model_name} moved from {before} to {after} since the decision: another "
+                    "promotion took place; nothing was changed. Evaluate against the new champion: `dvc repro`"
                 )
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
 
-    def tell(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
-        """Write tags and words to a version, and the tags to the MLflow run of this run id, if there is one.
+    def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
+        """Set tags and description of a version, and the tags of the MLflow run of this run id, if there is one.
 
-        Repeating it changes nothing; `description` None leaves the words that are there.
+        Repeating it changes nothing; with `description` None the current one stays.
         """
         with self._store.connected() as client:
             found = client.get_model_version(self.model_name, str(version))
@@ -122,8 +122,8 @@ class MlflowModelRegistry:
                 for key, value in {**tags, "ratchet.version": str(version)}.items():
                     client.set_tag(mlflow_id, key, value)
 
-    def number_of(self, model_digest: str) -> int | None:
-        """The version of this model, or None."""
+    def find_version(self, model_digest: str) -> int | None:
+        """Version number of this model, or None."""
         return next((v.number for v in self.versions() if v.model_digest == model_digest), None)
 
     def version(self, number: int) -> MlflowModelVersion | None:

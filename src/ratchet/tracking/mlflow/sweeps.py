@@ -1,8 +1,8 @@
-"""A sweep in MLflow: exactly two levels, the study a parent run and the run of each trial its child.
+"""Sweeps in MLflow: the study is a parent run, and each trial a child run of it.
 
-A child is the run that `tracking` shows by replaying a journal, found by its run id; here it gets a parent, a name,
-what came of it as a trial, and a status that says so. All may be repeated and may die anywhere: the state of a trial is
-written last, so one whose final state is there is complete, and metric points carry times that the report fixes.
+A child is the run that `client.py` logs by replaying a journal, found by its run id; this module adds a parent, a name,
+and the outcome as a trial. Everything may be repeated and may be interrupted anywhere: the state of a trial is written
+last, so that a final state means completeness, and metric points have times that are fixed by the report.
 """
 
 import math
@@ -33,108 +33,108 @@ from ratchet.tuning.tracking_payload import (
 
 Artifacts = Mapping[str, Sequence[Path]]
 
-MAX_BATCH = 800  # metrics in one call of log_batch, which takes 1,000 things in all
-ACTIVE = ("RUNNING", "FINISHED")  # no trial is made RUNNING again that is so, or whose training came to its end
-PATIENCE = 3  # trials that cannot be shown before an update gives up: MLflow may take 20 s to fail
+MAX_BATCH = 800  # metrics per call of log_batch, which takes at most 1,000 items in all
+ACTIVE = ("RUNNING", "FINISHED")  # a trial with one of these statuses is not set to RUNNING again
+MAX_FAILURES = 3  # failed trials before an update gives up: MLflow may take 20 s to fail
 
 
 class ExperimentTracker(Protocol):
-    """What is needed of the project's tracking."""
+    """The methods of MlflowTracker that this module uses."""
 
     experiment: str
     store: MlflowStore
 
     def connected(self) -> AbstractContextManager[Any]:
-        """MLflow's client, the experiment made; failures are TrackingErrors."""
+        """Yield MLflow's client with the experiment created; failures are TrackingErrors."""
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """MLflow's run of this run id, made at the first time, by one process only."""
+        """MLflow's run of this run id; created once, by one process."""
 
 
 @dataclass
 class _ChildRunState:
-    """What MLflow is known to show of a child."""
+    """State of a child run in MLflow, as far as this process knows."""
 
     mlflow_id: str
     tags: dict[str, str]
     points: int = -1
-    """Of the curve, as sent by this process; -1: it has not looked yet."""
+    """Points of the curve that this process has sent; -1: unknown."""
 
     def shows(self, child: ChildRun, tags: Mapping[str, str]) -> bool:
-        """Whether there is nothing to send. What is over and has its state is complete."""
-        told = all(self.tags.get(key, "") == value for key, value in tags.items())
-        return told and (self.points == len(child.curve) or child.status is not None)
+        """Whether there is nothing to send. A child that has ended and has its state is complete."""
+        has_tags = all(self.tags.get(key, "") == value for key, value in tags.items())
+        return has_tags and (self.points == len(child.curve) or child.status is not None)
 
 
 @dataclass
 class MlflowSweepTracker:
-    """Shows sweeps in the experiment of `tracking`; one object for one study, used by one thread.
+    """Logs sweeps to the experiment of `tracking`; one object per study, used by one thread.
 
-    Every method raises TrackingError when MLflow cannot be read or written; nothing is lost by that, repeat it later.
+    Every method raises TrackingError if MLflow cannot be read or written; nothing is lost, call it again later.
     """
 
     tracking: ExperimentTracker
     figures: Callable[[SweepReport], Mapping[str, float]]
-    """Further metrics of the parent, by key: what pruning saved."""
+    """Further metrics of the parent, by key, such as the savings of pruning."""
     _experiment_id: str = ""
     _parent_id: str = ""
     _known: dict[str, _ChildRunState] | None = None
-    """By key of the child; None: not asked yet."""
+    """By key of the child; None: not read yet."""
     _shown: object = None
-    """What the parent shows, as this process has sent it."""
+    """What this process has sent for the parent."""
 
-    def settled(self, study: str) -> dict[str, int]:
-        """By run id the trial whose end MLflow shows completely, journal and all; asks MLflow once."""
+    def completed_trials(self, study: str) -> dict[str, int]:
+        """Trial numbers by run id, for trials whose end MLflow shows completely; reads MLflow once."""
         with self.tracking.connected() as client:
             known = self._children(client, study)
         final = {key: one.tags for key, one in known.items() if one.tags.get(STATE_TAG, "running") != "running"}
         return {key: int(tags[TRIAL_TAG]) for key, tags in final.items() if tags.get(TRIAL_TAG, "").isdecimal()}
 
     def update(self, report: SweepReport, pending: Collection[str] = ()) -> None:
-        """Show the report; costs nothing where nothing has changed.
+        """Send the report; does nothing if nothing has changed.
 
         Args:
-            report: of a study that is worked on: its parent is RUNNING.
-            pending: ids of runs whose journal is not sent yet: those are not shown as over.
+            report: of an active study; its parent is set to RUNNING.
+            pending: ids of runs whose journal is not sent yet; they are not shown as ended.
         """
         with self.tracking.connected() as client:
             self._update(client, report, pending)
 
     def finish(self, report: SweepReport, artifacts: Artifacts, status: Status) -> None:
-        """Show what came of the study as a whole, add files to the parent and end it.
+        """Send the outcome of the study, add files to the parent and end it.
 
         Args:
-            report: the last one; its trials are for `update`.
-            artifacts: files, by folder within the parent's artifacts (`""` is its root).
-            status: FINISHED; KILLED when it was asked to stop; FAILED when failures stopped it.
+            report: the last one; `update` sends its trials.
+            artifacts: files, by directory within the parent's artifacts (`""` is its root).
+            status: FINISHED; KILLED if it was asked to stop; FAILED if failures stopped it.
         """
         with self.tracking.connected() as client:
             try:
-                self._show_parent(client, report, self._parent(client, report), at_work=False)
+                self._show_parent(client, report, self._parent(client, report), is_active=False)
                 for folder, paths in artifacts.items():
                     for path in paths:
                         client.log_artifact(self._parent_id, str(path), folder or None)
-            finally:  # the status is true even when the disk has no room for a picture
+            finally:  # the status must be correct even if the disk has no space for a plot
                 if self._parent_id:
                     client.set_terminated(self._parent_id, status, round(time.time() * 1000))
 
     def reconcile(self, alive: Callable[[str], bool]) -> list[str]:
-        """End the parents of studies that nobody works on: their sweep was killed. Returns a line for each.
+        """End the parents of studies whose sweep was killed. Returns a line for each.
 
         Args:
-            alive: whether anybody works on the study of this name.
+            alive: whether a process works on the study of this name.
         """
         notes = []
         with self.tracking.connected() as client:
             wanted = f"tags.`{ROLE_TAG}` = 'parent' and attributes.status = 'RUNNING'"
             for run in self._search(client, wanted):
                 study = run.data.tags.get(STUDY_TAG, "")
-                host = run.data.tags.get(HOST_TAG, socket.gethostname())  # of earlier versions: they told no host
+                host = run.data.tags.get(HOST_TAG, socket.gethostname())
                 if self.tracking.store.server is not None and host != socket.gethostname():
-                    continue  # others use this server
+                    continue  # started on another machine, which shares this server
                 if not alive(study):
                     client.set_terminated(run.info.run_id, "KILLED", round(time.time() * 1000))
-                    notes.append(f"sweep {study}: was RUNNING in MLflow, nobody works on it; now KILLED")
+                    notes.append(f"sweep {study}: was RUNNING in MLflow, but is not active; now KILLED")
         return notes
 
     def _update(self, client: Any, report: SweepReport, pending: Collection[str]) -> None:
@@ -147,30 +147,30 @@ class MlflowSweepTracker:
             if child.key in known and known[child.key].shows(child, wanted):
                 continue
             try:
-                with self.tracking.connected():  # turns what MLflow raises into our error, for this child alone
+                with self.tracking.connected():  # converts MLflow's errors, for this child alone
                     known[child.key] = self._show(client, child, known.get(child.key), wanted)
             except TrackingError as error:
-                known.pop(child.key, None)  # it may have been deleted; it is looked for anew
+                known.pop(child.key, None)  # it may have been deleted; search for it again
                 failures.append(error)
-                if len(failures) == PATIENCE:
+                if len(failures) == MAX_FAILURES:
                     break
         try:
-            self._show_parent(client, report, parent, at_work=True)
+            self._show_parent(client, report, parent, is_active=True)
         except Exception:
-            self._parent_id, self._shown = "", None  # the same
+            self._parent_id, self._shown = "", None  # it may have been deleted as well
             raise
         if failures:
             raise failures[0]
 
     def _parent(self, client: Any, report: SweepReport) -> str:
-        """MLflow's run of the study, made at the first time, by one process only."""
+        """MLflow's run of the study; created once, by one process."""
         if not self._parent_id:
             wanted = f"tags.`{ROLE_TAG}` = 'parent' and tags.`{STUDY_TAG}` = '{report.study}'"
             with self.tracking.store.locked():
                 found = next(self._search(client, wanted), None)
                 if found is None:
                     tags = {STUDY_TAG: report.study, ROLE_TAG: "parent", "mlflow.source.name": "ratchet"}
-                    start_ms = round(min((t.begun for t in report.trials), default=time.time()) * 1000)
+                    start_ms = round(min((t.started for t in report.trials), default=time.time()) * 1000)
                     found = client.create_run(self._experiment(client), start_ms, tags, report.study)
             self._parent_id = str(found.info.run_id)
         return self._parent_id
@@ -188,29 +188,29 @@ class MlflowSweepTracker:
     def _show(
         self, client: Any, child: ChildRun, known: _ChildRunState | None, wanted: Mapping[str, str]
     ) -> _ChildRunState:
-        """Bring one child up to date: figures first, then its status, and its state last."""
-        run = client.get_run(known.mlflow_id) if known else self._found(client, child)
+        """Update one child: metrics first, then its status, and its state last."""
+        run = client.get_run(known.mlflow_id) if known else self._find_or_create_child(client, child)
         mlflow_id, data, old = str(run.info.run_id), run.data, run.info.status
         missing = {key: value for key, value in child.values.items() if key not in data.params}
         at_ms = round(child.ended * 1000)
-        points = [(key, value, at_ms, 0) for key, value in child.figures.items() if data.metrics.get(key) != value]
+        points = [(key, value, at_ms, 0) for key, value in child.metrics.items() if data.metrics.get(key) != value]
         unsent = list(child.curve.items())[max(0, known.points if known else 0) :]
-        # The time is one that stays, or a point sent again would be another one.
+        # The time must be constant: with another time a point would be stored again.
         points += [("curve/validation_loss", loss, run.info.start_time, rows) for rows, loss in unsent]
         _log_points(client, mlflow_id, points, missing)
         if child.status is not None and STATE_TAG in wanted:
             if old not in (child.status, "FINISHED"):
                 client.set_terminated(mlflow_id, child.status, at_ms)
         elif child.status is None and data.tags.get(STATE_TAG, "running") != "running" and old not in ACTIVE:
-            client.update_run(mlflow_id, status="RUNNING")  # one that was pruned goes on
+            client.update_run(mlflow_id, status="RUNNING")  # a pruned trial is resumed
         if run.info.run_name != child.name:
             client.update_run(mlflow_id, name=child.name)
         _set_tags(client, mlflow_id, data.tags, wanted)
         return _ChildRunState(mlflow_id, {**data.tags, **wanted}, len(child.curve))
 
-    def _found(self, client: Any, child: ChildRun) -> Any:
-        """The child's run in MLflow, made if it is not there."""
-        start_ms = round(child.begun * 1000)
+    def _find_or_create_child(self, client: Any, child: ChildRun) -> Any:
+        """The child's run in MLflow; created if it does not exist."""
+        start_ms = round(child.started * 1000)
         if child.run_id is not None:
             return self.tracking.find_or_create(child.run_id, start_ms)
         with self.tracking.store.locked():
@@ -218,15 +218,15 @@ class MlflowSweepTracker:
             tags = {KEY_TAG: child.key, "mlflow.source.name": "ratchet"}
             return found or client.create_run(self._experiment(client), start_ms, tags, child.name)
 
-    def _show_parent(self, client: Any, report: SweepReport, parent: str, *, at_work: bool) -> None:
+    def _show_parent(self, client: Any, report: SweepReport, parent: str, *, is_active: bool) -> None:
         further = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
         metrics, tags = tracking_payload.summary_metrics(report) | further, tracking_payload.parent_tags(report)
-        tags |= {HOST_TAG: socket.gethostname()} if at_work else {}
-        if (metrics, tags, at_work) == self._shown:
+        tags |= {HOST_TAG: socket.gethostname()} if is_active else {}
+        if (metrics, tags, is_active) == self._shown:
             return
         run = client.get_run(parent)
         over = sum(trial.is_over for trial in report.trials)
-        at_ms = round(max((max(t.begun, t.ended or 0.0) for t in report.trials), default=0.0) * 1000)
+        at_ms = round(max((max(t.started, t.ended or 0.0) for t in report.trials), default=0.0) * 1000)
         changed = {key: value for key, value in metrics.items() if run.data.metrics.get(key) != value}
         points = [
             (key, value, _point_time_ms(client, parent, key, over, at_ms), over) for key, value in changed.items()
@@ -236,9 +236,9 @@ class MlflowSweepTracker:
         }
         _log_points(client, parent, points, params)
         _set_tags(client, parent, run.data.tags, tags)
-        if at_work and run.info.status != "RUNNING":
+        if is_active and run.info.status != "RUNNING":
             client.update_run(parent, status="RUNNING")
-        self._shown = (metrics, tags, at_work)
+        self._shown = (metrics, tags, is_active)
 
     def _experiment(self, client: Any) -> str:
         if not self._experiment_id:
@@ -246,7 +246,7 @@ class MlflowSweepTracker:
         return self._experiment_id
 
     def _search(self, client: Any, wanted: str) -> Iterator[Any]:
-        """All runs of the experiment that fit, the oldest first: MLflow gives at most 1,000 at once."""
+        """All matching runs of the experiment, oldest first. MLflow returns at most 1,000 per page."""
         token = None
         while True:
             order = ["attributes.start_time ASC"]
@@ -258,19 +258,19 @@ class MlflowSweepTracker:
 
 
 def _point_time_ms(client: Any, mlflow_id: str, key: str, over: int, at_ms: int) -> int:
-    """Time of a figure of the study after `over` trials: of the report, so that the same report gives the same point.
+    """Time of a metric of the study after `over` trials. It depends on the report, so that a report gives equal points.
 
-    MLflow shows the point of the highest step and, of those, of the latest time: a value that changes although no trial
-    has ended, as importances do that were computed anew, is to be later than the one it takes the place of.
+    MLflow shows the point of the highest step and, among those, of the latest time: a value that changes although no
+    trial has ended, such as recomputed importances, must be later than the one it replaces.
     """
-    alike = [int(point.timestamp) for point in client.get_metric_history(mlflow_id, key) if point.step == over]
-    return max([at_ms, *(time_ms + 1 for time_ms in alike)])
+    same_step = [int(point.timestamp) for point in client.get_metric_history(mlflow_id, key) if point.step == over]
+    return max([at_ms, *(time_ms + 1 for time_ms in same_step)])
 
 
 def _log_points(
     client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, int]], params: Mapping[str, str]
 ) -> None:
-    """Send metric points (key, value, time in ms, step) and params; points that are there already stay one."""
+    """Send metric points (key, value, time in ms, step) and params; MLflow ignores points that it has already."""
     from mlflow.entities import Metric, Param
 
     metrics = [Metric(*point) for point in points]
@@ -280,9 +280,10 @@ def _log_points(
         log_batch(client, mlflow_id, metrics=metrics[start : start + MAX_BATCH])
 
 
-def _set_tags(client: Any, mlflow_id: str, there: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+def _set_tags(client: Any, mlflow_id: str, existing: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
-    new = [RunTag(key, value) for key, value in wanted.items() if there.get(key, "") != value]
+    new = [RunTag(key, value) for key, value in wanted.items() if existing.get(key, "") != value]
+
     if new:  # one call, one transaction
         log_batch(client, mlflow_id, tags=new)

@@ -1,0 +1,247 @@
+"""One training for benchmarks/callbacks.py: watched by everybody who can watch it, or by nobody.
+
+    python benchmarks/callbacks_cell.py PROJECT     trains a project as `ratchet train` does, with no callback at all
+
+Watched, it is `ratchet train` itself: its console on a pseudo-terminal that is read as a terminal reads, MLflow in
+SQLite, figures fetched once a second and written as a file, messages posted to a server here. Everybody is then asked
+what has reached him: one that was not told made nothing slower.
+"""
+
+import fcntl
+import os
+import pty
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from waiting_overhead import cpu_s
+
+from ratchet.config import params_file
+from ratchet.config.library_defaults import set_library_defaults
+from ratchet.config.settings import Settings
+from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.stages.project import Project
+from ratchet.stages.train import train
+from ratchet.storage.layout import ProjectLayout
+
+ROWS, COLUMNS = 36, 120
+FETCH_EVERY_S = 1.0
+LOOK_S = 0.05
+PATIENCE_S = 600.0
+LAST_BYTES = 2000
+OMP = "OMP_NUM_THREADS"
+
+
+@dataclass
+class Told:
+    """What has reached the callbacks' other ends."""
+
+    drawn_bytes: int = 0
+    drawn: bytes = b""
+    """The last of them."""
+    fetched: int = 0
+    """Answers with figures of the run."""
+    messages: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of one."""
+
+    step_s: list[float]
+    """By step, the first one first; all are measured by the worker."""
+    whole_s: float
+    """From the end of the first step to the end of the last."""
+    begun_s: float
+    """CPU seconds of the supervisor until half of the steps were done: what it imports, what callbacks begin with."""
+    supervisor_s: float
+    """CPU seconds of the supervisor for each step after that."""
+    adapter: str
+    """Digest."""
+    untold: list[str]
+    """Callbacks whom something has not reached."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """When those who watch are held (SIGSTOP): in every other block of steps, from `first` on."""
+
+    first: int
+    block: int
+    odd: bool
+    """Held in the first, third, ... block; else in the second, fourth ..."""
+
+    def held(self, step: int) -> bool:
+        """Whether nobody watches the step after this many."""
+        return step >= self.first and ((step - self.first) // self.block % 2 == 0) == self.odd
+
+
+def trained(layout: ProjectLayout, threads: int, watched: bool, turns: Turns | None = None) -> Training:
+    """Train a fresh project, with as many threads (0: as `machine.threads: 0` takes). SystemExit when that fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", OMP)}
+    environment |= {"TERM": "xterm-256color"} | ({OMP: str(threads)} if threads else {})
+    told = Told()
+    with receiver(told) as address:
+        command = [sys.executable, __file__, str(layout.root)]
+        if watched:
+            environment["RATCHET_WEBHOOK_URL"] = address
+            command = [sys.executable, "-m", "ratchet", "--project", str(layout.root), "train"]
+        with terminal(told) as end:
+            process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+            try:
+                readings = list(watch(process, layout, told, turns))
+            finally:  # it may be held; the worker goes with it
+                process.kill()
+                process.wait()
+    events = [event for path in journals(layout) for event in JournalReader(path).read()]
+    finished = [event for event in events if event.kind == "finished"]
+    if process.returncode or not finished:
+        said = told.drawn.decode(errors="replace")
+        raise SystemExit(f"{layout.root}: exit code {process.returncode}\n{said}")
+    steps = [event for event in events if event.kind == "step"]
+    half = len(steps) // 2
+    begun_s = at(readings, steps[half].t)
+    return Training(
+        step_s=[float(event.data["step_s"]) for event in steps],
+        whole_s=steps[-1].t - steps[0].t,
+        begun_s=begun_s,
+        supervisor_s=(at(readings, steps[-1].t) - begun_s) / (len(steps) - 1 - half),
+        adapter=str(finished[0].data["adapter_digest"]),
+        untold=missed(layout, told, events) if watched else [],
+    )
+
+
+def watch(
+    process: "subprocess.Popen[bytes]", layout: ProjectLayout, told: Told, turns: Turns | None
+) -> Iterator[tuple[float, float]]:
+    """Until it ends: Unix time and the supervisor's CPU seconds so far. On the way figures are fetched, turns taken."""
+    port = params_file.load(layout.params).machine.metrics_port
+    began_s, next_s, step = time.monotonic(), 0.0, 0
+    held, over = False, False
+    reader: JournalReader | None = None
+    while process.poll() is None:
+        if time.monotonic() - began_s > PATIENCE_S:
+            process.kill()
+        if turns:
+            reader = reader or next(map(JournalReader, journals(layout)), None)
+            found = list(reader.read()) if reader else []
+            step += sum(event.kind == "step" for event in found)
+            over = over or any(event.kind == "finished" for event in found)
+            if held != (turns.held(step) and not over):
+                held = not held
+                process.send_signal(signal.SIGSTOP if held else signal.SIGCONT)
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + FETCH_EVERY_S
+            with suppress(FileNotFoundError, ProcessLookupError):
+                yield time.time(), cpu_s(process.pid)
+            if port and not held:
+                told.fetched += fetched(port)
+        time.sleep(LOOK_S)
+
+
+def fetched(port: int) -> bool:
+    """Whether the port has figures of a step. It is not up at once, and down at the end."""
+    with suppress(urllib.error.URLError, ConnectionError):
+        reply = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        return b"\nratchet_step{" in reply.read()
+    return False
+
+
+def journals(layout: ProjectLayout) -> Iterator[Path]:
+    """Of the only run of a project, when there is one."""
+    return layout.runs.glob("*/journal.jsonl")
+
+
+def at(readings: list[tuple[float, float]], moment: float) -> float:
+    """The reading of a moment, between two readings in proportion."""
+    before = max((one for one in readings if one[0] <= moment), default=readings[0])
+    after = min((one for one in readings if one[0] > moment), default=readings[-1])
+    if after[0] <= before[0]:
+        return before[1]
+    return before[1] + (after[1] - before[1]) * (moment - before[0]) / (after[0] - before[0])
+
+
+def missed(layout: ProjectLayout, told: Told, events: list[JournalEvent]) -> list[str]:
+    """Who was not told what he should have been."""
+    steps = sum(event.kind == "step" for event in events)
+    machine = params_file.load(layout.params).machine
+    figures = Path(machine.metrics_file or "").read_text(encoding="utf-8")
+    with sqlite3.connect(layout.mlruns / "mlflow.db") as store:
+        found = store.execute("select count(distinct step) from metrics where key = 'train/loss'").fetchone()
+    reached = {
+        "console": told.drawn_bytes >= steps,
+        "MLflow": found == (steps,),
+        "port": told.fetched > 0,
+        "file": f'ratchet_step{{run="{next(journals(layout)).parent.name}"}} {steps}.0' in figures,
+        "webhook": any(b'"finished"' in message for message in told.messages),
+        "system figures": any(event.kind == "system_metrics" for event in events),
+    }
+    return [name for name, was in reached.items() if not was]
+
+
+@contextmanager
+def terminal(told: Told) -> Iterator[int]:
+    """The end of a pseudo-terminal that a program writes to; what it draws is read, and thrown away."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+
+    def read() -> None:
+        with suppress(OSError):  # nobody holds the other end any more
+            while data := os.read(master, 1 << 16):
+                told.drawn_bytes += len(data)
+                told.drawn = (told.drawn + data)[-LAST_BYTES:]
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield slave
+    finally:
+        os.close(slave)
+        reader.join(10)
+        os.close(master)
+
+
+@contextmanager
+def receiver(told: Told) -> Iterator[str]:
+    """Address of a server that takes every message."""
+
+    class Takes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.messages.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *about: object) -> None:
+            """Nobody reads it."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Takes)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def main(project: Path) -> None:
+    """Train it; nobody is told."""
+    set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
+    layout = ProjectLayout(project)
+    settings: Settings = params_file.load(layout.params)
+    train(Project.from_parts(layout, settings), lambda _: [], lambda *_: None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""The Python API: one function for each stage and command, and `Run`, a training on disk.
+
+Functions take a `Project`, print nothing, return records, and raise the exceptions of `ratchet.errors`. They do the
+same as the commands of the same names, with the same locks: a notebook and a terminal can work on one project.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.config.library_defaults import set_library_defaults
+from ratchet.runs import directory
+from ratchet.runs.callbacks import RunCallback
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.run import Run
+from ratchet.stages.init import init
+from ratchet.stages.project import Project, ignore_progress
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import Verdict
+from ratchet.storage.records.sweep import SweepReport
+
+if TYPE_CHECKING:
+    from ratchet.stages.compare import CompareResult
+    from ratchet.stages.generate import GenerateResult
+    from ratchet.stages.promote import PromotionResult
+    from ratchet.tuning.report import AdoptedTrial
+
+__all__ = [
+    "Project", "Run", "adopt", "base", "compare", "evaluate", "export", "gate", "generate", "init", "list_runs",
+    "load_run", "prepare", "promote", "rollback", "sweep", "train",
+]  # fmt: skip
+
+Progress = Callable[[str], None]
+Overrides = Mapping[str, Any]
+
+set_library_defaults()
+
+
+def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
+    """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
+    from ratchet.stages import base as stage
+
+    return stage.base(project, on_progress)
+
+
+def prepare(project: Project) -> DatasetCard:
+    """Turn source files into split, templated, tokenized rows. Raises DataError, SettingsError, BaseModelError."""
+    from ratchet.stages import prepare as stage
+
+    return stage.prepare(project)
+
+
+def train(
+    project: Project, overrides: Overrides | None = None, callbacks: Sequence[Callable[[Run], RunCallback]] = ()
+) -> Run:
+    """Fine-tune under supervision, or resume the run if it was interrupted.
+
+    Args:
+        project: the project; its stages base and prepare have run.
+        overrides: settings to use in place of those in params.yaml, such as `{"train.rank": 16}`.
+        callbacks: each is called with the run and returns a callback that receives the run's journal.
+
+    Raises:
+        InputError: settings, data or base model cannot be used.
+        InterruptedRunError: stopped on request after a checkpoint was saved; call it again to resume.
+        RunFailedError: the training gave up; the message has the diagnosis.
+    """
+    from ratchet.stages import train as stage
+    from ratchet.stages.callbacks import open_callbacks
+
+    project = project.with_overrides(overrides)
+    with open_callbacks(project) as defaults:
+
+        def create_callbacks(paths: RunPaths) -> list[RunCallback]:
+            return [*defaults.for_run(paths), *(create(Run(paths)) for create in callbacks)]
+
+        result = stage.train(project, create_callbacks, defaults.publish)
+    return load_run(project, result.report.run_id)
+
+
+def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
+    """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
+    from ratchet.stages import evaluate as stage
+
+    return stage.evaluate(project, on_progress).report
+
+
+def export(project: Project) -> ModelBundle:
+    """Merge the adapter, write every format, run each one and compare. Raises DataError, DamagedFileError."""
+    from ratchet.stages import export as stage
+
+    return stage.export(project)
+
+
+def gate(project: Project) -> Verdict:
+    """Decide whether the model may be promoted: PROMOTE, HOLD, REJECT or INVALID. Raises DataError."""
+    from ratchet.stages import gate as stage
+
+    return stage.gate(project)
+
+
+def sweep(
+    project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
+) -> SweepReport:
+    """Search hyperparameters, or resume the sweep if it was interrupted.
+
+    Args:
+        project: the project; section sweep of its settings has the search space.
+        workers: trials that run at the same time.
+        overrides: settings to use in place of those in params.yaml, such as `{"sweep.trials": 20}`.
+        on_progress: receives lines about what happens.
+
+    Raises:
+        SettingsError: the space cannot be searched, or differs from that of the study.
+        InterruptedRunError: stopped on request; call it again to resume.
+        RunFailedError: trials or workers fail repeatedly.
+    """
+    from ratchet.stages import sweep as stage
+
+    return stage.sweep(project.with_overrides(overrides), workers=workers, on_progress=on_progress).report
+
+
+def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
+    """Write the hyperparameters of a sweep's winner, or of a trial, into params.yaml. Raises DataError."""
+    from ratchet.stages import sweep as stage
+
+    return stage.adopt_trial(project, trial)
+
+
+def generate(
+    project: Project, prompts: str | Path, output: str | Path, model: str = "adapter",
+    on_progress: Progress = ignore_progress,
+) -> "GenerateResult":  # fmt: skip
+    """Answer every prompt of a file, or resume.
+
+    Args:
+        project: the project; section generate of its settings says how answers are sampled.
+        prompts: JSON, JSONL, CSV, TSV or Parquet.
+        output: a .jsonl or .parquet file, one record per answer.
+        model: base, adapter, merged, champion, v3, a directory, a .gguf file or a server's URL.
+        on_progress: receives lines about the progress.
+
+    Raises:
+        InputError: prompts, model or output cannot be used.
+        InterruptedRunError: stopped on request; call it again to resume.
+    """
+    from ratchet.stages import generate as stage
+
+    return stage.generate(project, Path(prompts), Path(output), model, on_progress)
+
+
+def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
+    """Compare runs, trials or versions and write a page. Raises DataError for a name that matches nothing."""
+    from ratchet.stages import compare as stage
+
+    return stage.compare(project, names, None if output is None else Path(output))
+
+
+def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
+    """Register the exported model and make it champion. Repeating it changes nothing.
+
+    Args:
+        project: the project; its stage gate has decided.
+        force: promote against the verdict; recorded with who and why.
+        reason: why it is forced.
+
+    Raises:
+        GateError: the verdict is not PROMOTE, or is about another model or champion.
+        ChampionError: champion file and registry disagree.
+    """
+    from ratchet.stages import promote as stage
+
+    return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
+
+
+def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
+    """Make an earlier version champion again; None: the previous champion. Raises ChampionError."""
+    from ratchet.stages import promote as stage
+
+    return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
+
+
+def load_run(project: Project, run_id: str) -> Run:
+    """The run with this id, or the only one whose id begins with it. Raises DataError when there is none."""
+    return Run(directory.find_run(project.layout.runs, run_id))
+
+
+def list_runs(project: Project) -> list[Run]:
+    """All runs of the project, the newest first."""
+    paths = directory.list_runs(project.layout.runs)
+    return [Run(one) for one in sorted(paths, key=lambda one: one.root.stat().st_mtime, reverse=True)]

@@ -1,0 +1,42 @@
+"""`ratchet base`: the DVC stage that pins the base model."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.storage.records.base import BaseCard
+
+HELP = "stage: resolve and pin the base model, or build the tiny one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.base import base
+
+    print_record(base(open_project(arguments), progress_printer(arguments)), format_base, arguments)
+    return EXIT_OK
+
+
+def format_base(card: "BaseCard") -> str:
+    """The pinned model in a few lines."""
+    commit = f", commit {card.revision}" if card.revision else ""
+    model = f"{card.architecture}, {card.parameters:,} parameters"
+    lines = [f"base {card.source}: {model}, digest {card.digest[:12]}{commit}"]
+    if stored := card.quantization:
+        double = ", double quantization" if stored.double else ""
+        lines.append(f"  stored in 4 bits ({stored.kind}{double}) and used as stored")
+    if unused := card.unused_tensors:
+        more = " ..." if len(unused) > 1 else ""
+        lines.append(
+            f"  {len(unused)} stored tensors do not belong to {card.architecture} and are not loaded: {unused[0]}{more}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""`ratchet compare`: several trainings side by side."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.reports.comparison import PairwiseTestResult
+    from ratchet.stages.compare import CompareResult
+
+CELL = 36
+"""Characters of a table cell; longer text is cut."""
+
+HELP = "compare trainings: settings that differ, curves, scores, and which differences are significant"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument(
+        "names", nargs="+", metavar="A",
+        help="a run (id, or its beginning), a trial (SWEEP/NUMBER), a version (v3, champion, anchor), or seeds "
+        "(A+B+C); LABEL=A gives it a name",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.compare import compare
+
+    print_record(compare(open_project(arguments), arguments.names, arguments.output), format_comparison, arguments)
+    return EXIT_OK
+
+
+def format_comparison(result: "CompareResult") -> str:
+    """Settings that differ, final figures and tested differences."""
+    head = ["", *result.names]
+    lines = [f"note: {note}" for note in result.notes]
+    if result.differences:
+        lines += ["differences", *_format_table([head, *([name, *row] for name, row in result.differences.items())])]
+    else:
+        lines.append("settings, data, base and circumstances are the same")
+    lines += ["figures", *_format_table([head, *([name, *row] for name, row in result.figures.items())])]
+    if result.test_results:
+        lines += ["differences on the same rows", *(f"  {_format_finding(finding)}" for finding in result.test_results)]
+    lines += [f"not tested, {reason}: {pairs}" for reason, pairs in result.not_tested.items()]
+    return "\n".join([*lines, f"  page: {result.page}"])
+
+
+def _format_finding(one: "PairwiseTestResult") -> str:
+    from ratchet.reports import comparison_page
+    from ratchet.reports.forest_plot import format_p_value
+
+    first, second = (comparison_page.format_value(one, value) for value in one.values)
+    p = format_p_value(one.p_adjusted).replace("\u00a0", " ")
+    how = f"p {p if p.startswith('<') else f'= {p}'} after Holm, n {one.n:,}"
+    if one.is_significant:
+        return f"{one.metric} ({one.rows}): {one.leader} better than {one.other}, {first} to {second}; {how}"
+    return f"{one.metric} ({one.rows}): {one.leader} {first}, {one.other} {second}: cannot be told apart; {how}"
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns side by side, two spaces in."""
+    cut = [[_truncate_cell(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
+    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in cut)
+    return [f"  {line}".rstrip() for line in lines]
+
+
+def _truncate_cell(cell: str) -> str:
+    return cell if len(cell) <= CELL else f"{cell[: CELL - 1]}\u2026"

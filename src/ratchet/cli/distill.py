@@ -1,0 +1,50 @@
+"""`ratchet distill`: computes a teacher's probabilities for the training rows."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.distill import DistillResult
+
+HELP = "optional stage: compute a larger model's probabilities for the training rows (train.distill)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--forecast", action="store_true", help="only report how much disk and memory it needs")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.distill import distill
+
+    result = distill(open_project(arguments), forecast=arguments.forecast, on_progress=progress_printer(arguments))
+    print_record(result, format_distillation, arguments)
+    return EXIT_OK
+
+
+def format_distillation(result: "DistillResult") -> str:
+    """The teacher's outputs in a few lines, or what the teacher needs."""
+    from ratchet.models.teacher import describe_embedding_padding
+
+    card = result.card
+    if card is None:
+        return "\n".join(result.text)
+    text = (
+        f"teacher outputs {card.digest[:12]}: {card.rows:,} rows, {card.positions:,} answer tokens, the "
+        f"{card.top_k} most probable tokens of each at temperature {card.temperature:g}\n"
+        f"  the teacher's own loss on the answers: {card.teacher_loss:.4f} nats a token; it has "
+        f"{card.teacher_parameters:,} parameters, the base {card.base_parameters:,} "
+        f"({card.base_parameters / card.teacher_parameters:.1%})\n"
+        f"  beyond the {card.top_k} lie {card.left_out:.2%} of the probability, learned as one sum"
+    )
+    if said := describe_embedding_padding(card.teacher_rows, card.base_rows, card.tokens):
+        text += f"\n  {said}"
+    if result.was_computed_before:
+        text += "\n  computed before, used as it is"
+    return text

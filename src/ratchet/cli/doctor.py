@@ -1,0 +1,82 @@
+"""`ratchet doctor`: examines machine, data and base, and proposes settings."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project_or_defaults
+from ratchet.errors import EXIT_INPUT, EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.doctor import DoctorReport
+    from ratchet.stages.machine_check import MachineCheckReport
+
+HELP = "examine data, base and machine, and propose settings with reasons"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
+    mode.add_argument(
+        "--require", metavar="A=B,C=D",
+        help="only check this machine, and exit 69 if it does not meet these: vram=22GB,gpus=1,cuda=12.6,driver=550,"
+        "ram=32GB,cpus=8,disk=50GB,python=3.11,download=50Mbps,upload=20Mbps",
+    )  # fmt: skip
+    parser.add_argument("--replica", metavar="URL", help="with --require: storage to measure the network with")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="with --require: also write the record to this file"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    layout, settings = open_project_or_defaults(arguments)
+    if arguments.require is not None or arguments.replica or arguments.output:
+        from ratchet.stages.machine_check import check_machine
+
+        report = check_machine(layout, settings, arguments.require, arguments.replica, arguments.output)
+        print_record(report, format_machine, arguments)
+        return EXIT_OK
+    from ratchet.stages.doctor import doctor
+
+    examination = doctor(layout, settings if layout else None, arguments.base, arguments.write)
+    print_record(examination, format_examination, arguments)
+    return EXIT_INPUT if examination.problems else EXIT_OK
+
+
+def format_machine(report: "MachineCheckReport") -> str:
+    """The requirements and what was found."""
+    from ratchet.stages.machine_check import format_findings
+
+    return f"{report.machine} is admitted\n{format_findings(report)}"
+
+
+def format_examination(report: "DoctorReport") -> str:
+    """Findings, proposals with their reasons, the change of params.yaml, and problems."""
+    lines = ["machine, base and data", *(f"  {subject:<10} {finding}" for subject, finding in report.findings)]
+    target = report.compared_with + (f" for {report.base}" if report.base is not None else "")
+    if report.proposals:
+        plural = "s" * (len(report.proposals) > 1)
+        lines.append(f"advice: {len(report.proposals)} change{plural} to {target}")
+    elif report.is_base_known:
+        lines.append(f"advice: nothing to change in {target}")
+    for proposal in report.proposals:
+        lines += [
+            f"  {proposal.key}: {_format_value(proposal.before)} → {_format_value(proposal.value)}",
+            f"      {proposal.reason}",
+            f"      source: {proposal.source}",
+        ]
+    if report.diff:
+        done = "params.yaml: written" if report.was_written else "`ratchet doctor --write` makes these changes"
+        lines += ["", *report.diff, "", done]
+    return "\n".join([*lines, *(f"problem: {problem}" for problem in report.problems)])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else f"{value}"

@@ -1,0 +1,114 @@
+"""`ratchet evaluate`: the DVC stage that scores base, candidate, champion and anchor on the test rows."""
+
+import argparse
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.projects import open_project
+from ratchet.cli.tables import format_table
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.evaluate import EvaluateResult
+    from ratchet.stages.quantization_cost import QuantizationResult
+    from ratchet.storage.records.evaluation import EvaluationReport, JudgeReport
+
+HELP = "stage: score base, candidate and champion on the test rows"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument(
+        "--quantization", action="store_true", help="instead, measure what 4-bit weights cost the base, layer by layer"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    project, on_progress = open_project(arguments), progress_printer(arguments)
+    if arguments.quantization:
+        from ratchet.stages.quantization_cost import measure_quantization
+
+        print_record(measure_quantization(project, on_progress), format_quantization, arguments)
+    else:
+        from ratchet.stages.evaluate import evaluate
+
+        print_record(evaluate(project, on_progress), format_evaluation, arguments)
+    return EXIT_OK
+
+
+def format_evaluation(result: "EvaluateResult") -> str:
+    """The scores, and how often this test set has been used."""
+    used, limit = result.test_set_uses, result.max_test_set_uses
+    return f"{format_scores(result.report)}\n  {used} of {limit} models have been evaluated on these test rows"
+
+
+def format_scores(report: "EvaluationReport") -> str:
+    """A table with a row for each metric and a column for each model, 95 % intervals in brackets; then costs and
+    notes."""
+    names = sorted({name for one in report.scores.values() for name in one.metrics})
+    rows = [["", *report.scores]]
+    for name in names:
+        figures = [one.metrics.get(name) for one in report.scores.values()]
+        rows.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
+    lines = [format_table(rows)]
+    for who, cost in report.costs.items():
+        lines.append(
+            f"  {who}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
+            f"{cost.tokens_per_s:.0f} tokens/s, {cost.memory_bytes / 2**20:,.0f} MiB, on {cost.device}"
+        )
+    if report.judge_report is not None:
+        lines += [f"  {line}" for line in format_judge_lines(report.judge_report)]
+    lines += [f"  note: {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
+    """The judge's figures, a line an opponent, and what they cost."""
+    lines = []
+    for who, one in judge_report.comparisons.items():
+        parts = [f"judge: {judge_report.candidate} and {who}, {one.rows} rows"]
+        if one.win_rate is not None:
+            same = f", {one.identical_answers} of them the same text" if one.identical_answers else ""
+            parts.append(
+                f"win rate {one.win_rate.value:.3f} [{one.win_rate.low:.3f}, {one.win_rate.high:.3f}] "
+                f"({one.wins} better, {one.ties} tied{same}, {one.losses} worse)"
+            )
+        if one.agreement is not None:
+            parts.append(f"both orders agree on {one.agreement.value:.1%}")
+        if (bias := one.position_bias) is not None:
+            parts.append(f"first answer preferred by {bias.value:+.3f} [{bias.low:+.3f}, {bias.high:+.3f}]")
+        if one.skipped:
+            why = ", ".join(f"{count} {reason}" for reason, count in one.unreadable.items())
+            parts.append(f"{one.skipped} rows left out ({why})")
+        lines.append("; ".join(parts))
+    counts = [f"{judge_report.questions:,} questions to {judge_report.model}", f"{judge_report.requests:,} requests"]
+    if judge_report.prompt_tokens is not None and judge_report.tokens is not None:
+        counts.append(f"{judge_report.prompt_tokens:,} tokens sent, {judge_report.tokens:,} written")
+    counts += [] if judge_report.cost is None else [f"price {judge_report.cost:,.4g}"]
+    return [*lines, f"judge: {', '.join(counts)}"]
+
+
+def format_quantization(result: "QuantizationResult") -> str:
+    """A table with a row for each way to store the base."""
+    report = result.report
+    full = report.costs[0].weight_bytes
+    rows = [["", "bytes", "of full", "loss", "perplexity", "KL", "same token", "layer error", "worst layer"]]
+    for one in report.costs:
+        errors = {name: layer.output_error for name, layer in one.layers.items()}
+        worst = max(errors, key=lambda name: errors[name], default="-")
+        rows.append(
+            [
+                one.name, f"{one.weight_bytes:,}", f"{one.weight_bytes / full:.1%}", f"{one.loss:.4f}",
+                f"{math.exp(one.loss):.3f}", f"{one.kl:.4f}", f"{one.greedy_agreement:.1%}",
+                f"{statistics.median(errors.values()):.1%}" if errors else "-",
+                f"{worst} {errors[worst]:.1%}" if errors else "-",
+            ]
+        )  # fmt: skip
+    head = (
+        f"4 bits against full precision ({report.dtype}): {report.rows} validation rows, {report.tokens} answer tokens"
+    )
+    return f"{head}\n{format_table(rows)}\n  {result.picture}"

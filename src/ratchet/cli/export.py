@@ -1,0 +1,72 @@
+"""`ratchet export`: the DVC stage that merges the adapter and writes every format."""
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.config.units import format_bytes
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.storage.records.export import ExportArtifact, MergeTrial, ModelBundle
+
+HELP = "stage: merge the adapter, write every format, run each one and compare"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.export import export
+
+    print_record(export(open_project(arguments)), format_bundle, arguments)
+    return EXIT_OK
+
+
+def format_bundle(bundle: "ModelBundle") -> str:
+    """How close the merged model is to base + adapter, then a line for each format."""
+    lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.merge_target} in {bundle.dtype}"]
+    if bundle.merge:
+        lines += (_format_merge_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
+        if all(trial.check.adapter_effect == 0 for trial in bundle.merge.trials):
+            lines.append("  what was merged changes nothing: this is the bare base")
+        if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
+            lines.append("  base + adapter: with what export.weight, also and modules make of the adapters")
+    return "\n".join([*lines, *_format_table(bundle.artifacts)])
+
+
+def _format_merge_trial(trial: "MergeTrial", taken: str) -> str:
+    p, check = trial.parity, trial.check
+    worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
+    name = f"{trial.merge_base} (taken)" if trial.merge_base == taken else trial.merge_base
+    return (
+        f"  {name}: against base + adapter on {p.rows} rows logits"
+        f" differ by {p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy "
+        f"token at {p.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
+    )
+
+
+def _format_table(artifacts: "tuple[ExportArtifact, ...]") -> Iterator[str]:
+    heads = ("form", "size", "KL, nats", "same token", "answers", "difference", "same", "texts", "tokens/s", "runs in")
+    rows = [heads, *map(_format_row, artifacts)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for one in artifacts:
+        yield from (f"  {one.name}: {note}" for note in one.notes)
+
+
+def _format_row(one: "ExportArtifact") -> tuple[str, ...]:
+    task = one.task
+    answers = (f"{task.value:.1%}", f"{task.difference:+.1%} [{task.low:+.1%}, {task.high:+.1%}]",
+               f"{task.same_answers:.1%}") if task else ("-", "-", "-")  # fmt: skip
+    return (
+        one.name, format_bytes(one.size_bytes),
+        f"{one.distance.kl:.2g}", f"{one.distance.greedy_agreement:.2%}", *answers,
+        f"{one.texts_tokenised}/{one.texts}", f"{one.tokens_per_second:.0f}", one.runtime,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""`ratchet forecast`: memory that a training will need."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project_or_defaults
+from ratchet.config.units import choose_unit, format_bytes, parse_bytes
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.forecast import ForecastReport
+    from ratchet.storage.records.training import MemoryForecast, PhaseMemory
+
+HELP = "forecast how much memory a training needs, without loading weights"
+
+BAR_COLUMNS = 60
+BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
+"""Characters for the parts of a bar, told apart without colors; repeated when there are more parts."""
+LEGEND_COLUMNS = 90
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: from params.yaml)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: from the data)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device to train on (default: this machine's)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of that device, such as 24GiB (default: this machine's)"
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="GPUs that train together (default: from params.yaml)")
+    add_json_argument(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the table with a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.forecast import ForecastOptions, forecast
+
+    options = ForecastOptions(
+        base=arguments.base,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        device=arguments.device,
+        memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "--memory"),
+        html=arguments.html,
+        ranks=arguments.ranks,
+    )
+    layout, settings = open_project_or_defaults(arguments)
+    print_record(forecast(layout, settings, options), format_forecast, arguments)
+    return EXIT_OK
+
+
+def format_forecast(report: "ForecastReport") -> str:
+    """A table of the parts by phase, a bar for each phase, and whether it fits."""
+    from ratchet.reports import training_page
+    from ratchet.stages.forecast import ACCURACY
+
+    found = report.forecast
+    share = found.trainable_parameters / max(1, found.total_parameters)
+    lines = [
+        f"{report.architecture}: {', '.join(training_page.describe_forecast(found))}",
+        f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
+        "",
+        *_format_table(found),
+        "",
+        *_draw_bars(found),
+        "",
+        *_format_verdict(report),
+        *(f"note: {note}" for note in found.notes),
+        ACCURACY,
+    ]
+    return "\n".join(lines)
+
+
+def _memory_part_names(found: "MemoryForecast") -> list[str]:
+    return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
+
+
+def _format_table(found: "MemoryForecast") -> list[str]:
+    """Parts by phase, in one unit."""
+    size, unit = choose_unit(found.peak.total_bytes)
+    heads = [phase.phase.replace("_", " ") for phase in found.phases]
+    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _memory_part_names(found)]
+    rows.append(("in all", [phase.total_bytes for phase in found.phases]))
+    first = max(len(name) for name, _ in [*rows, (unit, [])])
+    lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
+    for name, counts in rows:
+        cells = (f"{count / size:,.2f}" if count else "-" for count in counts)
+        lines.append(f"{name:<{first}}  " + "  ".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _draw_bars(found: "MemoryForecast") -> list[str]:
+    """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
+    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(found))}
+    lines = [
+        f"{one.phase.replace('_', ' '):<11}{_draw_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
+        f"{format_bytes(one.total_bytes):>10}"
+        for one in found.phases
+    ]
+    return [*lines, *_wrap_entries([f"{block} {part}" for part, block in blocks.items()])]
+
+
+def _draw_bar(one: "PhaseMemory", blocks: dict[str, str], most: int) -> str:
+    """Each border between two parts stands where it belongs, so that rounding does not add up."""
+    drawn, sum_bytes = "", 0
+    for part, block in blocks.items():
+        sum_bytes += one.parts.get(part, 0)
+        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, most)) - len(drawn))
+    return drawn
+
+
+def _wrap_entries(entries: Sequence[str]) -> list[str]:
+    lines = [""]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
+            lines.append("")
+        lines[-1] += f"   {entry}" if lines[-1] else entry
+    return lines
+
+
+def _format_verdict(report: "ForecastReport") -> list[str]:
+    peak = report.forecast.peak
+    needed = f"peak {format_bytes(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
+    host = (
+        [f"memory of the host: {format_bytes(report.forecast.host_bytes)}"] if report.forecast.device == "cuda" else []
+    )
+    if report.available_bytes is None:
+        return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
+    each = f" for each of {report.local_ranks} ranks" if report.local_ranks > 1 else ""
+    left = report.available_bytes - report.needed_bytes
+    fits = (
+        f"it fits, {format_bytes(left)} are left"
+        if left >= 0
+        else f"it does not fit, {format_bytes(-left)} are missing"
+    )
+    limits = ", ".join(
+        f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in report.limits.items()
+    )
+    return [
+        f"{needed}, {format_bytes(report.available_bytes)} at hand{each}: {fits}",
+        *host,
+        f"largest that fits, each for itself: {limits}",
+        "(tried: rows up to train.batch_size, tokens up to the base's positions, rank up to a matrix's smaller side)",
+    ]

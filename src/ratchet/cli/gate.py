@@ -1,0 +1,57 @@
+"""`ratchet gate`: the DVC stage that decides whether the model may be promoted."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_GATE, EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.gate import NoiseReport
+    from ratchet.storage.records.gate import Verdict
+
+HELP = "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--check", action="store_true", help="only check the verdict on file: exit 3 unless it is PROMOTE"
+    )
+    mode.add_argument(
+        "--aa",
+        action="store_true",
+        help="A/A test: score the candidate again to estimate the noise; exit 3 if too large",
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.gate.messages import describe_verdict
+    from ratchet.stages.gate import check_verdict, gate, run_aa_test
+
+    project = open_project(arguments)
+    if arguments.aa:
+        noise = run_aa_test(project, progress_printer(arguments))
+        print_record(noise, format_noise, arguments)
+        return EXIT_OK if noise.is_within_limits else EXIT_GATE
+    if arguments.check:
+        verdict = check_verdict(project)
+        print_record(verdict, describe_verdict, arguments)
+        return EXIT_OK if verdict.decision == "PROMOTE" else EXIT_GATE
+
+    def format_verdict(verdict: "Verdict") -> str:
+        return f"{describe_verdict(verdict)}\n  the evidence: {project.layout.gate_page}"
+
+    print_record(gate(project), format_verdict, arguments)
+    return EXIT_OK
+
+
+def format_noise(noise: "NoiseReport") -> str:
+    """A table of the differences between two evaluations of the same model."""
+    from ratchet.gate.noise import format_noise_table
+
+    return format_noise_table(list(noise.metrics), noise.batch_rows, noise.confidence)

@@ -1,0 +1,161 @@
+"""`ratchet COMMAND`: reads the command line, runs the command, and turns errors into messages and exit codes.
+
+Each command is a module of this package with its help, its flags, one call and its output. A module imports what its
+command needs when the command runs: `ratchet --help` and `ratchet status` load neither torch nor MLflow.
+"""
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from ratchet.cli import (
+    base,
+    chaos,
+    chat,
+    compare,
+    deploy,
+    distill,
+    doctor,
+    evaluate,
+    export,
+    forecast,
+    gate,
+    generate,
+    init,
+    keys,
+    prepare,
+    promote,
+    promotions,
+    report,
+    reset,
+    rollback,
+    select_answers,
+    status,
+    sweep,
+    train,
+    ui,
+    verify,
+    watch,
+)
+from ratchet.config.library_defaults import set_library_defaults
+from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, RatchetError
+from ratchet.redaction import print_exception, redact_stderr, write_stderr
+from ratchet.runs.signals import die_with_parent, list_stop_signals
+
+
+class Command(Protocol):
+    """A module of this package."""
+
+    HELP: str
+    """One line, for `ratchet --help` and `ratchet COMMAND --help`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
+        """Add the command's own flags."""
+
+    def run(self, arguments: argparse.Namespace, /) -> int:
+        """Run the command; returns the exit code. Raises RatchetError."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "init": init,
+    "base": base,
+    "prepare": prepare,
+    "distill": distill,
+    "train": train,
+    "sweep": sweep,
+    "evaluate": evaluate,
+    "export": export,
+    "gate": gate,
+    "promote": promote,
+    "rollback": rollback,
+    "promotions": promotions,
+    "deploy": deploy,
+    "keys": keys,
+    "generate": generate,
+    "chat": chat,
+    "select": select_answers,
+    "forecast": forecast,
+    "doctor": doctor,
+    "status": status,
+    "watch": watch,
+    "compare": compare,
+    "report": report,
+    "verify": verify,
+    "reset": reset,
+    "chaos": chaos,
+    "ui": ui,
+}
+"""Every command, in the order of `ratchet --help`."""
+
+DISK_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+}  # fmt: skip
+"""Errors of the user's disk. Any other OSError is a bug of ours and shows its traceback."""
+
+MODEL_COMMANDS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
+"""Commands that load models in this process: they import the libraries as a worker does, in half the time (2 of 5 s)
+and with 70 MiB less memory."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
+    )
+    parser.add_argument(
+        "--project", type=Path, default=Path(), metavar="DIR", help="project directory (default: the current one)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
+    return parser
+
+
+@redact_stderr()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code (see `ratchet.errors`)."""
+    options = build_parser().parse_args(arguments)
+    set_library_defaults()
+    if "DVC_STAGE" in os.environ:
+        # When dvc is killed, the kernel sends SIGTERM to this process: it saves a checkpoint and ends.
+        die_with_parent(signal.SIGTERM)
+    sys.excepthook = print_exception
+    for number in list_stop_signals():  # scratch directories are removed; the supervisor of a training does more
+        signal.signal(number, _raise_interrupt)
+    try:
+        if options.command in MODEL_COMMANDS and getattr(options, "require", None) is None:
+            from ratchet.models import lazy_imports
+
+            lazy_imports.import_model_libraries()
+        return COMMANDS[options.command].run(options)
+    except KeyboardInterrupt:
+        write_stderr(f"ratchet {options.command}: interrupted; outputs are consistent, run the command again\n")
+        return EXIT_INTERRUPTED
+    except RatchetError as error:
+        if error.exit_code == EXIT_INTERRUPTED:
+            _ignore_stop_signals()
+        write_stderr(f"ratchet {options.command}: {error}{error.advice}\n")
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        text = f"{error.filename or 'a file'}: {error.strerror}; outputs are consistent: fix this and run it again"
+        write_stderr(f"ratchet {options.command}: {text}\n")
+        return EXIT_INPUT
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    _ignore_stop_signals()
+    raise KeyboardInterrupt
+
+
+def _ignore_stop_signals() -> None:
+    """One request to stop is enough: a second one would interrupt the cleaning up."""
+    for number in list_stop_signals():
+        signal.signal(number, signal.SIG_IGN)

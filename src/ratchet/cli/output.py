@@ -1,0 +1,50 @@
+"""Output that all commands share: results and progress on standard output."""
+
+import argparse
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from ratchet.storage.records.base import Record
+
+R = TypeVar("R", bound="Record")
+
+
+def print_text(text: str) -> None:
+    """Print a line or several. A closed pipe or terminal (`| head`) ends the printing, not the command."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
+
+
+def print_progress(text: str) -> None:
+    """Print a line about work in progress, indented: the result follows."""
+    print_text(f"  {text}")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` to a command that returns a record."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def print_record(record: R, format_record: Callable[[R], str], arguments: argparse.Namespace) -> None:
+    """Print a command's result: as text, or with `--json` as the JSON of the record that the Python API returns."""
+    if arguments.json:
+        print_text(json.dumps(record.model_dump(mode="json"), indent=2, ensure_ascii=False))
+    else:
+        print_text(format_record(record))
+
+
+def progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """Where a command reports progress: standard output, or standard error when standard output holds JSON."""
+    if getattr(arguments, "json", False):
+        return lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    return print_progress

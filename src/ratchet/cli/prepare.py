@@ -1,0 +1,76 @@
+"""`ratchet prepare`: the DVC stage that turns source files into tokenized rows."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.storage.records.data import DatasetCard
+
+HELP = "stage: turn source files into split, templated, tokenized rows"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.prepare import prepare
+
+    print_record(prepare(open_project(arguments)), format_dataset, arguments)
+    return EXIT_OK
+
+
+def format_dataset(card: "DatasetCard") -> str:
+    """The dataset card in a few lines."""
+    lines = [
+        f"{card.rows_in:,} rows in, {card.rows_out:,} out: " + ", ".join(f"{n:,} {s}" for s, n in card.splits.items())
+    ]
+    lines += [
+        f"  {name}: {one.rows:,} rows, read as {one.record_schema}"
+        + (f", weight {one.weight:g}" if one.weight != 1 else "")
+        for name, one in card.source_cards.items()
+    ]
+    lines += [
+        f"  dropped {d.count:,}: {r.replace('_', ' ')} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()
+    ]
+    if near := card.near_duplicates:
+        lines.append(
+            f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}"
+            + (f"; {near.across_splits:,} of their rows would have leaked between splits" if near.across_splits else "")
+        )
+    lines += [
+        f"  {name}: {leak.rows:,} rows overlap with it" + (f" ({leak.examples[0]})" if leak.examples else "")
+        for name, leak in card.leaks.items()
+    ]
+    lines += [f"  cut in {name}: {cut.rows:,} rows, {cut.tokens:,} tokens" for name, cut in card.truncated.items()]
+    for one in card.source_cards.values():
+        if one.teacher_provenance:
+            lines.append(
+                f"  by {', '.join(one.teacher_provenance.teachers)}: "
+                f"{one.teacher_provenance.training_rows:,} training rows"
+            )
+    if card.teacher_rows:
+        lines.append(f"  from teachers: {card.teacher_rows / card.splits['train']:.1%} of the training rows")
+    if even := card.balanced:
+        least, most = min(even.before.values()), max(even.before.values())
+        sizes = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        now = sorted({*even.after.values()})
+        lines.append(
+            f"  balanced by {even.by}: {len(even.before):,} categories of {sizes} training rows, now of "
+            + (f"{now[0]:,}" if len(now) == 1 else f"{now[0]:,} to {now[-1]:,}")
+        )
+    train = card.lengths["train"]
+    how = "to balance" if card.balanced else "by weight"
+    repeated = f", {card.repeated:,} rows of it again {how}" if card.repeated else ""
+    lines.append(
+        f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
+        f"a row has {train.median} in the median, {train.greatest} at most"
+        + (f"; {len(card.labels)} labels" if card.labels else "")
+    )
+    return "\n".join([*lines, *(f"  note: {note}" for note in card.notes)])

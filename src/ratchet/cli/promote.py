@@ -1,0 +1,78 @@
+"""`ratchet promote`: registers the exported model and makes it champion."""
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+from ratchet.storage.layout import ProjectLayout
+
+if TYPE_CHECKING:
+    from ratchet.registry.outbox import HookDelivery
+    from ratchet.stages.promote import PromotionResult
+
+HELP = "register the exported model and make it champion"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--force", action="store_true", help="promote against the verdict; who and why is recorded")
+    parser.add_argument("--reason", metavar="TEXT", help="with --force: why (required)")
+    parser.add_argument(
+        "--anchor", action="store_true", help="also make it the anchor, which no later model may fall behind"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be done")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.promote import PromoteOptions, promote
+
+    project = open_project(arguments)
+    options = PromoteOptions(
+        force=arguments.force, reason=arguments.reason, dry_run=arguments.dry_run, anchor=arguments.anchor
+    )
+    print_record(promote(project, options), partial(format_promotion, layout=project.layout), arguments)
+    return EXIT_OK
+
+
+def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
+    """The champion, or the plan of a dry run; then notes, warnings, and how hooks were called."""
+    if result.plan:
+        lines = ["dry run, nothing was changed; these steps would follow:", *result.plan]
+    else:
+        lines = [*_format_champion(result, layout)]
+    lines += result.notes
+    lines += [f"warning: {text}" for text in result.warnings]
+    lines += [format_delivery(delivery) for delivery in result.deliveries]
+    return "\n  ".join(lines)
+
+
+def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[str]:
+    from ratchet.registry.promotion_record import version_label
+
+    champion, entry = result.champion, result.promotion
+    if entry is None:
+        return [f"{version_label(champion)} is champion already"]
+    when = "again" if entry.action == "rollback" else "now"
+    before = f", before it was {version_label(result.replaced)}" if result.replaced else ""
+    files = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
+    lines = [f"{version_label(champion)} is champion {when}{before}; commit {files}"]
+    if (forced := champion.forced) and entry.action == "promote":
+        against = "it was rolled back before" if forced.decision == "PROMOTE" else f"the verdict is {forced.decision}"
+        lines.append(f"FORCED by {forced.actor}, although {against}: {forced.reason}")
+    return lines
+
+
+def format_delivery(delivery: "HookDelivery") -> str:
+    """How one hook was called: delivered, or a warning with the command that tries again."""
+    if delivery.is_delivered:
+        return f"{delivery.hook}: delivered ({delivery.detail})"
+    attempts = "1 attempt" if delivery.attempts == 1 else f"{delivery.attempts} attempts"
+    return (
+        f"warning: {delivery.hook}: not delivered ({delivery.detail}; {attempts}). The promotion is unaffected. "
+        "`ratchet promotions --deliver` tries again"
+    )

@@ -1,0 +1,72 @@
+"""`ratchet promotions`: shows and checks the history of champions."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_INPUT, EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.promotions import PromotionHistory, PromotionHistoryEntry
+
+HELP = "show who promoted which model when, and check that the history is intact"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--deliver", action="store_true", help="call hooks again that failed")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.promotions import promotions
+
+    history = promotions(open_project(arguments), deliver=arguments.deliver)
+    print_record(history, format_history, arguments)
+    return EXIT_INPUT if history.problems else EXIT_OK
+
+
+def format_history(history: "PromotionHistory") -> str:
+    """A table with a row for each promotion, oldest first; then notes and problems."""
+    lines = _format_rows(history)
+    if not history.entries:
+        lines = ["the history cannot be read" if history.problems else "nothing was promoted yet"]
+    lines += history.notes
+    if history.entries:
+        count, newest = len(history.entries), history.entries[-1].promotion.digest[:12]
+        chain = f"{count} line{'s' * (count != 1)}, newest entry {newest}"
+        lines.append(f"read: {chain}" if history.problems else f"the ledger is intact: {chain}")
+    return "\n".join([*lines, *(f"DAMAGED: {problem}" for problem in history.problems)])
+
+
+def _format_rows(history: "PromotionHistory") -> list[str]:
+    """The table; reason, anchor and hooks follow on lines of their own."""
+    rows = [("time", "action", "version", "from", "model", "verdict", "by")]
+    details: list[list[str]] = [[]]
+    for entry in history.entries:
+        one = entry.promotion
+        before = "-" if one.previous_version is None else str(one.previous_version)
+        verdict = (one.decision or "-") + (" FORCED" if one.forced else "")
+        rows.append((one.time, one.action, str(one.version), before, one.model_digest[:12], verdict, one.actor))
+        details.append(_format_details(entry))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, more in zip(rows, details, strict=True):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += [f"    {line}" for line in more]
+    return lines
+
+
+def _format_details(entry: "PromotionHistoryEntry") -> list[str]:
+    lines = []
+    if entry.promotion.reason:
+        lines.append(f"reason: {entry.promotion.reason}")
+    if entry.promotion.is_anchor:
+        lines.append("became the anchor")
+    for delivery in entry.deliveries:
+        lines.append(
+            f"{delivery.hook}: {'delivered' if delivery.is_delivered else 'NOT delivered'} ({delivery.detail})"
+        )
+    return [*lines, *(f"{hook}: not called yet" for hook in entry.pending_hooks)]

@@ -1,0 +1,38 @@
+"""`ratchet report`: an HTML page about one training, or about the answers of a generation."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from ratchet.stages.report import ReportResult
+
+HELP = "write a page about a training (curves, evaluation, provenance) or about generated answers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="as for compare, or an output of generate (default: the latest run)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.report import report
+
+    print_record(report(open_project(arguments), arguments.run, arguments.output), format_report, arguments)
+    return EXIT_OK
+
+
+def format_report(result: "ReportResult") -> str:
+    """The final figures and the paths of the page and its pictures."""
+    lines = [result.text, ""] if result.text else [result.title]
+    lines += [f"  {name:22} {value}" for name, value in result.figures.items()]
+    return "\n".join([*lines, f"  page: {result.page}", *(f"  picture: {picture}" for picture in result.pictures)])

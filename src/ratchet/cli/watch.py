@@ -1,0 +1,29 @@
+"""`ratchet watch`: shows active runs on the terminal."""
+
+import argparse
+import sys
+
+from ratchet.cli.projects import open_project_or_defaults
+from ratchet.errors import EXIT_OK
+
+HELP = "show active runs on this terminal, wherever they were started"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="id, or its first characters (default: all active runs)")
+    parser.add_argument("--once", action="store_true", help="draw once and end")
+    parser.add_argument(
+        "--replica", nargs="?", const=True, metavar="URL",
+        help="show runs in this replica (default: machine.replica), trained on any machine",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from ratchet.stages.watch import WatchOptions, watch
+
+    layout, settings = open_project_or_defaults(arguments)
+    options = WatchOptions(tuple(arguments.runs), arguments.replica, arguments.once)
+    watch(layout, settings.machine, options, sys.stdout)
+    return EXIT_OK

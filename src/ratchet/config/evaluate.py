@@ -1,0 +1,164 @@
+"""Section `evaluate` of params.yaml: what is measured on the test rows, for every model alike."""
+
+import difflib
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ratchet import http_client
+from ratchet.config.extensions import list_extensions
+from ratchet.config.fields import (
+    Count,
+    Name,
+    Names,
+    NotNegative,
+    Positive,
+    PositiveCount,
+    Section,
+    convert_to_tuple,
+    parse_number,
+)
+
+ModelFormat = Literal["adapter", "merged"]
+Opponent = Literal["base", "champion", "anchor"]
+BUILTIN_METRICS = ("token_f1", "bleu", "rouge", "chrf", "length")
+Price = Annotated[NotNegative | None, BeforeValidator(parse_number)]
+
+
+def _require_known_metric(name: str) -> str:
+    if name not in BUILTIN_METRICS and name not in (known := list_extensions("ratchet.metrics")):
+        near = difflib.get_close_matches(name, [*BUILTIN_METRICS, *known], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "install the package that registers it in ratchet.metrics"
+        raise ValueError(f"unknown metric; {hint}; built in: {', '.join(BUILTIN_METRICS)}")
+    return name
+
+
+def _require_increasing(value: Any) -> Any:
+    value = convert_to_tuple(value)
+    if isinstance(value, tuple) and list(value) != sorted(set(value)):
+        raise ValueError("expected increasing bounds")
+    return value
+
+
+def _require_distinct_opponents(value: Any) -> Any:
+    value = convert_to_tuple(value)
+    if isinstance(value, tuple) and (not value or len(set(value)) != len(value)):
+        raise ValueError("expected at least one of base, champion and anchor, each once")
+    return value
+
+
+def _require_valid_address(value: Any) -> Any:
+    if isinstance(value, str) and (problem := http_client.find_endpoint_problem(value)):
+        raise ValueError(problem)
+    return value
+
+
+class HarnessSettings(Section):
+    """lm-evaluation-harness tasks."""
+
+    tasks: Annotated[tuple[str, ...], BeforeValidator(convert_to_tuple)] = ()
+    """YAML files in data/tasks, without suffix."""
+    builtin_tasks: Annotated[tuple[str, ...], BeforeValidator(convert_to_tuple)] = ()
+    """Tasks of the harness itself, e.g. hellaswag, arc_challenge, gsm8k. Their data is downloaded once."""
+    limit: PositiveCount | None = None
+    """Score only the first documents of each task, this many. null: all."""
+    num_fewshot: Count | None = None
+    """Few-shot examples before each document. null: as the task defines."""
+
+
+class GeneralTextSettings(Section):
+    """Perplexity of text outside the task, which shows forgetting."""
+
+    file: Name | None = None
+    """File below data/tasks that no model was trained on. null: the prose that comes with Ratchet."""
+    block_tokens: PositiveCount = 64
+    """Tokens in a block. Each block is scored without the others, and is one sample."""
+    max_blocks: PositiveCount = 256
+    """Maximum number of blocks, from the start of the text."""
+
+
+class JudgeSettings(Section):
+    """An LLM judge that compares the candidate's answers with another model's."""
+
+    base_url: Annotated[str | None, BeforeValidator(_require_valid_address)] = None
+    """OpenAI-compatible server that receives test rows and answers, e.g. http://127.0.0.1:8000/v1. null: no judge."""
+    model: Name | None = None
+    """Model name on the server. null: the only one that it serves."""
+    rubric: Name | None = None
+    """Text file below data/tasks that defines a good answer. null: the rubric that comes with Ratchet."""
+    against: Annotated[tuple[Opponent, ...], BeforeValidator(_require_distinct_opponents)] = ("base", "champion")
+    """Models to compare with: base, champion, anchor. Missing ones are skipped."""
+    rows: PositiveCount | None = None
+    """Maximum number of test rows to judge (a fixed sample by content). null: all answered rows."""
+    show_reference: bool = False
+    """Show the judge the reference answer of the row."""
+    max_tokens: PositiveCount = 1024
+    """Maximum length of the judge's reply in tokens, reasoning included."""
+    temperature: NotNegative = 0.0
+    """Sampling temperature of the judge."""
+    seed: Count = 0
+    """Seed of the judge's sampling and of the bootstrap intervals."""
+    input_price: Price = None
+    """Price of a million input tokens, in any currency. null: no cost is reported."""
+    output_price: Price = None
+    """Price of a million output tokens, in the same currency. null: no cost is reported."""
+
+
+class Evaluate(Section):
+    """Evaluation on the test rows, the same for base, candidate, champion and anchor."""
+
+    formats: Annotated[tuple[ModelFormat, ...], BeforeValidator(convert_to_tuple), Field(min_length=1)] = ("adapter",)
+    """Formats of the candidate: `adapter` on the base as in training, `merged` as exported."""
+    generation_rows: Count = 0
+    """Test rows to generate answers for (a fixed sample by content). 0: all."""
+    max_new_tokens: PositiveCount = 16
+    """Maximum length of a generated answer, in tokens."""
+    samples: PositiveCount = 1
+    """Answers per row. 1: greedy decoding. More: sampled, and the score of the row is their mean."""
+    temperature: Positive = 0.7
+    """Sampling temperature. Used only if samples is above 1."""
+    seed: Count = 0
+    """Seed of sampling and of the bootstrap intervals of corpus metrics."""
+    metrics: Annotated[
+        tuple[Annotated[Name, AfterValidator(_require_known_metric)], ...], BeforeValidator(convert_to_tuple)
+    ] = ()
+    """More metrics of generated answers: token_f1, bleu, rouge, chrf, length, or a metric of an installed package."""
+    answer_format: Name | None = None
+    """`json`, or a regular expression that answers must match; reported as format_validity. null: not measured."""
+    label_scores: bool = True
+    """For task labels: score every label as the answer to each row, for precision-recall curves."""
+    slice_by: Names = ()
+    """Fields of the records (listed in prepare.extra_fields) by whose values results are reported too."""
+    length_bins: Annotated[tuple[PositiveCount, ...], BeforeValidator(_require_increasing)] = (
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+    )
+    """Upper bounds of the length bins for perplexity, in tokens of a row."""
+    general_text: GeneralTextSettings = GeneralTextSettings()
+    """Perplexity of text outside the task, which shows forgetting."""
+    harness: HarnessSettings = HarnessSettings()
+    """lm-evaluation-harness tasks."""
+    judge: JudgeSettings = JudgeSettings()
+    """LLM judge of generated answers. It informs only: no gate rule uses it."""
+    latency_rows: Count = 8
+    """Test rows to answer one at a time, to measure latency and memory. 0: not measured."""
+    use_champion_template: bool = False
+    """If the champion has another base, prompt it with its own chat template; model and template are then compared."""
+    quantization_rows: PositiveCount = 64
+    """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
+
+    @model_validator(mode="after")
+    def _check_answer_format(self) -> "Evaluate":
+        if self.answer_format not in (None, "json"):
+            try:
+                re.compile(str(self.answer_format))
+            except re.error as error:
+                raise ValueError(
+                    f"answer_format: found {self.answer_format!r}; expected json or a regular expression ({error})"
+                ) from None
+        return self

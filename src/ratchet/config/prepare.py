@@ -1,0 +1,242 @@
+"""Section `prepare` of params.yaml: where the rows come from, how they are filtered, and how they are split."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ratchet.config.fields import (
+    Count,
+    Fraction,
+    Name,
+    Names,
+    PositiveCount,
+    Section,
+    parse_count,
+    parse_number,
+    wrap_single_value,
+)
+
+RecordSchema = Literal["auto", "columns", "alpaca", "messages", "sharegpt", "instances", "choices"]
+DropLimit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)] | None
+
+
+class ColumnSettings(Section):
+    """Names of the source columns. null: found by their usual names, and reported."""
+
+    prompt: Name | None = None
+    """Column with the user's message."""
+    response: Name | None = None
+    """Column with the assistant's answer."""
+    system: Name | None = None
+    """Column with a system message, if any."""
+    messages: Name | None = None
+    """Column with whole conversations (OpenAI messages or ShareGPT turns)."""
+    tools: Name | None = None
+    """Column with the tools of the conversation, as JSON schemas."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "ColumnSettings":
+        if self.messages and (self.prompt or self.response or self.system):
+            raise ValueError("messages: whole conversations exclude prompt, response and system; remove them")
+        if self.prompt is not None and self.prompt == self.response:
+            raise ValueError(f"response: found {self.response!r}, the same column as prompt; expected another column")
+        if (self.prompt is None) != (self.response is None):
+            missing, given = ("response", "prompt") if self.response is None else ("prompt", "response")
+            raise ValueError(f"{missing}: missing; set it, or remove {given}")
+        return self
+
+
+class SourceSettings(Section):
+    """One source of rows: files of this project, or a dataset of the Hugging Face Hub."""
+
+    files: Name | None = None
+    """File or glob below data/raw or data/distilled."""
+    dataset: Name | None = None
+    """Dataset id on the Hub; downloaded once."""
+    revision: Name | None = None
+    """Commit of the dataset; required with dataset."""
+    subset: Name | None = None
+    """Configuration of the dataset, if it has several."""
+    dataset_split: Name = "train"
+    """Split of the dataset to read."""
+    weight: Annotated[float, Field(gt=0, le=1000), BeforeValidator(parse_number)] = 1
+    """How often each training row occurs in an epoch. A fractional part is drawn for each row by its content."""
+    record_schema: RecordSchema = "auto"
+    """Schema of its records, if it differs from prepare.record_schema."""
+    columns: ColumnSettings | None = None
+    """Its columns, if they differ from prepare.columns."""
+    split: Literal["train", "validation", "test"] | None = None
+    """Put all rows into this split. The other sources then contribute none of that split's fraction."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "SourceSettings":
+        if (self.files is None) == (self.dataset is None):
+            raise ValueError("expected either files or dataset")
+        if self.dataset and not self.revision:
+            raise ValueError("revision: missing; set a commit of the dataset, so that later runs read the same rows")
+        if self.weight != 1 and self.split in ("validation", "test"):
+            raise ValueError(f"weight: applies to training rows only, but split is {self.split}; remove one of them")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Name of the source in messages and on the dataset card."""
+        if self.files:
+            return self.files
+        subset = f"/{self.subset}" if self.subset else ""
+        return f"{self.dataset}{subset}@{self.revision}[{self.dataset_split}]"
+
+
+def _build_from_path(value: Any) -> Any:
+    return {"files": value} if isinstance(value, str) else value
+
+
+class SplitSettings(Section):
+    """How rows are split. By default the split of a row depends only on its prompt and the seed, not on other rows."""
+
+    validation: Fraction = 0.1
+    """Fraction of the rows that measure progress during training."""
+    test: Fraction = 0.15
+    """Fraction of the rows for evaluation and gate only."""
+    seed: Count = 0
+    """Seed of the split."""
+    group: Name | None = None
+    """Field whose equal values stay in one split (conversation, document, user). null: rows are split one by one."""
+    stratify: Name | None = None
+    """Field (or `length`) in each of whose values the fractions hold. New rows may then move a few others."""
+    time: Name | None = None
+    """Field with a date or number: the newest rows become test, the next validation. New rows move the borders."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "SplitSettings":
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"validation and test: found a sum of {self.validation + self.test:g}; expected less than 1, so that "
+                "training rows remain"
+            )
+        if len(chosen := [key for key in ("group", "stratify", "time") if getattr(self, key)]) > 1:
+            raise ValueError(f"{' and '.join(chosen)}: exclude each other; set one of them")
+        return self
+
+
+class DeduplicationSettings(Section):
+    """Near-duplicates. Rows that differ only in case and white space always count as duplicates."""
+
+    jaccard_threshold: Annotated[float, Field(ge=0.3, le=1), BeforeValidator(parse_number)] | None = 0.8
+    """Drop a row if the Jaccard similarity of its word shingles with another row's is at least this. null: keep all."""
+    shingle_words: PositiveCount = 3
+    """Words in a shingle."""
+    permutations: Annotated[int, Field(ge=16, le=1024), BeforeValidator(parse_number)] = 128
+    """MinHash permutations. More find more pairs just above the threshold, and take longer."""
+
+
+def _parse_category_rows(value: Any) -> Any:
+    return parse_count(value, "smallest")
+
+
+class BalanceSettings(Section):
+    """The same number of training rows for each category. The rows are chosen by their content and a seed."""
+
+    by: Name | None = None
+    """Field with the category, or `label` if prepare.task is labels. null: no balancing."""
+    rows: Annotated[PositiveCount | Literal["smallest"], BeforeValidator(_parse_category_rows)] = "smallest"
+    """Training rows per category: a number, or `smallest`: as many as the smallest category has."""
+    on_shortage: Literal["take", "repeat", "refuse"] = "take"
+    """If a category has fewer rows: take all it has, repeat rows to fill up, or refuse with an error."""
+    seed: Count = 0
+    """Seed of the choice."""
+
+
+class LeakageSettings(Section):
+    """Evaluation sets that must not occur in the training data."""
+
+    tasks: Annotated[tuple[str, ...], BeforeValidator(wrap_single_value)] = ()
+    """lm-evaluation-harness tasks in data/tasks (file name without suffix) to check besides evaluate.harness.tasks."""
+    files: Annotated[tuple[str, ...], BeforeValidator(wrap_single_value)] = ()
+    """More evaluation sets: files or globs below data/raw or data/tasks."""
+    ngram_words: Annotated[int, Field(ge=5, le=50), BeforeValidator(parse_number)] = 13
+    """Length in words of the n-grams that no row may share with an evaluation set (Brown et al. 2020, appendix C)."""
+    action: Literal["drop", "fail"] = "drop"
+    """Rows that overlap: `drop` them, or `fail` with a list of them."""
+
+
+class DropLimitSettings(Section):
+    """Maximum share of the rows that may be dropped for each reason; above it the stage fails. null: no limit."""
+
+    malformed: DropLimit = 0.01
+    """Records that do not fit the schema, or hold invalid text."""
+    refused: DropLimit = 0.01
+    """Conversations that the chat template refuses."""
+    control_token: DropLimit = 0.01
+    """Texts that contain a control token of the model."""
+    empty_prompt: DropLimit = None
+    """Rows with an empty prompt."""
+    empty_answer: DropLimit = None
+    """Rows with an empty answer."""
+    fully_masked: DropLimit = 0.01
+    """Rows without a trained token after masking and truncation."""
+    too_short: DropLimit = None
+    """Answers with fewer tokens than min_answer_tokens."""
+    too_long: DropLimit = None
+    """Conversations with more tokens than max_tokens, if too_long is drop."""
+    truncated: DropLimit = 0.005
+    """Conversations that were truncated, if too_long is truncate."""
+    filtered: DropLimit = None
+    """Rows that a filter of prepare.filters drops."""
+    duplicate: DropLimit = None
+    """Exact duplicates."""
+    near_duplicate: DropLimit = 0.2
+    """Near-duplicates. A larger share often means that rows share a long instruction."""
+    leaked: DropLimit = None
+    """Rows that overlap with an evaluation set."""
+
+
+class Prepare(Section):
+    """Data preparation: from source files to token ids."""
+
+    sources: Annotated[
+        tuple[Annotated[SourceSettings, BeforeValidator(_build_from_path)], ...],
+        BeforeValidator(wrap_single_value),
+        Field(min_length=1),
+    ] = (SourceSettings(files="data/raw/data.jsonl"),)
+    """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz ...), or {files: x, weight: 2, ...}."""
+    record_schema: RecordSchema = "auto"
+    """columns, alpaca, messages (OpenAI), sharegpt, instances, choices, or `auto`: detected from the first records."""
+    columns: ColumnSettings = ColumnSettings()
+    """Names of the source columns. null: found by their usual names, and reported."""
+    task: Literal["labels", "text"] = "text"
+    """`labels`: answers come from a small set, so accuracy is measured per class. `text`: free text."""
+    turns: Literal["all", "last", "flagged"] = "all"
+    """Answers to train on: all or the last, unless flagged `train: false` or `weight: 0`; or only flagged ones."""
+    system: Literal["keep", "merge"] = "keep"
+    """System messages: kept, or merged into the first user turn (for templates that refuse them)."""
+    filters: Names = ()
+    """Filters of installed packages (entry points ratchet.filters): a row that one gives a reason for is dropped."""
+    extra_fields: Names = ()
+    """Fields of the records to keep with their row, such as categories for evaluate.slice_by. Never trained on."""
+    split: SplitSettings = SplitSettings()
+    """Split into training, validation and test rows."""
+    max_tokens: PositiveCount = 256
+    """Maximum length of a conversation in tokens, template included."""
+    too_long: Literal["drop", "truncate", "raise"] = "drop"
+    """Longer conversations: dropped, truncated (an answer keeps its end-of-turn token), or an error."""
+    min_answer_tokens: PositiveCount = 1
+    """Minimum number of answer tokens in a row, end-of-turn token excluded."""
+    deduplication: DeduplicationSettings = DeduplicationSettings()
+    """Removal of near-duplicates."""
+    balance: BalanceSettings = BalanceSettings()
+    """The same number of training rows for each category."""
+    leakage: LeakageSettings = LeakageSettings()
+    """Evaluation sets that must not occur in the training data."""
+    limits: DropLimitSettings = DropLimitSettings()
+    """Maximum share of the rows that may be dropped for each reason; above it the stage fails. null: no limit."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "Prepare":
+        weighted = next((source.label for source in self.sources if source.weight != 1), None)
+        if self.balance.by is not None and weighted is not None:
+            raise ValueError(
+                f"balance: by {self.balance.by} and the weight of source {weighted} both set how often rows occur; "
+                "remove one of them"
+            )
+        return self

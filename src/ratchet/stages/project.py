@@ -1,0 +1,58 @@
+"""A project: its directory and its settings, which every stage takes."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.locks import FileLock
+
+if TYPE_CHECKING:
+    from ratchet.config.settings import Settings
+
+
+class Project:
+    """A directory with params.yaml and dvc.yaml, and the settings that params.yaml holds.
+
+    Args:
+        path: the project's directory, or one below it.
+        overrides: settings to use in place of those in params.yaml, by dotted name: `{"train.rank": 16}`.
+
+    Raises:
+        ProjectError: no project there.
+        SettingsError: params.yaml or an override is not valid; the message lists every problem.
+    """
+
+    def __init__(self, path: str | Path = ".", overrides: Mapping[str, Any] | None = None) -> None:
+        from ratchet.config import params_file  # pydantic takes 0.1 s, which `ratchet --help` need not wait for
+
+        self.layout = ProjectLayout.find(Path(path))
+        self.settings = params_file.load(self.layout.params, overrides)
+
+    @classmethod
+    def from_parts(cls, layout: ProjectLayout, settings: "Settings") -> "Project":
+        """A project with settings that were loaded or changed elsewhere."""
+        project = cls.__new__(cls)
+        project.layout, project.settings = layout, settings
+        return project
+
+    def with_overrides(self, overrides: Mapping[str, Any] | None) -> "Project":
+        """The same project with some settings replaced, by dotted name. Raises SettingsError."""
+        return type(self)(self.root, overrides) if overrides else self
+
+    @property
+    def root(self) -> Path:
+        """The project's directory, absolute."""
+        return self.layout.root
+
+    def lock(self, stage: str) -> AbstractContextManager[object]:
+        """The lock of a stage: only one process writes its output. Entering it raises LockHeldError after a second."""
+        return FileLock(self.layout.stage_lock(stage), f"stage {stage} of {self.root}").acquire(wait_s=1.0)
+
+    def __repr__(self) -> str:
+        return f"Project({str(self.root)!r})"
+
+
+def ignore_progress(text: str) -> None:
+    """A progress callback that reports nothing."""

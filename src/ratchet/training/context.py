@@ -1,0 +1,63 @@
+"""Inputs of one training attempt: settings, model, rows, run directory and the services that a step uses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ratchet.config.machine import Machine
+from ratchet.config.train import Train
+from ratchet.data.batches import BatchPlan, TokenRows
+from ratchet.models.loading import Model
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.fault_injection.injection import FaultInjector
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Journal
+from ratchet.training.distillation import TeacherShardReader
+from ratchet.training.distributed import RankEnvironment, RankGroup
+from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.step_timer import StepSpans
+from ratchet.training.stopping import GracefulShutdown
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """Inputs of one training attempt."""
+
+    spec: RunSpec
+    machine: Machine
+    model: Model
+    device: torch.device
+    train_rows: TokenRows
+    validation_rows: TokenRows
+    paths: RunPaths
+    journal: Journal
+    heartbeat: Heartbeat
+    shutdown: GracefulShutdown
+    environment: dict[str, str]
+    """Versions of libraries and device, saved with every checkpoint: results are bit-exact only if they are equal."""
+    batch_plan: BatchPlan
+    memory_monitor: MemoryMonitor
+    suggest_memory_changes: Callable[[int], str]
+    """Takes the tokens of a single row that does not fit into memory; returns advice for the user."""
+    initial_micro_batch_tokens: int | None = None
+    """Limit of padded tokens per micro-batch at the first step; None: only `machine.micro_batch_size` limits it."""
+    initial_loss_scale: float = 1.0
+    """Loss scale of the first step (loss_scale.py)."""
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    spans: StepSpans = field(default_factory=StepSpans)
+    """Times the parts of a step while the profiler runs; otherwise does nothing."""
+    ranks: RankGroup = field(
+        default_factory=lambda: RankGroup(RankEnvironment(), torch.device("cpu"), lambda: None, 0.0)
+    )
+    """All processes that train this run."""
+    is_base_sharded: bool = False
+    """Layers of the base are gathered from all ranks (sharding.py), so every rank must run every forward pass."""
+    teacher: TeacherShardReader | OnlineTeacherReader | None = None
+    """Source of the distillation targets; None without distillation."""
+
+    @property
+    def settings(self) -> Train:
+        """Section `train` of params.yaml."""
+        return self.spec.train

@@ -1,0 +1,194 @@
+"""One pass over a batch in micro-batches that fit into memory, divided among the ranks.
+
+Each rank computes its own micro-batches; then all ranks add up their losses, and learn whether any rank ran out of
+memory or has to stop. With a sharded base, every rank takes part in every forward pass, so a rank that has no
+micro-batch left runs a pass over one row and drops its gradient.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ratchet.data.batches import TokenRows, split_micro_batches
+from ratchet.models import oom
+from ratchet.models.chunked_loss import ChunkedLoss
+from ratchet.models.loss import SequenceBatch, TeacherTargets
+from ratchet.training.context import TrainingContext
+from ratchet.training.distributed import assign_shares
+from ratchet.training.microbatch_budget import MicrobatchBudget
+from ratchet.training.online_distillation import OnlineTeacherReader
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that are computed at once."""
+
+    sequences: list[list[int]]
+    """Rows of each sequence, by number."""
+    padded_tokens: int
+    """Sequences x longest."""
+    is_own: bool = True
+    """False for a pass that only serves other ranks: its loss and gradient do not count."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Result of a pass over a batch; the same on every rank."""
+
+    loss: float
+    """Sum over all micro-batches of all ranks."""
+    is_stopped: bool
+    """A rank was asked to stop, so the pass is incomplete."""
+    failed_rows: int
+    """Sequences of the largest micro-batch that did not fit into memory; 0 when all fitted."""
+    failed_tokens: int
+    """Its padded tokens."""
+    busy_s: list[float]
+    """Seconds that each rank spent on its own micro-batches."""
+
+
+class BatchPass:
+    """One pass over a batch of sequences, by all ranks.
+
+    Args:
+        context: inputs of the training.
+        phase: `train` or `validation`.
+        step: number of the optimizer step, from 1.
+        sequences: rows of each sequence of the batch, all ranks together.
+        budget: limit of a micro-batch.
+        parameters: trainable parameters.
+    """
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        phase: Literal["train", "validation"],
+        step: int,
+        sequences: list[list[int]],
+        budget: MicrobatchBudget,
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._context, self._phase, self._step, self._parameters = context, phase, step, parameters
+        self._rows: TokenRows = context.train_rows if phase == "train" else context.validation_rows
+        lengths = [self._rows.count_tokens(sequence) for sequence in sequences]
+        self.sequences = sequences
+        self.input_tokens = sum(lengths)
+        self.trained_tokens = sum(map(self._rows.count_trained, sequences))
+        self.loss_factor = context.faults.loss_factor(step) if phase == "train" else 1.0
+        """1 unless a fault is injected."""
+        self._assigned = self._assign_micro_batches(lengths, budget)
+        self._loss = 0.0
+        self._failed: MicroBatch | None = None
+        self._started_s = time.monotonic()
+
+    @property
+    def gradient_scale(self) -> float:
+        """Factor of a micro-batch's gradient: its loss is normalised by the tokens of the whole step, so that the
+        size of micro-batches changes memory and nothing else."""
+        return self.loss_factor / self.trained_tokens
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches that this rank computes; ends early at a request to stop or out of memory."""
+        context = self._context
+        own = self._assigned[context.ranks.environment.rank]
+        if not context.is_base_sharded:
+            for micro_batch in own:
+                if context.shutdown.is_requested or self._failed:
+                    return
+                self._beat()
+                yield micro_batch
+            return
+        smallest = min((one for assigned in self._assigned for one in assigned), key=lambda one: len(one.sequences))
+        for number in range(max(map(len, self._assigned))):
+            if self._failed or context.ranks.any(context.shutdown.is_requested):
+                return
+            self._beat()
+            if number < len(own):
+                yield own[number]
+                continue
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._drop_gradients()
+            sequence = smallest.sequences[:1]
+            yield MicroBatch(sequence, self._rows.count_tokens(sequence[0]), is_own=False)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    @contextmanager
+    def catch_out_of_memory(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Wrap the computation of a micro-batch: out of memory ends the pass, and its gradient is dropped."""
+        try:
+            yield
+        except Exception as error:
+            if not oom.is_out_of_memory(error):
+                raise
+            self._failed = micro_batch
+            self._drop_gradients()
+
+    def load(self, micro_batch: MicroBatch) -> SequenceBatch:
+        """Return the micro-batch as tensors on the device."""
+        self._context.faults.memory(self._phase, self._step, micro_batch.padded_tokens)
+        with self._context.spans.measure("data"):
+            batch = SequenceBatch.from_sequences(self._rows, micro_batch.sequences, self._context.device)
+        self._context.spans.count_micro_batch(batch.input_ids.numel())
+        return batch
+
+    def teacher_targets(self, micro_batch: MicroBatch, batch: SequenceBatch) -> TeacherTargets | None:
+        """Return the distillation targets of a micro-batch; None without distillation."""
+        teacher = self._context.teacher
+        if teacher is None:
+            return None
+        with self._context.spans.measure("forward" if isinstance(teacher, OnlineTeacherReader) else "data"):
+            return teacher.get_targets(micro_batch.sequences, batch)
+
+    def add_loss(self, micro_batch: MicroBatch, loss: ChunkedLoss) -> None:
+        """Add the loss of a micro-batch, once the device has computed it."""
+        if self._context.is_base_sharded:  # the device may wait long for other ranks
+            self._context.ranks.wait_for_device(self._context.device)
+        value = loss.item()
+        if micro_batch.is_own:
+            self._loss += value / self.trained_tokens * self.loss_factor if self._phase == "train" else value
+
+    def gather(self) -> PassResult:
+        """Combine the results of all ranks."""
+        context, failed = self._context, self._failed
+        rows, tokens = (0, 0) if failed is None else (len(failed.sequences), failed.padded_tokens)
+        if failed and context.is_base_sharded:  # the other ranks wait in the pass that failed here: they cannot answer
+            return PassResult(self._loss, False, rows, tokens, [])
+        values = [self._loss, float(context.shutdown.is_requested), rows, tokens, time.monotonic() - self._started_s]
+        losses, stops, failed_rows, failed_tokens, busy_s = zip(*context.ranks.gather(values), strict=True)
+        largest = max(range(len(losses)), key=lambda rank: failed_tokens[rank])
+        return PassResult(
+            loss=sum(losses),
+            is_stopped=any(stops),
+            failed_rows=int(failed_rows[largest]),
+            failed_tokens=int(failed_tokens[largest]),
+            busy_s=list(busy_s),
+        )
+
+    def _assign_micro_batches(self, lengths: list[int], budget: MicrobatchBudget) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each rank; at least one for each, if there are as many sequences as ranks."""
+        world_size, machine = self._context.ranks.environment.world_size, self._context.machine
+        size = min(machine.micro_batch_size, -(-len(lengths) // world_size))
+        limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
+        indices = list(range(len(lengths)))
+        pieces = split_micro_batches(indices, lengths, size, min(limits, default=None))
+        padded_tokens = [len(piece) * max(lengths[k] for k in piece) for piece in pieces]
+        micro_batches = [
+            MicroBatch([self.sequences[k] for k in piece], tokens)
+            for piece, tokens in zip(pieces, padded_tokens, strict=True)
+        ]
+        shares = assign_shares(padded_tokens, world_size)
+        return [[micro_batches[number] for number in numbers] for numbers in shares]
+
+    def _beat(self) -> None:
+        self._context.heartbeat.beat("step" if self._phase == "train" else "validate")
+        if self._phase == "train":
+            self._context.faults.in_step(self._step)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

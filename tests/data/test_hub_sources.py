@@ -1,0 +1,171 @@
+"""Datasets of the Hugging Face hub at a pinned commit, with a small local server in place of the hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from ratchet.config.prepare import SourceSettings
+from ratchet.data import sources
+from ratchet.errors import DataError
+
+PINNED, UNKNOWN = "a" * 40, "b" * 40
+
+CARD = """---
+dataset_info:
+  features:
+  - name: text
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': card_arrival
+          '1': lost_card
+---
+"""
+ROWS = [{"text": "Where is my card?", "label": 0}, {"text": "I lost it", "label": 1}, {"text": "Hm", "label": -1}]
+FILES = {
+    PINNED: {"README.md": CARD.encode(), "train.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode()},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as loading a dataset asks for."""
+
+    def do_HEAD(self) -> None:
+        self._answer(None)
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def _answer(self, asked: Any) -> None:
+        match unquote(urlparse(self.path).path).strip("/").split("/"):
+            case ["datasets", "org", "name", "resolve", commit, file]:
+                self._file(commit, file)
+            case ["api", "datasets", "org", "name", kind, commit, *rest] if commit in FILES:
+                entries = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha256(data).hexdigest()[:40]}
+                    for name, data in FILES[commit].items()
+                ]
+                documents = {
+                    "revision": {
+                        "id": "org/name",
+                        "sha": commit,
+                        "siblings": [{"rfilename": n} for n in FILES[commit]],
+                    },
+                    "tree": [] if rest else entries,
+                    "paths-info": [entry for entry in entries if asked and entry["path"] in asked["paths"]],
+                }
+                self._send(200, json.dumps(documents[kind]).encode(), {"Content-Type": "application/json"})
+            case _:
+                self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def _file(self, commit: str, file: str) -> None:
+        if commit not in FILES:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif file not in FILES[commit]:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+        else:
+            data = FILES[commit][file]
+            self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+# The endpoint and the offline switch are read when the library is imported: every attempt needs a process of its own.
+ATTEMPT = """
+import json, sys
+from ratchet.config.prepare import SourceSettings
+from ratchet.data import sources as hub
+from ratchet.errors import DataError
+for settings in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(list(hub.read_hub_records(SourceSettings(**settings)))))
+    except DataError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def attempt(home: Path, endpoint: str, *settings: dict[str, str], offline: bool = False) -> list[Any]:
+    """What reading each of these sources gives: its records, or the message of the refusal."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HUB_OFFLINE": str(int(offline))}
+    command = [sys.executable, "-c", ATTEMPT, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pinned_rows_are_downloaded_once_and_then_read_from_the_cache(tmp_path: Path, endpoint: str) -> None:
+    pinned = {"dataset": "org/name", "revision": PINNED}
+    rows, no_split, no_commit, no_dataset = attempt(
+        tmp_path, endpoint, pinned, {**pinned, "dataset_split": "test"}, {**pinned, "revision": UNKNOWN},
+        {**pinned, "dataset": "org/other"},
+    )  # fmt: skip
+    expected = [
+        ["org/name[train]#0", {"text": "Where is my card?", "label": "card_arrival"}],
+        ["org/name[train]#1", {"text": "I lost it", "label": "lost_card"}],
+        ["org/name[train]#2", {"text": "Hm", "label": None}],
+    ]
+    assert rows == expected
+    assert no_split.startswith(f"org/name@{PINNED}[test]: cannot be loaded from the hub")
+    assert "train" in no_split
+    assert UNKNOWN in no_commit
+    assert no_dataset.startswith(f"org/other@{PINNED}[train]: cannot be loaded from the hub")
+
+    cached, other, unseen = attempt(
+        tmp_path, endpoint, pinned, {**pinned, "revision": UNKNOWN}, {**pinned, "dataset": "org/other"}, offline=True
+    )
+    assert cached == expected
+    # The library alone would now give the rows of the other commit.
+    assert other.startswith(
+        f"org/name@{UNKNOWN}[train]: the hub did not return this commit, and the cache holds commit {PINNED}"
+    )
+    assert unseen.startswith(f"org/other@{PINNED}[train]: cannot be loaded from the hub")
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", PINNED[:12], "A" * 40])
+def test_a_revision_that_is_not_a_commit_is_refused(revision: str) -> None:
+    with pytest.raises(DataError, match="expected the 40 hexadecimal digits of a commit"):
+        next(sources.read_hub_records(SourceSettings(dataset="org/name", revision=revision)))
+
+
+def test_a_local_folder_with_the_datasets_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "org" / "name"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text('{"text": "planted", "label": 0}\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="a local folder org/name exists"):
+        next(sources.read_hub_records(SourceSettings(dataset="org/name", revision=PINNED)))

@@ -1,0 +1,464 @@
+"""Tests gradient reduction: bounds, equal bits on all ranks, no loss of unsent parts, exact resume."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from compression_cases import (
+    COMPRESSED,
+    REMEMBERING,
+    largest_of_buckets,
+    left_over,
+    name_of,
+    sizes_of_buckets,
+    twelve_steps,  # noqa: F401 (a fixture)
+)
+from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
+from ratchet.config.train import GradientCompressionSettings
+from ratchet.errors import DamagedFileError
+from ratchet.models.gradient_compression import compressors
+from ratchet.models.gradient_compression.compressors import PowerSgdCompressor
+from ratchet.models.gradient_compression.methods import build_buckets, communication_hook
+from ratchet.models.gradient_compression.reducer import GradientReducer
+
+WAYS = [{"method": "none"}, *COMPRESSED]
+
+
+def compression(**settings: Any) -> GradientCompressionSettings:
+    return GradientCompressionSettings.model_validate({"bucket_bytes": 2000, "block_size": 16} | settings)
+
+
+def sums_of_one_step(rank: int) -> list[tuple[Tensor, int]]:
+    """For each way: the first sum, and what this rank sent for it, in bytes."""
+    found = []
+    for settings in WAYS:
+        given = parameters()
+        wire = wire_of(given, **settings)
+        found.append((add_up(wire, rank, 0, given), wire.sent_bytes))
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def first_sums(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+    return request.param, on_ranks(request.param, tmp_path_factory.mktemp("sums"), sums_of_one_step)
+
+
+def bounds(world: int, settings: dict[str, Any], steps: Tensor) -> Tensor:
+    """How far each number of a first sum may lie from the exact one. `steps`: magnitudes of all ranks, (rank, number).
+
+    Whole: a rounding an addition. 16 bits: one of each number, one an addition, one of a division by 3; float16 rounds
+    small numbers to multiples of 2^-24 of a bucket's scale. int8: half a scale of each rank, and half one of the sum's.
+    """
+    added = steps.sum(0)
+    match settings["method"]:
+        case "none":
+            return world * 2.0**-24 * added
+        case "bf16":
+            return (world + 2) * 2.0**-8 * added / 2
+        case "fp16":
+            return (world + 2) * 2.0**-11 * added + world**2 * 2.0**-24 * 2.0**-14 * largest_of_buckets(steps)
+    scales = torch.stack([largest_of_blocks(one) for one in steps]).sum(0)
+    return scales / 254 * (1 + 1 + 1 / 127)
+
+
+def largest_of_blocks(numbers: Tensor, block: int = 16) -> Tensor:
+    """For each number the largest of those that share its scale; each bucket begins a new block."""
+    return torch.cat(
+        [
+            torch.cat([part.max().expand(len(part)) for part in bucket.split(block)])
+            for bucket in numbers.split(sizes_of_buckets())
+        ]
+    )
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)), ids=[name_of(way) for way in WAYS])
+def test_a_sum_has_the_same_bits_on_every_rank_and_lies_within_its_bounds(
+    first_sums: tuple[int, list[Any]], number: int
+) -> None:
+    world, ranks = first_sums
+    total = ranks[0][number][0]
+    assert all(torch.equal(found[number][0], total) for found in ranks)
+    assert total.abs().sum() > 0
+    if WAYS[number]["method"] in ("none", "bf16", "fp16", "int8"):
+        steps = torch.stack([flat(gradients(rank, 0, parameters())).double().abs() for rank in range(world)])
+        difference = (total.double() - exact(world, 0)).abs()
+        assert (difference <= bounds(world, WAYS[number], steps)).all()
+        assert number == 0 or difference.max() > 0
+
+
+def test_topk_sends_the_largest_numbers_of_each_rank_in_16_bits(first_sums: tuple[int, list[Any]]) -> None:
+    world, ranks = first_sums
+    expected = torch.zeros_like(ranks[0][4][0]).double()
+    for rank in range(world):
+        own, begin = flat(gradients(rank, 0, parameters())), 0
+        for size in sizes_of_buckets():
+            part = own[begin : begin + size]
+            kept = part.abs().argsort(descending=True)[: -(-size // 10)] + begin
+            expected[kept] += own[kept].to(torch.bfloat16).double()
+            begin += size
+    torch.testing.assert_close(ranks[0][4][0].double(), expected, rtol=1e-6, atol=0)
+
+
+def low_rank(rank: int, sent_dtype: torch.dtype) -> list[float]:
+    """Relative error of PowerSGD's first three sums of gradients that have rank 2."""
+    given = parameters([(30, 50), (50, 30), (30, 50)])
+    method = PowerSgdCompressor(dist.group.WORLD, 2, sent_dtype)
+    (bucket,) = build_buckets([parameter for _, parameter in given], 10**6)
+    found = []
+    for step in range(3):
+        draw, total = torch.Generator().manual_seed(step), torch.zeros(3 * 30 * 50)
+        for other in range(2):
+            left = torch.randn(30, 2, generator=draw) * (1 + other)
+            one = left @ torch.randn(2, 50, generator=torch.Generator().manual_seed(7))
+            total += flat([one, one.T, 2 * one])
+            if other == rank:
+                for (_, parameter), gradient in zip(given, (one, one.T, 2 * one), strict=True):
+                    parameter.grad = gradient.clone()
+        bucket.fill()
+        for work in method.reduce(bucket):
+            work.wait()
+        found.append(float((bucket.buffer() - total).norm() / total.norm()))
+    return found
+
+
+@pytest.mark.parametrize(("sent_dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_powersgd_adds_up_matrices_of_its_rank_to_rounding(
+    tmp_path: Path, sent_dtype: torch.dtype, bound: float
+) -> None:
+    """Rounding to 8 bits is fed back, and comes upon what the rank has no room for."""
+    for errors in on_ranks(2, tmp_path, low_rank, sent_dtype):
+        assert max(errors) < bound
+
+
+def test_sent_bytes_are_a_fraction_of_uncompressed_gradients(first_sums: tuple[int, list[Any]]) -> None:
+    world, ranks = first_sums
+    count = len(exact(1, 0))
+    sent = [bytes_sent for _, bytes_sent in ranks[0]]
+    assert sent[0] == pytest.approx(2 * (world - 1) / world * 4 * count, abs=len(sizes_of_buckets()))
+    assert sent[1] == pytest.approx(sent[0] / 2, abs=len(sizes_of_buckets()))
+    # A byte a number and 4 for each 16; shares are whole blocks.
+    assert sent[0] * 1.25 / 4 <= sent[3] <= sent[0] * 1.25 / 4 + 2 * world * 20 * len(sizes_of_buckets())
+    # A bit a number, and two bytes for each that is kept.
+    assert sent[4] == sum((world - 1) * (-(-size // 8) + 2 * -(-size // 10)) for size in sizes_of_buckets())
+    assert sent[5] < sent[6] < sent[0]
+
+
+def resumed(rank: int, uncompressed_sums: int) -> list[tuple[bool, bool, int]]:
+    """For each way: whether sums and the last state are those of twelve steps in one go, and the state's size."""
+    found = []
+    for settings in COMPRESSED:
+        given = parameters()
+        whole = wire_of(given, uncompressed_sums, **settings)
+        sums = [add_up(whole, rank, step, given) for step in range(12)]
+        wire, again = wire_of(given, uncompressed_sums, **settings), []
+        for step in range(12):
+            again.append(add_up(wire, rank, step, given))
+            if step in (2, 6):
+                states: list[Any] = [None, None]
+                dist.all_gather_object(states, safetensors.torch.save(wire.state()))
+                wire = wire_of(given, uncompressed_sums, **settings)
+                wire.restore([safetensors.torch.load(one) for one in states])
+        one, other = whole.state(), wire.state()
+        same = one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        found.append((all(map(torch.equal, sums, again)), same, len(one)))
+    return found
+
+
+@pytest.mark.parametrize("uncompressed_sums", [0, 5])
+def test_resume_from_a_state_gives_same_sums(tmp_path: Path, uncompressed_sums: int) -> None:
+    sizes = [1, 1, *(1 + len(sizes_of_buckets()) * n for n in (2, 1, 2, 2))]
+    for found in on_ranks(2, tmp_path, resumed, uncompressed_sums):
+        assert found == [(True, True, size) for size in sizes]
+
+
+def handed_over(rank: int, states: list[list[dict[str, Tensor]]]) -> list[tuple[Tensor, Any, Any]]:
+    """For each way: the sum of one step after `states` of another number of ranks, and the states around it."""
+    found = []
+    for settings, of_ranks in zip(REMEMBERING, states, strict=True):
+        given = parameters()
+        wire = wire_of(given, **settings)
+        wire.restore(of_ranks)
+        taken = wire.state()
+        found.append((add_up(wire, rank, 12, given), taken, wire.state()))
+    return found
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (2, 3)])
+def test_another_number_of_ranks_loses_nothing(
+    tmp_path: Path, twelve_steps: Callable[[int], list[Any]], old: int, new: int
+) -> None:
+    states = [[found[number][1] for found in twelve_steps(old)] for number in range(len(REMEMBERING))]
+    ranks = on_ranks(new, tmp_path, handed_over, states)
+    for number, before in enumerate(states):
+        had = left_over(before)
+        scale = 1e-5 * largest_of_buckets(had.abs()[None])
+        assert ((left_over([found[number][1] for found in ranks]) - had).abs() <= scale).all()
+        total = ranks[0][number][0]
+        assert all(torch.equal(found[number][0], total) for found in ranks)
+        after = left_over([found[number][2] for found in ranks])
+        assert ((total + after - had - exact(new, 12)).abs() <= 3 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize("number", range(len(REMEMBERING)), ids=[name_of(way) for way in REMEMBERING])
+def test_a_single_rank_gets_the_unsent_parts_of_all(twelve_steps: Callable[[int], list[Any]], number: int) -> None:
+    states = [found[number][1] for found in twelve_steps(2)]
+    given = parameters()
+    wire = GradientReducer(given, None, compression(**REMEMBERING[number]))
+    wire.restore(states)
+    first, second = add_up(wire, 0, 12, given), add_up(wire, 0, 13, given)
+    torch.testing.assert_close(first.double(), left_over(states) + exact(1, 12), rtol=1e-5, atol=1e-5)
+    assert torch.equal(second, flat(gradients(0, 13, given)))
+    assert wire.sent_bytes == 0
+    assert "there is one rank" in wire.warning
+
+
+def computed_twice(rank: int) -> list[Any]:
+    """For each way a step that is made again, one with NaN on a single rank, and the state before and after each."""
+    found = []
+    for settings in COMPRESSED:
+        given = parameters()
+        wire = wire_of(given, **settings)
+        for step in range(3):
+            add_up(wire, rank, step, given)
+        before = wire.state()
+        first = add_up(wire, rank, 3, given)
+        wire.undo()
+        again, state = add_up(wire, rank, 3, given), wire.state()
+        finite = []
+        for bad in (float("nan"), float("inf")):
+            for _, parameter in given:
+                parameter.grad = torch.ones_like(parameter)
+            if rank == 1:
+                given[0][1].grad[3, 3] = bad  # type: ignore[index]
+            wire.sum()
+            finite.append(bool(flat([p.grad for _, p in given if p.grad is not None]).isfinite().all()))
+        found.append((before, torch.equal(first, again), state, finite, wire.state(), add_up(wire, rank, 4, given)))
+    return found
+
+
+def test_a_skipped_step_leaves_the_state_unchanged(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, computed_twice):
+        for before, same, state, finite, after, following in found:
+            assert same
+            assert int(state["sums"]) == int(before["sums"]) + 1
+            assert finite == [False, False]
+            assert state.keys() == after.keys()
+            assert all(torch.equal(tensor, after[name]) for name, tensor in state.items())
+            assert following.isfinite().all()
+
+
+def zero_first(rank: int, of_rank: int) -> tuple[float, bool]:
+    """How far the total of sums is from that of gradients when the first gradient was zero, as of a LoRA's A."""
+    given = parameters([(16, 60)])
+    wire = wire_of(given, method="powersgd", rank=of_rank, bucket_bytes=10**6)
+    wire.sum()
+    zero = not flat([p.grad for _, p in given if p.grad is not None]).any()
+    steady = torch.randn(16, 60, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(16, 60)
+    for _ in range(200):
+        given[0][1].grad = steady.clone()
+        wire.sum()
+        total += given[0][1].grad
+    return float((total / 400 - steady).norm() / steady.norm()), zero
+
+
+@pytest.mark.parametrize("of_rank", [1, 4])
+def test_powersgd_learns_a_matrix_whose_first_gradient_was_zero(tmp_path: Path, of_rank: int) -> None:
+    for distance, zero in on_ranks(2, tmp_path, zero_first, of_rank):
+        assert zero
+        assert distance < 0.2
+
+
+def small_numbers(rank: int) -> Tensor:
+    """Sums in float16 of numbers that float16 does not have."""
+    given = parameters([(64,)])
+    wire = wire_of(given, method="fp16")
+    given[0][1].grad = torch.linspace(1e-9, 1e-8, 64) * (rank + 1)
+    wire.sum()
+    return flat([p.grad for _, p in given if p.grad is not None])
+
+
+def test_float16_has_a_scale_that_ranks_agree_on(tmp_path: Path) -> None:
+    for total in on_ranks(2, tmp_path, small_numbers):
+        torch.testing.assert_close(total, 3 * torch.linspace(1e-9, 1e-8, 64), rtol=4 * 2.0**-11, atol=0)
+
+
+def partly_missing(rank: int) -> tuple[Tensor, Tensor]:
+    """A sum where this rank has no gradient of one parameter, and no rank one of the other."""
+    one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
+    wire = wire_of([("one", one), ("other", other)])
+    one.grad = torch.ones(3) if rank else None
+    wire.sum()
+    assert one.grad is not None
+    assert other.grad is not None
+    return one.grad, other.grad
+
+
+def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) -> None:
+    for one, other in on_ranks(2, tmp_path, partly_missing):
+        assert torch.equal(one, torch.ones(3))
+        assert torch.equal(other, torch.zeros(2, 2))
+
+
+def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
+    found = []
+    for method in (
+        None,
+        compressors.Int8Compressor(dist.group.WORLD, 16),
+        compressors.TopKCompressor(dist.group.WORLD, 0.5),
+    ):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
+        if method is not None:
+            model.register_comm_hook(method, communication_hook)
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        found.append(flat([p.grad for p in model.parameters() if p.grad is not None]))
+    return found
+
+
+def beside_torchs(rank: int) -> list[float]:
+    """How far five sums of PowerSGD are from those of torch's hook that begins with the same Q."""
+    given = parameters([(20, 30), (15, 40), (40, 12)])
+    method = PowerSgdCompressor(dist.group.WORLD, 3, sent_dtype=torch.float32)  # as torch's
+    (mine,), (bucket,) = (build_buckets([parameter for _, parameter in given], 10**6) for _ in range(2))
+    theirs = PowerSGDState(dist.group.WORLD, 3, start_powerSGD_iter=2, min_compression_rate=1)
+    theirs.iter = 2
+    theirs.q_memory_dict[0] = torch.cat(
+        [torch.randn(3 * m, generator=torch.Generator().manual_seed(0)) for m in (30, 40, 12)]
+    )
+    theirs.p_memory_dict[0] = torch.empty(3 * (20 + 15 + 40))
+    found = []
+    for step in range(5):
+        for (_, parameter), gradient in zip(given, gradients(rank, step, given), strict=True):
+            parameter.grad = gradient
+        mine.fill()
+        for work in method.reduce(mine):
+            work.wait()
+        bucket.fill()
+        total = powerSGD_hook(theirs, bucket).wait() * 2
+        found.append(float((mine.buffer() - total).norm() / total.norm()))
+    dist.barrier()
+    time.sleep(0.2)  # torch's threads still hold the group, and the process ends if they are the last who do
+    return found
+
+
+def test_powersgd_is_torchs(tmp_path: Path) -> None:
+    for distances in on_ranks(2, tmp_path, beside_torchs):
+        assert max(distances) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_hooks_are_hooks_of_torch(tmp_path: Path) -> None:
+    for plain, eight_bits, largest in on_ranks(2, tmp_path, in_torchs):
+        assert 0 < (eight_bits - plain).norm() < 0.02 * plain.norm()
+        assert 0 < (largest - plain).norm() < 0.5 * plain.norm()
+
+
+def test_buckets_are_in_order_and_within_the_size_limit() -> None:
+    given = [parameter for _, parameter in parameters()]
+    found = build_buckets(given, 2000)
+    assert [id(one) for bucket in found for one in bucket.parameters()] == [id(one) for one in given]
+    assert [bucket.index() for bucket in found] == list(range(len(found)))
+    assert [bucket.is_last() for bucket in found] == [False] * (len(found) - 1) + [True]
+    assert all(len(bucket.buffer()) <= 500 or len(bucket.parameters()) == 1 for bucket in found)
+    assert len(found) > 1
+    assert [len(one.buffer()) for one in build_buckets(given, 4)] == [one.numel() for one in given]
+    assert build_buckets([], 2000) == []
+
+
+def test_eight_bits_come_back_within_half_a_scale() -> None:
+    values = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 30, 96)
+    back = compressors.dequantize_blocks(compressors.quantize_blocks(values, 6), 6)
+    largest = values.view(3, -1, 6).abs().amax(-1, keepdim=True).expand(3, 16, 6).reshape(3, 96)
+    assert ((back - values).abs() <= largest / 254 * (1 + 1e-6) + torch.finfo(torch.float32).tiny).all()
+    assert not compressors.dequantize_blocks(compressors.quantize_blocks(torch.zeros(2, 8), 4), 4).any()
+    for bad in (torch.nan, torch.inf):
+        values = torch.ones(1, 8)
+        values[0, 1] = bad
+        assert compressors.dequantize_blocks(compressors.quantize_blocks(values, 4), 4).isfinite().tolist() == [
+            [False] * 4 + [True] * 4
+        ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "text"),
+    [
+        ({"method": "int8"}, {"sums": torch.tensor([1]), "error.0": torch.zeros(3)}, "error.0 has 3 numbers, expected"),
+        ({"method": "int8"}, {"sums": torch.tensor([1]), "q.0": torch.zeros(3)}, "expected no such tensor"),
+        ({"method": "topk"}, {"error.0": torch.zeros(sizes_of_buckets()[0])}, "sums is missing"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(settings: dict[str, Any], state: dict[str, Tensor], text: str) -> None:
+    with pytest.raises(DamagedFileError, match=text):
+        GradientReducer(parameters(), None, compression(**settings)).restore([state])
+
+
+def test_without_compression_there_is_no_state_and_no_warning() -> None:
+    wire = GradientReducer(parameters(), None, compression(method="none"))
+    wire.restore([{}, {}])
+    assert wire.state() == {}
+    assert wire.warning == ""
+
+
+class Group:
+    """As much of a process group as a Wire asks for before it sends anything."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "remark"),
+    [
+        (2, {"method": "powersgd", "rank": 64}, "set it below train.rank"),
+        (2, {"method": "powersgd", "rank": 2}, ""),
+        (2, {"method": "topk", "topk_fraction": 0.4}, ""),
+        (12, {"method": "topk", "topk_fraction": 0.4}, "12 ranks send 1."),
+        (12, {"method": "int8"}, ""),
+    ],
+    ids=["rank too high", "rank 2", "topk of 2 ranks", "topk of 12 ranks", "int8 of 12 ranks"],
+)
+def test_useless_compression_gives_a_warning(world: int, settings: dict[str, Any], remark: str) -> None:
+    found = GradientReducer(parameters(), Group(world), GradientCompressionSettings(**settings)).warning
+    assert remark in found
+    assert bool(found) == bool(remark)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 1003])
+def test_bits_come_back_as_they_were(count: int) -> None:
+    flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
+    bits = compressors.pack_bits(flags)
+    assert (bits.dtype, len(bits)) == (torch.uint8, compressors.packed_bits_size(count))
+    assert torch.equal(compressors.unpack_bits(bits)[:count], flags)
+    assert not compressors.unpack_bits(bits)[count:].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "whole"),
+    [
+        ({"method": "powersgd"}, 156, 16),
+        ({"method": "topk", "warmup_ratio": 0.25}, 8, 2),
+        ({"method": "topk", "warmup_ratio": 0}, 8, 0),
+        ({"method": "int8"}, 156, 0),
+    ],
+)
+def test_a_fraction_of_the_training_is_sent_whole_where_that_helps(
+    settings: dict[str, Any], steps: int, whole: int
+) -> None:
+    assert GradientCompressionSettings.model_validate(settings).uncompressed_steps(steps) == whole

@@ -1,0 +1,108 @@
+"""Tests the shorter forward pass of LoRA layers against peft's."""
+
+import pytest
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor
+
+import families
+from ratchet.config.train import Train
+from ratchet.models import adapters
+from ratchet.models.loading import Model
+
+FOUR = ("q_proj", "v_proj", "up_proj", "down_proj")
+
+
+def made(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: object) -> Model:
+    chosen = {"rank": 4, "alpha": 12.0, "target_modules": FOUR, "quantization": "none", "dropout": 0.0} | settings
+    model = adapters.attach(families.make(family, dtype=dtype), Train(**chosen), "digest").train()  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    for _, parameter in adapters.trainable_parameters(model):
+        parameter.data.normal_(0, 0.1)
+    return model
+
+
+def layers(model: Model) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def shortened(model: Model) -> int:
+    return sum("forward" in layer.__dict__ for layer in layers(model))
+
+
+def as_peft_does(model: Model) -> Model:
+    for layer in layers(model):
+        layer.__dict__.pop("forward", None)
+    return model
+
+
+def outcome(model: Model) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and the gradients of what learns."""
+    torch.manual_seed(9)
+    model.zero_grad()
+    logits = model(input_ids=torch.arange(3, 43).view(2, 20), use_cache=False).logits
+    (logits.float().square().mean()).backward()
+    found = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
+    assert all(one is not None for one in found)
+    return logits.detach().float(), [one.clone() for one in found if one is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"dropout": 0.3}),
+        ("llama", {"use_rslora": True}),
+        ("llama", {"rank_pattern": {"q_proj": 2}}),
+        ("gpt2", {"target_modules": ("c_attn",)}),
+    ],
+    ids=["plain", "dropout", "rank-stabilized", "rank pattern", "transposed"],
+)
+def test_it_computes_what_peft_computes(family: str, changes: dict[str, object]) -> None:
+    model = made(family, **changes)
+    if family == "gpt2":
+        model.eval()  # its config has dropout of its own
+    assert shortened(model) == len(layers(model)) == 2 * (1 if family == "gpt2" else len(FOUR))
+    ours, theirs = outcome(model), outcome(as_peft_does(model))
+    assert torch.allclose(ours[0], theirs[0], atol=1e-5, rtol=1e-5)
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
+
+
+def test_in_16_bits_it_differs_by_rounding_and_learns_in_the_type_of_the_adapter() -> None:
+    model = made(dtype=torch.bfloat16, compute_dtype="bfloat16")
+    ours, theirs = outcome(model), outcome(as_peft_does(model))
+    assert float((ours[0] - theirs[0]).std() / theirs[0].std()) < 0.02
+    assert {one.dtype for one in ours[1]} == {torch.float32}
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.05
+
+
+def test_in_16_bits_no_copy_of_the_input_is_held() -> None:
+    def kept_bytes(model: Model) -> int:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(input_ids=torch.arange(3, 67).view(1, 64), use_cache=False)
+        return sum(kept.values())
+
+    model = made(dtype=torch.bfloat16, compute_dtype="bfloat16")
+    assert kept_bytes(model) < 0.8 * kept_bytes(as_peft_does(model))
+
+
+@pytest.mark.parametrize("kind", ["dora", "adalora"])
+def test_what_adds_more_than_a_product_keeps_its_own_forward_pass(kind: str) -> None:
+    assert shortened(made(adapter=kind, rank=12)) == 0
+
+
+def test_a_disabled_adapter_adds_nothing() -> None:
+    model, ids = made(), torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        with model.disable_adapter():
+            without = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(without, families.make("llama")(input_ids=ids, use_cache=False).logits)
+        assert not torch.equal(without, model(input_ids=ids, use_cache=False).logits)

@@ -1,0 +1,135 @@
+"""README.md of a promoted model: origin, measurements of each form, and no path or time."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployable import artifact, distance, few_bytes
+from ratchet.registry.deployment import model_card, server_files
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.export import BaseScan, MergeParity, MergeReport, ModelBundle, ModelLineage, TaskScore
+from ratchet.storage.records.gate import ForcedPromotion
+
+FORMS = ("hf", "gguf/q8_0", "onnx/int8")
+TASK = TaskScore(
+    metric="exact_match", rows=200, value=0.925, reference=0.935, difference=-0.01, low=-0.04, high=0.02,
+    same_answers=0.98,
+)  # fmt: skip
+
+
+def lineage(**about: object) -> ModelLineage:
+    facts = {
+        "source": "org/some_base", "revision": "c" * 40, "digest": "b" * 64, "files": {}, "parameters": 1234567,
+        "architecture": "LlamaForCausalLM", "licence": "Apache-2.0",
+    }  # fmt: skip
+    return ModelLineage(
+        base=BaseCard.model_validate(facts | about), data_digest="d" * 64, data_rows={"train": 3000, "test": 600},
+        data_licence="CC-BY-4.0", settings={}, run_id="run", kept_step=40, code="1.0", recipe="e" * 64,
+        sbom_digest="f" * 64, scan=BaseScan(files=1, pickles=(), suspicious=(), scanner="none"),
+    )  # fmt: skip
+
+
+def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = None) -> ModelBundle:
+    few_bytes(root, "a", FORMS)
+    forms = [artifact(root, form) for form in FORMS]
+    forms[1] = forms[1].model_copy(update={
+        "task": TASK, "notes": ("ends at <|end|>, too",), "distance": distance().model_copy(update={"kl": 0.0123}),
+    })  # fmt: skip
+    parity = MergeParity(
+        rows=1, tokens=200, max_logit_difference=3e-5, mean_logit_difference=1e-6, greedy_agreement=0.995
+    )
+    return ModelBundle(
+        model_digest="1" * 64, adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, run_id="run",
+        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_form="nf4+dq uint8", merge=merge,
+        artifacts=tuple(forms), lineage=origin,
+    )  # fmt: skip
+
+
+def written(
+    root: Path, origin: ModelLineage | None, forced: ForcedPromotion | None = None, merge: MergeReport | None = None
+) -> str:
+    return server_files.build_model_files(root, bundle(root, origin, merge), "some_model", forced)["README.md"].decode()
+
+
+def cells(text: str, first: str) -> list[str]:
+    """The row of a table that begins so."""
+    [row] = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+def test_the_card_names_the_origin_of_the_model(tmp_path: Path) -> None:
+    text = written(tmp_path, lineage(), merge=MergeReport(
+        adapters={"a" * 64: 0.5, "9" * 64: 1.0}, modules=(), changed=7, streamed=True, trials=(),
+    ))  # fmt: skip
+    front = yaml.safe_load(text.split("---")[1])
+    assert front == {
+        "pipeline_tag": "text-generation", "base_model": "org/some_base", "base_model_relation": "finetune",
+        "license": "apache-2.0", "tags": ["ratchet"],
+    }  # fmt: skip
+    assert "\n# some\\_model\n" in text
+    assert cells(text, "Base")[1].startswith("[org/some\\_base](https://huggingface.co/org/some_base) at `cccc")
+    assert cells(text, "Data")[1] == "rows: 600 test, 3,000 train; licence: CC-BY-4.0"
+    assert cells(text, "Data SHA-256")[1] == f"`{'d' * 64}`"
+    assert cells(text, "Run")[1] == "`run`, weights of step 40"
+    assert cells(text, "Adapters merged")[1] == f"`{'9' * 64}` x 1, `{'a' * 64}` x 0.5"
+    assert "3e-05" in cells(text, "Merged model compared with base + adapter")[1]
+    assert "99.50%" in cells(text, "Merged model compared with base + adapter")[1]
+
+
+def test_the_card_has_each_form_with_its_figures_and_its_own_use(tmp_path: Path) -> None:
+    text = written(tmp_path, lineage())
+    size = (tmp_path / "gguf" / "model-q8_0.gguf").stat().st_size
+    assert cells(text, "`gguf/q8_0`") == [
+        "`gguf/q8_0`", "q8\\_0", str(size), "0.0123", "100.00%", "0.925 (-0.01, -0.04 to +0.02)", "some runtime 1",
+    ]  # fmt: skip
+    scores = [cells(text, f"`{form}`")[5] for form in FORMS]
+    assert scores == ["no answers", "0.925 (-0.01, -0.04 to +0.02)", "no answers"]
+    assert "exact\\_match on 200 test rows; base + adapter has 0.935" in text
+    assert "- `gguf/q8_0`: ends at \\<\\|end\\|\\>, too\n" in text
+    use = text.split("## Usage")[1]
+    assert 'from_pretrained("hf"' in use
+    assert "llama-server --model gguf/model-q8_0.gguf --alias some_model --host 127.0.0.1" in use
+    assert 'InferenceSession("onnx/int8/model.onnx")' in use
+    for form in ("hf", "gguf/model-q8_0.gguf", "onnx/int8/model.onnx"):
+        assert (tmp_path / form).exists()
+
+
+@pytest.mark.parametrize("source", ["tiny", "/home/ada/secret_models/base", "../bases/llama"])
+def test_equal_facts_give_equal_bytes_without_paths(tmp_path: Path, source: str) -> None:
+    text = written(tmp_path / "one", lineage(source=source, revision=None, licence="Ada's own | terms"))
+    assert text == written(tmp_path / "two", lineage(source=source, revision=None, licence="Ada's own | terms"))
+    assert str(tmp_path) not in text
+    assert (source in text) == (source == "tiny")
+    assert cells(text, "Licence of the base")[1] == "Ada's own \\| terms"
+    front = yaml.safe_load(text.split("---")[1])
+    assert (front["license"], front["license_name"]) == ("other", "Ada's own | terms")
+    assert "base_model" not in front
+
+
+def test_a_bundle_without_lineage_has_a_card(tmp_path: Path) -> None:
+    text = written(tmp_path, None)
+    assert cells(text, "Base SHA-256")[1] == f"`{'b' * 64}`"
+    assert "| Base |" not in text
+
+
+@pytest.mark.parametrize(
+    ("decision", "against"), [("REJECT", "the gate's decision REJECT"), ("PROMOTE", "a rollback of this model")]
+)
+def test_a_forced_promotion_is_named_first(tmp_path: Path, decision: str, against: str) -> None:
+    forced = ForcedPromotion.model_validate({"actor": "ada", "reason": "<b>it</b> *must* | go", "decision": decision})
+    text = written(tmp_path, lineage(), forced)
+    said = f"**FORCED by ada despite {against}: \\<b\\>it\\</b\\> \\*must\\* \\| go**"
+    assert text.split("---\n")[2].split("\n\n")[:2] == ["\n# some\\_model", said]
+    guides = server_files.build_model_files(tmp_path, bundle(tmp_path, None), "m", forced)
+    assert all(said in guides[name].decode() for name in guides if name.endswith("SERVE.md"))
+    assert "FORCED" not in written(tmp_path, lineage())
+
+
+def test_texts_are_plain() -> None:
+    assert (
+        model_card.describe_forced(ForcedPromotion(actor="ada", reason="why", decision="HOLD"))
+        == "FORCED by ada despite the gate's decision HOLD: why"
+    )
+    assert model_card.escape_markdown("a\nb \u202e c") == "a b \\\\u202e c"

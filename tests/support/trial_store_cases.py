@@ -1,0 +1,111 @@
+"""The register of a study, on both storages: every trial is accounted for, whichever process is killed and when."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ratchet.config.settings import Settings
+from ratchet.config.sweep import Sweep, SweepParameter
+from ratchet.storage.records.sweep import Trial
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage
+from ratchet.tuning.study_versions import compute_identity
+from ratchet.tuning.trial_serialization import select_searched
+from ratchet.tuning.trial_store import TrialStore
+
+DATA, TINY_BASE = "d" * 64, "b" * 64
+WIDE = {
+    "train.rank": SweepParameter(low=2, high=64, log=True),
+    "train.alpha": SweepParameter(tie="2 * train.rank"),
+    "train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True),
+}
+LONG = 3600.0
+"""A lease in seconds that no test sees the end of."""
+
+
+def settings(space: dict[str, SweepParameter] = WIDE, **sweep: Any) -> Settings:
+    return Settings(sweep=Sweep(space=space, **sweep))
+
+
+def opened(
+    storage: StudyStorage, wanted: Settings, fork: bool = False, data: str = DATA, name: str = "sweep"
+) -> TrialStore:
+    return TrialStore.open(
+        storage, name, compute_identity(wanted, data, TINY_BASE), SearchSpace.from_settings(wanted), fork
+    )
+
+
+@pytest.fixture
+def store(storage: StudyStorage) -> TrialStore:
+    return opened(storage, settings())
+
+
+@pytest.fixture
+def here() -> SweepWorker:
+    return SweepWorker.current()
+
+
+def values(rank: int = 8, learning_rate: float = 1e-3) -> dict[str, Any]:
+    return {"train.rank": rank, "train.alpha": 2 * rank, "train.learning_rate": learning_rate}
+
+
+def begin(
+    store: TrialStore, worker: SweepWorker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
+) -> int:
+    chosen = chosen or values()
+    return store.begin(
+        chosen, select_searched(SearchSpace.from_settings(settings()), chosen), "run-1", worker, continues
+    )
+
+
+def ended(state: str = "complete", **changes: Any) -> Trial:
+    """Outcome of a trial."""
+    if state == "complete":
+        changes = {"objectives": (1.5,), **changes}
+    told = {"number": 0, "values": values(), "run_id": "run-1", "state": state, "started": 1.0, "ended": 2.5, **changes}
+    return Trial.model_validate(told)
+
+
+class Dying:
+    """Lets a process die (as far as a test can) before its nth write to the storage."""
+
+    def __init__(self, backend: Any, write: int) -> None:
+        self.writes = 0
+        self._backend = backend
+        self._write = write
+
+    def replace(self, patched: pytest.MonkeyPatch, *names: str) -> None:
+        for name in names:
+            patched.setattr(self._backend, name, self._dying(getattr(self._backend, name)))
+
+    def _dying(self, real: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.writes += 1
+            if self.writes == self._write:
+                raise KeyboardInterrupt
+            return real(*arguments, **named)
+
+        return call
+
+
+NARROW = WIDE | {"train.rank": SweepParameter(low=4, high=16, log=True)}
+
+
+def populate(store: TrialStore, here: SweepWorker) -> None:
+    """One of each: 0 complete, 1 pruned and 2 going on with it, 3 infeasible, 4 failed, 5 complete, 6 running,
+    7 complete with rank 32, 8 that failed going on with 1, 9 going on with 8."""
+    free = SearchSpace.from_settings(settings())
+    told = [
+        ended(curve={70: 2.0}), ended("pruned", values=values(4)), ended(values=values(4), continues=1),
+        ended("infeasible", values=values(16), constraints={"memory": 1.0}), ended("failed"), ended(),
+    ]  # fmt: skip
+    for trial in told:
+        store.add(trial, select_searched(free, trial.values))
+    begin(store, here)
+    later = (
+        ended(values=values(32)), ended("failed", values=values(4), continues=1), ended(values=values(4), continues=8)
+    )  # fmt: skip
+    for trial in later:
+        store.add(trial, select_searched(free, trial.values))

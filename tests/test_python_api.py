@@ -1,0 +1,136 @@
+"""The Python API: what a notebook imports, trains and reads."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import machines
+import ratchet
+import tiny_project
+from ratchet import api, errors
+from ratchet.runs.journal import JournalEvent
+
+
+class Recorder:
+    """A callback that keeps the kinds of events that it receives."""
+
+    name = "recorder"
+
+    def __init__(self, run: ratchet.Run) -> None:
+        self.run, self.kinds, self.status = run, [], ""
+
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        self.kinds += [event.kind for event in events]
+
+    def on_end(self, status: str) -> None:
+        self.status = status
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[ratchet.Project, ratchet.Run, list[Recorder]]:
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("api") / "project")
+    project, recorders = ratchet.Project(layout.root), []
+
+    def create(run: ratchet.Run) -> Recorder:
+        recorders.append(Recorder(run))
+        return recorders[-1]
+
+    return project, ratchet.train(project, callbacks=[create]), recorders
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    assert ratchet.__all__ == sorted(ratchet.__all__, key=lambda name: (not name[0].isupper(), name))
+    for name in ratchet.__all__:
+        member = getattr(ratchet, name)
+        assert name == "__version__" or inspect.getdoc(member), name
+    assert set(dir(ratchet)) == set(ratchet.__all__)
+    functions = {name for name, member in vars(api).items() if inspect.isfunction(member) and not name.startswith("_")}
+    assert functions - {"ignore_progress", "set_library_defaults"} <= set(ratchet.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = ratchet.tarin
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    code = "import sys, ratchet; print(*({'torch', 'mlflow', 'pydantic', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_a_training_returns_a_run(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
+    project, run, _ = trained
+    assert run.status == "finished"
+    assert run.report is not None
+    assert run.report.run_id == run.id == run.path.name
+    assert run.adapter_dir is not None
+    assert (run.adapter_dir / "adapter_model.safetensors").is_file()
+    assert run.step == run.report.steps == max(run.checkpoints)
+    assert ratchet.load_run(project, run.id[:6]).id == run.id
+    assert [one.id for one in ratchet.list_runs(project)] == [run.id]
+
+
+def test_metrics_are_a_table_with_each_step_once(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
+    _, run, _ = trained
+    assert run.report is not None
+    metrics = run.metrics()
+    assert list(metrics.index) == list(range(1, run.report.steps + 1))
+    assert metrics["loss"].notna().all()
+    assert metrics["validation_loss"].dropna().to_dict() == run.report.validation_loss
+
+
+def test_a_callback_receives_the_journal(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
+    _, run, [recorder] = trained
+    assert recorder.run.id == run.id
+    assert recorder.kinds.count("step") == run.step
+    assert recorder.status == "FINISHED"
+
+
+def test_a_finished_run_is_not_trained_again_and_nothing_is_printed(
+    trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    project, run, _ = trained
+    assert ratchet.train(project).id == run.id
+    assert capfd.readouterr().out == ""
+
+
+def test_an_override_changes_the_settings_of_one_call(
+    trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]],
+) -> None:
+    project, _, _ = trained
+    changed = project.with_overrides({"train.rank": 2})
+    assert changed.settings.train.rank == 2
+    assert project.settings.train.rank == tiny_project.TRAIN.rank
+    with pytest.raises(errors.SettingsError, match=r"^override train.rank: found 'two'"):
+        ratchet.train(project, overrides={"train.rank": "two"})
+
+
+def test_a_directory_without_a_project_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.ProjectError, match="no Ratchet project here"):
+        ratchet.Project(tmp_path)
+
+
+def test_an_unknown_run_is_refused(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
+    project, _, _ = trained
+    with pytest.raises(errors.DataError, match="ffff"):
+        ratchet.load_run(project, "ffff")
+
+
+def test_an_interrupted_training_is_shown_as_stopped(tmp_path: Path) -> None:
+    layout = tiny_project.prepared(tmp_path / "project")
+    code = "import ratchet, sys; ratchet.train(ratchet.Project(sys.argv[1]))"
+    environment: dict[str, Any] = tiny_project.environment()
+    process = subprocess.Popen([sys.executable, "-c", code, str(layout.root)], env=environment, start_new_session=True)
+    project = ratchet.Project(layout.root)
+    try:
+        machines.wait_until(lambda: any(run.step >= 2 for run in ratchet.list_runs(project)))
+        [run] = ratchet.list_runs(project)
+        assert run.status == "training"
+        assert run.adapter_dir is None
+    finally:
+        process.kill()
+        process.wait()
+    machines.wait_until(lambda: run.status == "stopped")
+    assert ratchet.train(project).status == "finished"

@@ -1,0 +1,441 @@
+"""The next step of a worker, on a real register of a real project; tests set how trials end, and nothing is trained."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+import tiny_sweep
+from ratchet.config.settings import Settings
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, SweepParameter
+from ratchet.runs.directory import RunSpec
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.tuning import final_round
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.scheduler import TrialScheduler
+from ratchet.tuning.study import StudySession
+from ratchet.tuning.trial import TrialTask
+
+RANDOM = SamplerSettings(kind="random")
+NEVER = PrunerSettings(kind="none")
+ASHA = PrunerSettings(
+    kind="asha", min_resource_fraction=0.25, reduction_factor=3
+)  # rungs at a quarter and three quarters
+QUARTERS = (0.25, 0.5, 0.75)
+FOUR_POINTS = {
+    "train.rank": SweepParameter(choices=(2, 4)),
+    "train.learning_rate": SweepParameter(choices=(0.001, 0.01)),
+}
+LEASE_S = 3600.0
+
+Begin = Callable[..., TrialScheduler]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> ProjectLayout:
+    return tiny_project.prepared(tmp_path / "a project", tiny_sweep.settings())
+
+
+@pytest.fixture
+def begin(copied: ProjectLayout) -> Iterator[Begin]:
+    """Opens the study of the project, with these settings of the sweep."""
+    with ExitStack() as stack:
+
+        def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> TrialScheduler:
+            settings = _settings(train or {}, {"sampler": RANDOM, **sweep})
+            session = stack.enter_context(StudySession.open(copied, settings, fork))
+            return TrialScheduler(copied, settings, session.store, SweepWorker.current(), _no_answers)
+
+        yield opened
+
+
+def _settings(train: Mapping[str, Any], sweep: Mapping[str, Any]) -> Settings:
+    wanted = tiny_sweep.settings(**sweep)
+    machine = wanted.machine.model_copy(update={"lease_timeout_s": LEASE_S})
+    return wanted.model_copy(update={"machine": machine, "train": wanted.train.model_copy(update=train)})
+
+
+def _no_answers(settings: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
+    raise AssertionError(f"nobody asked for {metrics}")
+
+
+def work(search: TrialScheduler) -> TrialTask:
+    """The next trial, where there is one."""
+    found = search.next()
+    assert isinstance(found, TrialTask), found
+    return found
+
+
+def curve(search: TrialScheduler, losses: Sequence[float]) -> dict[int, float]:
+    """Losses at the quarters of the longest training."""
+    return {math.ceil(share * search.longest_rows): loss for share, loss in zip(QUARTERS, losses, strict=False)}
+
+
+def end(search: TrialScheduler, given: TrialTask, state: str, losses: Sequence[float] = (), **fields: Any) -> Trial:
+    """End a trial with these losses at the quarters; returns its record in the study."""
+    if state == "complete":
+        fields = {"objectives": (losses[-1],), **fields}
+    told = {"state": state, "curve": curve(search, losses), "ended": time.time(), **fields}
+    search.store.finish(given.trial.number, given.trial.model_copy(update=told), search.worker)
+    return search.store.trials()[given.trial.number]
+
+
+def judged(search: TrialScheduler, given: TrialTask, *losses: float) -> str | None:
+    """Verdict after validations with these losses."""
+    assert given.decide_pruning is not None
+    return given.decide_pruning(given.trial.model_copy(update={"curve": curve(search, losses)}))
+
+
+def left(search: TrialScheduler, *losses: float) -> list[Trial]:
+    """New trials, pruned with these losses at the first rung."""
+    found = []
+    for loss in losses:
+        given = work(search)
+        assert given.trial.continues is None
+        found.append(end(search, given, "pruned", [loss]))
+    return found
+
+
+# The first, and how many
+
+
+def test_the_first_trial_has_the_values_of_the_project_and_is_the_run_of_its_settings(begin: Begin) -> None:
+    search = begin()
+    first = work(search)
+    assert first.trial.values == {"train.rank": 4, "train.alpha": 8, "train.learning_rate": 0.01}
+    assert first.settings.train == search.settings.train
+    assert first.rows_per_step == first.settings.train.batch_size
+    identity = search.store.identity
+    digests = {"data_digest": identity["data"], "base_digest": identity["base"]}
+    assert first.trial.run_id == RunSpec.model_validate({**digests, "train": first.settings.train}).run_id
+    assert search.store.trials() == [first.trial]
+    assert work(search).trial.values != first.trial.values
+
+
+def test_no_more_trials_begin_than_the_budget_has(begin: Begin) -> None:
+    search = begin(trials=4, pruner=NEVER)
+    given = [work(search) for _ in range(4)]
+    assert len({one.trial.run_id for one in given}) == 4
+    assert search.next() == "wait"
+    end(search, given[0], "failed", cause="bug", reason="it broke")  # no reason to try more than was wanted
+    end(search, given[1], "infeasible", constraints={"memory": 0.5}, cause="too_large", reason="9 GiB")
+    end(search, given[2], "complete", [2.0, 1.0])
+    assert search.next() == "wait"
+    end(search, given[3], "complete", [2.0, 1.5])
+    assert search.next() == "over"
+    assert len(search.store.trials()) == 4
+
+
+def test_those_of_a_fork_come_on_top(begin: Begin) -> None:
+    before = begin(trials=2, pruner=NEVER)
+    for loss in (1.0, 2.0):
+        end(before, work(before), "complete", [loss])
+    assert before.next() == "over"
+    after = begin(fork=True, trials=2, pruner=NEVER, sampler=SamplerSettings(kind="random", seed=1))
+    assert after.store.carried == 2
+    for loss in (3.0, 4.0):
+        end(after, work(after), "complete", [loss])
+    assert after.next() == "over"
+    assert len({trial.run_id for trial in after.store.trials()}) == 4
+
+
+def test_a_released_trial_is_taken_over_before_anything_else(begin: Begin) -> None:
+    search = begin(trials=3, pruner=NEVER)
+    work(search)
+    given = work(search)
+    search.store.release(given.trial.number, search.worker)
+    again = work(search)
+    assert (again.trial.number, again.trial.values) == (1, given.trial.values)
+    assert len(again.trial.executions) == 2
+    assert work(search).trial.number == 2
+
+
+# Promotion
+
+
+def test_a_promoted_trial_is_continued_before_anything_new_is_tried(begin: Begin) -> None:
+    search = begin(trials=8, pruner=ASHA)
+    first, best, _ = left(search, 3.0, 2.0, 4.0)
+    given = work(search)
+    assert given.trial.continues == best.number
+    assert (given.trial.values, given.trial.run_id) == (best.values, best.run_id)
+    assert final_round.count_trials(search.store.trials()) == 3
+    assert work(search).trial.continues is None  # named once
+    assert first.state == "pruned"
+
+
+@pytest.mark.parametrize("trials", [8, 3], ids=["more may begin", "no further may begin"])
+def test_a_promoted_one_is_judged_at_the_next_rung_and_not_again_at_its_own(begin: Begin, trials: int) -> None:
+    """It has won its place on the next rung, not on all of them."""
+    search = begin(trials=trials, pruner=ASHA)
+    left(search, 3.0, 2.0, 4.0)
+    given = work(search)
+    assert given.trial.continues == 1
+    assert judged(search, given, 2.0) is None
+    assert judged(search, given, 2.0, 1.9) is None
+    reason = judged(search, given, 2.0, 1.9, 1.8)
+    assert reason is not None
+    assert "is number 1 of 1; asha continues one in 3" in reason
+
+
+def test_the_curves_of_others_are_looked_at_when_it_is_judged(begin: Begin) -> None:
+    search = begin(trials=8, pruner=ASHA)
+    left(search, 3.0, 4.0)
+    given = work(search)
+    other = work(search)
+    assert judged(search, given, 2.0) is None  # the best of three
+    end(search, other, "complete", [1.0, 0.9, 0.8])
+    assert judged(search, given, 2.0) is not None
+
+
+# When nothing else is left
+
+
+def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(begin: Begin) -> None:
+    search = begin(trials=4, pruner=ASHA, finalists=FinalistSettings(top_k=2))
+    left(search, 3.0, 2.0, 4.0)
+    end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3: continues 1, and is pruned at the next rung
+    left(search, 5.0)
+    farthest, next_best = work(search), work(search)
+    assert (farthest.trial.continues, next_best.trial.continues) == (3, 0)
+    assert farthest.trial.run_id == search.store.trials()[1].run_id
+    assert search.next() == "wait"  # two are under way
+    end(search, farthest, "failed", cause="bug", reason="it broke")
+    instead = work(search)
+    assert instead.trial.continues == 2  # not the one whose continuation failed
+    end(search, next_best, "complete", [3.0, 2.0, 1.0])
+    assert search.next() == "wait"
+    end(search, instead, "complete", [4.0, 3.0, 2.0])
+    assert search.next() == "over"
+    assert sum(trial.state == "complete" for trial in search.store.trials()) == 2
+
+
+@pytest.mark.parametrize("top", [0, 1])
+def test_one_is_completed_by_any_worker_even_where_no_finals_are_wanted(begin: Begin, top: int) -> None:
+    search = begin(trials=2, pruner=ASHA, finalists=FinalistSettings(top_k=top))
+    left(search, 3.0, 2.0)
+    given = work(search)
+    assert given.trial.continues == 1
+    assert judged(search, given, 2.0, 9.0, 9.0) is None
+    search.store.release(given.trial.number, search.worker)
+    other = begin(trials=2, pruner=ASHA, finalists=FinalistSettings(top_k=top))
+    again = work(other)
+    assert (again.trial.number, again.trial.continues) == (given.trial.number, 1)
+    assert judged(other, again, 2.0, 9.0, 9.0) is None
+    end(other, again, "complete", [2.0, 1.0])
+    assert other.next() == "over"
+
+
+def test_an_infinite_result_makes_no_winner(begin: Begin) -> None:
+    search = begin(trials=2, pruner=ASHA)
+    end(search, work(search), "complete", [9.0], objectives=(float("inf"),))
+    left(search, 3.0)
+    assert work(search).trial.continues == 1
+
+
+def test_a_search_with_nothing_to_continue_is_over(begin: Begin) -> None:
+    search = begin(trials=2, pruner=ASHA)
+    for _ in range(2):
+        end(search, work(search), "infeasible", constraints={"diverged": 1.0}, cause="diverged", reason="NaN")
+    assert search.next() == "over"
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("limit", "cost"),
+    [({"max_tokens": 1000}, TrainingCost(trained_tokens=400)), ({"max_hours": 1}, TrainingCost(train_seconds=1300.0))],
+    ids=["tokens", "hours"],
+)
+def test_at_a_limit_nothing_is_promoted_and_one_is_completed(
+    begin: Begin, limit: dict[str, Any], cost: TrainingCost
+) -> None:
+    search = begin(trials=8, pruner=ASHA, finalists=FinalistSettings(top_k=3), **limit)
+    for loss in (3.0, 2.0, 4.0):
+        end(search, work(search), "pruned", [loss], cost=cost)
+    given = work(search)  # the rule would promote it; at the limit it is continued to its end
+    assert given.trial.continues == 1
+    assert judged(search, given, 2.0, 9.0, 9.0) is None
+    assert search.next() == "wait"
+    end(search, given, "complete", [2.0, 1.0], cost=cost)
+    assert search.next() == "over"
+
+
+def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> None:
+    search = begin(trials=8, pruner=ASHA, max_tokens=1000, finalists=FinalistSettings(top_k=3))
+    end(search, work(search), "complete", [2.0, 1.0], cost=TrainingCost(trained_tokens=900))
+    end(search, work(search), "pruned", [3.0], cost=TrainingCost(trained_tokens=99))
+    under_way = work(search)
+    assert under_way.trial.continues is None  # 999 of 1000
+    end(search, under_way, "pruned", [4.0], cost=TrainingCost(trained_tokens=1))
+    assert search.next() == "over"
+
+
+# A space that is used up
+
+
+@pytest.mark.parametrize("kind", ["random", "grid", "tpe"])
+def test_a_finite_space_is_used_up(begin: Begin, kind: str) -> None:
+    search = begin(
+        trials=9,
+        pruner=NEVER,
+        space=FOUR_POINTS,
+        sampler=SamplerSettings.model_validate({"kind": kind, "n_startup_trials": 2}),
+    )
+    for number in range(4):
+        end(search, work(search), "complete", [1.0 + number])
+    assert search.next() == "over"
+    tried = {(trial.values["train.rank"], trial.values["train.learning_rate"]) for trial in search.store.trials()}
+    assert tried == {(rank, rate) for rank in (2, 4) for rate in (0.001, 0.01)}
+
+
+def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
+    search = begin(
+        trials=9, pruner=PrunerSettings(kind="asha", min_resource_fraction=0.09, reduction_factor=8), space=FOUR_POINTS
+    )  # 0.09 and 0.72
+    left(search, 3.0, 2.0, 4.0, 5.0)
+    given = work(search)
+    assert given.trial.continues == 1
+    assert judged(search, given, 2.0, 9.0, 9.0) is None
+    end(search, given, "complete", [2.0, 1.0])
+    assert search.next() == "over"
+
+
+# Values that are refused
+
+
+def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) -> None:
+    space = {
+        "train.adapter": SweepParameter(choices=("adalora", "lora")),
+        "train.rank": SweepParameter(choices=(2, 16)),
+    }
+    search = begin(trials=4, pruner=NEVER, space=space, sampler=SamplerSettings(kind="grid"))
+    assert work(search).trial.values == {"train.adapter": "adalora", "train.rank": 16}
+    refused = search.store.trials()[0]
+    assert refused.values == {"train.adapter": "adalora", "train.rank": 2}
+    assert (refused.state, refused.cause, refused.run_id) == ("infeasible", "data", None)
+    assert refused.constraints == {"settings": 1.0}
+    assert "adalora.target_rank: found 8; expected less than the initial rank (2)" in refused.reason
+    assert [work(search).trial.number for _ in range(2)] == [2, 3]
+    assert search.next() == "wait"
+    assert final_round.count_trials(search.store.trials()) == 4  # knowledge, and one of the trials
+
+
+@pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
+def test_values_that_only_the_rows_refuse_are_tried_once(begin: Begin, kind: str) -> None:
+    space = {"train.pack_tokens": SweepParameter(choices=(2, 128, 256))}
+    sampler = SamplerSettings.model_validate({"kind": kind, "n_startup_trials": 1})
+    search = begin(train={"batching": "packed"}, trials=9, pruner=NEVER, space=space, sampler=sampler)
+    while isinstance(found := search.next(), TrialTask):
+        assert found.rows_per_step > found.settings.train.batch_size  # several rows to a pack
+        end(search, found, "complete", [1.0])
+    told = {trial.values["train.pack_tokens"]: trial for trial in search.store.trials()}
+    assert len(told) == len(search.store.trials()) == 3
+    assert {tokens: trial.state for tokens, trial in told.items()} == {
+        2: "infeasible", 128: "complete", 256: "complete",
+    }  # fmt: skip
+    assert told[2].run_id is None
+    assert "train.pack_tokens: found 2, but row" in told[2].reason
+
+
+def test_a_space_in_which_nothing_fits_stops_with_the_diagnosis(begin: Begin) -> None:
+    ranges = {"train.pack_tokens": SweepParameter(low=1, high=8)}
+    search = begin(train={"batching": "packed"}, trials=20, space=ranges, max_repeated_failures=2)
+    assert search.next() == "over"
+    assert len(search.store.trials()) == final_round.ALL_INFEASIBLE * 2
+    assert "none of 6 trials was feasible" in search.store.notes()[final_round.STOPPED]
+
+
+# Stopped
+
+
+def failed(search: TrialScheduler) -> Trial:
+    return end(search, work(search), "failed", cause="bug", reason="worker died at step 3")
+
+
+def test_a_study_stopped_by_failures_continues_when_it_is_started_again(begin: Begin) -> None:
+    search = begin(trials=20, pruner=ASHA, max_repeated_failures=2)
+    left(search, 3.0, 2.0, 4.0)
+    under_way = work(search)
+    assert under_way.trial.continues == 1
+    failed(search)
+    failed(search)
+    assert search.next() == "wait"
+    assert "2 trials failed for the same reason" in search.store.notes()[final_round.STOPPED]
+    end(search, under_way, "pruned", [2.0, 1.9, 1.8])
+    assert search.next() == "over"  # nothing is continued to its end either: something is wrong
+    assert "2 trials failed" in _desk(search).resume_after_failures()
+    first = work(search)  # the cause is corrected: failed trials are trained before anything else
+    assert (first.trial.number, first.trial.continues) == (6, 4)
+    assert first.trial.run_id == search.store.trials()[4].run_id
+    end(search, first, "complete", [9.0, 8.0, 7.0])
+    assert failed(search).continues == 5
+    assert failed(search).continues is None  # not 5 for a third time; and of three failures two are forgiven
+    assert search.next() == "over"
+    assert "trials 7, 8" in search.store.notes()[final_round.STOPPED]
+
+
+def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) -> None:
+    search = begin(trials=2, pruner=ASHA, max_repeated_failures=2)
+    failed(search)
+    failed(search)
+    assert search.next() == "over"
+    _desk(search).resume_after_failures()
+    again = work(search)
+    assert again.trial.continues == 0  # though both trials of the budget have begun
+    assert judged(search, again, 2.0) is not None
+    end(search, again, "pruned", [2.0])
+    end(search, work(search), "pruned", [1.0])
+    last = work(search)
+    assert last.trial.continues == 3
+    assert judged(search, last, 1.0, 9.0, 9.0) is None
+
+
+def test_at_a_limit_nothing_that_failed_is_tried_again(begin: Begin) -> None:
+    search = begin(trials=9, pruner=NEVER, max_repeated_failures=2, max_tokens=100)
+    for tokens in (60, 60):
+        end(search, work(search), "failed", cause="bug", reason="it broke", cost=TrainingCost(trained_tokens=tokens))
+    assert search.next() == "over"
+    _desk(search).resume_after_failures()
+    assert search.next() == "over"
+
+
+def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
+    before = begin(trials=2, pruner=NEVER)
+    for loss in (1.0, 2.0):
+        end(before, work(before), "complete", [loss])
+    search = begin(
+        fork=True, trials=9, pruner=NEVER, sampler=SamplerSettings(kind="random", seed=1), max_repeated_failures=2
+    )
+    failed(search)
+    failed(search)
+    assert search.next() == "over"
+    _desk(search).resume_after_failures()
+    assert [failed(search).continues for _ in range(2)] == [2, 3]
+    assert search.next() == "over"
+    assert "trials 4, 5" in search.store.notes()[final_round.STOPPED]
+
+
+def test_a_running_trial_is_taken_over_in_a_stopped_study(begin: Begin) -> None:
+    search = begin(trials=20, pruner=NEVER, max_repeated_failures=2)
+    under_way = work(search)
+    failed(search)
+    failed(search)
+    assert search.next() == "wait"
+    search.store.release(under_way.trial.number, search.worker)
+    assert work(search).trial.number == under_way.trial.number
+
+
+def _desk(search: TrialScheduler) -> StudySession:
+    """As the command has it that is given again."""
+    return StudySession(
+        search.layout, search.settings, search.store.storage, search.store, search.space,
+        dict(search.store.identity),
+    )  # fmt: skip
