@@ -103,7 +103,7 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     for step in range(plan.steps):
         schedule.seed_step(settings.seed, step, rank)
         batch = plan.batch(step)
-        trained = sum(map(train.trained, batch))
+        trained = sum(map(train.count_trained, batch))
         learned += trained
         model.train()
         for _, parameter in parameters:
@@ -111,7 +111,7 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
         nll = chunked_loss.forward_backward(
             model, SequenceBatch.from_sequences(train, batch[rank::world], device), 1 / trained
         )
-        losses.append(float(nll) / max(1, sum(map(train.trained, batch[rank::world]))))
+        losses.append(float(nll) / max(1, sum(map(train.count_trained, batch[rank::world]))))
         wire.sum()
         torch.nn.utils.clip_grad_norm_([parameter for _, parameter in parameters], settings.max_grad_norm)
         for group in optimizer.param_groups:

@@ -103,9 +103,10 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
     model_of(TEACHER, 0.08).save_pretrained(folder / "teacher")
     found = TeacherCandidate(folder / "teacher", model_spec.load(folder / "teacher"), VOCABULARY, VOCABULARY)
     stored, asking_s = on_disk(folder, found, rows)
-    ways: dict[str, Ask | None] = {"none": None, "disk": stored.of}
+    ways: dict[str, Ask | None] = {"none": None, "disk": stored.get_targets}
     ways |= {
-        name: OnlineTeacherReader(found, settings(k), rows, CPU).of for name, k in (("memory", TOP_K), ("all", None))
+        name: OnlineTeacherReader(found, settings(k), rows, CPU).get_targets
+        for name, k in (("memory", TOP_K), ("all", None))
     }
     model = adapters.attach(model_of(STUDENT, 0.02), settings(TOP_K), "base", (), rounds)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -38,8 +38,8 @@ from ratchet.stages.project import Project
 from ratchet.stages.select_answers import select
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.data import card_of
 from ratchet.training import worker
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.training.stopping import GracefulShutdown
@@ -243,7 +243,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def add_distilled(layout: ProjectLayout, answers: Answers) -> None:
     """The answers and their card become a source of a project."""
     layout.raw.mkdir(parents=True, exist_ok=True)
-    for path in (answers.place, card_of(answers.place)):
+    for path in (answers.place, card_path(answers.place)):
         shutil.copyfile(path, layout.raw / path.name)
 
 

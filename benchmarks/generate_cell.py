@@ -66,7 +66,7 @@ class Sides:
         asked = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer)
         wanted = GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens, do_sample=False, eos_token_id=self.ends,
-            pad_token_id=self.settings.pad,
+            pad_token_id=self.settings.pad_token_id,
         )  # fmt: skip
         found = asked(self.texts, batch_size=batch, generation_config=wanted, return_full_text=False)
         return [one["generated_text"] for (one,) in found]

@@ -117,6 +117,7 @@ def ours(folder: Path) -> dict[str, float]:
     from ratchet.config import params_file
     from ratchet.models import base_model
     from ratchet.stages.prepare import prepare
+    from ratchet.stages.project import Project
     from ratchet.storage.layout import ProjectLayout
     from ratchet.storage.records.base import BaseCard
 

@@ -136,7 +136,7 @@ def take_snapshot() -> dict[str, Any]:
 
 
 def subpackages() -> set[str]:
-    return {path.name for path in SOURCE.iterdir()} | {"metrics", "filters", "rewards", "callbacks"}
+    return {path.stem for path in SOURCE.iterdir()} | {"metrics", "filters", "rewards", "callbacks"}
 
 
 @pytest.mark.parametrize("part", sorted(json.loads(SNAPSHOT.read_text(encoding="utf-8"))) if SNAPSHOT.exists() else [])

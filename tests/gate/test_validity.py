@@ -117,7 +117,7 @@ def test_models_that_were_scored_under_different_contracts_are_not_compared_and_
     one = reason(KEEP, with_report(found, scores={**found.report.scores, "champion": other}))
     assert one.outcome == "invalid"
     assert "dtype: float32 and bfloat16" in one.text
-    assert "form: adapter and merged" in one.text
+    assert "model_format: adapter and merged" in one.text
     assert "max_new_tokens" not in one.text  # it is the same
 
 

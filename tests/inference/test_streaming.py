@@ -43,7 +43,7 @@ def said(backend: torch_backend.TorchBackend, settings: Settings, *, keep: bool)
         heard = PartialAnswer()
         StreamPrinter(io.StringIO()).answer(backend.stream(session.ask(text), keep), heard)
         session.add_answer(heard.answer)
-        found.append((heard.answer, heard.ended))
+        found.append((heard.answer, heard.end))
     return found
 
 

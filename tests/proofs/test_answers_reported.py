@@ -9,6 +9,7 @@ import generations
 from fake_answers import of_labels, write
 from page_reading import section, table
 from ratchet.cli.main import main
+from ratchet.cli.report import format_report
 from ratchet.config.settings import Settings
 from ratchet.stages.project import Project
 from ratchet.stages.report import report
@@ -18,9 +19,10 @@ PACKAGES = ("evaluation", "stages", "inference")
 
 
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
-    """What the terminal says, and the page."""
+    """Text on the terminal, and the page."""
     target = layout.root / "page.html"
-    return report(Project.from_parts(layout, Settings()), str(path), target), target.read_text(encoding="utf-8")
+    result = report(Project.from_parts(layout, Settings()), str(path), target)
+    return format_report(result), target.read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("calm")
@@ -42,7 +44,7 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert "12 of them have a reference" in said
-    assert "references that are none of the 2 generate.labels: 1, such as 'damp'" in said
+    assert "references that are not among the 2 generate.labels: 1, such as 'damp'" in said
     assert "of 12 prompts with a reference" in said
     assert said.rstrip().endswith(f"more: ratchet report {output}")
     assert main([*words, "report", str(output)]) == 0
@@ -67,7 +69,7 @@ def test_two_hundred_labels_stay_readable(project: ProjectLayout) -> None:
     said, page = reported(project, path)
     assert len(page) < 2_000_000
     assert "by label (the worst 20 of" in said
-    assert "taken for each other most often" in said
+    assert "most frequently confused, of " in said
     assert len(said.splitlines()) < 80
     assert max(map(len, said.splitlines())) < 200
-    assert len(table(section(page, "by-label"), "The worst labels")) == 15
+    assert len(table(section(page, "by-label"), "Worst labels")) == 15

@@ -110,7 +110,7 @@ def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
     kill_worker(project, started)
     _, complained = started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 2
-    assert "model.safetensors: changed since this run was started" in complained
+    assert "model.safetensors: changed since the start of this run" in complained
 
 
 def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: ProjectLayout, tmp_path: Path) -> None:
@@ -124,18 +124,18 @@ def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: P
     assert report(project).validation_loss == report(apart).validation_loss
 
 
-def test_there_is_nothing_to_do_before(project: ProjectLayout) -> None:
+def test_distill_computes_nothing_for_an_online_teacher(project: ProjectLayout) -> None:
     settings = with_teacher(project)
     said = told(project, settings)
-    assert "asked during training" in said
-    assert "nothing is to be done before" in said
+    assert "runs during training" in said
+    assert "nothing to compute now" in said
     assert not project.distill.exists()
     done = tiny_project.ratchet(project, "distill", "--forecast")
     assert done.returncode == 0, done.stderr
     assert "without the teacher" in done.stdout
     with_teacher(project, mode="offline", top_k=8)
     assert tiny_project.ratchet(project, "distill").returncode == 0
-    assert "is not read" in told(project, settings)
+    assert "it is not used" in told(project, settings)
 
 
 def test_forecast_and_doctor_count_it(project: ProjectLayout) -> None:
@@ -143,9 +143,9 @@ def test_forecast_and_doctor_count_it(project: ProjectLayout) -> None:
     done = tiny_project.ratchet(project, "forecast")
     assert done.returncode == 0, done.stderr
     assert "teacher" in done.stdout.split("in all")[0]
-    assert "The teacher is asked during training" in done.stdout
+    assert "The teacher runs during training" in done.stdout
     _, text = examine(project, with_teacher(project), None, False)
-    assert "in memory beside the student" in text
+    assert "in memory together with the student" in text
     shutil.rmtree(project.root / "teacher")
     good, text = examine(project, with_teacher(project), None, False)
     assert (good, "teacher: no such directory" in text) == (False, True)

@@ -98,7 +98,7 @@ def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
         tiny_project.adapted(layout, SETTINGS, 9)
     else:
         subprocess.run(["rm", "-r", str(layout.export)], check=True)
-    with pytest.raises(DataError, match=r"because evaluate\.formats names merged: run `dvc repro export`"):
+    with pytest.raises(DataError, match=r"\(evaluate\.formats has merged\); run `dvc repro export`"):
         evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["adapter", "merged"]}))
     report = evaluated(layout)
     assert set(report.scores) == {"base", "candidate"}

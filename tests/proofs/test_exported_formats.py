@@ -171,7 +171,7 @@ def test_a_merge_that_is_off_in_one_module_is_refused_by_its_name(
         run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     monkeypatch.undo()
     monkeypatch.setattr(merger, "merge_model", damaged(base))
-    with pytest.raises(DamagedFileError, match=r"the merge equals the base"):
+    with pytest.raises(DamagedFileError, match=r"the merged model equals the base"):
         run(with_export(PLAIN.model_copy(update={"merge_base": "original"})))
     files.verify_sealed(trained.export, "export")
     assert ModelBundle.load(trained.bundle) == before
@@ -229,5 +229,5 @@ def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
     save_file(tensors, path, metadata={"format": "pt"})
     (trained.export / files.MANIFEST).unlink()
     files.seal_directory(trained.export, "export")
-    with pytest.raises(DamagedFileError, match=r"form hf of bundle\.json is not the one that was measured"):
+    with pytest.raises(DamagedFileError, match=r"differs from format hf in bundle\.json"):
         evaluate.evaluate(Project.from_parts(trained, with_export(PLAIN)))

@@ -82,7 +82,7 @@ def test_its_tokenizer_asks_as_in_training(exported: ProjectLayout) -> None:
 
 def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: ProjectLayout) -> None:
     first = files_in(exported.merged_model)
-    card = (exported.merged_model / huggingface.CARD).read_text(encoding="utf-8")
+    card = (exported.merged_model / huggingface.MODEL_CARD).read_text(encoding="utf-8")
     assert all(f"`{token}`" in card for token in ADDED)
     assert str(exported.root) not in card
     bundle = ModelBundle.load(exported.bundle)

@@ -76,14 +76,14 @@ class Halting(ReplicaStore):
         super().write(name, data)
         self._halt()
 
-    def list(self, folder: str) -> dict[str, int]:
+    def list(self, folder: str, strict: bool = False) -> dict[str, int]:
         self._halt()
-        found = super().list(folder)
+        found = super().list(folder, strict)
         self._halt()
         return found
 
 
-def test_however_they_stand_still_no_two_are_sure_of_a_run(tmp_path: Path) -> None:
+def test_at_most_one_process_holds_a_run_however_they_pause(tmp_path: Path) -> None:
     lease_timeout_s, until = 0.3, time.monotonic() + 60
     now: dict[int, ReplicaLease] = {}
     held: list[int] = []

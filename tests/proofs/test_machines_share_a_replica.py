@@ -95,7 +95,7 @@ def test_a_holder_that_does_not_train_gives_the_run_back(tmp_path: Path, member:
 
 def test_who_copied_and_was_stopped_for_too_long_goes_on_without_copying(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
-    lease = first.replicator._holds[0]
+    lease = first.replicator._held[0]
     lease._mutex.acquire()  # its signs of life stand still
     wait_until(lambda: copies(second))
     lease._mutex.release()
@@ -171,7 +171,7 @@ def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
 def test_who_says_to_meet_where_we_do_and_never_comes_is_a_stranger(tmp_path: Path, member: Members) -> None:
     """Two groups in two networks, whose places to meet have one name."""
     first = member("first", rendezvous_timeout_s=0.5)
-    signs_until(tmp_path, PLACE, lambda: first.replicator._seen.state == "alive")
+    signs_until(tmp_path, PLACE, lambda: first.replicator._status.state == "alive")
     time.sleep(1.0)
     assert first.replicator.lost_reason() is None, "nobody has met yet"
     train(first)

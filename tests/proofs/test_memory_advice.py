@@ -41,7 +41,7 @@ def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_sav
 def test_advice_for_packs_is_to_make_packs_shorter() -> None:
     packed = settings(rank=1, quantization="nf4", batching="packed")
     advice = oom.describe_alternatives(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
-    assert "train.pack_tokens (and if need be prepare.max_tokens): 256" in savings(advice)
+    assert "train.pack_tokens (and prepare.max_tokens if necessary): 256" in savings(advice)
 
 
 def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:

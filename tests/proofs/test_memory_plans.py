@@ -62,7 +62,7 @@ def test_activations_are_recomputed_when_not_one_row_would_fit(tmp_path: Path, d
     assert begun.recompute
     assert MemoryForecast.load(RunPaths(tmp_path).forecast).activation_checkpointing, "what will be held is kept"
     texts = [event.data["text"] for event in JournalReader(tmp_path / "journal.jsonl").read() if event.kind == "notice"]
-    assert "not even one row would fit" in texts[0]
+    assert "a single row would not fit" in texts[0]
     assert begun_with(tmp_path, deep, work=LONG) == begun, "an attempt after it begins alike"
 
 

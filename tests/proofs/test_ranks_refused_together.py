@@ -64,7 +64,7 @@ def test_a_port_that_takes_connections_and_never_answers_is_told_when_the_wait_i
         code, said = ended(project(prepared, tmp_path / "project", chosen))
     assert code == 75, said
     assert f"2 machines did not meet at 127.0.0.1:{port} within 3 s" in said
-    assert "does another service have this port?" in said
+    assert "does another service use this port?" in said
 
 
 def test_a_host_that_is_not_known_is_named(prepared: Path, tmp_path: Path) -> None:

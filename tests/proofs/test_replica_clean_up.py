@@ -69,7 +69,7 @@ def test_a_holder_that_was_frozen_while_it_removed_things_removes_no_more_than_o
     assert objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 6)
     frozen.wake()
     assert isinstance(frozen.raised, ReplicaError)
-    assert "in doubt" in str(frozen.raised)
+    assert "lease of the run is uncertain" in str(frozen.raised)
     assert len(frozen.removed) == 2
     second.save(8, best=2)
     second.wait_until_replicated()

@@ -104,7 +104,7 @@ def test_a_result_that_the_replica_has_lost_is_sent_again(tmp_path: Path, node: 
         (tmp_path / "replica" / (NAMES.object(digest) if lost == "an object" else NAMES.result(1))).unlink()
     again = node("first").acquire()
     assert again.replicator.wait_until_replicated(30.0) is None
-    assert any("not all of the result any more" in text for text in again.texts("notice"))
+    assert any("no longer has the complete result" in text for text in again.texts("notice"))
     again.close()
     other = node("other").acquire()
     assert contents(other.paths.result) == contents(first.paths.result)

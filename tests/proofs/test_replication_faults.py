@@ -81,7 +81,7 @@ def test_what_is_told_to_be_durable_is_there_whatever_the_network_does(
 def test_an_outage_loses_nothing_and_is_caught_up_with(
     tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicator, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(replicator, "RETRY_TIMEOUT_S", 0.5)
     bucket = s3.bucket()
     one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).acquire()
     one.save(2)
@@ -102,7 +102,7 @@ def test_an_outage_loses_nothing_and_is_caught_up_with(
 def test_credentials_that_expire_in_a_run_are_an_outage_and_none_when_they_are_renewed(
     tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicator, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(replicator, "RETRY_TIMEOUT_S", 0.5)
     bucket = s3.bucket()
     one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).acquire()
     proxy.inject(Fault("status", None, status=403, code="ExpiredToken"))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import generations
 import fake_generations as made
+import generations
 from ratchet.cli.main import main
 from ratchet.storage.output_card import card_path
 from ratchet.storage.records.data import SelectionCard

@@ -87,4 +87,4 @@ def test_nothing_is_shared_by_one_rank_and_auto_is_taken_for_false() -> None:
 def test_what_travels_is_told() -> None:
     whole, _ = sizes(2, "none")
     text = " ".join(found(SHARED, 2).notes)
-    assert f"{LAYERS * whole / 2**20:.1f} MiB of it travel to each rank for a micro-batch" in text  # twice a half
+    assert f"{LAYERS * whole / 2**20:.1f} MiB of it per micro-batch" in text  # twice a half

@@ -150,7 +150,7 @@ def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: Pr
     sweeps.update(
         SweepReport(
             study="lora", storage="postgres", sampler="TPE", pruner="", versions={}, objectives=(), trials=(), axes=(),
-            data_digest="d" * 64, base_digest="b" * 64, wanted_trials=2,
+            data_digest="d" * 64, base_digest="b" * 64, planned_trials=2,
         )
     )  # fmt: skip
     with tracking.connected() as client:
@@ -172,5 +172,5 @@ def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: ProjectL
     assert done.returncode == 0, done.stdout + done.stderr
     assert nobody in done.stderr
     assert layout.train_report.exists()
-    with pytest.raises(TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*sent again from its journal"):
+    with pytest.raises(TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*it sends what a run lacks from its journal"):
         MlflowTracker(layout, "model", nobody).find("2" * 16)

@@ -1,6 +1,4 @@
-"""Proves row R12 for sweeps: what sends trials to MLflow is killed anywhere, and the next one completes what is
-missing.
-"""
+"""Proves row R12 for sweeps: the process that sends trials to MLflow is killed at any point; the next completes it."""
 
 import sqlite3
 import time
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import tracking_sync as clerks
+from ratchet.tuning import tracking_sync
 from tracking_sync_cases import (
     Study,
     found,
@@ -30,14 +28,12 @@ def rows(study: Study, table: str) -> int:
 
 
 def watch(root: Path) -> None:
-    """A process that shows a study whose trials are all over."""
-    clerks.EVERY_S = 0.01
+    """Process: send a study whose trials have all ended to MLflow."""
+    tracking_sync.INTERVAL_S = 0.01
     assert started(found(ProjectLayout(root))).close(60)
 
 
-def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(
-    study: Study, processes: Any
-) -> None:
+def test_the_next_sync_completes_a_sync_killed_at_any_point(study: Study, processes: Any) -> None:
     for _ in range(3):
         study.train(number := study.begin(), 1, 50)
         study.end(number, "complete")

@@ -150,7 +150,7 @@ def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Projec
     diverged, refused = by_values[1e30, "float32"], by_values[0.01, "float16"]
     assert (diverged.state, diverged.cause, diverged.constraints) == ("infeasible", "diverged", {"diverged": 1.0})
     assert (refused.state, refused.run_id, refused.constraints) == ("infeasible", None, {"settings": 1.0})
-    assert "float16 makes NaN" in refused.reason
+    assert "train.adapter_dtype: found float16" in refused.reason
     failed = of_mlflow(project, "select count(*) from runs where status = 'FAILED'")
     assert failed == [(3,)]
 
@@ -160,13 +160,13 @@ def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(pro
     tiny_project.save(project, tiny_sweep.settings(space=space, trials=9, max_repeated_failures=2))
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "2 trials failed for the same cause" in done.stderr
+    assert "2 trials failed for the same reason" in done.stderr
     assert "no_such_layer" in done.stderr
     assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 2}
     assert of_mlflow(project, "select status from runs where name = 'sweep'") == [("FAILED",)]
     again = tiny_project.ratchet(project, "sweep")
     assert again.returncode == 1
-    assert "it had been stopped: 2 trials failed" in again.stdout
+    assert "the sweep had stopped: 2 trials failed" in again.stdout
     assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 4}
 
 
@@ -185,7 +185,7 @@ def test_objectives_may_be_several_and_ask_for_answers(project: ProjectLayout) -
     assert set(found.best) <= {0, 1}
     assert found.winner is None
     if len(found.best) > 1:
-        assert "name one of trials 0, 1" in tiny_project.ratchet(project, "sweep", "--adopt").stderr
+        assert "choose a trial of the Pareto front: 0, 1" in tiny_project.ratchet(project, "sweep", "--adopt").stderr
 
 
 def test_a_space_that_was_edited_is_refused_with_the_difference_and_forked(project: ProjectLayout) -> None:

@@ -23,7 +23,7 @@ def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
     assert f"runs and sweeps are shown on {server} (machine.tracking_uri); this is the project's own store" in said
-    assert f"the server's views were not looked at: MLflow ({server})" in said
+    assert f"the server's views are not available: MLflow ({server})" in said
 
 
 def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
@@ -44,7 +44,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
         objectives=(),
         data_digest="d" * 64,
         base_digest="b" * 64,
-        wanted_trials=2,
+        planned_trials=2,
         axes=(),
         trials=(),
     )

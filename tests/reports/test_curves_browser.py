@@ -262,7 +262,7 @@ def test_a_metrics_name_stands_in_one_line_and_what_is_longer_than_its_room_is_b
     ]
     drawn = table("metrics", "tnnnnnn", ("metric", *"abcdef"), rows)
     path = tmp_path / "page.html"
-    path.write_text(document("names", run_page.HOUSE_STYLE.read_text(encoding="utf-8"), drawn), encoding="utf-8")
+    path.write_text(document("names", run_page.PAGE_STYLE.read_text(encoding="utf-8"), drawn), encoding="utf-8")
     with Tab(chrome, (width, 900)) as tab:
         tab.open(path)
         one, name, long = tab.ask("[...document.querySelectorAll('bdi')].map(x => x.getBoundingClientRect().height)")

@@ -249,9 +249,9 @@ def test_perplexities_are_compared_per_token_and_what_is_no_number_is_left_out()
 def test_the_form_that_the_gate_compared_is_shown(tmp_path: Path) -> None:
     made = case(12)
     scores = dict(made.evidence.report.scores)
-    scores["merged"] = scores["candidate"].model_copy(update={"form": "merged"})
+    scores["merged"] = scores["candidate"].model_copy(update={"model_format": "merged"})
     samples = {**made.evidence.samples, "merged": made.evidence.samples["champion"]}
-    reason = undecided((0.0, -0.1, 0.1, -0.02, 0.05), 12, form="merged")
+    reason = undecided((0.0, -0.1, 0.1, -0.02, 0.05), 12, role="merged")
     report = made.evidence.report.model_copy(update={"scores": scores})
     made = changed(made, report=report, samples=samples, reasons=(reason,))
     forms = [pairing(made, "accuracy", against).candidate for against in ("champion", "base")]

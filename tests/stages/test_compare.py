@@ -135,9 +135,7 @@ def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
 
 
 @pytest.mark.parametrize("state", ["empty", "not started", "half done", "no directory"])
-def test_incomplete_trainings_are_shown(
-    project: ProjectLayout, runs: tuple[str, str], state: str
-) -> None:
+def test_incomplete_trainings_are_shown(project: ProjectLayout, runs: tuple[str, str], state: str) -> None:
     one = Training(seed=9, done=33)
     run_id = trained_runs.lay(project, one)
     journal = project.runs / run_id / "journal.jsonl"

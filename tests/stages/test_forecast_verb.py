@@ -198,7 +198,7 @@ def test_without_a_base_the_message_names_the_way_to_give_one(project: ProjectLa
 
 @pytest.mark.parametrize("option", ["rows", "tokens", "memory_bytes", "ranks"])
 def test_numbers_below_one_are_refused(config: Path, option: str) -> None:
-    with pytest.raises(SettingsError, match=r"write a number from 1 on"):
+    with pytest.raises(SettingsError, match=r"found 0; expected 1 or more"):
         asked(config, **{option: 0})
 
 

@@ -1,4 +1,4 @@
-"""Stage gate: what it reads, what it writes, whom it tells; and `ratchet gate --check` and `--aa`."""
+"""Stage gate: its inputs, its outputs and its report to MLflow; and `ratchet gate --check` and `--aa`."""
 
 import subprocess
 import sys
@@ -9,14 +9,18 @@ import pytest
 
 import gate_cases as cases
 from gate_cases import CURRENT, Models, evidence, flipped, right, spread, with_noise
+from ratchet.cli.gate import format_noise, format_verdict
+from ratchet.cli.main import main
+from ratchet.config import params_file
 from ratchet.config.evaluate import Evaluate, HarnessSettings
 from ratchet.config.gate import AtLeastRule, Gate, MustImproveRule, MustNotRegressRule
 from ratchet.config.settings import Settings
-from ratchet.errors import DamagedFileError, DataError, GateError
+from ratchet.errors import EXIT_GATE, EXIT_OK, DamagedFileError, DataError, GateError
 from ratchet.gate import evidence as reading
 from ratchet.gate import test_set_reuse
 from ratchet.gate.decision import decide_verdict
 from ratchet.gate.evidence import GateEvidence
+from ratchet.gate.messages import describe_verdict
 from ratchet.stages.gate import check_verdict, gate, measure_noise
 from ratchet.stages.project import Project
 from ratchet.storage import files
@@ -70,9 +74,10 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     run = tracking.find_or_create("r1", 0)
     with tracking.connected() as client:
         client.set_terminated(run.info.run_id, "FINISHED")
-    text = gate(Project.from_parts(evaluated, SETTINGS))
+    verdict = gate(Project.from_parts(evaluated, SETTINGS))
+    text = format_verdict(verdict, evaluated)
     files.verify_sealed(evaluated.gate, "gate")
-    verdict = Verdict.load(evaluated.verdict)
+    assert verdict == Verdict.load(evaluated.verdict)
     assert verdict.decision == "PROMOTE"
     assert verdict == decide_verdict(found(), SETTINGS.gate)
     assert text.startswith("PROMOTE: model ")
@@ -82,29 +87,29 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     assert run.data.tags["ratchet.verdict"] == "PROMOTE"
     assert sent["verdict.json"].read_bytes() == evaluated.verdict.read_bytes()
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
-    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
 
     evaluated.mlflow_database.write_bytes(b"no database " * 100)  # costs no verdict; equal inputs give equal bytes
-    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("PROMOTE: ")
+    assert gate(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
     assert "not logged to MLflow" in capsys.readouterr().err
-    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
     assert evaluated.verdict.read_bytes() == sent["verdict.json"].read_bytes()
     assert evaluated.gate_page.read_bytes() == sent["gate.html"].read_bytes()
 
 
-def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: ProjectLayout) -> None:
+def test_the_stage_succeeds_when_the_verdict_is_reject(evaluated: ProjectLayout) -> None:
     worse: Models = {**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}
     cases.write(evaluated, found(worse))
-    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("REJECT: model ")
-    passed, text = check_verdict(Project.from_parts(evaluated, SETTINGS))
-    assert not passed
-    assert "FAIL" in text
+    assert describe_verdict(gate(Project.from_parts(evaluated, SETTINGS))).startswith("REJECT: model ")
+    verdict = check_verdict(Project.from_parts(evaluated, SETTINGS))
+    assert verdict.decision != "PROMOTE"
+    assert "FAIL" in describe_verdict(verdict)
 
 
-def test_look_ups_are_counted_against_the_budget(evaluated: ProjectLayout) -> None:
+def test_test_set_uses_are_counted_against_the_limit(evaluated: ProjectLayout) -> None:
     for k in range(50):
         test_set_reuse.record_test_set_use(evaluated, "9" * 64, f"model {k}", "run")
-    assert gate(Project.from_parts(evaluated, SETTINGS)).startswith("HOLD: ")
+    assert describe_verdict(gate(Project.from_parts(evaluated, SETTINGS))).startswith("HOLD: ")
     verdict = Verdict.load(evaluated.verdict)
     assert (verdict.test_set_uses, verdict.reasons[-1].rule) == (51, "test_set_uses")
 
@@ -155,12 +160,12 @@ def decided(layout: ProjectLayout) -> Verdict:
     ],
     ids=["twice", "missing", "nan"],
 )
-def test_samples_that_mean_nothing_are_invalid(evaluated: ProjectLayout, rows: list[dict[str, Any]], says: str) -> None:
+def test_inconsistent_samples_are_invalid(evaluated: ProjectLayout, rows: list[dict[str, Any]], says: str) -> None:
     reseal(evaluated, SAMPLES, rows)
     verdict = decided(evaluated)
     assert verdict.decision == "INVALID"
     assert any(says in one.text for one in verdict.reasons)
-    assert not check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "INVALID"
 
 
 def test_samples_in_another_order_change_nothing(evaluated: ProjectLayout) -> None:
@@ -191,7 +196,7 @@ def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: Pro
     settings = SETTINGS.model_copy(update={"evaluate": Evaluate(harness=HarnessSettings(tasks=("answers",)))})
     files.make_directory(evaluated.tasks)
     (evaluated.tasks / "answers.yaml").write_text("task: answers\n", encoding="utf-8")
-    assert gate(Project.from_parts(evaluated, settings)).startswith("INVALID: ")
+    assert describe_verdict(gate(Project.from_parts(evaluated, settings))).startswith("INVALID: ")
     assert Verdict.load(evaluated.verdict).reasons[0].rule == "tasks"
 
 
@@ -215,9 +220,12 @@ FOUND: dict[str, GateEvidence] = {
 def test_only_promote_passes_the_check(project: ProjectLayout, decision: str) -> None:
     cases.write(project, FOUND[decision])
     sealed(project, decide_verdict(FOUND[decision], SETTINGS.gate))
-    was, text = check_verdict(Project.from_parts(project, SETTINGS))
-    assert was is (decision == "PROMOTE")
-    assert text.startswith(f"{decision}: ")
+    verdict = check_verdict(Project.from_parts(project, SETTINGS))
+    assert verdict.decision == decision
+    assert describe_verdict(verdict).startswith(f"{decision}: ")
+    project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    exit_code = main(["--project", str(project.root), "gate", "--check"])
+    assert exit_code == (EXIT_OK if decision == "PROMOTE" else EXIT_GATE)
 
 
 def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: ProjectLayout) -> None:
@@ -261,18 +269,18 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Proj
             with pytest.raises(GateError, match="earlier model, champion or anchor"):
                 check_verdict(Project.from_parts(project, SETTINGS))
         else:
-            assert check_verdict(Project.from_parts(project, SETTINGS))[0]
+            assert check_verdict(Project.from_parts(project, SETTINGS)).decision == "PROMOTE"
 
 
-def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: ProjectLayout) -> None:
+def test_a_verdict_names_earlier_decisions_under_other_rules(evaluated: ProjectLayout) -> None:
     strict = SETTINGS.gate.model_copy(update={"rules": (AtLeastRule(rule="at_least", metric="accuracy", value=0.8),)})
-    assert gate(Project.from_parts(evaluated, SETTINGS.model_copy(update={"gate": strict}))).startswith("HOLD: ")
-    text = gate(Project.from_parts(evaluated, SETTINGS))
+    assert gate(Project.from_parts(evaluated, SETTINGS.model_copy(update={"gate": strict}))).decision == "HOLD"
+    text = describe_verdict(gate(Project.from_parts(evaluated, SETTINGS)))
     assert text.startswith("PROMOTE: ")
     assert "under different rules the gate decided HOLD for this model on these samples" in text
     assert Verdict.load(evaluated.verdict).earlier_decisions == ("HOLD",)
-    assert Verdict.load(evaluated.verdict).test_set_uses == 1, "it is one model that was looked at"
-    assert check_verdict(Project.from_parts(evaluated, SETTINGS))[0]
+    assert Verdict.load(evaluated.verdict).test_set_uses == 1, "one model was evaluated"
+    assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
 
 
 # ------------------------------------------------------------------------------------------------------------ gate --aa
@@ -286,13 +294,13 @@ def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(proj
     with pytest.raises(DataError, match="not of the evaluated model"):
         measure_noise(Project.from_parts(project, SETTINGS))
     cases.write(project, with_noise(found(), "accuracy", right(161)))
-    quiet, text = measure_noise(Project.from_parts(project, SETTINGS))
-    assert quiet
-    assert "the same model scored twice" in text
+    noise = measure_noise(Project.from_parts(project, SETTINGS))
+    assert noise.is_within_limits
+    assert "the same model scored twice" in format_noise(noise)
     loud = SETTINGS.gate.model_copy(
         update={"rules": (MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.001),)}
     )
-    assert not measure_noise(Project.from_parts(project, SETTINGS.model_copy(update={"gate": loud})))[0]
+    assert not measure_noise(Project.from_parts(project, SETTINGS.model_copy(update={"gate": loud}))).is_within_limits
 
 
 def test_the_stage_needs_no_torch() -> None:

@@ -39,7 +39,7 @@ def test_from_prompts_to_a_file_and_once_more(
     assert sum(card["finish"].values()) == card["answers"] == COUNT
 
     assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "written before from these prompts, settings and model" in capsys.readouterr().out
     assert generate(layout, prompts, "--model", str(model), "--output", str(table)) == 0  # no worker is started
     records = [json.loads(line) for line in lines.read_bytes().splitlines()]
     assert pq.read_table(table).to_pylist() == [one | {"fields": "{}"} for one in records]
@@ -67,7 +67,7 @@ def test_refusals_leave_nothing_behind(
         ([str(prompts), "--model", str(model)], "--output: name a file"),
         ([str(prompts), "--model", str(model), "--output", str(tmp_path / "a.csv")], "expected .jsonl or .parquet"),
         ([str(prompts), "--model", "gone", "--output", str(tmp_path / "a.jsonl")], "no such model"),
-        ([str(prompts), "--model", str(model), "--output", str(stranger)], "not by `ratchet generate`"),
+        ([str(prompts), "--model", str(model), "--output", str(stranger)], "`ratchet generate` did not write it"),
         ([str(prompts), "--model", str(model), "--stream", "--output", "x.jsonl"], "--stream writes no file"),
         ([str(prompts), "--model", "gone", "--output", str(stranger / "o.jsonl")], f"{stranger}: File exists"),
         ([str(prompts), "--model", "gone", "--output", f"{'n' * 252}.jsonl"], "File name too long"),

@@ -67,7 +67,7 @@ def test_status_and_journal_of_a_generation(done: Generation) -> None:
     assert "step" not in said
     assert format_status(status(done.layout)) == said  # the latest generation: there is no training
     assert "no run yet" in format_status(status(ProjectLayout(done.layout.root / "empty")))
-    with done.opened():
+    with done.open_run():
         assert f"generation {name}: " in format_status(status(done.layout))  # now it is running
     with pytest.raises(DataError, match=r"matches no run in .*/runs and .*/generations; found: "):
         status(done.layout, "zzz")
@@ -93,7 +93,7 @@ def test_reset_removes_the_directory_and_never_the_output(done: Generation, tmp_
     shown_target = format_target(result.target)
     assert f"generation {name}: {COUNT} of {COUNT} answers, " in shown_target
     assert "its result is complete\n  output files that were written from it stay as they are" in shown_target
-    with done.opened(), pytest.raises(LockHeldError):
+    with done.open_run(), pytest.raises(LockHeldError):
         reset(done.layout, name)
     lay(done.layout, Training(seed=1))
     assert format_reset(reset(done.layout, name)).endswith("removed")
@@ -119,7 +119,7 @@ def test_a_terminal_that_is_gone_does_not_end_a_generation(done: Generation, mon
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
-    with done.opened() as run:
+    with done.open_run() as run:
         console = ConsoleCallback(run.paths, Gone())
         own = JournalEvent("attempt_started", 1.0, 2, {"pid": os.getpid(), "code_version": "1"})
         with pytest.raises(OSError, match="gone"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny_project
+from ratchet.cli.evaluate import format_quantization
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model, loading
@@ -27,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first measurement has written and said."""
+    """Report, text and progress lines of the first measurement."""
 
     report: QuantizationReport
     text: str
@@ -37,7 +38,8 @@ class Measured:
 @pytest.fixture(scope="module")
 def measured(project: ProjectLayout) -> Measured:
     lines: list[str] = []
-    text = measure_quantization(Project.from_parts(project, SETTINGS), lines.append)
+    result = measure_quantization(Project.from_parts(project, SETTINGS), lines.append)
+    text = format_quantization(result)
     return Measured(QuantizationReport.load(project.quantization / "quantization.json"), text, lines)
 
 

@@ -9,6 +9,7 @@ import trained_runs
 from gate_cases import beside_champion as evaluate
 from page_reading import heard, read, section, table
 from ratchet.cli.main import main
+from ratchet.cli.report import format_report
 from ratchet.config.gate import Gate
 from ratchet.config.settings import Settings
 from ratchet.errors import DataError, SettingsError
@@ -33,9 +34,9 @@ def trained(project: ProjectLayout) -> ProjectLayout:
 
 
 def reported(layout: ProjectLayout, name: str | None = None) -> tuple[str, str]:
-    """What the terminal says, and the page."""
-    text = report(Project.from_parts(layout, SETTINGS), name, layout.root / "page.html")
-    return text, (layout.root / "page.html").read_text(encoding="utf-8")
+    """Text on the terminal, and the page."""
+    result = report(Project.from_parts(layout, SETTINGS), name, layout.root / "page.html")
+    return format_report(result), (layout.root / "page.html").read_text(encoding="utf-8")
 
 
 def facts(page: str, name: str) -> dict[str, str]:
@@ -60,13 +61,13 @@ def test_the_page_has_the_whole_training(trained: ProjectLayout) -> None:
     lineage = facts(page, "lineage")
     assert (lineage["Base model"], lineage["Licence"]) == ("acme/model, revision 0123abcd", "apache-2.0")
     assert lineage["Code"] == "0.1.0+c0de"
-    assert "It was not evaluated" in heard(section(page, "evaluation"))
-    assert "neither judged by the gate nor promoted" in heard(section(page, "registry"))
+    assert "The run was not evaluated" in heard(section(page, "evaluation"))
+    assert "The gate has not judged this run, and it was not promoted" in heard(section(page, "registry"))
     for one in section(page, "curves").iter("figure"):
         [drawn] = one.iter("svg")
         assert RUN in str(drawn.get("aria-label"))
         assert len([text for text in drawn.iter("text") if text.get("class", "").startswith("mark")]) == 2
-    assert "Signs on the axis: ↻ resumed, ✕ died." in heard(section(page, "curves"))
+    assert "Symbols on the axis: ↻ resumed, ✕ died." in heard(section(page, "curves"))
 
 
 def with_labels(layout: ProjectLayout) -> None:
@@ -128,7 +129,7 @@ def test_an_adapter_that_is_champion_says_so(trained: ProjectLayout) -> None:
 
 
 def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: ProjectLayout) -> None:
-    assert "its card is gone" in facts(reported(trained)[1], "lineage")["Data"]
+    assert "its card is not available" in facts(reported(trained)[1], "lineage")["Data"]
     files.make_directory(trained.data)
     trained.dataset_page.touch()
     files.write_json(trained.dataset_card, {
@@ -160,7 +161,7 @@ def test_a_training_that_has_begun_has_a_page(project: ProjectLayout) -> None:
 def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> None:
     one = Training(steps=20_000, spike=(7_777, 50.0))
     run_id = trained_runs.lay(project, one)
-    text = report(Project.from_parts(project, SETTINGS), None, None)
+    text = format_report(report(Project.from_parts(project, SETTINGS), None, None))
     page = project.pages / f"report-{run_id}.html"
     assert str(page) in text
     assert page.stat().st_size < 500_000
@@ -174,7 +175,7 @@ def test_what_has_no_report_is_refused(project: ProjectLayout, capsys: pytest.Ca
     with pytest.raises(SettingsError, match="ratchet compare"):
         report(Project.from_parts(project, SETTINGS), f"{RUN}+{RUN}", None)
     assert main(["--project", str(project.root), "report", "nobody"]) == 2
-    assert "nothing of that name" in capsys.readouterr().err
+    assert "found nothing with this name" in capsys.readouterr().err
     assert main(["--project", str(project.root), "report", RUN, "--output", str(Path(project.root))]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
@@ -185,4 +186,4 @@ def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
     drawn = render_confusion_matrix({"labels": labels, "matrix": matrix})
     assert len(drawn) < 700_000
     assert drawn.count('class="right"') == 150
-    assert "says more than a picture" in render_confusion_matrix({"labels": labels * 2, "matrix": [[1] * 300] * 300})
+    assert "too many for a plot" in render_confusion_matrix({"labels": labels * 2, "matrix": [[1] * 300] * 300})

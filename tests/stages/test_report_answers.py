@@ -9,6 +9,7 @@ import trained_runs
 from fake_answers import of_labels, record, write
 from page_reading import heard, read, section, table
 from ratchet.cli.main import main
+from ratchet.cli.report import format_report
 from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
 from ratchet.stages.project import Project
@@ -22,9 +23,10 @@ PNG = b"\x89PNG"
 
 
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
-    """What the terminal says, and the page."""
+    """Text on the terminal, and the page."""
     target = layout.root / "page.html"
-    return report(Project.from_parts(layout, Settings()), str(path), target), target.read_text(encoding="utf-8")
+    result = report(Project.from_parts(layout, Settings()), str(path), target)
+    return format_report(result), target.read_text(encoding="utf-8")
 
 
 def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
@@ -45,7 +47,7 @@ def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
     bins = table(section(page, "calibration"), "Calibration values")
     assert sum(int(cells[-1]) for cells in bins.values()) == 120
     assert set(table(section(page, "errors-by-category"), "Error rate by topic")) == {"even", "odd"}
-    assert "All 120 answers are possible ones" in heard(section(page, "unparseable-answers"))
+    assert "All 120 answers are valid labels" in heard(section(page, "unparseable-answers"))
     links = {one.get("href") for one in read(page).iter("a")}
     assert links == {f"#{one.get('id')}" for one in read(page).iter("section")}
     assert all(svg.get("aria-label") for svg in read(page).iter("svg") if svg.get("aria-hidden") != "true")
@@ -86,7 +88,7 @@ def test_labels_that_matplotlib_would_take_for_formulas(project: ProjectLayout) 
 def test_pictures_have_no_place(project: ProjectLayout) -> None:
     path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
     (project.root / "page-pictures").write_text("mine", encoding="utf-8")
-    with pytest.raises(SettingsError, match="no folder can be made there for the pictures"):
+    with pytest.raises(SettingsError, match="cannot create a folder for the plots"):
         reported(project, path)
     assert not (project.root / "page.html").exists()
 

@@ -27,7 +27,7 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectL
     sweep.send_signal(signal.SIGTERM)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 75, output
-    assert "repeat it to go on" in output
+    assert "run it again to resume" in output
     assert output.count("trials are not copied there") == 1
     assert not tiny_sweep.processes_of(str(project.root))
     [trial] = tiny_sweep.report(project).trials

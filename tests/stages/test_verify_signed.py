@@ -19,11 +19,11 @@ from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 
-FORMS = ("hf", "gguf/q8_0", "gguf/f16", "onnx/int8")
+FORMATS = ("hf", "gguf/q8_0", "gguf/f16", "onnx/int8")
 
 
 def promoted(layout: ProjectLayout) -> Path:
-    return layout.promoted_model(deployable.promoted(layout, "a", FORMS).model_digest)
+    return layout.promoted_model(deployable.promoted(layout, "a", FORMATS).model_digest)
 
 
 def seal_again(folder: Path, kind: str = "model") -> None:
@@ -129,26 +129,28 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
 
 def exported(layout: ProjectLayout, told: ModelBundle) -> Path:
     with files.sealed_directory(layout.export, "export") as scratch:
-        deployable.few_bytes(scratch, "a", FORMS)
+        deployable.few_bytes(scratch, "a", FORMATS)
         told.save(scratch / "bundle.json")
     return layout.export
 
 
 def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLayout) -> None:
-    told = deployable.promoted(project, "a", FORMS)
+    told = deployable.promoted(project, "a", FORMATS)
 
-    def of_forms(*forms: ExportArtifact) -> tuple[bool, list[str]]:
-        changes = {"artifacts": forms, "model_digest": bundle_files.model_digest(forms)}
+    def of_formats(*formats: ExportArtifact) -> tuple[bool, list[str]]:
+        changes = {"artifacts": formats, "model_digest": bundle_files.model_digest(formats)}
         return said(exported(project, told.model_copy(update=changes)))
 
     made = told.artifacts
-    assert of_forms(*made)[0]
+    assert of_formats(*made)[0]
     for form in made:
-        whole, lines = of_forms(*(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made))
+        whole, lines = of_formats(
+            *(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made)
+        )
         assert not whole
         named = f"{bundle_files.artifact_path(form)}: differs from format {form.name} in bundle.json"
         assert lines[1].startswith(f"DAMAGED {project.export}: {named}")
-    _, lines = of_forms(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
+    _, lines = of_formats(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
     assert "gguf/model-bf16.gguf: missing; format gguf/bf16 is in bundle.json" in lines[1]
     _, lines = said(exported(project, told.model_copy(update={"model_digest": "0" * 64})))
     assert "bundle.json: model_digest does not match the digests of its formats" in lines[1]
@@ -158,10 +160,10 @@ def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLay
 
 @pytest.mark.parametrize(("field", "file"), [("evaluation", "eval.json"), ("verdict", "verdict.json")])
 def test_what_speaks_for_a_model_is_what_its_bundle_names(project: ProjectLayout, field: str, file: str) -> None:
-    told = deployable.promoted(project, "a", FORMS)
+    told = deployable.promoted(project, "a", FORMATS)
     folder = project.promoted_model("f" * 64)
     with files.sealed_directory(folder, "model") as scratch:
-        deployable.few_bytes(scratch, "a", FORMS)
+        deployable.few_bytes(scratch, "a", FORMATS)
         told.model_copy(update={field: "0" * 64}).save(scratch / "bundle.json")
         signature.sign_folder(scratch, keys.load_signer(project))
     whole, lines = said(folder)

@@ -44,7 +44,7 @@ def artifact(root: Path, name: str, probes: Sequence[ExportProbe] = ()) -> Expor
     )  # fmt: skip
 
 
-def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")) -> None:
+def few_bytes(root: Path, model: str, formats: Sequence[str] = ("hf", "gguf/q8_0")) -> None:
     """Forms of a model that is no model: enough where no server is started on it."""
     hf = {"config.json": json.dumps(CONFIG), "model.safetensors": f"weights of {model}", "README.md": f"# {model}\n"}
     hf |= {
@@ -54,7 +54,7 @@ def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")
     }
     hf["tokenizer.json"] = '{"added_tokens": [{"id": 3, "content": "<|im_end|>"}]}'
     contents = {f"hf/{name}": content for name, content in hf.items()}
-    for form in forms:
+    for form in formats:
         if form.startswith("gguf/"):
             contents[f"gguf/model-{form[5:]}.gguf"] = f"{form} of {model}"
         elif form.startswith("onnx/"):
@@ -67,12 +67,12 @@ def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")
 def keep(
     layout: ProjectLayout,
     source: Path,
-    forms: Sequence[str],
+    formats: Sequence[str],
     probes: Mapping[str, Sequence[ExportProbe]] = {},
     forced: ForcedPromotion | None = None,
 ) -> ModelBundle:
     """The folder of a promoted model, of the forms below `source`, sealed and signed."""
-    made = [artifact(source, form, probes.get(form, ())) for form in forms]
+    made = [artifact(source, form, probes.get(form, ())) for form in formats]
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
     parity = MergeParity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
     bundle = ModelBundle(
@@ -114,11 +114,14 @@ def crown(layout: ProjectLayout, model_digest: str, action: Any = "promote", rea
 
 
 def promoted(
-    layout: ProjectLayout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0"), forced: ForcedPromotion | None = None
+    layout: ProjectLayout,
+    model: str,
+    formats: Sequence[str] = ("hf", "gguf/q8_0"),
+    forced: ForcedPromotion | None = None,
 ) -> ModelBundle:
     """A model of a few bytes becomes champion."""
     source = layout.root / "made" / model
-    few_bytes(source, model, forms)
-    bundle = keep(layout, source, forms, forced=forced)
+    few_bytes(source, model, formats)
+    bundle = keep(layout, source, formats, forced=forced)
     crown(layout, bundle.model_digest)
     return bundle

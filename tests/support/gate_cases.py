@@ -39,8 +39,18 @@ CURRENT = ChampionFile(champion=CHAMPION, anchor=CHAMPION)
 TOKENS = 10.0
 """Tokens of each sample of a perplexity."""
 CONTRACTS: dict[str, dict[str, Any]] = {
-    "k1": {"model_format": "adapter", "dtype": "float32", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
-    "k2": {"model_format": "merged", "dtype": "bfloat16", "settings": {"max_new_tokens": 16}, "tasks": {"answers": TASK}},
+    "k1": {
+        "model_format": "adapter",
+        "dtype": "float32",
+        "settings": {"max_new_tokens": 16},
+        "tasks": {"answers": TASK},
+    },
+    "k2": {
+        "model_format": "merged",
+        "dtype": "bfloat16",
+        "settings": {"max_new_tokens": 16},
+        "tasks": {"answers": TASK},
+    },
 }
 
 Values = Mapping[str, float]
@@ -167,8 +177,8 @@ def with_noise(found: GateEvidence, name: str, again: Values, **changes: Any) ->
     """The same evidence, the candidate scored a second time."""
     scores = found.report.scores["candidate"]
     plain = {
-        "model_digest": scores.model_digest, "model_format": "adapter", "contract": scores.contract, "batch_rows": (8, 4),
-        "metrics": {name: metric(name, again)}, "samples": {name: sample_file("candidate", name)},
+        "model_digest": scores.model_digest, "model_format": "adapter", "contract": scores.contract,
+        "batch_rows": (8, 4), "metrics": {name: metric(name, again)}, "samples": {name: sample_file("candidate", name)},
     }  # fmt: skip
     noise = EvaluationNoise.model_validate({**plain, **changes})
     return dataclasses.replace(found, noise=noise, noise_samples={name: samples(name, again)})

@@ -119,7 +119,7 @@ def _report(samples: Mapping[ModelRole, Mapping[str, Mapping[str, SampleScore]]]
         part = {"accuracy": metrics["accuracy"]}
         scores[who] = ModelScores(
             model_digest=DIGESTS[who],
-            form="adapter",
+            model_format="adapter",
             contract="7" * 64,
             metrics=metrics,
             samples={},
@@ -167,7 +167,7 @@ def _evidence(
         dtype="float32",
         size_bytes=5_000_000,
         parity=parity,
-        base_form="nf4+dq uint8",
+        base_weight_format="nf4+dq uint8",
     )
     forced = ForcedPromotion(actor="mira", reason="demo on Friday", decision="HOLD")
     best = Champion(version=4, model_digest=DIGESTS["champion"], adapter_digest="c" * 64, run_id="r-1", forced=forced)
@@ -176,8 +176,14 @@ def _evidence(
         anchor=Champion(version=1, model_digest=DIGESTS["anchor"], adapter_digest="f" * 64, run_id="r-0"),
         ledger="3" * 64,
     )  # fmt: skip
-    noise = EvaluationNoise(model_digest=DIGESTS["candidate"], form="adapter", contract="7" * 64, batch_rows=(16, 8),
-                  metrics={"accuracy": report.scores["candidate"].metrics["accuracy"]}, samples={})  # fmt: skip
+    noise = EvaluationNoise(
+        model_digest=DIGESTS["candidate"],
+        model_format="adapter",
+        contract="7" * 64,
+        batch_rows=(16, 8),
+        metrics={"accuracy": report.scores["candidate"].metrics["accuracy"]},
+        samples={},
+    )
     return GateEvidence(
         report=report,
         bundle=bundle,
@@ -194,7 +200,7 @@ def _evidence(
 def compared(metric: str, against: str, figures: tuple[float, ...], n: int, **more: Any) -> ModelComparison:
     """A comparison; figures are difference, low, high, bound, detectable."""
     difference, low, high, bound, detectable = figures
-    plain = {"metric": metric, "against": against, "form": "adapter", "difference": difference, "low": low,
+    plain = {"metric": metric, "against": against, "role": "candidate", "difference": difference, "low": low,
              "high": high, "confidence": 0.95, "n": n, "bound": bound, "p": 0.0123, "detectable": detectable,
              "method": "Tango score interval"}  # fmt: skip
     return ModelComparison.model_validate({**plain, **more})

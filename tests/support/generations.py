@@ -87,8 +87,8 @@ class Generation:
         self.reference = model_reference.resolve_model(self.model, self.layout, self.settings)
         self.count, prompts_digest = self.source.measure()
         self.spec = GenerationSpec(
-            generate=self.settings.generate.answer_settings(), prompts_digest=prompts_digest, model=self.reference.model,
-            template_digest=self.reference.template_digest,
+            generate=self.settings.generate.answer_settings(), prompts_digest=prompts_digest,
+            model=self.reference.model, template_digest=self.reference.template_digest,
         )  # fmt: skip
 
     @contextmanager

@@ -93,12 +93,12 @@ class Node:
         if isinstance(self.replicator, MultiNodeReplicator):
             self.replicator._task.end()
             self.replicator._task.join()
-            lease, upload = self.replicator._holds or (None, None)
+            lease, upload = self.replicator._held or (None, None)
         else:
             lease, upload = self.replicator._lease, self.replicator._upload
         if lease is not None:
             lease._ended.set()
-            lease._pulse.join()
+            lease._renewal_thread.join()
         if upload is not None:
             upload.end()
         self._close()

@@ -42,7 +42,7 @@ def save(step: int, *nodes: Node, best: int = 0) -> None:
 
 
 def copies(one: Node) -> bool:
-    return one.replicator._holds is not None
+    return one.replicator._held is not None
 
 
 def state(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Studies and clerks for tests of what MLflow gets from a sweep."""
+"""Studies and their sync to MLflow, for tests."""
 
 import sqlite3
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ratchet.storage.records.data import DatasetCard, LengthDistribution
 from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
-from ratchet.tuning import tracking_sync as clerks
+from ratchet.tuning import tracking_sync
 from ratchet.tuning.tracking_sync import SweepTrackingSync
 
 SETTINGS = Settings()
@@ -31,7 +31,7 @@ CARD = DatasetCard(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clerks, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(tracking_sync, "INTERVAL_S", 0.05)
 
 
 class Study:

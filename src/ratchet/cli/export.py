@@ -52,7 +52,18 @@ def _format_merge_trial(trial: "MergeTrial", taken: str) -> str:
 
 
 def _format_table(artifacts: "tuple[ExportArtifact, ...]") -> Iterator[str]:
-    heads = ("form", "size", "KL, nats", "same token", "answers", "difference", "same", "texts", "tokens/s", "runs in")
+    heads = (
+        "format",
+        "size",
+        "KL, nats",
+        "same token",
+        "answers",
+        "difference",
+        "same",
+        "texts",
+        "tokens/s",
+        "runs in",
+    )
     rows = [heads, *map(_format_row, artifacts)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     for row in rows:

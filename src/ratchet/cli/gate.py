@@ -9,6 +9,7 @@ from ratchet.errors import EXIT_GATE, EXIT_OK
 
 if TYPE_CHECKING:
     from ratchet.stages.gate import NoiseReport
+    from ratchet.storage.layout import ProjectLayout
     from ratchet.storage.records.gate import Verdict
 
 HELP = "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID"
@@ -43,11 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
         print_record(verdict, describe_verdict, arguments)
         return EXIT_OK if verdict.decision == "PROMOTE" else EXIT_GATE
 
-    def format_verdict(verdict: "Verdict") -> str:
-        return f"{describe_verdict(verdict)}\n  the evidence: {project.layout.gate_page}"
-
-    print_record(gate(project), format_verdict, arguments)
+    print_record(gate(project), lambda verdict: format_verdict(verdict, project.layout), arguments)
     return EXIT_OK
+
+
+def format_verdict(verdict: "Verdict", layout: "ProjectLayout") -> str:
+    """The decision with its reasons, and the path of the page that shows the evidence."""
+    from ratchet.gate.messages import describe_verdict
+
+    return f"{describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
 
 
 def format_noise(noise: "NoiseReport") -> str:

@@ -204,7 +204,7 @@ class Train(Section):
         return train_identity(self.model_dump(mode="json"))
 
     @property
-    def base_form(self) -> str:
+    def base_weight_format(self) -> str:
         """Storage of the base's weights in training and evaluation, such as `nf4+dq uint8` or `none`."""
         if self.quantization == "none":
             return "none"

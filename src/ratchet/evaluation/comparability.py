@@ -41,12 +41,14 @@ class NumericsSpec:
     """Versions of LIBRARIES."""
 
     @classmethod
-    def from_settings(cls, model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int) -> "NumericsSpec":
-        """Describe how a model of this form computes on this machine with these settings."""
+    def from_settings(
+        cls, model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int
+    ) -> "NumericsSpec":
+        """Describe how a model in this format computes on this machine with these settings."""
         dtype = settings.train.compute_dtype if model_format == "adapter" else settings.export.dtype
         return cls(
             model_format=model_format,
-            weights=settings.train.base_form if model_format == "adapter" else settings.export.dtype,
+            weights=settings.train.base_weight_format if model_format == "adapter" else settings.export.dtype,
             dtype=str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),

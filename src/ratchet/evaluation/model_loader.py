@@ -35,7 +35,10 @@ class EvaluationReference:
 
     def fits(self, base: BaseCard, settings: Settings) -> bool:
         """Return whether its adapter can be loaded on the current base in its current form."""
-        is_same = self.bundle.base_digest == base.digest and self.bundle.base_form == settings.train.base_form
+        is_same = (
+            self.bundle.base_digest == base.digest
+            and self.bundle.base_weight_format == settings.train.base_weight_format
+        )
         return is_same and (self.folder / ADAPTER).is_dir()
 
 

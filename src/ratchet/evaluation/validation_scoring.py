@@ -51,7 +51,7 @@ class RunAdapter:
     @property
     def form(self) -> tuple[str, str, str]:
         """Settings that two runs must share to use the same base in memory."""
-        return self.train.base_form, self.train.compute_dtype, self.train.attention
+        return self.train.base_weight_format, self.train.compute_dtype, self.train.attention
 
 
 def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores]:

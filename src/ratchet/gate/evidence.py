@@ -35,7 +35,7 @@ T = TypeVar("T", bound=base.Record)
 Samples = Mapping[str, SampleScore]
 """Per-sample scores by sample id."""
 ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
-"""Role under which each form of the candidate is scored."""
+"""Role under which each format of the candidate is scored."""
 MAX_TERMS = 5
 """Differences between two contracts that a message lists; the rest is counted."""
 MAX_TERM_CHARACTERS = 60
@@ -77,8 +77,8 @@ class GateEvidence:
         return champion is not None and champion.model_digest == self.bundle.model_digest
 
     @property
-    def scored_forms(self) -> list[ModelRole]:
-        """Roles under which the candidate was scored, the preferred form first."""
+    def scored_roles(self) -> list[ModelRole]:
+        """Roles under which the candidate was scored, the preferred format first."""
         order = [ROLE_OF_FORMAT[form] for form in (*self.model_formats, *ROLE_OF_FORMAT)]
         return [role for role in dict.fromkeys(order) if role in self.report.scores]
 
@@ -201,7 +201,7 @@ def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> st
 
 
 def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> MatchedScores:
-    """Pair the reference with the preferred form of the candidate that was scored under the same contract.
+    """Pair the reference with the preferred format of the candidate that was scored under the same contract.
 
     Raises:
         IncomparableError: One of them was not scored, was scored on other samples, or under another contract.
@@ -210,19 +210,19 @@ def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> Mat
 
 
 def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> Iterator[MatchedScores]:
-    """Pair the reference with every form of the candidate that was scored under the same contract; at least one.
+    """Pair the reference with every format of the candidate that was scored under the same contract; at least one.
 
     Raises the same errors as `match_scores`.
     """
     reference_role = _resolve_reference(evidence, reference)
-    forms = list_scored_roles(evidence)
+    roles = list_scored_roles(evidence)
     scores = evidence.report.scores
-    comparable = [role for role in forms if scores[role].contract == scores[reference_role].contract]
+    comparable = [role for role in roles if scores[role].contract == scores[reference_role].contract]
     if not comparable:
         raise IncomparableError(
-            f"{forms[0]} and {reference} were scored under different contracts: "
-            f"{_describe_contract_differences(evidence, forms[0], reference_role)}; "
-            "add the form of the reference to evaluate.formats, and run `dvc repro -f evaluate`"
+            f"{roles[0]} and {reference} were scored under different contracts: "
+            f"{_describe_contract_differences(evidence, roles[0], reference_role)}; "
+            "add the format of the reference to evaluate.formats, and run `dvc repro -f evaluate`"
         )
     for role in comparable:
         yield _match_pair(evidence, name, role, reference_role)
@@ -230,8 +230,8 @@ def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> 
 
 def list_scored_roles(evidence: GateEvidence) -> list[ModelRole]:
     """List the roles under which the candidate was scored. Raises IncomparableError if it was not."""
-    if forms := evidence.scored_forms:
-        return forms
+    if roles := evidence.scored_roles:
+        return roles
     raise IncomparableError("the evaluation has no scores of the candidate; run `dvc repro -f evaluate`")
 
 

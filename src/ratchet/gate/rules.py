@@ -212,7 +212,7 @@ def count_independent_samples(pairs: PairedScores) -> int:
 
 
 def apply_forgetting(context: RuleContext, rule: ForgettingRule) -> RuleResult:
-    """Limit the rise of general-text perplexity over the base, for every form that can be compared with the base."""
+    """Limit the rise of general-text perplexity over the base, for every format that can be compared with the base."""
     plan = context.build_plan(rule.confidence)
     validity.check_noise(context.evidence, GENERAL_PERPLEXITY, rule.max_rise)
     outcomes: list[Outcome] = []
@@ -388,16 +388,16 @@ def _value_at_difference(metric: MetricValue, value: float, difference: float) -
 
 
 def apply_at_least(context: RuleContext, rule: AtLeastRule) -> RuleResult:
-    """Require an absolute minimum for every form of the candidate; the bound must reach it, not just the value."""
+    """Require an absolute minimum for every format of the candidate; the bound must reach it, not just the value."""
     plan = context.build_plan(rule.confidence)
     outcomes: list[Outcome] = []
     texts = []
-    forms = evidence.list_scored_roles(context.evidence)
-    for role in forms:
+    roles = evidence.list_scored_roles(context.evidence)
+    for role in roles:
         comparison = _compare_with_value(context, role, rule.metric, rule.value, plan)
         outcomes.append("pass" if comparison.low >= 0 else "fail" if comparison.high < 0 else "undecided")
         texts.append(comparison.text)
-    metric, _ = evidence.select_scores(context.evidence, forms[0], rule.metric)
+    metric, _ = evidence.select_scores(context.evidence, roles[0], rule.metric)
     direction = "at least" if metric.better == "higher" else "at most"
     text = f"{'; '.join(texts)}; must be {direction} {messages.format_value(rule.value, metric)}"
     outcome = worst_outcome(outcomes)

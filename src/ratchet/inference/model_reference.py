@@ -79,7 +79,7 @@ def _resolve_base(with_adapter: bool, layout: ProjectLayout, settings: Settings)
         update={"adapter": adapter, "base": card, "template": str(template) if template else None}
     )
     train = settings.train
-    weight_format = f"{train.base_form}, computed in {train.compute_dtype}, attention {train.attention}"
+    weight_format = f"{train.base_weight_format}, computed in {train.compute_dtype}, attention {train.attention}"
     model = ModelIdentity(kind="adapter" if with_adapter else "base", digest=digest, weight_format=weight_format)
     return ModelReference(model, start, digests.hash_file(template) if template else "")
 

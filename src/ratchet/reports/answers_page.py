@@ -10,7 +10,7 @@ from ratchet.evaluation.answer_analysis import AnswerAnalysis, LabelAnalysis, Li
 from ratchet.evaluation.metrics import OTHER
 from ratchet.reports import comparison_page, plots, run_page, verdict_page
 from ratchet.reports.forest_plot import format_significant
-from ratchet.reports.run_page import HOUSE_STYLE, STYLE
+from ratchet.reports.run_page import PAGE_STYLE, STYLE
 from ratchet.reports.verdict_page import Body, ReliabilityDiagramBin, render_reliability_diagram
 from ratchet.storage import files, html
 from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, tag
@@ -42,7 +42,7 @@ def render(analysis: AnswerAnalysis) -> str:
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
-    style = "".join(path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE))
+    style = "".join(path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE))
     return html.document(
         f"Answers of generation {analysis.answers.card.id}", style, _render_header(analysis), contents, main
     )

@@ -292,7 +292,7 @@ def render_facts(facts: Mapping[str, str]) -> Html:
 
 # The comparison page: one HTML file without external resources, complete without its script.
 
-HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
 NO_CURVES = "None of the runs has done a step."
 
@@ -331,7 +331,7 @@ def _render_document(title: str, header: Html, sections: Mapping[str, Sequence[H
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
+    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
     return html.document(title, style + more, header, contents, main, data, script=script)
 
 

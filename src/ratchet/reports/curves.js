@@ -1,5 +1,5 @@
-// Curves of trainings: along steps, tokens or time, smoothed, some hidden, read by pointer or arrow keys.
-// The pictures are in the page already, by step and as they are: without this script they stay so.
+// Interactive training curves: choice of x-axis, smoothing, visible runs, values by pointer or arrow keys.
+// The page has static plots by step: without this script they stay unchanged.
 (() => {
   "use strict";
   const source = document.getElementById("curves-data");
@@ -38,14 +38,14 @@
     return found;
   }
 
-  // Ticks of time stand at whole seconds, minutes or hours.
+  // Ticks of time are at whole seconds, minutes or hours.
   function along(axis, last, most) {
     if (axis !== "seconds") return ticks(0, last, most).map((value) => [value, compact(value)]);
     const unit = last < 120 ? 1 : last < 7200 ? 60 : 3600;
     return ticks(0, last / unit, most).map((value) => [value * unit, time(value * unit)]);
   }
 
-  // Exponential average, corrected for its beginning; gaps stay gaps.
+  // Exponential moving average with bias correction; gaps remain.
   function smoothed(values, weight) {
     if (!weight) return values;
     let sum = 0;
@@ -77,7 +77,7 @@
     const axis = choice.get("axis").value;
     const series = shown(chart, axis);
     const wide = Math.max(280, plot.clientWidth);
-    // The axis is that of all curves, shown or not, so that nothing jumps when one is hidden.
+    // The axis covers all curves, also hidden ones, so that hiding a curve does not rescale the plot.
     const last = Math.max(...chart.series.map((one) => sides[one.side][chart.on][axis].at(-1) || 0)) || 1;
     const x = (value) => LEFT + ((wide - LEFT - RIGHT) * value) / last;
     const y = (value) => HIGH - BOTTOM - (HIGH - TOP - BOTTOM) * Math.min(1, Math.max(0, (value - chart.low) / (chart.high - chart.low)));
@@ -105,7 +105,7 @@
       }
       for (const [step, tokens, seconds, words, sign] of sides[one.side].marks) {
         const at = x({ step, tokens, seconds }[axis]);
-        // Above each other where they would hide each other: a death and what follows it.
+        // Overlapping symbols are stacked.
         const level = Math.min(HIGHEST_SIGN, places.filter((other) => Math.abs(at - other) < SIGN_WIDTH).length);
         places.push(at);
         const mark = part("text", { x: at, y: HIGH - BOTTOM - 3 - SIGN_WIDTH * level, "text-anchor": "middle", class: `mark c${one.side % COLOURS}` }, sign);

@@ -1,4 +1,4 @@
-// Filters and pages of the flipped samples. All samples are in the page already: without this script they stand in a list.
+// Filters and pages of the flipped samples. The page has all samples: without this script it shows them as a list.
 (() => {
   "use strict";
   const PAGE = 10;
@@ -66,7 +66,7 @@
         if (by in node.dataset) values.set(node.dataset[by], (values.get(node.dataset[by]) || 0) + 1);
       }
       const sorted = [...values].sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1));
-      // A value may be empty text; what stands for all is no value.
+      // A value may be empty text, so "all" has no value and other values start with "=".
       select.replaceChildren(new Option(`all (${all.length})`, ""), ...sorted.map(([value, n]) => new Option(`${value} (${n})`, `=${value}`)));
       select.value = chosen;
     }
@@ -85,7 +85,7 @@
     const shown = found.slice(first, first + PAGE);
     list.replaceChildren(...shown.map((item) => item.node));
     status.textContent = found.length ? `${first + 1} to ${first + shown.length} of ${found.length}` : "No sample passes these filters.";
-    // A button that is disabled loses the focus, so they only say that they are.
+    // A disabled button would lose the focus, so aria-disabled is used instead.
     turns[0].setAttribute("aria-disabled", String(page === 0));
     turns[1].setAttribute("aria-disabled", String(page === pages - 1));
   }

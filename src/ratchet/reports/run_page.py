@@ -288,7 +288,7 @@ def render_registry(side: ComparisonSide) -> verdict_page.Body:
 
 # The page: one HTML file without external resources, complete without its script.
 
-HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
 
 def write(side: ComparisonSide, examination: RunEvaluation | None, origin: RunProvenance, target: Path) -> None:
@@ -325,7 +325,7 @@ def render(side: ComparisonSide, examination: RunEvaluation | None, origin: RunP
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
+    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
     data = curves.render_script_data(pictures, [side])
     title = f"Run {account.run_id}"
     return html.document(title, style + more + PART_STYLE, _render_header(side), contents, main, data, script=script)

@@ -47,7 +47,7 @@ class PairedSampleScores:
     metric: str
     against: ModelRole
     candidate: ModelRole
-    """`candidate` or `merged`: the compared form."""
+    """`candidate` or `merged`: the compared role."""
     graded: bool
     """Whether scores are graded instead of right and wrong."""
     scores: Mapping[str, tuple[float, float]]
@@ -102,16 +102,16 @@ def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleSc
     for against in REFERENCES:
         for metric in sorted(evidence.samples.get(against, {})):
             metric_value = find_metric(evidence.report, metric)
-            candidate = _compared_form(forms.get((metric, against), ""), metric, evidence)
+            candidate = _compared_role(forms.get((metric, against), ""), metric, evidence)
             if metric_value is None or candidate is None or metric_value.better == "unknown":
                 continue
             paired.append(_pair_metric(metric, metric_value, against, candidate, evidence))
     return sorted(paired, key=lambda one: (one.graded, (one.metric, one.against) not in forms))
 
 
-def _compared_form(compared: str, metric: str, evidence: GateEvidence) -> ModelRole | None:
-    """Return the form of the candidate that the gate compared, else the first that was scored."""
-    scored = evidence.scored_forms
+def _compared_role(compared: str, metric: str, evidence: GateEvidence) -> ModelRole | None:
+    """Return the role of the candidate that the gate compared, else the first that was scored."""
+    scored = evidence.scored_roles
     if compared:
         scored.sort(key=lambda who: (who == "merged") != (compared == "merged"))
     return next((who for who in scored if metric in evidence.samples.get(who, {})), None)

@@ -1,4 +1,4 @@
-// Sorting and filters of the table of trials. All trials are in the page already: without this script they stand by number.
+// Sorting and filters of the table of trials. The page has all trials: without this script they are sorted by number.
 (() => {
   "use strict";
   const box = document.getElementById("sweep");
@@ -19,7 +19,7 @@
   let column = 0;
   let upwards = true;
 
-  // Numbers before texts; what has nothing stands last, whichever way.
+  // Numbers before texts; missing values last in both directions.
   function compare(a, b) {
     const [one, other] = [a.cells[column], b.cells[column]];
     const [nothing, either] = [one === NOTHING || !one, other === NOTHING || !other];

@@ -390,7 +390,7 @@ def render_reproduction(report: SweepReport) -> Sequence[Html]:
 # The page: one HTML file without external resources, complete without its script. Callers draw the plots with
 # reports/sweep_plots.py; the page embeds them as SVG.
 
-HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
 
 PICTURES = {
     "history": ("Optimization history.", "Objective of each trial, and the best so far."),
@@ -449,7 +449,7 @@ def render(report: SweepReport, pictures: Mapping[str, bytes]) -> str:
     links = [tag("a", title, href=f"#{html.anchor(title)}") for title in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(title, body) for title, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
+    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
     title = f"Sweep {report.study}"
     head = render_header(report, saved)
     return html.document(title, style + more, head, contents, main, images=True, script=script)

@@ -130,7 +130,7 @@ def render_forgetting(report: EvaluationReport) -> Body:
 
 def render_labels(
     report: EvaluationReport,
-    forms: Sequence[ModelRole],
+    roles: Sequence[ModelRole],
     rows: Sequence[EvaluatedRow],
     answers: Mapping[ModelRole, Mapping[str, Sequence[str]]],
 ) -> Body:
@@ -143,7 +143,7 @@ def render_labels(
         answers: Answers of each model, by row id.
     """
     scores = report.scores
-    candidate = next((who for who in forms if scores[who].per_class), None)
+    candidate = next((who for who in roles if scores[who].per_class), None)
     if candidate is None:
         return "The answers are not labels."
     reference = next((who for who in ("champion", "base") if who in scores and scores[who].per_class), None)
@@ -259,7 +259,7 @@ def render_noise(evidence: GateEvidence) -> Body:
 
 def _describe_change(evidence: GateEvidence, metric: str) -> str:
     again = evidence.noise_samples.get(metric, {})
-    who = next((one for one in evidence.scored_forms if metric in evidence.samples.get(one, {})), None)
+    who = next((one for one in evidence.scored_roles if metric in evidence.samples.get(one, {})), None)
     first = evidence.samples[who][metric] if who else {}
     shared = [sample for sample in again if sample in first]
     return f"{sum(again[one].value != first[one].value for one in shared):,} of {len(shared):,}" if shared else NONE
@@ -277,7 +277,7 @@ def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
         "Model": tag("code", verdict.model_digest),
         "Adapter": tag("code", verdict.adapter_digest),
         "Base": tag("code", bundle.base_digest),
-        "Base loaded as": bundle.base_form or NONE,
+        "Base loaded as": bundle.base_weight_format or NONE,
         "Merged from": bundle.merge_base,
         "Data": tag("code", bundle.data_digest),
         "Champion": tag("code", verdict.champion_digest) if verdict.champion_digest else "none",
@@ -297,7 +297,7 @@ def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
         (who, scores.model_format, render_digest(scores.model_digest), render_digest(scores.contract))
         for who, scores in ((who, report.scores[who]) for who in WHO if who in report.scores)
     ]
-    content.append(html.table("Models scored", "tttt", ("model", "form", "digest", "contract"), rows))
+    content.append(html.table("Models scored", "tttt", ("model", "format", "digest", "contract"), rows))
     for fingerprint, contract in sorted(report.contracts.items()):
         contract_facts = _render_facts({name: tag("bdi", value) for name, value in _flatten_contract(contract)})
         content.append(tag("details", tag("summary", f"Contract {fingerprint[:12]}"), contract_facts))
@@ -567,7 +567,7 @@ def _describe_judge_result(judge_report: JudgeReport) -> Iterator[str]:
 
 # The page: one HTML file without external resources, complete without its script.
 
-HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "gate.css", "gate.js"))
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "gate.css", "gate.js"))
 
 ANSWER: dict[Decision, tuple[Outcome, str]] = {
     "PROMOTE": ("pass", "All rules pass: this model may be promoted."),
@@ -605,7 +605,7 @@ def write(
         "Flipped samples": sample_browser.render_samples(sample_browser.pair_scores(verdict, evidence), texts),
         "Metrics": render_metrics(evidence.report),
         "Forgetting": render_forgetting(evidence.report),
-        "Labels": render_labels(evidence.report, evidence.scored_forms, rows, answers),
+        "Labels": render_labels(evidence.report, evidence.scored_roles, rows, answers),
         "Export parity": render_forms(evidence.bundle),
         "Cost and floors": render_costs(evidence, verdict),
         **({"Judge": render_judge_results(evidence.report)} if evidence.report.judge_report is not None else {}),
@@ -615,7 +615,7 @@ def write(
     links = [tag("a", title, href=f"#{html.anchor(title)}") for title in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(title, body) for title, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
+    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
     title = f"{verdict.decision}: {verdict.run_id}"
     page = html.document(title, style + more, _render_header(verdict, evidence), contents, main, script=script)
     files.write_atomic(target, page)

@@ -103,7 +103,7 @@ def _build_bundle(
         merge_base=found.selected.merge_base,
         dtype=export.dtype,
         size_bytes=artifacts[0].size_bytes,
-        base_form=train.base_form,
+        base_weight_format=train.base_weight_format,
         parity=found.selected.parity,
         merge=found.merge,
         artifacts=tuple(artifacts),

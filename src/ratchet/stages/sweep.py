@@ -68,7 +68,7 @@ class SweepDisplay(Protocol):
         """Show the last state; nothing follows."""
 
 
-def sweep(
+def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     project: Project,
     *,
     workers: int = 1,

@@ -207,9 +207,9 @@ def test_changed_rows_or_a_missing_card_are_refused(project: MakeProject, capsys
     assert f"{DISTILLED}: the file changed since `ratchet select` wrote it" in made.refused(layout, capsys)
     distilled.write_bytes(whole)
     card.unlink()
-    assert "put distilled.jsonl.card.json there" in made.refused(layout, capsys)
+    assert "put distilled.jsonl.card.json next to the file" in made.refused(layout, capsys)
     card.write_text("{}", encoding="utf-8")
-    assert "is no card of `ratchet select`" in made.refused(layout, capsys)
+    assert "is not a card of `ratchet select`" in made.refused(layout, capsys)
     card.write_bytes(card_bytes)
     assert main(["--project", str(layout.root), "prepare"]) == 0
     said = capsys.readouterr().out

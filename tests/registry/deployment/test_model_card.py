@@ -12,7 +12,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import BaseScan, MergeParity, MergeReport, ModelBundle, ModelLineage, TaskScore
 from ratchet.storage.records.gate import ForcedPromotion
 
-FORMS = ("hf", "gguf/q8_0", "onnx/int8")
+FORMATS = ("hf", "gguf/q8_0", "onnx/int8")
 TASK = TaskScore(
     metric="exact_match", rows=200, value=0.925, reference=0.935, difference=-0.01, low=-0.04, high=0.02,
     same_answers=0.98,
@@ -32,9 +32,9 @@ def lineage(**about: object) -> ModelLineage:
 
 
 def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = None) -> ModelBundle:
-    few_bytes(root, "a", FORMS)
-    forms = [artifact(root, form) for form in FORMS]
-    forms[1] = forms[1].model_copy(update={
+    few_bytes(root, "a", FORMATS)
+    formats = [artifact(root, form) for form in FORMATS]
+    formats[1] = formats[1].model_copy(update={
         "task": TASK, "notes": ("ends at <|end|>, too",), "distance": distance().model_copy(update={"kl": 0.0123}),
     })  # fmt: skip
     parity = MergeParity(
@@ -42,8 +42,8 @@ def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = 
     )
     return ModelBundle(
         model_digest="1" * 64, adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, run_id="run",
-        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_form="nf4+dq uint8", merge=merge,
-        artifacts=tuple(forms), lineage=origin,
+        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_weight_format="nf4+dq uint8", merge=merge,
+        artifacts=tuple(formats), lineage=origin,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_the_card_has_each_form_with_its_figures_and_its_own_use(tmp_path: Path)
     assert cells(text, "`gguf/q8_0`") == [
         "`gguf/q8_0`", "q8\\_0", str(size), "0.0123", "100.00%", "0.925 (-0.01, -0.04 to +0.02)", "some runtime 1",
     ]  # fmt: skip
-    scores = [cells(text, f"`{form}`")[5] for form in FORMS]
+    scores = [cells(text, f"`{form}`")[5] for form in FORMATS]
     assert scores == ["no answers", "0.925 (-0.01, -0.04 to +0.02)", "no answers"]
     assert "exact\\_match on 200 test rows; base + adapter has 0.935" in text
     assert "- `gguf/q8_0`: ends at \\<\\|end\\|\\>, too\n" in text

@@ -179,7 +179,7 @@ def test_a_run_is_named_by_its_beginning(store: ReplicaStore, url: str) -> None:
 
 
 def test_without_any_replica_it_says_what_to_do() -> None:
-    with pytest.raises(SettingsError, match=r"Set machine\.replica"):
+    with pytest.raises(SettingsError, match=r"set machine\.replica"):
         replica_status(Machine(), True, None)
     with pytest.raises(
         SettingsError, match=r"--replica folder: without a / this is a run.*or write .* --replica /FOLDER"
@@ -195,7 +195,7 @@ def test_from_a_machine_without_a_project(
     assert main(["status", "--replica", url, "a1b"]) == 0
     assert "goodput     47.1%" in capsys.readouterr().out
     assert main(["status", "--replica"]) == 2
-    assert "Set machine.replica" in capsys.readouterr().err
+    assert "set machine.replica" in capsys.readouterr().err
 
 
 def remove(url: str, run: str | None = RUN) -> str:

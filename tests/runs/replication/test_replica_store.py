@@ -76,7 +76,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             yield folder(root, f"file://{root}")
         case "renaming":  # as with SFTP: a file system of fsspec on which things are written aside and renamed
             root.mkdir()
-            monkeypatch.setattr("ratchet.runs.replication.store.FOLDER", ())
+            monkeypatch.setattr("ratchet.runs.replication.store.LOCAL_SCHEMES", ())
             yield folder(root, f"local://{root}")
         case "memory":  # stands in for the stores in which an object is there complete or not at all
             monkeypatch.setattr("ratchet.config.machine.UNUSABLE_REPLICA_SCHEMES", set())

@@ -202,7 +202,7 @@ def test_a_damaged_result_is_passed_over_and_the_run_resumes_from_its_checkpoint
 def test_an_outage_is_reported_at_its_beginning_and_end_and_everything_arrives(
     tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicator, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(replicator, "RETRY_TIMEOUT_S", 0.1)
     first = node("first").acquire()
     first.save(2)
     first.wait_until_replicated()

@@ -37,7 +37,7 @@ def test_progress_of_a_fetch_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path, "first", 2)
-    monkeypatch.setattr(restore, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(restore, "REPORT_INTERVAL_S", 0.0)
     second = trained(tmp_path, "second")
     total = sum(path.stat().st_size for path in second.paths.checkpoint(2).iterdir() if path.name != "manifest.json")
     told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the replica" in line]

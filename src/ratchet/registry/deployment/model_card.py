@@ -96,7 +96,7 @@ def _merge(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     weights = bundle.merge.adapters if bundle.merge is not None else {}
     if any(weight != 1 for weight in weights.values()) or len(weights) > 1:
         yield "Adapters merged", ", ".join(f"`{sha}` x {weight:g}" for sha, weight in sorted(weights.items()))
-    storage = f" (stored in training as {bundle.base_form})" if bundle.base_form else ""
+    storage = f" (stored in training as {bundle.base_weight_format})" if bundle.base_weight_format else ""
     yield "Merged into", escape_markdown(f"the {bundle.merge_target}{storage}, stored in {bundle.dtype}")
     parity = bundle.parity
     yield (

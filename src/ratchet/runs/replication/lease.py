@@ -304,9 +304,8 @@ class ReplicaLease:
             self._write_claim("waiting")
         finally:
             self._store.remove([marker])
-        if (
-            read_clock_s() - began_s > self._lease_s / 2
-        ):  # another process may have treated this one as gone, and missed its token
+        # Another process may have treated this one as gone, and missed its token.
+        if read_clock_s() - began_s > self._lease_s / 2:
             raise _InterruptedClaimError
 
     def _await_turn(

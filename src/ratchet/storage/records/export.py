@@ -202,7 +202,7 @@ class ModelBundle(Record):
     """Size of the merged model (`hf`), in bytes."""
     parity: MergeParity
     """Parity of the merged model."""
-    base_form: str = ""
+    base_weight_format: str = ""
     """Storage of the base's weights in training, e.g. `nf4+dq uint8`, `none`."""
     merge: MergeReport | None = None
     """None in bundles of earlier versions; so are the following fields."""
@@ -217,7 +217,7 @@ class ModelBundle(Record):
     def merge_target(self) -> str:
         """Base that the adapter was merged into, for display."""
         own = self.lineage.base.quantization if self.lineage else None
-        return "base" if self.base_form == "none" and own is None else f"{self.merge_base} base"
+        return "base" if self.base_weight_format == "none" and own is None else f"{self.merge_base} base"
 
     def artifact(self, name: str) -> ExportArtifact | None:
         """Return one format by name; None if it was not exported."""
