@@ -14,11 +14,11 @@ from torch.nn import functional
 from ratchet.config.sweep import Direction
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
-from ratchet.gate import finalists
-from ratchet.gate.finalists import FinalistComparator, FinalistScores
 from ratchet.models import scoring
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, compute_all_logits
+from ratchet.quality_gate import finalists
+from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.storage.records.sweep import SweepObjective
 
 LEVEL = 0.025

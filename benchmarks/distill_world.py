@@ -29,7 +29,7 @@ from ratchet.config.train import DistillSettings, Train
 from ratchet.data import splits, token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.device import Model
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.stages.base import base
 from ratchet.stages.generate import generate
@@ -171,7 +171,7 @@ def with_base_of(other: ProjectLayout, folder: Path) -> None:
 
 def trained(layout: ProjectLayout, settings: Settings) -> Path:
     """The adapter of a run: the worker's own code, in this process."""
-    run = Run.open(layout.runs, build_run_spec(layout, settings))
+    run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
     try:
         if not run.paths.is_finished():
             build_launch(layout, settings).save(run.paths.launch)

@@ -26,11 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from ratchet.config.gate import ExportParityRule
 from ratchet.errors import RatchetError
-from ratchet.export import huggingface
-from ratchet.export.gguf import writer
-from ratchet.export.onnx import exporter
-from ratchet.export.verification.divergence import measure_distance
-from ratchet.export.verification.parity import TorchRuntime
+from ratchet.exporters import huggingface
+from ratchet.exporters.gguf import writer
+from ratchet.exporters.onnx import exporter
+from ratchet.exporters.verification.divergence import measure_distance
+from ratchet.exporters.verification.parity import TorchRuntime
 from ratchet.models import base_model
 from ratchet.models.runtimes import llama, tokenizer_probes
 from ratchet.models.runtimes import onnx as onnx_runtime

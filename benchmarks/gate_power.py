@@ -25,7 +25,7 @@ from gate_worlds import Draw, answers, conversations, decide, improve, keep, nat
 from report import finish
 from report_rows import Row, at_most, told
 
-from ratchet.gate.paired_test import PairedScores
+from ratchet.quality_gate.paired_test import PairedScores
 
 ALPHA = 0.05
 CASES, CASES_QUICK = 2000, 300

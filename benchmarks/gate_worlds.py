@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule
 from ratchet.evaluation.metrics import SHARE
-from ratchet.gate.decision import decide_verdict
-from ratchet.gate.evidence import GateEvidence
-from ratchet.gate.paired_test import PairedScores
+from ratchet.quality_gate.decision import decide_verdict
+from ratchet.quality_gate.evidence import GateEvidence
+from ratchet.quality_gate.paired_test import PairedScores
 from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole, ModelScores, SampleScore
 from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision

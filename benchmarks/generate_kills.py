@@ -100,7 +100,7 @@ class Trial:
             return set()
         found = {event.data["index"] for event in JournalReader(root / "ledger.jsonl").read()}
         for shard in root.glob(f"shards/shard-*/{ANSWERS}"):
-            found |= {json.loads(line)["place"] for line in shard.read_bytes().splitlines()}
+            found |= {json.loads(line)["index"] for line in shard.read_bytes().splitlines()}
         return found
 
     def is_finished(self) -> bool:

@@ -19,8 +19,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from ratchet.config.train import Train
-from ratchet.export.merge import merger
-from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
+from ratchet.exporters.merge import merger
+from ratchet.exporters.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.models import adapters
 from ratchet.models.memory import capacity
 from ratchet.storage.records.base import BaseCard

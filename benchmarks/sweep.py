@@ -47,7 +47,7 @@ from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, Spli
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
@@ -154,7 +154,7 @@ def train(layout: ProjectLayout, settings: Settings) -> Take:
     """One supervised run from its beginning to its end, by the wall clock of this process."""
     launch = build_launch(layout, settings)
     begun = time.time()
-    run = Run.open(layout.runs, build_run_spec(layout, settings))
+    run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
     try:
         supervise(run, launch, (), "benchmark")
     finally:

@@ -88,7 +88,7 @@ def _cpu_s_of_worker() -> float:
 def ours(project: Path) -> Told:
     """A supervised run, read from its journal."""
     from ratchet.config import params_file
-    from ratchet.runs.directory import Run
+    from ratchet.runs.directory import RunDirectory
     from ratchet.runs.journal import JournalReader
     from ratchet.runs.supervisor import supervise
     from ratchet.storage.layout import ProjectLayout
@@ -96,7 +96,7 @@ def ours(project: Path) -> Told:
 
     layout = ProjectLayout(project)
     settings = params_file.load(layout.params)
-    run = Run.open(layout.runs, build_run_spec(layout, settings))
+    run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
     meter = Meter()
     try:
         supervise(run, build_launch(layout, settings), (meter,), "benchmark")

@@ -81,5 +81,5 @@ def test_an_extension_that_cannot_be_imported_says_why(tmp_path: Path, monkeypat
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[ratchet.metrics]\nbroken = no_such_module:score\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SettingsError, match="broken .*cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(SettingsError, match=r"broken .*cannot be imported: ModuleNotFoundError"):
         extensions.load_extension("ratchet.metrics", "broken", "evaluate.metrics")

@@ -96,7 +96,7 @@ def settings(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, A
 def paths(owner: Any, root: Path) -> dict[str, str]:
     """Paths below a project or run directory, by the property that names them."""
     found = {}
-    for name, member in inspect.getmembers(type(owner), lambda member: isinstance(member, property)):
+    for name, _ in inspect.getmembers(type(owner), lambda member: isinstance(member, property)):
         if isinstance(value := getattr(owner, name), Path) and value.is_relative_to(root):
             found[name] = str(value.relative_to(root))
     return found

@@ -54,7 +54,9 @@ def prepare(project: Project) -> DatasetCard:
 
 
 def train(
-    project: Project, overrides: Overrides | None = None, callbacks: Sequence[Callable[[Run], RunCallback]] = ()
+    project: Project,
+    overrides: Overrides | None = None,
+    callbacks: Sequence[Callable[[Run], RunCallback]] = (),
 ) -> Run:
     """Fine-tune under supervision, or resume the run if it was interrupted.
 

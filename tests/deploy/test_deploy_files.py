@@ -1,4 +1,4 @@
-"""Files of deploy/: read as their tools read them; settings, verbs and variables in them exist."""
+"""Files of deploy/: their tools can parse them; settings, commands and variables in them exist."""
 
 import os
 import re
@@ -31,21 +31,21 @@ GRACE_S = Settings().machine.grace_period_s
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Word and rest of each line of the Dockerfile, without comments, continued lines joined."""
+    """Instruction and arguments of each line of the Dockerfile, without comments, with continued lines joined."""
     lines = "\n".join(line for line in TEXTS["Dockerfile"].splitlines() if not line.startswith("#"))
     found = [line.split(maxsplit=1) for line in lines.replace("\\\n", " ").splitlines() if line.strip()]
     return [(word, rest) for word, rest in found]
 
 
 def is_setting(path: str) -> bool:
-    """Whether `machine.replica` and the like is a setting."""
+    """Whether a name such as `machine.replica` is a setting."""
     section, _, name = path.partition(".")
     there = getattr(Settings(), section, None)
     return there is not None and name in type(there).model_fields
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_settings_verbs_and_variables_that_are_named_exist(name: str) -> None:
+def test_settings_commands_and_variables_in_the_files_exist(name: str) -> None:
     text = TEXTS[name]
     assert [path for path in re.findall(r"\bmachine\.[a-z_]+", text) if not is_setting(path)] == []
     verbs = set(re.findall(r"(?:exec |`|^  )ratchet ([a-z]+)\b", text, re.MULTILINE))
@@ -77,7 +77,7 @@ def test_the_image_has_the_torch_and_the_extras_of_the_project() -> None:
     assert all(f"\n{extra} = [" in project for extra in defaults["EXTRAS"].split(","))
 
 
-def test_composed_services_wait_for_services_that_are_there_and_can_tell_when_they_are_ready() -> None:
+def test_composed_services_wait_for_existing_services_with_health_checks() -> None:
     services = COMPOSE["services"]
     for name, service in services.items():
         for other, wanted in service.get("depends_on", {}).items():
@@ -123,7 +123,7 @@ def test_mlflow_reads_the_variables_that_it_is_given() -> None:
     assert given - known == {"MLFLOW_DISABLE_TELEMETRY"}
 
 
-def test_passwords_are_asked_for_and_none_is_written_down() -> None:
+def test_passwords_are_required_and_none_is_in_the_files() -> None:
     asked = set(re.findall(r"\$\{(\w+_PASSWORD):\?", TEXTS["compose.yaml"]))
     assert set(re.findall(r"^(\w+)=$", TEXTS["env.example"], re.MULTILINE)) == asked
     for text in TEXTS.values():
@@ -131,7 +131,7 @@ def test_passwords_are_asked_for_and_none_is_written_down() -> None:
             assert value.startswith(("$", '"$')) or value == "null", f"{name} is written down"
 
 
-def test_all_give_a_run_more_time_to_end_than_it_takes() -> None:
+def test_all_grace_periods_exceed_the_shutdown_time() -> None:
     assert int(COMPOSE["services"]["trainer"]["stop_grace_period"].removesuffix("s")) > GRACE_S + 30
     pod = KUBERNETES["Job"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > GRACE_S + 30
@@ -139,7 +139,7 @@ def test_all_give_a_run_more_time_to_end_than_it_takes() -> None:
     assert found is not None and int(found[1]) > GRACE_S + 30
 
 
-def test_the_job_tells_exit_codes_apart() -> None:
+def test_the_job_distinguishes_exit_codes() -> None:
     rules = KUBERNETES["Job"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert by_code == {errors.EXIT_INTERRUPTED: "Ignore", errors.EXIT_INPUT: "FailJob"}
@@ -148,7 +148,7 @@ def test_the_job_tells_exit_codes_apart() -> None:
     assert errors.EXIT_INTERRUPTED in SKY["resources"]["job_recovery"]["recover_on_exit_codes"]
 
 
-def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None:
+def test_the_job_uses_the_address_of_its_service_and_its_priority() -> None:
     spec = KUBERNETES["Job"]["spec"]
     name, pod = KUBERNETES["Job"]["metadata"]["name"], spec["template"]["spec"]
     assert pod["subdomain"] == KUBERNETES["Service"]["metadata"]["name"]
@@ -173,7 +173,7 @@ def executable(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, project: ProjectLayout) -> dict[str, str]:
-    """Commands of Slurm with this machine as both nodes; `ratchet` records where it was started."""
+    """Fake Slurm commands with this machine as both nodes; `ratchet` records where it was started."""
     commands = tmp_path / "bin"
     commands.mkdir()
     executable(

@@ -1,4 +1,4 @@
-"""Alert rules and the dashboard, in a real Prometheus: that fetches from a real run with faults, and from made ones."""
+"""Alert rules and the dashboard in a real Prometheus, with data of a real run with faults and of made-up runs."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def test_alerts_fire_at_their_thresholds_and_not_below() -> None:
     assert used[0] == used[1]
 
 
-def test_every_name_is_a_metric_of_ours_and_nearly_every_metric_is_used() -> None:
+def test_every_name_is_a_known_metric_and_nearly_every_metric_is_used() -> None:
     used = set()
     for expression in (*EXPRESSIONS.values(), *(rule["expr"] for rule in ALERTS.values())):
         for name in names_in(expression):
@@ -56,7 +56,7 @@ def test_the_documentation_lists_every_metric_and_every_alert() -> None:
     assert re.findall(r"^\| (Ratchet\w+) \|", text, re.MULTILINE) == list(ALERTS)
 
 
-def test_names_and_units_are_as_prometheus_wants_them() -> None:
+def test_names_and_units_follow_prometheus_conventions() -> None:
     for name, metric in METRICS.items():
         assert re.fullmatch(r"ratchet(_[a-z]+)+", name)
         assert name.endswith("_total") == (metric.kind == "counter"), name
@@ -64,7 +64,7 @@ def test_names_and_units_are_as_prometheus_wants_them() -> None:
         assert metric.help and not metric.help.endswith(".")
 
 
-def test_the_dashboard_is_one_that_grafana_draws() -> None:
+def test_the_dashboard_is_valid_for_grafana() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()

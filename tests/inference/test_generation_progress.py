@@ -14,7 +14,7 @@ from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference import output
 from ratchet.inference.answer_shards import AnswerLedger
 from ratchet.inference.spec import CARD, GenerationAnswer, GenerationCard, GenerationPaths, GenerationStart
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.supervisor import supervise
 from ratchet.stages import generate
@@ -43,7 +43,7 @@ def answers(paths: GenerationPaths, *places: int, seal: int = 0) -> None:
     ledger.close()
 
 
-def stopped(run: Run, settings: Settings) -> str:
+def stopped(run: RunDirectory, settings: Settings) -> str:
     start = GenerationStart(machine=settings.machine, generate=settings.generate, train=settings.train, path="")
     with pytest.raises(InterruptedRunError) as caught:
         supervise(run, start, [], "1", Asking())  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def stopped(run: Run, settings: Settings) -> str:
 
 def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
     layout = ProjectLayout(tmp_path)
-    run = Run.open(layout.generations, fake_answers.spec())
+    run = RunDirectory.open(layout.generations, fake_answers.spec())
     paths = GenerationPaths(run.paths.root)
     assert stopped(run, Settings()).endswith("stopped on request; run it again to resume (0 answers are kept)")
     run.journal.attempt = 1

@@ -49,7 +49,7 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     assert said.rstrip().endswith(f"more: ratchet report {output}")
     assert main([*words, "report", str(output)]) == 0
     said = capsys.readouterr().out
-    assert "among 2 answers to a prompt" in said
+    assert "of 2 answers per prompt" in said
     assert "mean average precision" in said
     assert "error rate by topic" in said
     [page] = layout.pages.glob("answers-*.html")

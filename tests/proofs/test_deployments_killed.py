@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deployable import SETTINGS, promoted
+from promoted_models import SETTINGS, promote_fake_model
 from ratchet.registry.deployment.release import DeploymentDirectory
 from ratchet.stages.deploy import DeployOptions, check_release, deploy
 from ratchet.stages.project import Project
@@ -35,18 +35,18 @@ def old_one(layout: ProjectLayout, served: Path) -> None:
 
 
 def nothing(layout: ProjectLayout, served: Path) -> None:
-    promoted(layout, "a")
+    promote_fake_model(layout, "a")
 
 
 def one(layout: ProjectLayout, served: Path) -> None:
     nothing(layout, served)
     first(layout, served)
-    promoted(layout, "b")
+    promote_fake_model(layout, "b")
 
 
 def four(layout: ProjectLayout, served: Path) -> None:
     for model in "abcd":
-        promoted(layout, model)
+        promote_fake_model(layout, model)
         first(layout, served)
 
 

@@ -31,14 +31,14 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedFileError
-from ratchet.export import conversion
-from ratchet.export.merge import merger
+from ratchet.exporters import conversion
+from ratchet.exporters.merge import merger
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ModelBundle
 
-PACKAGES = ("export", "models")
+PACKAGES = ("exporters", "models")
 
 
 def test_every_form_is_run_and_is_the_model_that_was_trained(

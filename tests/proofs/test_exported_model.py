@@ -12,7 +12,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
-from ratchet.export import huggingface
+from ratchet.exporters import huggingface
 from ratchet.models import adapter_format, adapters, base_model, loading
 from ratchet.stages import evaluate, export
 from ratchet.stages.project import Project
@@ -22,7 +22,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
 
-PACKAGES = ("stages", "export")
+PACKAGES = ("stages", "exporters")
 ADDED = ("<ticket>", "number forty-two")
 SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 
 import small_bases as small
 
-PACKAGES = ("export",)
+PACKAGES = ("exporters",)
 MIB = 2**20
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
 import small_bases as small
-from ratchet.export.merge import merger
+from ratchet.exporters.merge import merger
 from ratchet.models.memory import capacity
 
 for quantization in ("none", "nf4"):

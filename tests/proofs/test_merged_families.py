@@ -17,7 +17,7 @@ from merging_cases import (
 )
 from ratchet.models import model_spec
 
-PACKAGES = ("export",)
+PACKAGES = ("exporters",)
 FAMILIES = sorted(families.FAMILIES.keys() - {"mamba"})
 SOME = ["falcon", "gemma2", "gpt2", "mixtral"]
 

@@ -10,7 +10,7 @@ from init_cases import (
 )
 from ratchet.config.gate import AboveChanceRule, ExportParityRule, MustImproveRule, MustNotRegressRule
 from ratchet.data import splits
-from ratchet.gate.statistics import required_pairs
+from ratchet.quality_gate.statistics import required_pairs
 
 PACKAGES = ("stages",)
 

@@ -21,9 +21,9 @@ from onnx_export_cases import (
     rows,
     written,
 )
-from ratchet.export.onnx import exporter
+from ratchet.exporters.onnx import exporter
 
-PACKAGES = ("export", "models")
+PACKAGES = ("exporters", "models")
 CASES = [
     (1, 1, 0, ()), (1, 2, 0, ()), (3, 7, 0, ()), (2, 33, 0, ()), (2, 30, 3, (7,)), (3, 41, 2, (33, 40)),
     (1, 4, 0, (1, 2, 3)),
@@ -52,7 +52,7 @@ def test_another_process_writes_the_same_bytes_and_no_file_knows_the_machine(exp
     source, target = exported("llama")
     again = tmp_path / "elsewhere"
     code = (
-        "import sys; from pathlib import Path; from ratchet.export.onnx import exporter as onnx\n"
+        "import sys; from pathlib import Path; from ratchet.exporters.onnx import exporter as onnx\n"
         "onnx.write_onnx(Path(sys.argv[1]), Path(sys.argv[2]), 'fp32', lambda *_: None)"
     )
     done = subprocess.run(

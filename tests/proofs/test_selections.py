@@ -26,7 +26,7 @@ PACKAGES = ("inference", "stages")
 WORDS = st.sampled_from(["yes", "no", "no ", "maybe 4", "4", ""])
 ANSWERS = st.tuples(WORDS, st.sampled_from(["stop", "length"]), st.sampled_from([None, -0.5, -0.25]))
 KNOBS = st.fixed_dictionaries(
-    {}, optional={"agreement": st.sampled_from([0.3, 0.5, 1.0]), "max_per_prompt": st.integers(1, 3),
+    {}, optional={"min_agreement": st.sampled_from([0.3, 0.5, 1.0]), "max_per_prompt": st.integers(1, 3),
                   "answer_format": st.sampled_from(["json", "[a-z]+"]), "finish_reasons": st.just(["stop", "length"])}
 )  # fmt: skip
 
@@ -67,7 +67,9 @@ def test_the_same_answers_give_the_same_bytes_and_every_answer_is_accounted_for(
 @pytest.mark.usefixtures("calm")
 def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = generations.chat_directory(tmp_path / "teacher")
-    settings_ = made.settings_of({"finish_reasons": ["stop", "length"], "agreement": 0.3}, samples=3, temperature=0.9)
+    settings_ = made.settings_of(
+        {"finish_reasons": ["stop", "length"], "min_agreement": 0.3}, samples=3, temperature=0.9
+    )
     settings_ = generations.with_generate(settings_, max_new_tokens=4, extra_fields=["area"], labels=["wet", "hot"])
     layout = made.project(tmp_path / "project", settings_.model_copy(update={"machine": generations.SETTINGS.machine}))
     prompts = made.write_lines(tmp_path / "p.jsonl", [one | {"area": 7, "answer": "wet"} for one in PROMPTS])

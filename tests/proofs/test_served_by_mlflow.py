@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from chat_model import probes_of_hf, write_model
-from deployable import NAME, keep
+from promoted_models import NAME, store_fake_model
 from ratchet.registry.model_store import KIND
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -56,7 +56,7 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     torch.set_num_threads(1)
     source = tmp_path / "source"
     write_model(source / "hf", 1, begins=True)
-    bundle = keep(tracked_project, source, ("hf",))
+    bundle = store_fake_model(tracked_project, source, ("hf",))
     folder = tracked_project.promoted_model(bundle.model_digest)
     registry = MlflowModelRegistry(tracked_project, NAME)
     registry.set_champion(registry.ensure_version(bundle.model_digest, folder, "run", {}), None)

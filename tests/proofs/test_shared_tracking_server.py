@@ -172,5 +172,7 @@ def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: ProjectL
     assert done.returncode == 0, done.stdout + done.stderr
     assert nobody in done.stderr
     assert layout.train_report.exists()
-    with pytest.raises(TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*it sends what a run lacks from its journal"):
+    with pytest.raises(
+        TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*it sends what a run lacks from its journal"
+    ):
         MlflowTracker(layout, "model", nobody).find("2" * 16)

@@ -1,4 +1,4 @@
-"""One hook and one event: real servers on loopback that fail as servers do, and real programs."""
+"""One hook and one event: real servers on loopback with realistic failures, and real programs."""
 
 import hashlib
 import hmac
@@ -39,7 +39,7 @@ def event(tmp_path: Path) -> Path:
 
 
 def tell(hook: HookSettings, event: Path) -> tuple[hooks.HookResult, list[float]]:
-    """Without waiting: the waits are returned."""
+    """Send without waiting, and return the waits."""
     waits: list[float] = []
     return hooks.send_event(hook, event, event.parents[1], waits.append), waits
 
@@ -144,8 +144,8 @@ def test_retry_after_sets_the_wait_within_limits(
     assert least <= wait <= most
 
 
-def test_a_stalling_server_is_given_up_at_the_deadline(serve: Serve, event: Path) -> None:
-    """It sends a byte now and then, so that no single read takes long."""
+def test_a_stalling_server_times_out(serve: Serve, event: Path) -> None:
+    """The server sends single bytes, so that no read times out."""
     receiver = serve(0, 200)
     outcome, _ = tell(HookSettings(webhook=receiver.url, timeout_s=1.5), event)
     assert outcome == hooks.HookResult(True, UNSIGNED, 2)

@@ -1,4 +1,4 @@
-"""The ledger: whatever is done to it is noticed, and the line is named."""
+"""The ledger: every change is detected, and its line is named."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_an_event_is_added_once(path: Path) -> None:
 
 
 def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
-    """The recipe of docs/promotion.md."""
+    """The commands in docs/promotion.md verify the chain."""
     recipe = (
         """sed 's/"digest":"[0-9a-f]*",//' "$1" | while IFS= read -r line; do printf %s "$line" | sha256sum; done"""
     )

@@ -1,4 +1,4 @@
-"""Lineage and bill of materials: what they hold, what they must not hold, and that equal inputs give equal bytes."""
+"""Lineage and bill of materials: contents, secrets that they must not contain, and equal bytes for equal inputs."""
 
 import json
 from importlib.metadata import version
@@ -58,7 +58,7 @@ def contents(**changes: Any) -> SbomContents:
 
 @pytest.fixture(scope="module")
 def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bill of the plain contents."""
+    """The bill of materials of the plain contents."""
     path = tmp_path_factory.mktemp("bill") / "sbom.json"
     assert lineage.write_sbom(contents(), path) == digests.hash_file(path)
     return path

@@ -40,7 +40,7 @@ def told(root: Path) -> list[str]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Give other processes a minute."""
+    """Wait up to a minute for other processes."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it does not happen"
@@ -63,7 +63,7 @@ def test_events_are_delivered_in_order_and_once(tmp_path: Path, box: Path) -> No
     assert format_delivery(delivery) == "command sh: delivered (exit code 0)"
 
 
-def test_an_event_holds_all_fields(box: Path) -> None:
+def test_an_event_contains_all_fields(box: Path) -> None:
     name = put(box, 7, COUNT, action="rollback")
     assert json.loads((box / name / "event.json").read_bytes()) == {
         "id": "event-7", "line": 7, "action": "rollback", "time": "2026-01-01T00:00:00+00:00", "project": "project",
@@ -112,8 +112,8 @@ def test_delivery_survives_a_kill_of_its_starter(tmp_path: Path, box: Path) -> N
         assert told(tmp_path) == ["event-1", "event-1"]  # both hooks, each once
 
 
-def test_after_a_kill_before_the_mark_the_hook_gets_the_same_id_again(tmp_path: Path, box: Path) -> None:
-    """The gap that no sender can close: receivers know an id that they have seen."""
+def test_after_a_kill_before_the_result_the_hook_gets_the_same_id_again(tmp_path: Path, box: Path) -> None:
+    """No sender can close this gap, so receivers recognize ids."""
     once = HookSettings(
         command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt; test -e wait && cat wait; true"), retries=0
     )
@@ -151,7 +151,7 @@ def test_a_failed_delivery_is_reported_with_its_log(tmp_path: Path, box: Path) -
     assert "IsADirectoryError" in (box / "delivery.log").read_text()
 
 
-def test_the_key_is_kept_nowhere(tmp_path: Path, box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_stored_nowhere(tmp_path: Path, box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_WEBHOOK_KEY", "hunter2-hunter2")
     put(box, 1, HookSettings(webhook="http://127.0.0.1:9/", retries=0), COUNT)
     assert outbox.deliver_pending(box, tmp_path) is None
@@ -159,6 +159,6 @@ def test_the_key_is_kept_nowhere(tmp_path: Path, box: Path, monkeypatch: pytest.
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 
 
-def test_a_hook_is_the_same_when_its_patience_changes() -> None:
+def test_a_hook_keeps_its_key_when_its_timeout_changes() -> None:
     assert hooks.hook_key(COUNT) == hooks.hook_key(COUNT.model_copy(update={"timeout_s": 1.0, "retries": 3}))
     assert hooks.hook_key(COUNT) != hooks.hook_key(HookSettings(command=("sh",)))

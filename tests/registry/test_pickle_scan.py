@@ -1,4 +1,4 @@
-"""Pickles that would run a program are found in every place, and none is run."""
+"""Pickles that would run a program are found everywhere, and none is run."""
 
 import gzip
 import io
@@ -42,7 +42,7 @@ class Program:
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A file that is there once a planted program has run."""
+    """A file that exists after a planted program has run."""
     return tmp_path / "it ran"
 
 
@@ -107,7 +107,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], bytes]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_planted_program_is_found_named_and_not_run(tmp_path: Path, trap: Path, place: str) -> None:
+def test_a_planted_program_is_found_and_not_run(tmp_path: Path, trap: Path, place: str) -> None:
     name, content = PLACES[place]
     folder = tmp_path / "model"
     (folder / name).parent.mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_a_planted_program_is_found_named_and_not_run(tmp_path: Path, trap: Path
 
 
 def clean(folder: Path) -> Path:
-    """A model with the files that lie about in published ones."""
+    """A model with additional files that published models often contain."""
     folder.mkdir()
     save_file({"w": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
     weights = {"a": torch.arange(5000).float(), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -189,8 +189,8 @@ def test_stage_base_refuses_before_anything_is_opened(project: ProjectLayout, tr
     assert not project.base.exists()
 
 
-def test_findings_of_stage_base_are_kept_beside_the_card(tmp_path: Path) -> None:
-    """Pickles that are harmless stop nothing, and are on record even when they were converted."""
+def test_the_scan_of_stage_base_is_stored_next_to_the_card(tmp_path: Path) -> None:
+    """Harmless pickles are accepted and recorded, even if they were converted."""
     layout = tiny_project.write(tmp_path / "project")
     base.base(Project.from_parts(layout, tiny_project.SETTINGS))
     assert pickle_scan.load_scan(layout.base) is None  # the tiny base came from nowhere

@@ -15,7 +15,7 @@ from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, LockHeldError, StorageError
 from ratchet.runs import directory
-from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
 
@@ -90,18 +90,18 @@ def test_run_id_survives_saving_and_is_the_same_in_every_process(tmp_path: Path)
 
 
 def test_opening_makes_the_directory_and_opening_again_continues_it(tmp_path: Path) -> None:
-    run = Run.open(tmp_path / "runs", spec())
+    run = RunDirectory.open(tmp_path / "runs", spec())
     run.journal.append("notice", text="first")
     assert run.paths.root == tmp_path / "runs" / spec().run_id
     assert run.paths.checkpoints.is_dir()
     assert RunSpec.load(run.paths.spec) == spec()
     assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
-    other = Run.open(tmp_path / "runs", spec(data="e" * 64))  # two different runs are open at once
+    other = RunDirectory.open(tmp_path / "runs", spec(data="e" * 64))  # two different runs are open at once
     assert other.paths.root != run.paths.root
     other.close()
     run.close()
     run.paths.format.unlink()  # as in the first format
-    again = Run.open(tmp_path / "runs", spec())
+    again = RunDirectory.open(tmp_path / "runs", spec())
     again.journal.append("notice", text="second")
     again.close()
     events = [json.loads(line)["text"] for line in run.paths.journal.read_text().splitlines()]
@@ -113,24 +113,24 @@ def test_a_run_that_somebody_trains_is_refused_and_nothing_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "LOCK_WAIT_S", 0.1)
-    with_lock = Run.open(tmp_path, spec())
+    with_lock = RunDirectory.open(tmp_path, spec())
     scratch = with_lock.paths.root / f"{files.PARTIAL}result-1"
     scratch.mkdir()
     with pytest.raises(LockHeldError, match=rf"run {spec().run_id} is in use by process {os.getpid()}"):
-        Run.open(tmp_path, spec())
+        RunDirectory.open(tmp_path, spec())
     assert scratch.is_dir()
     with_lock.close()
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     assert not scratch.exists()
 
 
 def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     paths = RunPaths(tmp_path / spec().run_id)
     spec(Train.model_validate({"rank": 8, "early_stopping": {"patience": 2}})).save(paths.spec)
     for _ in range(2):  # the lock is given back each time
         with pytest.raises(DamagedFileError, match=r"differs in train\.early_stopping\.patience, train\.rank; move"):
-            Run.open(tmp_path, spec())
+            RunDirectory.open(tmp_path, spec())
 
 
 FORMAT_SAYS = r"format\.json: unreadable; if this version of ratchet wrote the run, remove the file"
@@ -142,21 +142,21 @@ FORMAT_SAYS = r"format\.json: unreadable; if this version of ratchet wrote the r
     + [("format.json", content, FORMAT_SAYS) for content in (b"", b"{", b"[]", b"{}", b"null", b"\xff")],
 )
 def test_unreadable_file_of_a_run_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     path = tmp_path / spec().run_id / name
     assert path.is_file()
     path.write_bytes(content)
     with pytest.raises(DamagedFileError, match=says):
-        Run.open(tmp_path, spec())
+        RunDirectory.open(tmp_path, spec())
 
 
 def test_opening_clears_what_dead_writers_left(tmp_path: Path) -> None:
-    run = Run.open(tmp_path, spec())
+    run = RunDirectory.open(tmp_path, spec())
     run.close()
     for folder in (run.paths.root, run.paths.checkpoints):
         (folder / ".partial-x-1").mkdir()
         (folder / ".partial-x-1" / "half").write_bytes(b"half")
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     assert list(tmp_path.rglob(".partial-*")) == []
 
 
@@ -191,7 +191,7 @@ def test_a_run_is_finished_when_its_result_is_sealed_and_whole(tmp_path: Path) -
 
 @pytest.mark.parametrize("found", [3, 99, "3"])
 def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: object) -> None:
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     paths = RunPaths(tmp_path / spec().run_id)
     paths.format.write_text(json.dumps({"format": found, "more": 1}))
     (paths.root / ".partial-of-the-newer").touch()
@@ -199,12 +199,12 @@ def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: obj
     with pytest.raises(
         DamagedFileError, match=rf"newer version of ratchet \(format {found}; this version reads up to 2\); use that"
     ):
-        Run.open(tmp_path, spec())
+        RunDirectory.open(tmp_path, spec())
     assert sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file()) == before
 
 
 def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> None:
-    Run.open(tmp_path, spec()).close()
+    RunDirectory.open(tmp_path, spec()).close()
     paths = RunPaths(tmp_path / spec().run_id)
     raw = json.loads(paths.spec.read_text())
     raw["train"]["dreams"] = 3
@@ -213,7 +213,7 @@ def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> N
     with pytest.raises(
         DamagedFileError, match=r"unknown settings: train\.dreams, train\.guards\.angels; a newer version"
     ):
-        Run.open(tmp_path, spec())
+        RunDirectory.open(tmp_path, spec())
 
 
 # ------------------------------------------------------------------------------------------------- disks that refuse
@@ -223,11 +223,11 @@ import resource, sys
 from pathlib import Path
 from ratchet.config.train import Train
 from ratchet.errors import StorageError
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.directory import RunSpec
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
-    Run.open(Path(sys.argv[1]), RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
+    RunDirectory.open(Path(sys.argv[1]), RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
 except StorageError as error:
     print(error)
 """
@@ -240,7 +240,7 @@ def test_a_disk_without_room_is_told_and_nothing_half_made_is_left(tmp_path: Pat
     assert "set RATCHET_RUNS=DIR to keep runs elsewhere" in done.stdout
     left = [p.name for p in (tmp_path / "runs").rglob("*")]
     assert left in ([], [spec().run_id, "lock"]), left  # an empty lock file is no half of anything
-    Run.open(tmp_path / "runs", spec()).close()
+    RunDirectory.open(tmp_path / "runs", spec()).close()
 
 
 @pytest.mark.parametrize(
@@ -256,29 +256,29 @@ def test_each_refusal_of_a_disk_says_what_to_do(
 
     monkeypatch.setattr(files, "before", refuse)
     with pytest.raises(StorageError, match=says):
-        Run.open(tmp_path / "runs", spec())
+        RunDirectory.open(tmp_path / "runs", spec())
     assert list((tmp_path / "runs").iterdir()) == []
     monkeypatch.undo()
-    run = Run.open(tmp_path / "runs", spec())
+    run = RunDirectory.open(tmp_path / "runs", spec())
     run.close()
     monkeypatch.setattr(files, "before", refuse)
     run.paths.format.unlink()
     with pytest.raises(StorageError, match=says):
-        Run.open(tmp_path / "runs", spec())
+        RunDirectory.open(tmp_path / "runs", spec())
     assert run.paths.journal.exists(), "a run that was there is not undone"
 
 
 def test_a_file_in_the_place_of_the_runs_is_told(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(StorageError, match=r"runs.*: Not a directory; move the file away"):
-        Run.open(tmp_path / "runs", spec())
+        RunDirectory.open(tmp_path / "runs", spec())
     assert (tmp_path / "runs").read_text() == "a file"
 
 
 def test_who_waited_for_a_run_that_was_removed_meanwhile_begins_it_anew(tmp_path: Path) -> None:
-    first = Run.open(tmp_path, spec())
-    opened: list[Run] = []
-    waiting = threading.Thread(target=lambda: opened.append(Run.open(tmp_path, spec())))
+    first = RunDirectory.open(tmp_path, spec())
+    opened: list[RunDirectory] = []
+    waiting = threading.Thread(target=lambda: opened.append(RunDirectory.open(tmp_path, spec())))
     waiting.start()
     descriptors = Path("/proc/self/fd")
     while sum(_names(fd) == str(first.paths.root / "lock") for fd in descriptors.iterdir()) < 2:

@@ -20,7 +20,7 @@ from ratchet.config.train import Train
 from ratchet.errors import InterruptedRunError, RunFailedError
 from ratchet.redaction import HIDDEN
 from ratchet.runs import log
-from ratchet.runs.directory import Run, RunSpec
+from ratchet.runs.directory import RunDirectory, RunSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.log import JsonLog, print_message, trim_file
 from ratchet.runs.supervisor_log import JournalLogCallback, log_supervision
@@ -306,13 +306,13 @@ def test_output_without_room_for_a_copy_is_cut_all_the_same(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run.open(tmp_path / "runs", RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    made = RunDirectory.open(tmp_path / "runs", RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
     yield made
     made.close()
 
 
-def supervisors(run: Run) -> list[dict[str, Any]]:
+def supervisors(run: RunDirectory) -> list[dict[str, Any]]:
     return records(run.paths.logs / "supervisor.jsonl")
 
 
@@ -348,7 +348,9 @@ def test_an_event_becomes_words_with_a_level_and_a_reason(
         assert found["reason"] == reason
 
 
-def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_from_its_beginning(run: Run) -> None:
+def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_from_its_beginning(
+    run: RunDirectory,
+) -> None:
     run.journal.append("notice", text="of yesterday")
     with log_supervision(run, SMALL) as book:
         assert book.offset == run.paths.journal.stat().st_size
@@ -363,7 +365,7 @@ def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_f
 
 
 def test_what_is_said_is_logged_and_without_secrets(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", "planted-4711")
     run.journal.attempt = 5
@@ -398,7 +400,7 @@ def test_what_is_said_is_logged_and_without_secrets(
     [(RunFailedError("gave up"), "error"), (InterruptedRunError("stopped"), "info"), (KeyError("x"), "error")],
     ids=["failed", "interrupted", "bug"],
 )
-def test_how_a_supervision_ended_is_logged(error: Exception, level: str, run: Run) -> None:
+def test_how_a_supervision_ended_is_logged(error: Exception, level: str, run: RunDirectory) -> None:
     with pytest.raises(type(error)), log_supervision(run, SMALL):
         raise error
     (found,) = supervisors(run)

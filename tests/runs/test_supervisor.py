@@ -17,7 +17,7 @@ from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
 from ratchet.runs import heartbeat, status, worker_process
-from ratchet.runs.directory import Run, RunSpec, TrainingLaunchSpec
+from ratchet.runs.directory import RunDirectory, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.supervisor import supervise
 from ratchet.runs.worker_process import count_oom_kills
@@ -89,7 +89,7 @@ class Stage:
     """A run, and a supervisor for it in this process."""
 
     def __init__(self, root: Path) -> None:
-        self.run = Run.open(root / "runs", RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
+        self.run = RunDirectory.open(root / "runs", RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
         self.machine = Machine(
             stall_timeout_s=30, first_stall_timeout_s=60, grace_period_s=30, restart_delay_s=0.01, max_restarts=3
         )

@@ -1,4 +1,4 @@
-"""What users get wrong: one message that says what, where, what was found, what to do; exit 2; nothing left behind."""
+"""Wrong input: one message with place, value and remedy, exit code 2, and no leftover files."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a verb that must fail with exit 2 and change nothing; returns the message."""
+    """Run a command that must fail with exit code 2 and change nothing; returns the message."""
 
     def run_it(*arguments: str) -> str:
         before = contents(layout.experiments)
@@ -128,7 +128,7 @@ def test_a_base_directory_with_a_missing_or_damaged_file(
         ("somebody/some-model", "which needs base.revision"),
     ],
 )
-def test_a_base_that_is_nowhere(layout: ProjectLayout, refused: Refused, source: str, words: str) -> None:
+def test_a_missing_base(layout: ProjectLayout, refused: Refused, source: str, words: str) -> None:
     change(layout, base=Base(source=source))
     assert words in refused("base")
 
@@ -150,7 +150,7 @@ def test_wrong_settings_are_named_with_their_line(
     assert f"params.yaml:{line}: {words}" in refused("train")
 
 
-def test_stages_out_of_order_or_already_at_work_are_refused(layout: ProjectLayout, refused: Refused) -> None:
+def test_stages_out_of_order_or_already_running_are_refused(layout: ProjectLayout, refused: Refused) -> None:
     assert "dvc repro train" in refused("evaluate")
     assert "dvc repro evaluate" in refused("gate") or "not sealed" in refused("gate")
     with FileLock(layout.stage_lock("prepare"), "the test"):
@@ -158,7 +158,7 @@ def test_stages_out_of_order_or_already_at_work_are_refused(layout: ProjectLayou
 
 
 @pytest.mark.parametrize(("code", "number"), [("ENOSPC", 1), ("EIO", 4)])
-def test_a_disk_that_takes_nothing_is_named(
+def test_the_file_is_named_when_the_disk_fails(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, code: str, number: int
 ) -> None:
     done = []
@@ -211,7 +211,7 @@ def test_init_leaves_nothing_when_it_fails(
     assert not [p for p in tmp_path.iterdir() if "new" in p.name]
 
 
-def test_a_directory_that_is_no_project_or_is_in_use_is_left_as_it_was(
+def test_a_directory_without_a_project_or_in_use_stays_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_project.write_rows(tmp_path)

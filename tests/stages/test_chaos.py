@@ -1,4 +1,4 @@
-"""`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
+"""`ratchet chaos`: real trainings under real faults, and the table of their results."""
 
 from pathlib import Path
 
@@ -19,9 +19,7 @@ from ratchet.storage.layout import ProjectLayout
 
 @pytest.mark.parametrize("batching", ["shuffled", "packed"])
 @pytest.mark.parametrize("steps", [12, 24, 31])
-def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
-    prepared: ProjectLayout, batching: str, steps: int
-) -> None:
+def test_short_settings_change_only_the_number_of_steps(prepared: ProjectLayout, batching: str, steps: int) -> None:
     from ratchet.data import token_files
     from ratchet.data.batches import BatchPlan, TokenRows
 
@@ -45,7 +43,7 @@ def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
     ],
     ids=["unknown", "kills", "steps", "output"],
 )
-def test_options_that_cannot_be_are_refused_before_anything_runs(
+def test_invalid_options_are_refused_before_anything_runs(
     prepared: ProjectLayout, options: ChaosOptions, words: list[str]
 ) -> None:
     with pytest.raises(SettingsError) as raised:
@@ -61,7 +59,7 @@ def test_a_project_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     assert not (layout.experiments / "chaos").exists()
 
 
-def test_one_trial_that_is_not_exact_or_needed_a_hand_shows_in_its_row() -> None:
+def test_a_trial_that_is_not_exact_or_needed_help_shows_in_its_row() -> None:
     trials = [FaultTrial("sigkill", n) for n in range(3)]
     found = summarize_results(
         [result(trials[0]), result(trials[1], differences=("x",)), result(trials[2], problems=("y", "z"))]
@@ -71,7 +69,7 @@ def test_one_trial_that_is_not_exact_or_needed_a_hand_shows_in_its_row() -> None
     assert (line["slowest_recovery_s"], line["most_lost_steps"]) == (4.0, 1)
 
 
-def test_the_picture_takes_trainings_of_any_kind(tmp_path: Path) -> None:
+def test_the_plot_accepts_trainings_of_any_kind(tmp_path: Path) -> None:
     plain = plots.TimelineLane("none-0", [(0.0, 3.0)], [(1.0, 1), (2.0, 2)], [2.0], [], True)
     marks = [(float(n), f"kind {n}") for n in range(20)]
     lanes = [plain, plots.TimelineLane("odd", [], [], [], marks, False)]

@@ -38,7 +38,7 @@ def echo(body: JSON, number: int) -> Said:
 
 
 def scripted(layout: ProjectLayout, model: str, *lines: str, settings: Settings = QUICK) -> str:
-    """What comes out when these lines go in, and nobody looks."""
+    """Output for these input lines, without a terminal."""
     out = io.StringIO()
     chat(Project.from_parts(layout, settings), model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
     return out.getvalue()
@@ -73,7 +73,7 @@ def test_retry_takes_the_answer_back_and_draws_another(layout: ProjectLayout) ->
     ]  # fmt: skip
 
 
-def test_a_saved_conversation_is_data_to_learn_from(layout: ProjectLayout, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_training_data(layout: ProjectLayout, tmp_path: Path) -> None:
     path = tmp_path / "talk.jsonl"
     with served(echo) as server:
         scripted(layout, server.url, "/system Be kind.", "one", f"/save {path}", "two", f"/save {path}")
@@ -91,7 +91,7 @@ def test_a_saved_conversation_is_data_to_learn_from(layout: ProjectLayout, tmp_p
                 scripted(layout, server.url, *words)
 
 
-def test_what_goes_wrong_without_a_terminal_ends_it(layout: ProjectLayout) -> None:
+def test_an_error_without_a_terminal_ends_the_chat(layout: ProjectLayout) -> None:
     full = error(400, "maximum context length is 8")
     for said, kind, why in (
         (full, DataError, "it was not asked, and nothing was truncated; /reset"),
@@ -123,7 +123,7 @@ def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: ProjectLayout
     assert [last(body) for body in server.got] == [*["hello there"] * 2, "tell of extraordinarily long words"]
 
 
-def test_without_colours_words_set_reasoning_apart(layout: ProjectLayout) -> None:
+def test_without_colours_labels_mark_reasoning(layout: ProjectLayout) -> None:
     with served(echo) as server, terminal(layout, server.url, NO_COLOR="1") as seen:
         seen.until("> ")
         seen.press("hi\r")
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_a_stream_with_plain_colours(layout: ProjectLayout) -> None:
     assert not layout.generations.exists()
 
 
-def test_a_request_to_end_is_no_ctrl_c(layout: ProjectLayout) -> None:
+def test_sigterm_is_not_treated_as_ctrl_c(layout: ProjectLayout) -> None:
     slow = streamed("I begin", *[" and go on"] * 600, hold_s=0.02)
     with served(lambda body, number: slow) as server, terminal(layout, server.url) as seen:
         seen.until("> ")
@@ -227,7 +227,7 @@ def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layou
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
 
 
-def test_a_model_in_memory_talks_until_its_context_is_full(layout: ProjectLayout, model: Path) -> None:
+def test_a_model_in_memory_answers_until_its_context_is_full(layout: ProjectLayout, model: Path) -> None:
     with pytest.raises(DataError, match=r"has 1\d\d tokens, which does not fit a context of 128: it was not asked"):
         scripted(layout, str(model), *["what is water and what is wet"] * 20)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployable import NAME, SETTINGS, crown, keep, promoted
+from promoted_models import NAME, SETTINGS, make_champion, promote_fake_model, store_fake_model
 from ratchet.cli.deploy import format_deployment
 from ratchet.cli.main import main
 from ratchet.config.promote import Promote
@@ -46,7 +46,7 @@ def deploy_to(layout: ProjectLayout, directory: Path, options: DeployOptions = Q
 
 
 def content(served: Path, link: str = "current") -> str:
-    """Which model a server finds."""
+    """The model that a server finds."""
     return (served / link / "gguf" / "model-q8_0.gguf").read_text().removeprefix("gguf/q8_0 of ")
 
 
@@ -60,7 +60,7 @@ def release_names(served: Path) -> list[str]:
 
 
 def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLayout, served: Path) -> None:
-    bundle = promoted(project, "a")
+    bundle = promote_fake_model(project, "a")
     result = deploy_to(project, served)
     assert (result.status, result.current, result.warnings) == ("deployed", served / "current", ())
     text = format_deployment(result)
@@ -98,7 +98,7 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: ProjectLay
 def test_the_command_prints_the_record_as_json(
     project: ProjectLayout, served: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     assert main(["--project", str(project.root), "deploy", str(served), "--no-smoke", "--json"]) == 0
     result = DeployResult.model_validate_json(capsys.readouterr().out)
     assert (result.status, result.deployment.version, result.deployment.smoke_test) == ("deployed", 1, None)
@@ -112,7 +112,7 @@ def test_rollback_swaps_current_and_previous(
     if not exchange:
         monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     assert (content(served), content(served, "previous")) == ("b", "a")
     inode = (served / "previous" / "gguf" / "model-q8_0.gguf").stat().st_ino
@@ -130,7 +130,7 @@ def test_rollback_swaps_current_and_previous(
 
 def test_old_releases_are_removed_but_never_the_linked_ones(project: ProjectLayout, served: Path) -> None:
     for model in "abcde":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     assert [name.split("-")[0] for name in release_names(served)] == ["3", "4", "5"]
     deploy_to(project, served, DeployOptions(rollback=True))
@@ -140,14 +140,14 @@ def test_old_releases_are_removed_but_never_the_linked_ones(project: ProjectLayo
 
 
 def test_a_version_that_was_rolled_back_is_deployed_only_by_its_number(project: ProjectLayout, served: Path) -> None:
-    a, _ = promoted(project, "a"), promoted(project, "b")
+    a, _ = promote_fake_model(project, "a"), promote_fake_model(project, "b")
     deploy_to(project, served, DeployOptions(version=1, smoke_test=False))
     assert content(served) == "a"
     with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
         deploy_to(project, served, DeployOptions(version=7, smoke_test=False))
     deploy_to(project, served)
     assert content(served) == "b"
-    crown(project, a.model_digest, "rollback", reason="it swears")
+    make_champion(project, a.model_digest, "rollback", reason="it swears")
     deploy_to(project, served)
     assert content(served) == "a"
     with pytest.raises(ChampionError, match=r"version 2 was rolled back on .* by ada \(it swears\).*--version 2"):
@@ -159,7 +159,7 @@ def test_a_version_that_was_rolled_back_is_deployed_only_by_its_number(project: 
 
 def test_a_broken_ledger_does_not_prevent_a_rollback(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     project.promotions.write_text(project.promotions.read_text().replace('"actor":"ada"', '"actor":"eve"'))
     with pytest.raises(DamagedFileError, match=r"promotions\.jsonl:1: changed"):
@@ -175,10 +175,10 @@ SAID = "FORCED by ada@example.org despite the gate's decision REJECT: the fair o
 
 
 def test_a_forced_promotion_is_marked_everywhere(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     assert "FORCED" not in format_deployment(deploy_to(project, served))
     assert "FORCED" not in (served / "current" / "README.md").read_text()
-    promoted(project, "b", forced=FORCED)
+    promote_fake_model(project, "b", forced=FORCED)
     assert f"\n  warning: {SAID}" in format_deployment(deploy_to(project, served))
     assert f"\n  warning: {SAID}" in format_deployment(deploy_to(project, served))
     for name in ("README.md", "SERVE.md"):
@@ -198,7 +198,7 @@ def seal_again(folder: Path) -> None:
 
 
 def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a", forced=FORCED)
+    promote_fake_model(project, "a", forced=FORCED)
     deploy_to(project, served)
     folder = (served / "current").resolve()
     release = check_release(project, folder)
@@ -233,7 +233,7 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
 def test_the_requested_format_is_deployed(
     project: ProjectLayout, served: Path, forms: tuple[str, ...], wanted: str | None, found: str
 ) -> None:
-    promoted(project, "a", forms)
+    promote_fake_model(project, "a", forms)
     deploy_to(project, served, DeployOptions(format=wanted, smoke_test=False))
     release = check_release(project, served / "current")
     assert release.artifact_name == found
@@ -244,12 +244,12 @@ def test_the_requested_format_is_deployed(
 
 
 def test_a_directory_keeps_its_format_even_if_its_record_is_damaged(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
     (served / "current" / "release.json").write_text("{")
     assert "release.json" in format_deployment(deploy_to(project, served))
     assert check_release(project, served / "current").artifact_name == "hf"
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     deploy_to(project, served)
     assert check_release(project, served / "current").artifact_name == "hf"
 
@@ -263,7 +263,7 @@ def test_a_directory_keeps_its_format_even_if_its_record_is_damaged(project: Pro
     ],
 )
 def test_a_missing_format_is_refused(project: ProjectLayout, served: Path, wanted: str, message: str) -> None:
-    promoted(project, "a", ("hf", "gguf/q4_0", "gguf/q8_0"))
+    promote_fake_model(project, "a", ("hf", "gguf/q4_0", "gguf/q8_0"))
     with pytest.raises(SettingsError, match=message):
         deploy_to(project, served, DeployOptions(format=wanted, smoke_test=False))
 
@@ -280,7 +280,7 @@ def flip(path: Path) -> None:
 
 
 def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lambda scratch: None) -> None:
-    """Seal the folder of a promoted model again, without some of its files, after something was done to it."""
+    """Seal a changed directory of a promoted model again, without some of its files."""
     with files.sealed_directory(folder, "model") as scratch:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -290,9 +290,9 @@ def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lamb
 
 
 def test_damaged_unsigned_and_untrusted_models_are_not_deployed(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
-    folder = project.promoted_model(promoted(project, "b").model_digest)
+    folder = project.promoted_model(promote_fake_model(project, "b").model_digest)
     whole = project.root / "whole"
     shutil.copytree(folder, whole)
 
@@ -327,7 +327,7 @@ def test_damaged_unsigned_and_untrusted_models_are_not_deployed(project: Project
 
 def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: ProjectLayout, served: Path) -> None:
     for model in "ab":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     for name in ("gguf/model-q8_0.gguf", "Modelfile", "release.json"):
         flip(served / "previous" / name)
@@ -342,7 +342,7 @@ def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: P
 def test_a_damaged_release_that_servers_were_reading_is_reported(
     project: ProjectLayout, served: Path, name: str
 ) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
     flip(served / "current" / name)
     text = format_deployment(deploy_to(project, served))
@@ -353,14 +353,14 @@ def test_a_damaged_release_that_servers_were_reading_is_reported(
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True]
     assert "was damaged" not in format_deployment(deploy_to(project, served))
     flip(served / "current" / name)
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     assert f"was damaged: {path}: " in format_deployment(deploy_to(project, served))
     assert content(served) == "b"
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True, True]
 
 
 def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
     folder = (served / "current").resolve()
     for name in ("Modelfile", "bundle.json", "gguf/model-q8_0.gguf"):
@@ -380,13 +380,13 @@ def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: Project
 
 
 def test_a_changed_release_that_is_not_current_is_made_again(project: ProjectLayout, served: Path) -> None:
-    """Sealed again, as anyone with write access can; also with a signature of another model beside it."""
-    a = promoted(project, "a")
+    """Sealed again, as anyone with write access can; also with the signature of another model."""
+    a = promote_fake_model(project, "a")
     deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False))
     folder = (served / "current").resolve()
     deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
-    b = promoted(project, "b")
-    crown(project, a.model_digest)
+    b = promote_fake_model(project, "b")
+    make_champion(project, a.model_digest)
     for name, content_ in (
         ("gguf/model-q8_0.gguf", b"tampered"),
         (SIGNATURE, (project.promoted_model(b.model_digest) / SIGNATURE).read_bytes()),
@@ -401,8 +401,8 @@ def test_a_changed_release_that_is_not_current_is_made_again(project: ProjectLay
 
 
 def test_a_file_that_is_not_the_measured_one_is_refused(project: ProjectLayout, served: Path) -> None:
-    """Signed, but bundle.json speaks of other bytes: an export that was put together by hand."""
-    bundle = promoted(project, "a")
+    """Signed, but bundle.json has digests of other bytes: an export that was assembled by hand."""
+    bundle = promote_fake_model(project, "a")
     other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
     changed = bundle.model_copy(update={"artifacts": (bundle.artifacts[0], other)})
 
@@ -416,7 +416,7 @@ def test_a_file_that_is_not_the_measured_one_is_refused(project: ProjectLayout, 
 
 
 def test_directories_with_other_contents_are_refused(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(SettingsError, match="found a file; expected a directory"):
@@ -438,7 +438,7 @@ def test_directories_with_other_contents_are_refused(project: ProjectLayout, ser
 
 
 def test_other_files_among_the_releases_stay(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
     place = served / "releases"
     precious = place / "mydata" / "thesis.txt"
@@ -450,20 +450,20 @@ def test_other_files_among_the_releases_stay(project: ProjectLayout, served: Pat
     (place / "8-0123456789ab-hf").symlink_to(tmp_path)
     foreign = {"mydata", "notes.txt", alike.name, "8-0123456789ab-hf"}
     for model in "bcde":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     assert [name.split("-")[0] for name in release_names(served) if name not in foreign] == ["3", "4", "5"]
     assert foreign < set(release_names(served))
     assert precious.read_text() == "precious"
     (alike / "release.json").write_text("{}")
     files.seal_directory(alike, "release")  # as a deployment that was killed before it became current leaves it
-    promoted(project, "f")
+    promote_fake_model(project, "f")
     deploy_to(project, served)
     assert not alike.exists()
 
 
 def test_directories_that_cannot_be_created_are_refused(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     file = tmp_path / "params.yaml"
     file.write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -481,7 +481,7 @@ def test_directories_that_cannot_be_created_are_refused(project: ProjectLayout, 
 def test_paths_are_printed_as_the_user_wrote_them(
     project: ProjectLayout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     monkeypatch.chdir(project.root)
     inside = Path("..") / "dep"
     assert f"in {project.root.parent / 'dep' / 'current'}" in format_deployment(deploy_to(project, inside))
@@ -490,7 +490,7 @@ def test_paths_are_printed_as_the_user_wrote_them(
 
 
 def test_a_directory_with_a_damaged_owner_file(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
     owner = served / "deployment.json"
     whole = json.loads(owner.read_text())
@@ -505,11 +505,11 @@ def test_a_directory_with_a_damaged_owner_file(project: ProjectLayout, served: P
 
 
 def test_a_broken_history_is_refused_before_anything_changes(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     deploy_to(project, served)
     with (served / "deployments.jsonl").open("a") as stream:
         stream.write("somebody was here")
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     with pytest.raises(DamagedFileError, match=r"deployments\.jsonl:2: not a deployment .*; remove that line"):
         deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False))
     assert content(served) == "a"
@@ -520,7 +520,7 @@ def test_nothing_to_deploy_or_to_roll_back_to(project: ProjectLayout, served: Pa
     with pytest.raises(ChampionError, match="no champion yet"):
         deploy_to(project, served)
     assert not served.exists()
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     with pytest.raises(SettingsError, match="nothing is deployed in it"):
         deploy_to(project, served, DeployOptions(rollback=True))
     deploy_to(project, served)
@@ -532,14 +532,14 @@ def test_nothing_to_deploy_or_to_roll_back_to(project: ProjectLayout, served: Pa
 
 def test_two_deployments_at_once(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "LOCK_WAIT_S", 0.1)
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     served.mkdir(parents=True)
     with FileLock(served / places.LOCK, "it"), pytest.raises(LockHeldError, match=f"in use by process {os.getpid()}"):
         deploy_to(project, served)
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
-    """From now on the disk has no room for files with these letters in their names."""
+    """Make the disk full for files with these letters in their names."""
 
     def full(operation: str, path: Path) -> None:
         if operation == "write" and names in path.name:
@@ -548,10 +548,10 @@ def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     monkeypatch.setattr(files, "before", full)
 
 
-def test_a_disk_without_room(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    promoted(project, "a")
+def test_a_full_disk(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote_fake_model(project, "a")
     deploy_to(project, served)
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     with monkeypatch.context() as patched:
         patched.setattr(disk, "RESERVE_BYTES", 2**62)
         with pytest.raises(OSError, match="more in reserve, but only"):
@@ -570,7 +570,7 @@ def test_a_rollback_on_a_full_disk_reports_what_is_current(
     if not exchange:
         monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
     for model in "ab":
-        promoted(project, model)
+        promote_fake_model(project, model)
         deploy_to(project, served)
     back = DeployOptions(rollback=True)
     full_at(monkeypatch, ".rollback.json")
@@ -599,7 +599,7 @@ def test_a_rollback_on_a_full_disk_reports_what_is_current(
 def test_a_deployment_whose_history_cannot_be_written_reports_that_it_is_current(
     project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     with monkeypatch.context() as patched:
         full_at(patched, "deployments.jsonl")
         with pytest.raises(StorageError, match=r"current: points to 1-\S+ now"):
@@ -614,18 +614,18 @@ def test_a_model_of_an_earlier_version(project: ProjectLayout, served: Path) -> 
     (source / "hf").mkdir(parents=True)
     (source / "hf" / "config.json").write_text("{}\n")
     with pytest.raises(DamagedFileError, match=r"config\.json: expected a model's config"):
-        keep(project, source, ())
+        store_fake_model(project, source, ())
     (source / "hf" / "config.json").write_text('{"n_positions": 64}')
-    bundle = keep(project, source, ())
+    bundle = store_fake_model(project, source, ())
     assert bundle.artifacts == ()
-    crown(project, bundle.model_digest)
+    make_champion(project, bundle.model_digest)
     with pytest.raises(SettingsError, match="an earlier version exported it"):
         deploy_to(project, served)
 
 
-def test_a_folder_without_a_card_of_all_forms(project: ProjectLayout, served: Path) -> None:
-    """Promoted by an earlier version: the card of the Hugging Face form would be wrong beside another one."""
-    folder = project.promoted_model(promoted(project, "a").model_digest)
+def test_a_directory_without_a_card_of_all_formats(project: ProjectLayout, served: Path) -> None:
+    """Promoted by an earlier version: the card of the Hugging Face format would be wrong next to another format."""
+    folder = project.promoted_model(promote_fake_model(project, "a").model_digest)
     rebuild(
         folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign_folder(scratch, keys.load_signer(project))
     )
@@ -637,9 +637,9 @@ def test_a_folder_without_a_card_of_all_forms(project: ProjectLayout, served: Pa
 
 
 def test_a_ledger_and_champion_file_that_disagree_are_refused(project: ProjectLayout, served: Path) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     one = project.champion.read_bytes()
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     assert len(ledger.read_entries(project.promotions)) == 2
     project.champion.write_bytes(one)
     assert read_champion(project.champion).champion is not None

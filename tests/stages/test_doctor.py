@@ -1,4 +1,4 @@
-"""The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
+"""`ratchet doctor` on a real small project, for a 7B model of which only the config exists, and outside a project."""
 
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,13 @@ def project(prepared: ProjectLayout) -> ProjectLayout:
 
 
 def advised(layout: ProjectLayout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
-    """The doctor's answer after some values of the project were changed."""
+    """Result of the doctor after some settings of the project were changed."""
     text = params_file.amend_text(layout.params.read_text(), changes)
     layout.params.write_text(text)
     return examine(layout, params_file.load(layout.params), None, write)
 
 
-def test_a_project_that_is_well_hears_no_advice(project: ProjectLayout) -> None:
+def test_a_good_project_gets_no_advice(project: ProjectLayout) -> None:
     settings = params_file.load(project.params)
     well, text = examine(project, settings, None, False)
     assert well
@@ -57,7 +57,7 @@ def test_a_project_that_is_well_hears_no_advice(project: ProjectLayout) -> None:
     assert longest < settings.prepare.max_tokens, "of the rows that were prepared, not of what is allowed"
 
 
-def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLayout) -> None:
+def test_write_changes_only_the_lines_of_the_advice(project: ProjectLayout) -> None:
     changes = {"train.learning_rate": 5e-6, "train.target_modules": "attention", "train.alpha": 1000.0}
     well, text = advised(project, changes)
     asked = project.params.read_text()
@@ -85,7 +85,7 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: ProjectLa
     assert project.params.read_text() == found
 
 
-def test_settings_that_change_meanwhile_are_not_written_over(
+def test_settings_that_change_meanwhile_are_not_overwritten(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = params_file.apply_changes(SETTINGS, {"train.target_modules": "attention"})
@@ -103,7 +103,7 @@ def test_settings_that_change_meanwhile_are_not_written_over(
     assert params_file.load(project.params).train.target_modules == "attention"
 
 
-def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) -> None:
+def test_before_any_stage_has_run_unknown_values_are_named(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "new")
     well, text = examine(layout, params_file.load(layout.params), None, False)
     assert well
@@ -129,7 +129,7 @@ def test_a_full_disk_is_a_problem(project: ProjectLayout, monkeypatch: pytest.Mo
     assert "RATCHET_RUNS" in text
 
 
-def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
+def test_unsupported_4_bit_weights_are_a_problem_that_write_solves(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "find_four_bit_fault", lambda *_: "bitsandbytes has no kernel here")
@@ -150,7 +150,7 @@ def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
     ],
     ids=["pattern", "device"],
 )
-def test_what_a_run_would_be_refused_for_is_a_problem(
+def test_reasons_to_refuse_a_run_are_problems(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str
 ) -> None:
     import torch
@@ -170,7 +170,7 @@ def test_what_a_run_would_be_refused_for_is_a_problem(
     ],
     ids=["missing", "not-json", "unknown"],
 )
-def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_an_invalid_base_is_refused(base: str, error: type[Exception], message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if base != "missing":
         path.write_text(base)
@@ -189,9 +189,7 @@ def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own
         examine(project, params_file.load(project.params), seven, True)
 
 
-def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
-    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_leaves_the_settings_unchanged(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = params_file.apply_changes(SETTINGS, {"train.target_modules": "attention"})
     tiny_project.save(project, changed)
 

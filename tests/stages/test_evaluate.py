@@ -1,4 +1,4 @@
-"""Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
+"""Stage evaluate on a real small project: models and their formats, stored scores, and the cost of a kill."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from evaluate_cases import (
 )
 from ratchet.config import params_file
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
-from ratchet.gate import evidence as reading
+from ratchet.quality_gate import evidence as reading
 from ratchet.stages import evaluate
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
@@ -74,7 +74,7 @@ def test_figures_are_those_of_their_samples(made_once: ProjectLayout) -> None:
                 assert found.value == pytest.approx(sum(values) / len(values))
 
 
-def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: ProjectLayout) -> None:
+def test_rows_answers_and_slices_are_stored_with_the_scores(made_once: ProjectLayout) -> None:
     layout = made_once
     report = EvaluationReport.load(layout.eval_report)
     asked = base.read_lines(layout.evaluate / "rows.jsonl")
@@ -92,7 +92,7 @@ def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: ProjectLayou
     assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_scored_is_not_scored_again(layout: ProjectLayout, forwards: list[int]) -> None:
+def test_stored_scores_are_not_computed_again(layout: ProjectLayout, forwards: list[int]) -> None:
     first = files.read_manifest(layout.evaluate)
     evaluated(layout)
     assert len(forwards) <= 1, "loading in 4 bits tries the model once"
@@ -118,7 +118,7 @@ def test_what_was_scored_is_not_scored_again(layout: ProjectLayout, forwards: li
         assert files.read_manifest(layout.evaluate) == before
 
 
-def test_merged_as_exported_beside_the_adapter_and_alone(layout: ProjectLayout) -> None:
+def test_the_merged_model_is_scored_with_the_adapter_and_alone(layout: ProjectLayout) -> None:
     report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["adapter", "merged"]}))
     assert set(report.scores) == {"base", "candidate", "merged"}
     adapter, merged = report.scores["candidate"], report.scores["merged"]
@@ -168,7 +168,7 @@ def small_memory() -> Iterator[Callable[..., None]]:
         hook.remove()
 
 
-def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
+def test_with_too_little_memory_all_models_are_scored_in_smaller_batches(
     layout: ProjectLayout, small_memory: Callable[..., None]
 ) -> None:
     settings = params_file.apply_changes(
@@ -194,7 +194,7 @@ def test_not_even_one_row_fits(
     assert files.read_manifest(layout.evaluate) == before
 
 
-def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are_reported(
+def test_each_model_counts_once_as_a_test_set_use_and_selection_overlaps_are_reported(
     layout: ProjectLayout,
 ) -> None:
     report = evaluated(layout)

@@ -1,4 +1,4 @@
-"""`ratchet forecast`: from a config alone, from a project; as text, JSON and page; figures are the forecast's own."""
+"""`ratchet forecast` from a config alone and from a project, as text, JSON and page."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ from ratchet.storage.records.training import PHASES, MemoryForecast
 
 @pytest.fixture(scope="module")
 def known(config: Path) -> dict[str, Any]:
-    """The answer where the memory is known."""
+    """The forecast for a known amount of memory."""
     return asked(config, memory_bytes=LARGE)
 
 
@@ -56,7 +56,7 @@ def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, kno
     }  # fmt: skip
 
 
-def test_the_json_has_the_same_keys_whatever_is_known(config: Path, known: dict[str, Any]) -> None:
+def test_the_json_always_has_the_same_keys(config: Path, known: dict[str, Any]) -> None:
     unknown = asked(config)
     assert list(known) == list(unknown) == [
         "format", "architecture", "forecast", "peak_bytes", "peak_phase", "needed_bytes", "available_bytes", "fits",
@@ -112,7 +112,7 @@ def test_on_a_cpu_it_is_compared_with_the_memory_of_this_machine_or_a_ranks_shar
     assert "6.00 GiB at hand for each of 4 ranks: it fits" in text
 
 
-def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> None:
+def test_a_page_is_written_as_well(config: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     text = lines(config, html=page)
     assert text[0] == lines(config)[0]
@@ -156,7 +156,7 @@ def test_rows_are_those_of_the_prepared_data(layout: ProjectLayout) -> None:
     assert longer["learned_tokens"] == pytest.approx(600 * share, abs=1)
 
 
-def test_another_base_is_said_to_have_other_tokens(layout: ProjectLayout, config: Path) -> None:
+def test_a_note_says_that_another_base_has_other_tokens(layout: ProjectLayout, config: Path) -> None:
     said = "Lengths of rows are those of the prepared data, in tokens of the project's own base."
     assert said in format_forecast(verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, base=config)))
     assert said not in format_forecast(verb.forecast(layout, tiny_project.SETTINGS, ON_GPU))
@@ -181,7 +181,7 @@ def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_sour
     assert "LlamaForCausalLM" in format_forecast(verb.forecast(project, settings, ON_GPU))
 
 
-def test_without_a_base_the_message_names_the_way_to_give_one(project: ProjectLayout, tmp_path: Path) -> None:
+def test_without_a_base_the_message_names_the_flag(project: ProjectLayout, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"base.source: tiny: stage base has not run.*--base"):
         verb.forecast(project, Settings(), ON_GPU)
     hub = Settings.model_validate({"base": {"source": "org/model", "revision": "main"}})
@@ -214,7 +214,7 @@ def test_amounts_of_memory_are_read(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "24", "24G", "GiB", "-1GiB", "1e3MiB", "0GiB", "nan GiB", "24 gigabytes", "٢GiB"])
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+def test_invalid_amounts_of_memory_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--memory: .*24GiB"):
         units.parse_bytes(text, "--memory")
 

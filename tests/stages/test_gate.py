@@ -16,11 +16,11 @@ from ratchet.config.evaluate import Evaluate, HarnessSettings
 from ratchet.config.gate import AtLeastRule, Gate, MustImproveRule, MustNotRegressRule
 from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_GATE, EXIT_OK, DamagedFileError, DataError, GateError
-from ratchet.gate import evidence as reading
-from ratchet.gate import test_set_reuse
-from ratchet.gate.decision import decide_verdict
-from ratchet.gate.evidence import GateEvidence
-from ratchet.gate.messages import describe_verdict
+from ratchet.quality_gate import evidence as reading
+from ratchet.quality_gate import test_set_reuse
+from ratchet.quality_gate.decision import decide_verdict
+from ratchet.quality_gate.evidence import GateEvidence
+from ratchet.quality_gate.messages import describe_verdict
 from ratchet.stages.gate import check_verdict, gate, measure_noise
 from ratchet.stages.project import Project
 from ratchet.storage import files
@@ -52,7 +52,7 @@ def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> Gat
 
 @pytest.fixture
 def evaluated(project: ProjectLayout) -> ProjectLayout:
-    """A project that was evaluated; its MLflow does not answer, which costs no verdict."""
+    """An evaluated project. Its MLflow database is damaged, which does not prevent a verdict."""
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"no database " * 100)
     cases.write(project, found())
@@ -117,7 +117,7 @@ def test_test_set_uses_are_counted_against_the_limit(evaluated: ProjectLayout) -
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_evidence_is_read_as_it_was_written(project: ProjectLayout) -> None:
+def test_evidence_is_read_as_written(project: ProjectLayout) -> None:
     groups = {"s00000": "one", "s00001": "one"}
     made = with_noise(found(), "accuracy", right(61))
     cases.write(project, GateEvidence(**{**vars(made), "groups": groups}))
@@ -135,7 +135,7 @@ def test_evidence_is_read_as_it_was_written(project: ProjectLayout) -> None:
 
 
 def reseal(layout: ProjectLayout, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write other samples, sealed as evaluation seals them."""
+    """Write other samples, sealed as stage evaluate seals them."""
     cases.write(layout, found())
     path = layout.evaluate / name
     files.write_atomic(path, "".join(map(base.to_json_line, rows)))
@@ -228,7 +228,7 @@ def test_only_promote_passes_the_check(project: ProjectLayout, decision: str) ->
     assert exit_code == (EXIT_OK if decision == "PROMOTE" else EXIT_GATE)
 
 
-def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: ProjectLayout) -> None:
+def test_a_verdict_by_other_rules_is_stale(project: ProjectLayout) -> None:
     cases.write(project, found())
     sealed(project, decide_verdict(found(), SETTINGS.gate))
     stricter = AtLeastRule(rule="at_least", metric="accuracy", value=0.95)
@@ -240,7 +240,7 @@ def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: ProjectLay
         check_verdict(Project.from_parts(project, settings))
 
 
-def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: ProjectLayout) -> None:
+def test_a_verdict_that_contradicts_its_evidence_is_refused(project: ProjectLayout) -> None:
     cases.write(project, FOUND["HOLD"])
     hold = decide_verdict(FOUND["HOLD"], SETTINGS.gate)
     sealed(project, hold.model_copy(update={"decision": "PROMOTE"}))
@@ -304,7 +304,7 @@ def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(proj
 
 
 def test_the_stage_needs_no_torch() -> None:
-    """Nor does what it imports only while it runs."""
+    """Modules that it imports while it runs do not need torch either."""
     code = (
         "import sys, ratchet.stages.gate, ratchet.reports.verdict_page, ratchet.reports.plots\n"
         "import ratchet.tracking.mlflow.client\n"

@@ -1,4 +1,4 @@
-"""`ratchet generate` as in life: processes that are killed, outputs that are there already, every message."""
+"""`ratchet generate`: killed processes, existing outputs, and every message."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_refusals_leave_nothing_behind(
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
+def test_a_server_that_does_not_answer_gives_an_exit_code_for_retries(
     layout: ProjectLayout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = generations.SETTINGS.machine.model_copy(update={"endpoint": EndpointSettings(max_attempts=1)})

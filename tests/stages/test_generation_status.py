@@ -1,4 +1,4 @@
-"""A generation as people see it while it goes on, and when it is over: its screen, watch, status, and reset."""
+"""A generation while it runs and after it has ended: its screen, watch, status and reset."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def generation(root: Path, url: str) -> Generation:
 
 @pytest.fixture
 def done(tmp_path: Path) -> Generation:
-    """One that is over, of a server."""
+    """A finished generation of a server."""
     with served(answer) as server:
         made = generation(tmp_path, server.url)
         assert made.work() == 0
@@ -73,7 +73,7 @@ def test_status_and_journal_of_a_generation(done: Generation) -> None:
         status(done.layout, "zzz")
 
 
-def test_watch_shows_generations_beside_trainings(done: Generation) -> None:
+def test_watch_shows_generations_and_trainings(done: Generation) -> None:
     name = done.spec.run_id
     assert f"answer {COUNT} of {COUNT}" in shown(done.layout, name[:6])
     training = lay(done.layout, Training(seed=1, done=40))
@@ -109,7 +109,7 @@ def test_reset_removes_the_directory_and_never_the_output(done: Generation, tmp_
         reset(done.layout, None)
 
 
-def test_a_terminal_that_is_gone_does_not_end_a_generation(done: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_does_not_end_a_generation(done: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""GPUs, asked of the real loader and a driver that is made here: a library of C with the calls of the CUDA driver."""
+"""GPUs, found by the real loader with a test driver: a C library with the calls of the CUDA driver."""
 
 import shutil
 import subprocess
@@ -37,7 +37,7 @@ int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, "550
 
 
 def made(folder: Path, init: int = 0, hangs: int = 0) -> Path:
-    """A folder with both libraries."""
+    """A directory with both libraries."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here")

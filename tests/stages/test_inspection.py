@@ -1,4 +1,4 @@
-"""Requirements compared with this machine, and with made-up GPUs and networks."""
+"""Requirements compared with this machine, and with simulated GPUs and networks."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Stage prepare as a user sees it: every row accounted for, nothing leaks, nothing is silent."""
+"""Stage prepare: every row is counted, no test row leaks into training, and every omission is reported."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "gr
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base whose weights play no part: ChatML, byte-level BPE."""
+    """A base whose weights do not matter: ChatML, byte-level BPE."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -89,7 +89,7 @@ def prepared(project_of: Callable[..., tuple[ProjectLayout, Settings]]) -> Run:
 def refused(
     project_of: Callable[..., tuple[ProjectLayout, Settings]], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What `ratchet prepare` says when it ends with exit code 2; nothing may be left behind."""
+    """Message of `ratchet prepare` when it ends with exit code 2; it must leave no files."""
 
     def run(rows: Any, **changes: Any) -> str:
         layout, _ = project_of(rows, **changes)
@@ -104,7 +104,7 @@ def refused(
 
 
 def balanced(layout: ProjectLayout) -> DatasetCard:
-    """The card, after its accounts were compared with what was written."""
+    """The card, after its counts were compared with the written files."""
     card = DatasetCard.load(layout.dataset_card)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
     assert card.rows_out == sum(card.splits.values())
@@ -179,7 +179,7 @@ def test_every_reason_is_counted_with_its_place(prepared: Run) -> None:
     ),
     st.sampled_from(["drop", "truncate"]),
 )
-def test_the_accounts_balance_whatever_comes_in(prepared: Run, lines: list[str], too_long: str) -> None:
+def test_the_counts_add_up_for_any_input(prepared: Run, lines: list[str], too_long: str) -> None:
     lines = [json.dumps(row) for row in rows_of(60)] + lines
     unlimited = dict.fromkeys(["malformed", "refused", "control_token", "fully_masked", "truncated"])
     card = prepared({"rows.jsonl": "\n".join(lines)}, max_tokens=60, too_long=too_long, limits=unlimited)
@@ -462,7 +462,7 @@ NOTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_is_left_out_is_noted(prepared: Run, name: str) -> None:
+def test_omissions_are_noted(prepared: Run, name: str) -> None:
     rows, changes, says = NOTED[name]
     notes = prepared(rows, **changes).notes
     assert any(all(text in note for text in says) for note in notes), notes

@@ -477,7 +477,7 @@ def test_a_damaged_registry_promotes_nothing(project: ProjectLayout) -> None:
 def test_a_registry_that_is_locked_midway_leaves_nothing_half_done(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another SQLite writer takes the database right before a call of MLflow, and holds it."""
+    """Another SQLite writer locks the database right before a call of MLflow."""
     import sqlalchemy
     from mlflow import MlflowClient
 

@@ -43,7 +43,7 @@ def measured(project: ProjectLayout) -> Measured:
     return Measured(QuantizationReport.load(project.quantization / "quantization.json"), text, lines)
 
 
-def test_the_report_the_table_and_the_picture(project: ProjectLayout, measured: Measured) -> None:
+def test_report_table_and_plot(project: ProjectLayout, measured: Measured) -> None:
     report = measured.report
     assert [one.name for one in report.costs] == ["full", "nf4", "nf4+dq", "fp4", "fp4+dq"]
     assert report.rows == 5
@@ -66,7 +66,7 @@ def test_equal_projects_give_equal_bytes(project: ProjectLayout) -> None:
     assert (project.quantization / "quantization.json").read_bytes() == first
 
 
-def test_data_that_is_gone_or_of_another_base_is_refused_and_the_report_stays(
+def test_missing_data_or_data_of_another_base_is_refused_and_the_report_stays(
     project: ProjectLayout, measured: Measured
 ) -> None:
     card = project.dataset_card.read_text()
@@ -82,7 +82,7 @@ def test_data_that_is_gone_or_of_another_base_is_refused_and_the_report_stays(
     assert QuantizationReport.load(project.quantization / "quantization.json") == measured.report
 
 
-def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "project", SETTINGS)
     plain = layout.tiny_model
     model = loading.load(plain, None, SETTINGS.train, loading.pick_device("cpu"))

@@ -1,4 +1,4 @@
-"""`ratchet report`: what the page says of one training, whole or not, evaluated or not."""
+"""`ratchet report`: the page of a training, complete or not, evaluated or not."""
 
 from pathlib import Path
 
@@ -40,14 +40,14 @@ def reported(layout: ProjectLayout, name: str | None = None) -> tuple[str, str]:
 
 
 def facts(page: str, name: str) -> dict[str, str]:
-    """What a section says of each name."""
+    """Names and values of a section."""
     found: dict[str, str] = {}
     for listed in section(page, name).iter("dl"):
         found |= {heard(listed[k]): heard(listed[k + 1]) for k in range(0, len(listed), 2)}
     return found
 
 
-def test_the_page_has_the_whole_training(trained: ProjectLayout) -> None:
+def test_the_page_has_all_of_the_training(trained: ProjectLayout) -> None:
     text, page = reported(trained)
     assert text.startswith(f"run {RUN}\n")
     figures = facts(page, "figures")
@@ -119,7 +119,7 @@ def test_the_evaluation_is_shown_with_its_worst_samples(trained: ProjectLayout) 
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
 
 
-def test_an_adapter_that_is_champion_says_so(trained: ProjectLayout) -> None:
+def test_an_adapter_that_is_champion_is_marked(trained: ProjectLayout) -> None:
     evaluate(trained, RUN, "another")
     _, page = reported(trained, "champion")
     assert "version 3 (champion)" in heard(section(page, "registry"))
@@ -142,7 +142,7 @@ def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: Proje
     assert (trained.root / "page.html").parent.joinpath(str(links[0])).exists()
 
 
-def test_a_training_that_has_begun_has_a_page(project: ProjectLayout) -> None:
+def test_an_unfinished_training_has_a_page(project: ProjectLayout) -> None:
     for done in (0, 7):
         run_id = trained_runs.lay(project, Training(done=done, seed=done))
         text, page = reported(project, run_id)
@@ -158,7 +158,7 @@ def test_a_training_that_has_begun_has_a_page(project: ProjectLayout) -> None:
     assert "The run has not done a step." in reported(project, empty)[1]
 
 
-def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> None:
+def test_the_page_is_next_to_others_and_stays_small(project: ProjectLayout) -> None:
     one = Training(steps=20_000, spike=(7_777, 50.0))
     run_id = trained_runs.lay(project, one)
     text = format_report(report(Project.from_parts(project, SETTINGS), None, None))
@@ -168,7 +168,7 @@ def test_the_page_is_beside_others_and_stays_small(project: ProjectLayout) -> No
     assert "50 in steps 7,744 to 7,807" in page.read_text(encoding="utf-8")
 
 
-def test_what_has_no_report_is_refused(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_without_a_run_are_refused(project: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no run yet"):
         report(Project.from_parts(project, SETTINGS), None, None)
     trained_runs.lay(project, ONE)
@@ -180,7 +180,7 @@ def test_what_has_no_report_is_refused(project: ProjectLayout, capsys: pytest.Ca
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
+def test_a_confusion_matrix_of_many_labels_stays_small() -> None:
     labels = [f"label {number}" for number in range(150)]
     matrix = [[1 + (row == column) * 50 for column in range(150)] for row in range(150)]
     drawn = render_confusion_matrix({"labels": labels, "matrix": matrix})

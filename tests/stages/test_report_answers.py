@@ -1,4 +1,4 @@
-"""`ratchet report ANSWERS`: figures in the terminal, pictures, and a page that is whole without network and script."""
+"""`ratchet report ANSWERS`: figures in the terminal, pictures, and a page that needs no network and no script."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
     assert "default-src 'none'" in page
 
 
-def test_pictures_lie_beside_the_page_that_they_belong_to(project: ProjectLayout) -> None:
+def test_pictures_are_next_to_their_page(project: ProjectLayout) -> None:
     labels = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
     texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
     trained_runs.lay(project, Training())
@@ -121,7 +121,7 @@ def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(projec
     assert first != second
 
 
-def test_pictures_beside_no_page_stay(project: ProjectLayout) -> None:
+def test_pictures_without_a_page_stay(project: ProjectLayout) -> None:
     mine = project.root / "page-pictures" / "confusion.png"
     mine.parent.mkdir()
     mine.write_bytes(b"mine")
@@ -130,19 +130,19 @@ def test_pictures_beside_no_page_stay(project: ProjectLayout) -> None:
 
 
 @pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])
-def test_a_file_that_is_no_output_of_generate(name: str, project: ProjectLayout) -> None:
+def test_a_file_that_is_not_an_output_of_generate(name: str, project: ProjectLayout) -> None:
     (project.root / "small.csv").write_text("a,b\n", encoding="utf-8")
-    with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: no output of `ratchet generate`.*\.jsonl or"):
+    with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: not an output of `ratchet generate`.*\.jsonl or"):
         report(Project.from_parts(project, Settings()), name, None)
 
 
 def test_help_of_report_mentions_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["report", "--help"])
-    assert "answers judged" in " ".join(capsys.readouterr().out.split())
+    assert "an output of generate" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_a_model_says_commands_nothing(project: ProjectLayout) -> None:
+def test_text_of_a_model_is_escaped(project: ProjectLayout) -> None:
     records = [record(n, HOSTILE, "a", fields={"topic": HOSTILE}) for n in range(3)]
     path = write(project.root / "a.jsonl", records, labels=("a", "b"), extra_fields=["topic"])
     said, page = reported(project, path)

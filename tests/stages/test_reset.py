@@ -12,7 +12,7 @@ from ratchet.cli.main import main
 from ratchet.cli.reset import format_reset, format_target
 from ratchet.config.train import Train
 from ratchet.errors import DataError, LockHeldError, StorageError
-from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.stages.reset import ResetTarget, reset
 from ratchet.stages.status import StatusReport
@@ -23,7 +23,7 @@ from ratchet.storage.records.gate import Champion, ChampionFile
 
 
 def make(layout: ProjectLayout, seed: int = 0) -> RunPaths:
-    run = Run.open(layout.runs, RunSpec(train=Train(seed=seed), data_digest="d" * 64, base_digest="b" * 64))
+    run = RunDirectory.open(layout.runs, RunSpec(train=Train(seed=seed), data_digest="d" * 64, base_digest="b" * 64))
     run.journal.append("attempt_started", pid=1, code_version="1")
     run.journal.append("worker_ready", start_step=0, planned_steps=40)
     run.journal.append("step", step=7, loss=1.0, learning_rate=0.1, trained_tokens=1, input_tokens=1, step_s=1.0)

@@ -1,4 +1,4 @@
-"""`ratchet sweep` as its users meet it: real studies, real workers, real trainings, real kills."""
+"""`ratchet sweep` with real studies, workers, trainings and kills."""
 
 import signal
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectL
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
+def test_an_invalid_space_is_refused_before_anything_is_trained(
     project: ProjectLayout, change: dict[str, Any], says: list[str], calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_project.save(project, tiny_sweep.settings(**change))
@@ -68,7 +68,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
     assert not project.runs.exists()
 
 
-def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(
+def test_report_and_adopt_start_no_study(
     project: ProjectLayout, calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for asked in ("--report", "--adopt"):

@@ -15,7 +15,7 @@ from ratchet.cli.main import main
 from ratchet.cli.verify import format_verification
 from ratchet.errors import SettingsError
 from ratchet.registry.signing import keys, signature
-from ratchet.runs.directory import RESULT, Run, RunPaths
+from ratchet.runs.directory import RESULT, RunDirectory, RunPaths
 from ratchet.stages.verify import verify
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
@@ -32,7 +32,7 @@ def seal(target: Path, kind: str) -> Path:
 @pytest.fixture
 def run(project: ProjectLayout) -> RunPaths:
     """A run with two checkpoints and a result."""
-    opened = Run.open(project.runs, SPEC)
+    opened = RunDirectory.open(project.runs, SPEC)
     for step in (2, 4):
         opened.journal.append("step", step=step)
         save(opened.paths, step, best=2)
@@ -44,7 +44,7 @@ def run(project: ProjectLayout) -> RunPaths:
 
 @pytest.fixture
 def whole(project: ProjectLayout, run: RunPaths) -> ProjectLayout:
-    """A project with everything that may be sealed in one."""
+    """A project with everything that can be sealed."""
     for kind, folder in {"base": project.base, "data": project.data, "gate": project.gate}.items():
         seal(folder, kind)
     with files.sealed_directory(project.promoted_model("f" * 64), "model") as scratch:
@@ -59,7 +59,7 @@ def lines(*paths: Path) -> tuple[bool, list[str]]:
     return report.is_intact, format_verification(report).splitlines()
 
 
-def test_a_whole_project_is_listed_thing_by_thing(whole: ProjectLayout, run: RunPaths) -> None:
+def test_an_intact_project_is_listed_item_by_item(whole: ProjectLayout, run: RunPaths) -> None:
     found, text = lines(whole.root)
     assert found, text
     assert [line.split(str(whole.root))[1].split("  ")[:2] for line in text] == [
@@ -87,12 +87,12 @@ def test_a_whole_project_is_listed_thing_by_thing(whole: ProjectLayout, run: Run
     assert all(line.startswith("ok  ") for line in text)
 
 
-def test_a_new_project_is_whole_and_runs_that_were_moved_elsewhere_are_found(
+def test_a_new_project_is_intact_and_moved_runs_are_found(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert lines(project.root) == (True, [f"ok  {project.root}  project  nothing is sealed in it yet"])
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
-    Run.open(project.runs, SPEC).close()
+    RunDirectory.open(project.runs, SPEC).close()
     found, text = lines(project.root)
     assert found
     assert str(tmp_path / "elsewhere") in text[0]
@@ -111,7 +111,7 @@ def flip(path: Path) -> None:
 
 
 def add_setting(run: RunPaths) -> None:
-    """One that this version does not have; the name of the directory does not fit: the spec was edited."""
+    """A format that this version does not have; the directory's name does not match the edited spec."""
     raw = json.loads(run.spec.read_bytes())
     raw["train"]["invented_later"] = 1
     files.write_json(run.spec, raw)
@@ -188,7 +188,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path: Path) -> Non
     assert missed == []
 
 
-def test_a_copy_of_a_run_that_is_being_written_is_whole(run: RunPaths, tmp_path: Path) -> None:
+def test_a_copy_of_an_active_run_is_intact(run: RunPaths, tmp_path: Path) -> None:
     with run.journal.open("ab") as stream:
         stream.write(b'{"event": "st')
     found, text = lines(run.root)

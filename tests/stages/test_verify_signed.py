@@ -1,4 +1,4 @@
-"""`ratchet verify` of what is signed: promoted models, copies of them elsewhere, exports and their forms."""
+"""`ratchet verify` for signed directories: promoted models, copies of them, exports and their formats."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import deployable
+import promoted_models
 from ratchet.cli.verify import format_verification
 from ratchet.errors import DataError, ProjectError, SettingsError
 from ratchet.registry import bundle_files
@@ -22,12 +22,12 @@ from ratchet.storage.records.export import ExportArtifact, ModelBundle
 FORMATS = ("hf", "gguf/q8_0", "gguf/f16", "onnx/int8")
 
 
-def promoted(layout: ProjectLayout) -> Path:
-    return layout.promoted_model(deployable.promoted(layout, "a", FORMATS).model_digest)
+def promote_fake_model(layout: ProjectLayout) -> Path:
+    return layout.promoted_model(promoted_models.promote_fake_model(layout, "a", FORMATS).model_digest)
 
 
 def seal_again(folder: Path, kind: str = "model") -> None:
-    """As any program that can write the folder can."""
+    """Seal the directory again, as any program with write access can."""
     (folder / files.MANIFEST).unlink()
     files.seal_directory(folder, kind)
 
@@ -49,16 +49,16 @@ def own(layout: ProjectLayout) -> str:
     return str(keys.own_fingerprint(layout))
 
 
-def test_a_signed_model_is_whole_and_its_signer_is_named(project: ProjectLayout) -> None:
-    folder = promoted(project)
+def test_a_signed_model_is_intact_and_its_signer_is_named(project: ProjectLayout) -> None:
+    folder = promote_fake_model(project)
     whole, lines = said(project.root)
     assert whole
     assert lines[0].startswith(f"ok  {folder}  model  ")
     assert lines[1:] == [f"ok  {folder}/model.sig  signature  signed by key {own(project)[:16]} (trusted)"]
 
 
-def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: ProjectLayout) -> None:
-    folder = promoted(project)
+def test_a_model_without_a_trusted_signature_is_not_intact(project: ProjectLayout) -> None:
+    folder = promote_fake_model(project)
     signed = (folder / signature.SIGNATURE).read_bytes()
     (folder / signature.SIGNATURE).unlink()
     seal_again(folder)
@@ -82,7 +82,7 @@ def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Projec
 
 
 def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: ProjectLayout) -> None:
-    folder = promoted(project)
+    folder = promote_fake_model(project)
     weights = folder / "gguf" / "model-q8_0.gguf"
     content = weights.read_bytes()
     weights.write_bytes(content.swapcase())
@@ -97,11 +97,11 @@ def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: 
     assert lines[1].startswith(f"DAMAGED {folder}: adapter/model.safetensors: was added after the model was signed")
 
 
-def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_project_around(
+def test_a_copy_is_verified_with_the_named_or_the_enclosing_project_or_a_key(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy of tuesday"
-    shutil.copytree(promoted(project), copy)
+    shutil.copytree(promote_fake_model(project), copy)
     name = own(project)[:16]
     whole, lines = said(copy)
     assert not whole
@@ -129,13 +129,13 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
 
 def exported(layout: ProjectLayout, told: ModelBundle) -> Path:
     with files.sealed_directory(layout.export, "export") as scratch:
-        deployable.few_bytes(scratch, "a", FORMATS)
+        promoted_models.write_fake_export(scratch, "a", FORMATS)
         told.save(scratch / "bundle.json")
     return layout.export
 
 
-def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLayout) -> None:
-    told = deployable.promoted(project, "a", FORMATS)
+def test_the_formats_of_an_export_are_the_measured_ones(project: ProjectLayout) -> None:
+    told = promoted_models.promote_fake_model(project, "a", FORMATS)
 
     def of_formats(*formats: ExportArtifact) -> tuple[bool, list[str]]:
         changes = {"artifacts": formats, "model_digest": bundle_files.model_digest(formats)}
@@ -159,11 +159,11 @@ def test_the_forms_of_an_export_are_those_that_were_measured(project: ProjectLay
 
 
 @pytest.mark.parametrize(("field", "file"), [("evaluation", "eval.json"), ("verdict", "verdict.json")])
-def test_what_speaks_for_a_model_is_what_its_bundle_names(project: ProjectLayout, field: str, file: str) -> None:
-    told = deployable.promoted(project, "a", FORMATS)
+def test_evaluation_and_verdict_are_the_ones_of_the_bundle(project: ProjectLayout, field: str, file: str) -> None:
+    told = promoted_models.promote_fake_model(project, "a", FORMATS)
     folder = project.promoted_model("f" * 64)
     with files.sealed_directory(folder, "model") as scratch:
-        deployable.few_bytes(scratch, "a", FORMATS)
+        promoted_models.write_fake_export(scratch, "a", FORMATS)
         told.model_copy(update={field: "0" * 64}).save(scratch / "bundle.json")
         signature.sign_folder(scratch, keys.load_signer(project))
     whole, lines = said(folder)
@@ -171,7 +171,7 @@ def test_what_speaks_for_a_model_is_what_its_bundle_names(project: ProjectLayout
     assert f"{file}: differs from its digest in bundle.json" in lines[1]
 
 
-def test_a_bundle_that_is_none_is_damage(project: ProjectLayout) -> None:
+def test_an_invalid_bundle_is_damage(project: ProjectLayout) -> None:
     folder = project.promoted_model("f" * 64)
     with files.sealed_directory(folder, "model") as scratch:
         (scratch / "bundle.json").write_text(json.dumps({"model_digest": 1}))
@@ -182,14 +182,14 @@ def test_a_bundle_that_is_none_is_damage(project: ProjectLayout) -> None:
         verify([folder / "nothing"])
 
 
-def test_what_was_deployed_is_compared_with_what_was_signed(project: ProjectLayout, tmp_path: Path) -> None:
+def test_a_deployment_is_compared_with_the_signed_model(project: ProjectLayout, tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
     (served / release.OWNER).write_text("{}")
     assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it yet"])
     (served / release.OWNER).unlink()
-    promoted(project)
-    deploy(Project.from_parts(project, deployable.SETTINGS), served, DeployOptions(smoke_test=False))
+    promote_fake_model(project)
+    deploy(Project.from_parts(project, promoted_models.SETTINGS), served, DeployOptions(smoke_test=False))
     target = (served / "current").resolve()
     whole, lines = said(served, project=project.root)
     assert whole

@@ -6,10 +6,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deployable import CHATML
+from promoted_models import CHATML
 from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
-from ratchet.export.verification.parity import TorchRuntime
+from ratchet.exporters.verification.parity import TorchRuntime
 from ratchet.models import base_model
 from ratchet.models.loading import load_plain
 from ratchet.storage.records.export import ExportProbe

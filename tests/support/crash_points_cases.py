@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.directory import Run, RunPaths
+from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.storage import files
 from ratchet.training import checkpoint
 from snapshots import SPEC, contents, newest, save
@@ -90,7 +90,7 @@ def prepared(root: Path, scenario: Scenario) -> RunPaths:
     """A new run in which the scenario may begin."""
     template = root.with_name("template")
     if not template.exists():
-        opened = Run.open(template, SPEC)
+        opened = RunDirectory.open(template, SPEC)
         opened.close()
         scenario.prepare(opened.paths)
     shutil.rmtree(root, ignore_errors=True)
@@ -128,7 +128,7 @@ def killed(work: Callable[[], object], before: int) -> int:
 
 def recover(runs: Path, scenario: Scenario, as_made: dict[int, dict[str, str]]) -> list[str]:
     """What is wrong after a start, if anything: it must be the old or the new, exact, and go on."""
-    Run.open(runs, SPEC).close()
+    RunDirectory.open(runs, SPEC).close()
     paths = RunPaths(runs / SPEC.run_id)
     problems = [f"left behind: {p.name}" for p in paths.checkpoints.iterdir() if p.name.startswith(".")]
     step, notices = newest(paths)

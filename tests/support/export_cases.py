@@ -1,4 +1,4 @@
-"""Stage export with every format: what is written is run, what is wrong is named, and what was there stays whole."""
+"""Stage export with every format: results are run, errors are named, and the old export stays complete."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def with_export(wanted: Export, **evaluate: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """A project whose adapter is strong enough to show."""
+    """A project whose adapter has a visible effect."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("forms") / "project")
     tiny_project.adapted(layout)
     return layout

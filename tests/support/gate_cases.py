@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.gate import Gate, Rule
-from ratchet.gate.decision import decide_verdict
-from ratchet.gate.evidence import GateEvidence
+from ratchet.quality_gate.decision import decide_verdict
+from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.gate.evidence import GateEvidence
+from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.reports import verdict_page
 from ratchet.storage.records.evaluation import (
     EvaluatedRow,

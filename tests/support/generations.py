@@ -16,7 +16,7 @@ from ratchet.config.settings import Settings
 from ratchet.inference import model_reference, worker
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import GenerationPaths, GenerationSpec
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage.layout import ProjectLayout
@@ -92,8 +92,8 @@ class Generation:
         )  # fmt: skip
 
     @contextmanager
-    def open_run(self) -> Iterator[Run]:
-        run = Run.open(self.layout.generations, self.spec)
+    def open_run(self) -> Iterator[RunDirectory]:
+        run = RunDirectory.open(self.layout.generations, self.spec)
         try:
             self.reference.start.save(run.paths.launch)
             if not GenerationPaths(run.paths.root).prompts.exists():

@@ -15,7 +15,7 @@ import families
 from ratchet.models.runtimes.tokenizer_probes import TEXTS
 
 ROWS = 640
-"""Of the embeddings: more than any tokenizer here has entries."""
+"""Rows of the embeddings: more than any tokenizer here has entries."""
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -32,7 +32,7 @@ LETTERS = (
 
 
 def config(family: str, **changes: Any) -> PretrainedConfig:
-    """Of a tiny model of the family; Gemma is shaped as Gemma 2 is."""
+    """Config of a tiny model of the family; Gemma has the shape of Gemma 2."""
     if family == "gemma":
         shape = families.FAMILIES["gemma2"](**changes).to_dict()
         return GemmaConfig(**{name: value for name, value in shape.items() if name in GemmaConfig().to_dict()})
@@ -49,7 +49,7 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def nonsense(count: int = 400) -> list[str]:
-    """Strings that no corpus holds, the same every time."""
+    """Pseudo-random strings, always the same."""
     draw = random.Random(1)
     return ["".join(draw.choices(LETTERS, k=draw.randint(1, 25))) for _ in range(count)]
 
@@ -79,7 +79,7 @@ def byte_level(
 
 
 def with_unreachable(bpe: Tokenizer) -> Tokenizer:
-    """With entries that no merge makes: only a tokenizer that takes whole words first finds them."""
+    """Add entries that no merge forms; only a tokenizer with ignore_merges finds them."""
     written = json.loads(bpe.to_str())
     vocabulary = written["model"]["vocab"]
     for word in ("zqxj", "Ġzqxj"):
@@ -88,7 +88,7 @@ def with_unreachable(bpe: Tokenizer) -> Tokenizer:
 
 
 def pieces(folder: Path, template: str | None, **settings: Any) -> Any:
-    """A tokenizer of the SentencePiece kind, as transformers makes it of a tokenizer.model."""
+    """A SentencePiece tokenizer, as transformers converts a tokenizer.model."""
     lines = [line for text in CORPUS * 3 for line in text.split("\n") if line.strip()]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), vocab_size=600, model_type="bpe",
@@ -102,7 +102,7 @@ def pieces(folder: Path, template: str | None, **settings: Any) -> Any:
 
 
 def save(model: Any, tokenizer: Any, directory: Path) -> Path:
-    """As a merge and `hf.finish` leave them."""
+    """Save model and tokenizer as a merge and `huggingface.complete_directory` do."""
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -110,4 +110,4 @@ def save(model: Any, tokenizer: Any, directory: Path) -> Path:
 
 
 def nothing(what: str, done: int, total: int) -> None:
-    """Progress that nobody wants to see."""
+    """Progress callback that does nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from ratchet.config.settings import Settings
 from ratchet.reports import plots
-from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -32,14 +32,14 @@ CARD = DatasetCard(
 )
 
 
-def opened(layout: ProjectLayout, seed: int = 0) -> Run:
+def opened(layout: ProjectLayout, seed: int = 0) -> RunDirectory:
     """A run whose lock we hold, in a project with prepared data."""
     CARD.save(layout.dataset_card)
     train = SETTINGS.train.model_copy(update={"seed": seed})
-    return Run.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
+    return RunDirectory.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
 
 
-def attempt(run: Run, number: int, first: int, last: int, pid: int = 1) -> None:
+def attempt(run: RunDirectory, number: int, first: int, last: int, pid: int = 1) -> None:
     """Journal an attempt that does the steps first..last and validates every tenth."""
     run.journal.attempt = number
     run.journal.append("attempt_started", pid=pid, code_version=f"code-{number}")
@@ -66,22 +66,22 @@ def seal_result(paths: RunPaths, best: int = 10, last: int = 20) -> None:
         (scratch / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
 
 
-def callback(layout: ProjectLayout, run: Run) -> MlflowRunCallback:
+def callback(layout: ProjectLayout, run: RunDirectory) -> MlflowRunCallback:
     """One as a new process has it: nothing remembered."""
     return MlflowTracker(layout, NAME).create_callback(run.paths, SETTINGS, plots.draw_loss_curve)
 
 
-def journal(run: Run) -> list[JournalEvent]:
+def journal(run: RunDirectory) -> list[JournalEvent]:
     return list(JournalReader(run.paths.journal).read())
 
 
-def stored(layout: ProjectLayout, run: Run) -> Any:
+def stored(layout: ProjectLayout, run: RunDirectory) -> Any:
     found = MlflowTracker(layout, NAME).find(run.spec.run_id)
     assert found is not None
     return found
 
 
-def points(layout: ProjectLayout, run: Run, key: str) -> list[tuple[int, float, int]]:
+def points(layout: ProjectLayout, run: RunDirectory, key: str) -> list[tuple[int, float, int]]:
     """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
     with closing(sqlite3.connect(layout.mlflow_database)) as connection:
         rows = connection.execute(

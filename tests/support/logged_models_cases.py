@@ -3,12 +3,12 @@
 from typing import Any
 
 from journaled import NAME, attempt, opened, seal_result
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-def finished(layout: ProjectLayout) -> Run:
+def finished(layout: ProjectLayout) -> RunDirectory:
     """A run whose best step is 10, and its last 20, as its training leaves it."""
     run = opened(layout)
     attempt(run, 1, 1, 20)

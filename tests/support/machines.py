@@ -7,7 +7,7 @@ from typing import Any
 
 import snapshots
 from ratchet.config.machine import Machine
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
 from ratchet.runs.replication.object_names import RunObjectNames
@@ -55,7 +55,7 @@ class Node:
 
     def __init__(self, root: Path, name: str, machine: Machine | None = None) -> None:
         self._here = True
-        self.run = Run.open(root / name / "runs", snapshots.SPEC)
+        self.run = RunDirectory.open(root / name / "runs", snapshots.SPEC)
         self.paths = self.run.paths
         machine = machine or settings(root)
         self.replicator: Any = (RunReplicator if machine.active_rendezvous is None else MultiNodeReplicator)(

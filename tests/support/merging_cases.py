@@ -1,4 +1,4 @@
-"""Merging from shards to shards: what is written is the trained model, to the last bit, for every kind of model."""
+"""Merging shard by shard writes the trained model bit for bit, for every kind of model."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 import in_memory
 import small_bases as small
-from ratchet.export.merge import merger
+from ratchet.exporters.merge import merger
 from ratchet.models import loading
 
 ROUNDING = 1e-4

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onnx_models import save
-from ratchet.export.onnx import exporter
+from ratchet.exporters.onnx import exporter
 
 WINDOW = 16
 SHORT = 32
@@ -32,7 +32,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 1},
 }
 TOLD: dict[Path, list[tuple[str, int, int]]] = {}
-"""What the progress of each export was told."""
+"""Arguments of each export's progress calls."""
 
 
 def written(source: Path, target: Path, type: Any = "fp32") -> Path:
@@ -59,13 +59,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 def without_prefix(path: Path) -> None:
-    """Names as GPT-2's own checkpoint has them, which are not those of the class."""
+    """Rename tensors as in GPT-2's own checkpoint, whose names differ from the class."""
     tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
 
 
 class Session:
-    """What is asked of model.onnx, with numpy alone."""
+    """Runs model.onnx with numpy inputs."""
 
     def __init__(self, directory: Path) -> None:
         options = onnxruntime.SessionOptions()

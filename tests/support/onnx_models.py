@@ -1,4 +1,4 @@
-"""Tiny models of the real classes with a tokenizer of their own, as directories that can be exported."""
+"""Tiny models of the real classes with their own tokenizer, as directories that can be exported."""
 
 from pathlib import Path
 from typing import Any

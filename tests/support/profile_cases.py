@@ -6,7 +6,7 @@ import pytest
 
 import tiny_project
 from ratchet.config.settings import Settings
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.stages import train
 from ratchet.stages.project import Project
 from ratchet.storage import digests
@@ -30,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 @pytest.fixture(scope="module")
 def profiled(project: ProjectLayout) -> tuple[str, dict[str, str]]:
     """What was printed, and what the rest of the project was before."""
-    Run.open(project.runs, build_run_spec(project, SETTINGS)).close()
+    RunDirectory.open(project.runs, build_run_spec(project, SETTINGS)).close()
     before = rest_of(project)
     return train.profile_training(Project.from_parts(project, SETTINGS), 1000), before
 

@@ -10,8 +10,8 @@ from ratchet.config.evaluate import Evaluate
 from ratchet.config.gate import AtLeastRule, Gate
 from ratchet.config.promote import HookSettings, Promote
 from ratchet.config.settings import Settings
-from ratchet.gate import decision as judgement
-from ratchet.gate import evidence as reading
+from ratchet.quality_gate import decision as judgement
+from ratchet.quality_gate import evidence as reading
 from ratchet.registry import ledger
 from ratchet.registry.model_store import KIND
 from ratchet.storage import digests, files

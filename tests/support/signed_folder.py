@@ -1,4 +1,4 @@
-"""A folder like a promoted model's, and the reference implementation of what signatures look like, to check against."""
+"""A folder like a promoted model's, and the reference implementation of signatures."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def make(folder: Path) -> Path:
-    """Files in folders, with a blank and a letter beyond ASCII in their names; one sorts beside a folder."""
+    """Write files in folders with a space and a non-ASCII letter in their names; one sorts next to a folder."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model one.safetensors").write_bytes(bytes(range(200)))
     (folder / "hf" / "manifest.json").write_text("{}")  # only the one at the top is not covered
@@ -21,14 +21,14 @@ def make(folder: Path) -> Path:
 
 
 def public_key(layout: ProjectLayout, path: Path) -> Path:
-    """The public key of a project that trusts one, as a file that a third party might have."""
+    """Write the public key of a project that trusts one key, as a third party might have it."""
     (key,) = keys.read_keyring(layout.keyring).keys
     path.write_text(key.public)
     return path
 
 
 def model_signing(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run OpenSSF's `model_signing`, in a process of its own.
+    """Run OpenSSF's `model_signing` in its own process.
 
     Its version 1.1.1 imports pyOpenSSL, which it does not declare, for signatures by certificates, which ours are not;
     where that is not installed, a module of the name is enough.

@@ -1,4 +1,4 @@
-"""Tiny bases on disk with a tokenizer, adapters that do something, and recipes of both."""
+"""Tiny bases on disk with a tokenizer, adapters with an effect, and recipes of both."""
 
 import json
 import warnings
@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import families
 from ratchet.config.train import Train
-from ratchet.export.merge import merger
-from ratchet.export.merge.merger import MergeResult
-from ratchet.export.merge.recipe import MergeRecipe, WeightedAdapter
+from ratchet.exporters.merge import merger
+from ratchet.exporters.merge.merger import MergeResult
+from ratchet.exporters.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.models import adapter_format, adapters, base_model, loading, vocabulary
 from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
 
 CPU = torch.device("cpu")
 SHARD_BYTES = 100_000
-"""So that a model of 400 kB lies in several files."""
+"""Small enough to store a model of 400 kB in several files."""
 ROWS = [list(range(3, 40)), list(range(50, 90))]
 
 
@@ -38,7 +38,7 @@ def card(**changes: Any) -> BaseCard:
 
 
 def write_base(directory: Path, family: str, shard_bytes: int = SHARD_BYTES, **changes: Any) -> Path:
-    """A base in several files, its weights large enough for an adapter to be seen, biases too."""
+    """A base in several files, with weights and biases large enough for an adapter to have an effect."""
     model = families.make(family, **changes)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def write_tokenizer(directory: Path, size: int = families.VOCABULARY) -> None:
 
 
 def disturb(model: Model, seed: int = 3) -> Model:
-    """As if it had learned something."""
+    """Change the adapter's parameters as training would."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapters.trainable_parameters(model):
@@ -72,7 +72,7 @@ def disturb(model: Model, seed: int = 3) -> Model:
 
 
 def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, seed: int = 3) -> Path:
-    """An adapter of ours; it learns the rows of added tokens if the card has some."""
+    """Write one of Ratchet's adapters, with rows of added tokens if the card has some."""
     about = about or card()
     model = loading.load(base, about, chosen, CPU)
     tokenizer = base_model.open_tokenizer(base)
@@ -85,7 +85,7 @@ def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | 
 
 
 def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words: Any) -> Model:
-    """An adapter as other people's scripts make it with peft, saved by peft; returns the model that learned it."""
+    """Write an adapter with peft alone; return its model."""
     plain = loading.load_plain(base, torch.float32, CPU)
     plain.name_or_path = "base"
     with adapters.suppress_peft_warnings():
@@ -107,13 +107,13 @@ def recipe(base: Path, *parts: Path | WeightedAdapter, **changes: Any) -> MergeR
 
 
 def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, **changes: Any) -> MergeRecipe:
-    """The recipe of a base and an adapter of ours that is written to the directory."""
+    """Write one of Ratchet's adapters, and return the recipe that merges it."""
     saved = write_adapter(directory, base, chosen, about)
     return recipe(base, saved, train=chosen, card=about or card(), **changes)
 
 
 def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, Tensor], Model]:
-    """What was written: what is said of it, and what plain transformers loads."""
+    """Merge, and return the result, and tensors and model as transformers loads them."""
     told: list[tuple[str, int, int]] = []
     found = merger.merge_model(wanted, directory, lambda *about: told.append(about))
     files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
@@ -125,7 +125,7 @@ def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, 
 
 
 def trained(wanted: MergeRecipe) -> Model:
-    """The base as it was trained against, with the recipe's one adapter, as peft computes it."""
+    """The base as in training with the recipe's only adapter, computed by peft."""
     [part] = wanted.adapters
     return adapters.load(loading.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
 

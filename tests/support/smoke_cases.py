@@ -1,4 +1,4 @@
-"""Real servers on the files of a release: answers as verified, ties told, all else refused, nothing left running."""
+"""Fixtures for real servers on the files of a release."""
 
 import os
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
-from deployable import artifact
-from ratchet.export.gguf import writer
-from ratchet.export.onnx import exporter
+from promoted_models import artifact
+from ratchet.exporters.gguf import writer
+from ratchet.exporters.onnx import exporter
 from ratchet.models.runtimes import llama
 from ratchet.storage.records.export import ExportArtifact
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another one beside it."""
+    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another model."""
     root = tmp_path_factory.mktemp("export")
     for name, seed in (("one", 1), ("other", 2)):
         (root / name / "gguf").mkdir(parents=True)
@@ -29,7 +29,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def verified(export: Path) -> dict[str, ExportArtifact]:
-    """The forms of the first model, with what they answered."""
+    """The formats of the first model with their answers."""
     with llama.open_runtime(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
         asked = runtime.probes(QUESTIONS, TOKENS)
     return {

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ratchet.config.export import BuiltInGgufType
-from ratchet.export.gguf import writer
+from ratchet.exporters.gguf import writer
 from ratchet.models import tiny_model
 
 TEXTS = [
@@ -60,13 +60,13 @@ def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None,
 
 
 def write(path: Path, target: Path, kind: BuiltInGgufType = "f32") -> Path:
-    """The directory as a GGUF file."""
+    """Write the directory as a GGUF file."""
     writer.write_gguf(path, target, kind, lambda what, done, total: None)
     return target
 
 
 def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
-    """A copy in which some bytes are others, of the same length."""
+    """Write a copy with some bytes replaced by others of the same length."""
     content = source.read_bytes()
     assert len(old) == len(new)
     assert old in content
@@ -75,13 +75,13 @@ def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
 
 
 def expected(model: Any, ids: list[int]) -> Any:
-    """Logarithms of the probabilities after each token, as transformers computes them."""
+    """Log-probabilities after each token, computed by transformers."""
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
 
 
 def greedy(model: Any, prompt: list[int], new_tokens: int, ends: Sequence[int] = ()) -> list[int]:
-    """One token after the other, without a cache and without transformers' own rules."""
+    """Generate greedily token by token, without a cache and without transformers' generation code."""
     ids = list(prompt)
     while len(ids) < len(prompt) + new_tokens:
         ids.append(int(expected(model, ids)[-1].argmax()))

@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.config.settings import Settings
 from ratchet.runs.callbacks import RunCallback
-from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard, LengthDistribution
@@ -40,7 +40,7 @@ class Study:
     def __init__(self, layout: ProjectLayout) -> None:
         self.layout = layout
         self.trials: list[Trial] = []
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RunDirectory] = {}
         CARD.save(layout.dataset_card)
 
     def report(self) -> SweepReport:
@@ -56,7 +56,7 @@ class Study:
         number = len(self.trials)
         seed = number if continues is None else continues
         train = SETTINGS.train.model_copy(update={"seed": seed})
-        run = Run.open(self.layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
+        run = RunDirectory.open(self.layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
         self.runs[number] = run
         self.trials.append(
             Trial(

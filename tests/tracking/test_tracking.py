@@ -15,7 +15,7 @@ import pytest
 from journaled import CARD, NAME, SETTINGS, attempt, callback, journal, opened, points, seal_result, stored
 from ratchet.errors import TrackingError
 from ratchet.reports import plots
-from ratchet.runs.directory import Run, RunPaths, RunSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import revision_tags
 from ratchet.storage.layout import ProjectLayout
@@ -25,7 +25,7 @@ from ratchet.tracking.mlflow.experiments import HOST_TAG
 PER_STEP = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second")
 
 
-def assert_complete(layout: ProjectLayout, run: Run, last: int) -> None:
+def assert_complete(layout: ProjectLayout, run: RunDirectory, last: int) -> None:
     for key in PER_STEP:
         assert [step for step, _, _ in points(layout, run, key)] == list(range(1, last + 1)), key
     assert [step for step, _, _ in points(layout, run, "validation/loss")] == list(range(10, last + 1, 10))
@@ -146,7 +146,7 @@ def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_pr
 def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: ProjectLayout) -> None:
     runs = [opened(tracked_project, seed) for seed in (1, 2)]
     other = RunSpec(train=SETTINGS.train.model_copy(update={"rank": 2}), data_digest=CARD.digest, base_digest="b" * 64)
-    runs.append(Run.open(tracked_project.runs, other))
+    runs.append(RunDirectory.open(tracked_project.runs, other))
     for run in runs:
         attempt(run, 1, 1, 1)
         callback(tracked_project, run).on_events(journal(run))

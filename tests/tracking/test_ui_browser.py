@@ -8,12 +8,12 @@ from chromium import WAIT_S, Browser, Tab
 from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
 from ratchet.config.settings import Settings
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.stages.callbacks import TrainingCallbacks
 from ratchet.storage.layout import ProjectLayout
 
 
-def finished(layout: ProjectLayout) -> Run:
+def finished(layout: ProjectLayout) -> RunDirectory:
     run = opened(layout)
     attempt(run, 1, 1, 20)
     run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)

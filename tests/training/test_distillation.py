@@ -32,7 +32,7 @@ from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.loss import SequenceBatch, StoredTeacherTargets, compute_loss_and_gradient
 from ratchet.models.memory.trace import AllocationTrace, BatchShape
 from ratchet.models.teacher import TeacherCandidate, TeacherModel
-from ratchet.runs.directory import Run, RunPaths, RunSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
 from ratchet.stages.distill import distill
 from ratchet.stages.project import Project
 from ratchet.storage import files
@@ -359,7 +359,7 @@ def test_training_requires_the_answers_that_the_settings_describe(project: Proje
 def test_a_run_that_nobody_teaches_goes_on_with_other_settings_of_teaching(tmp_path: Path) -> None:
     for settings in (DistillSettings(), DistillSettings(weight=0.7, temperature=3.0)):
         spec = RunSpec(train=Train(distill=settings), data_digest="d" * 64, base_digest="b" * 64)
-        Run.open(tmp_path, spec).close()
+        RunDirectory.open(tmp_path, spec).close()
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -17,7 +17,7 @@ from ratchet.data import token_files
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.models import base_model, loading
 from ratchet.models.loss import answer_nll, pad_rows
-from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
@@ -55,9 +55,9 @@ def train_here(project: ProjectLayout, tmp_path: Path) -> TrainHere:
     return run_it
 
 
-def opened(project: ProjectLayout, settings: Settings, runs: Path) -> Run:
+def opened(project: ProjectLayout, settings: Settings, runs: Path) -> RunDirectory:
     base = BaseCard.load(project.base_card)
-    run = Run.open(runs, build_run_spec(project, settings))
+    run = RunDirectory.open(runs, build_run_spec(project, settings))
     TrainingLaunchSpec(
         machine=settings.machine,
         base_path=str(base_model.locate(project, base)),

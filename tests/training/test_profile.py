@@ -27,7 +27,7 @@ from profile_cases import (
 from ratchet.cli.main import main
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, SettingsError, StorageError
 from ratchet.reports.training_page import format_profile
-from ratchet.runs.directory import Run, RunPaths
+from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE
 from ratchet.stages import train
 from ratchet.stages.project import Project
@@ -238,7 +238,7 @@ def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(pro
 
 
 def test_second_profile_at_the_same_time_is_refused(project: ProjectLayout) -> None:
-    run = Run.open(project.profiles / train.WORK, build_run_spec(project, SETTINGS))
+    run = RunDirectory.open(project.profiles / train.WORK, build_run_spec(project, SETTINGS))
     try:
         with pytest.raises(LockHeldError):
             train.profile_training(Project.from_parts(project, SETTINGS), 4)

@@ -11,7 +11,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DamagedFileError, DataError
-from ratchet.gate import test_set_reuse
+from ratchet.quality_gate import test_set_reuse
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ObjectiveSet, ValidationJob, ValidationScores
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.runs.callbacks import RunCallback, Status
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning.tracking_sync import TrialProgressReader
@@ -99,7 +99,7 @@ def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
     assert clerk.close(60)
     assert [shown(study, number)[0] for number in range(2)] == ["KILLED", "RUNNING"]
     again = started(study)
-    study.runs[0] = Run.open(study.layout.runs, study.runs[0].spec)
+    study.runs[0] = RunDirectory.open(study.layout.runs, study.runs[0].spec)
     study.runs[0].journal.attempt = 1
     study.train(0, 6, 10)
     until(lambda: shown(study, 0)[0] == "RUNNING")

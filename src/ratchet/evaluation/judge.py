@@ -20,9 +20,9 @@ from ratchet.errors import SettingsError
 from ratchet.evaluation.evaluator import PROGRESS_EVERY_S, EvaluationResult, Progress
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import ScoreStore
-from ratchet.gate import paired_test, statistics
-from ratchet.gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions, ServedModel
+from ratchet.quality_gate import paired_test, statistics
+from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import JudgePreference, JudgeReport, MetricValue, ModelRole

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from ratchet.config.gate import Gate
 from ratchet.errors import DamagedFileError, DataError, SettingsError
-from ratchet.gate import evidence, finalists, paired_test, statistics, test_set_reuse
-from ratchet.gate.evidence import Samples, read_rows, read_samples
-from ratchet.gate.finalists import FinalistComparator, FinalistScores
-from ratchet.gate.paired_test import PairedTestPlan
+from ratchet.quality_gate import evidence, finalists, paired_test, statistics, test_set_reuse
+from ratchet.quality_gate.evidence import Samples, read_rows, read_samples
+from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
+from ratchet.quality_gate.paired_test import PairedTestPlan
 from ratchet.registry import ledger
 from ratchet.reports import run_history
 from ratchet.reports.run_history import STEP_VALUES, VALIDATION_VALUES, HistoryCurve, RunSummary

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ratchet.config.units import format_bytes
-from ratchet.gate import messages
+from ratchet.quality_gate import messages
 from ratchet.reports import curves, page_files
 from ratchet.reports.comparison import (
     ComparisonRow,

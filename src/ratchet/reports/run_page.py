@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.units import format_bytes
-from ratchet.gate.evidence import Samples
+from ratchet.quality_gate.evidence import Samples
 from ratchet.reports import comparison_page, curves, verdict_page
 from ratchet.reports import page_files as placed
 from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ratchet.gate.evidence import GateEvidence
-from ratchet.gate.paired_test import MAX_NATS
+from ratchet.quality_gate.evidence import GateEvidence
+from ratchet.quality_gate.paired_test import MAX_NATS
 from ratchet.reports.forest_plot import REFERENCES, find_metric, format_significant
 from ratchet.storage import html
 from ratchet.storage.html import Html, explanation, format_count, mark_both_differences, tag, void_tag

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet.config.units import format_bytes
-from ratchet.gate.evidence import GateEvidence
-from ratchet.gate.messages import describe_changed_rules
+from ratchet.quality_gate.evidence import GateEvidence
+from ratchet.quality_gate.messages import describe_changed_rules
 from ratchet.reports import forest_plot, sample_browser
 from ratchet.reports.forest_plot import (
     MINUS,

@@ -242,7 +242,7 @@ class RunPaths:
         return True
 
 
-class Run:
+class RunDirectory:
     """A run that this process may write: it holds the lock."""
 
     def __init__(self, paths: RunPaths, spec: BaseRunSpec, lock: FileLock, journal: Journal) -> None:
@@ -252,7 +252,7 @@ class Run:
         self.journal = journal
 
     @classmethod
-    def open(cls, runs: Path, spec: BaseRunSpec) -> "Run":
+    def open(cls, runs: Path, spec: BaseRunSpec) -> "RunDirectory":
         """Open the run of this spec; create its directory if there is none.
 
         Raises:

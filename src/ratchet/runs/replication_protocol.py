@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, DataError, InterruptedRunError, LeaseHeldError, RatchetError
-from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.signals import StopSignal
 from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
@@ -63,7 +63,7 @@ class ReplicationSession:
         machine: settings with the time limits.
     """
 
-    def __init__(self, replicator: ReplicatorProtocol | None, run: Run, machine: Machine) -> None:
+    def __init__(self, replicator: ReplicatorProtocol | None, run: RunDirectory, machine: Machine) -> None:
         self._replicator, self._run, self._machine = replicator, run, machine
         self._lost_reason = ""
         self._has_waited = False

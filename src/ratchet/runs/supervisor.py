@@ -15,7 +15,7 @@ from ratchet.errors import (
     StorageError,
 )
 from ratchet.runs.callbacks import CallbackList, RunCallback, RunPruner, Status
-from ratchet.runs.directory import LaunchSpec, Run, storage_errors
+from ratchet.runs.directory import LaunchSpec, RunDirectory, storage_errors
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.preemption import PreemptionMonitor
@@ -38,7 +38,7 @@ from ratchet.runs.worker_process import run_attempt
 
 
 def supervise(
-    run: Run,
+    run: RunDirectory,
     launch: LaunchSpec,
     callbacks: Sequence[RunCallback],
     code_version: str,
@@ -75,7 +75,7 @@ def supervise(
 
 def _supervise_with_callbacks(
     callback_list: CallbackList,
-    run: Run,
+    run: RunDirectory,
     launch: LaunchSpec,
     code_version: str,
     pruner: RunPruner | None,
@@ -104,7 +104,7 @@ def _supervise_with_callbacks(
 class _JournalState:
     """State of a run according to its journal. Reads the journal once from the beginning, then only new events."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self._reader = JournalReader(run.paths.journal)
         self.progress = RunProgress()
         self.worker_error: JournalEvent | None = None
@@ -131,7 +131,12 @@ class _JournalState:
 
 class _Supervisor:
     def __init__(
-        self, run: Run, launch: LaunchSpec, stop: StopSignal, pruner: RunPruner | None, replication: ReplicationSession
+        self,
+        run: RunDirectory,
+        launch: LaunchSpec,
+        stop: StopSignal,
+        pruner: RunPruner | None,
+        replication: ReplicationSession,
     ) -> None:
         self._launch = launch
         self._run, self._stop, self._pruner, self._replication = run, stop, pruner, replication

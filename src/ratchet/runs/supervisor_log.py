@@ -16,7 +16,7 @@ from ratchet.errors import InterruptedRunError, RatchetError
 from ratchet.redaction import redact
 from ratchet.runs import log
 from ratchet.runs.callbacks import Status
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.log import JsonLog, Level, LogTrimmer
 from ratchet.runs.status import describe_stop
@@ -147,7 +147,7 @@ class JournalLogCallback:
 
 
 @contextmanager
-def log_supervision(run: Run, machine: Machine) -> Iterator[JournalLogCallback]:
+def log_supervision(run: RunDirectory, machine: Machine) -> Iterator[JournalLogCallback]:
     """Keep a log of this process while it supervises the run, and limit the size of its worker's output.
 
     The log includes messages of Python's `logging` and `warnings`. Secrets are redacted there and in what those modules

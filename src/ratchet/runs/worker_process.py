@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ratchet.config.machine import Machine
 from ratchet.errors import EXIT_BUG
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.heartbeat import HangDetector, Heartbeat, dump_stacks_and_kill, read_process_state
 from ratchet.runs.rendezvous import count_local_ranks, has_agent
 from ratchet.runs.restart_policy import WorkerExit
@@ -28,7 +28,7 @@ KILL_WAIT_S = 15.0
 
 
 def run_attempt(
-    run: Run, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None
+    run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None
 ) -> WorkerExit:
     """Start a worker and wait for its end; kill it if it stalls.
 
@@ -63,7 +63,7 @@ def run_attempt(
 
 
 def _start_worker(
-    run: Run, pages: Sequence[Heartbeat], with_agent: bool, module: str | None
+    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required for deterministic cuBLAS
     arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
@@ -82,7 +82,7 @@ def _start_worker(
 
 def _watch_worker(
     worker: subprocess.Popen[bytes],
-    run: Run,
+    run: RunDirectory,
     detectors: Sequence[HangDetector],
     stop: StopSignal,
     poll: Callable[[], None],
@@ -102,7 +102,7 @@ def _watch_worker(
     return WorkerExit(exit_code)
 
 
-def _wait_for_killed(worker: subprocess.Popen[bytes], run: Run, text: str, stop: StopSignal) -> WorkerExit:
+def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: str, stop: StopSignal) -> WorkerExit:
     """Wait until a killed worker is gone. Until then it holds the lock, and no other worker may start."""
     since_s, is_reported = time.monotonic(), False
     while (exit_code := _wait_for_worker(worker)) is None:

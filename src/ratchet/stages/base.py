@@ -36,7 +36,7 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
         SettingsError: a format of section export cannot represent this model.
         LockHeldError: another process runs this stage.
     """
-    from ratchet.export import inputs  # loads transformers
+    from ratchet.exporters import inputs  # loads transformers
 
     layout, settings = project.layout, project.settings
     with project.lock("base"), files.sealed_directory(layout.base, "base") as scratch:

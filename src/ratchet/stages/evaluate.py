@@ -11,8 +11,8 @@ from ratchet.evaluation import comparability, harness, judge, metrics, model_loa
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
 from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModelLoader
 from ratchet.evaluation.rows import TestRows
-from ratchet.gate import test_set_reuse
 from ratchet.models import base_model, loading, oom, teacher_reference
+from ratchet.quality_gate import test_set_reuse
 from ratchet.registry import bundle_files
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths, RunSpec

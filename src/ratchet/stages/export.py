@@ -6,11 +6,11 @@ from pathlib import Path
 from ratchet.config.settings import Settings
 from ratchet.console.progress_bars import ProgressBars
 from ratchet.evaluation import answer_metrics
-from ratchet.export import conversion, inputs, merged_model
-from ratchet.export.inputs import ExportJob
-from ratchet.export.merged_model import MergedModel
-from ratchet.export.verification.parity import Score
-from ratchet.export.verification.probe_inputs import task_metric
+from ratchet.exporters import conversion, inputs, merged_model
+from ratchet.exporters.inputs import ExportJob
+from ratchet.exporters.merged_model import MergedModel
+from ratchet.exporters.verification.parity import Score
+from ratchet.exporters.verification.probe_inputs import task_metric
 from ratchet.registry import bundle_files as forms_of
 from ratchet.registry import lineage, pickle_scan
 from ratchet.reports import plots

@@ -10,11 +10,11 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
-from ratchet.gate import evidence as reading
-from ratchet.gate import noise, test_set_reuse
-from ratchet.gate.decision import confirm_verdict, decide_verdict
-from ratchet.gate.evidence import GateEvidence, IncomparableError
-from ratchet.gate.noise import MetricNoise
+from ratchet.quality_gate import evidence as reading
+from ratchet.quality_gate import noise, test_set_reuse
+from ratchet.quality_gate.decision import confirm_verdict, decide_verdict
+from ratchet.quality_gate.evidence import GateEvidence, IncomparableError
+from ratchet.quality_gate.noise import MetricNoise
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files

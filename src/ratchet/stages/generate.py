@@ -12,7 +12,7 @@ from ratchet.inference.backend import BackendCallbacks, GenerationRequest
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths, GenerationSpec
 from ratchet.runs.callbacks import RunCallback
-from ratchet.runs.directory import Run, RunPaths, storage_errors
+from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
@@ -79,7 +79,7 @@ def generate(
     with FileLock(layout.stage_lock(f"generate-{name}"), f"output {target}").acquire(wait_s=1.0):
         if output.is_complete(target, spec, source.digest_with):
             return GenerateResult(output=target, card=GenerationCard.load(card_path(target)), was_written_before=True)
-        run = Run.open(layout.generations, spec)
+        run = RunDirectory.open(layout.generations, spec)
         try:
             paths = GenerationPaths(run.paths.root)
             if not run.paths.is_finished():

@@ -269,7 +269,7 @@ def _forgetting_rules(base: Base) -> tuple[ForgettingRule, ...]:
 
 def _label_gate_settings(test_rows: int, base: Base) -> Gate:
     """Rules for a task with labels; the margin is the smallest round one that so many test rows can show."""
-    from ratchet.gate import statistics  # scipy takes a while to import
+    from ratchet.quality_gate import statistics  # scipy takes a while to import
 
     rules = Gate()
     shown = statistics.detectable_difference(test_rows, rules.expected_discordance, rules.confidence, rules.power)

@@ -56,7 +56,7 @@ def _parse_size(text: str, where: str) -> Amount:
 def _parse_rate(text: str, where: str) -> Amount:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?bps)", text.strip(), re.IGNORECASE | re.ASCII)
     if found is None or not (rate := float(found[1]) * _RATES[found[2].lower()]):
-        raise SettingsError(f"{where}: {text!r} is no rate; write 50Mbps (bits in a second), 800kbps or 1Gbps")
+        raise SettingsError(f"{where}: found {text!r}; expected bits per second, such as 800kbps, 50Mbps or 1Gbps")
     return rate
 
 
@@ -68,7 +68,7 @@ def _parse_count(text: str, where: str) -> Amount:
 
 def _parse_version(text: str, where: str) -> Amount:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", text, re.ASCII):
-        raise SettingsError(f"{where}: {text!r} is no version; write numbers with dots, such as 12.6")
+        raise SettingsError(f"{where}: found {text!r}; expected a version: numbers with dots, such as 12.6")
     return tuple(map(int, text.split(".")))
 
 
@@ -77,26 +77,26 @@ KINDS: dict[str, Callable[[str, str], Amount]] = {
     "ram": _parse_size, "cpus": _parse_count, "disk": _parse_size,
     "python": _parse_version, "download": _parse_rate, "upload": _parse_rate,
 }  # fmt: skip
-"""Everything that can be asked for, in the order in which it is looked at: what takes long comes last."""
+"""All requirements, in the order in which they are checked: slow checks come last."""
 
 
 def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
     """Parse `--require`; the result is in the order of KINDS.
 
     Raises:
-        SettingsError: a name that is none, given twice or without value, or a value that is none.
+        SettingsError: a name is unknown, occurs twice or has no value, or a value is not valid.
     """
     found: dict[str, MachineRequirement] = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if name not in KINDS:
             near = difflib.get_close_matches(name.lower(), KINDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise SettingsError(f"{OPTION}: {part.strip()!r}: no such requirement{hint} There are: {', '.join(KINDS)}")
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise SettingsError(f"{OPTION}: found {part.strip()!r}{hint}; expected one of {', '.join(KINDS)}")
         if not sign or not value:
-            raise SettingsError(f"{OPTION}: {name}: how much of it? Write {name}=..., such as vram=22GB,cuda=12.6")
+            raise SettingsError(f"{OPTION}: {name} has no value; expected {name}=VALUE, as in vram=22GB,cuda=12.6")
         if name in found:
-            raise SettingsError(f"{OPTION}: {name} is there twice; once is enough")
+            raise SettingsError(f"{OPTION}: found {name} twice; expected it once")
         found[name] = MachineRequirement(name, value, KINDS[name](value, f"{OPTION} {name}"))
     return tuple(found[name] for name in KINDS if name in found)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
-from ratchet.gate.decision import confirm_verdict
+from ratchet.quality_gate.decision import confirm_verdict
 from ratchet.registry import bundle_files, hooks, ledger, model_store, outbox, promotion, promotion_record
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery

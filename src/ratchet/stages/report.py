@@ -10,8 +10,8 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.evaluation.answer_analysis import is_output, read_generation
-from ratchet.gate.evidence import read_rows
 from ratchet.inference.output import OUTPUT_ENDINGS
+from ratchet.quality_gate.evidence import read_rows
 from ratchet.reports import comparison, comparison_page, page_files, run_page
 from ratchet.reports.comparison import (
     CURRENT,

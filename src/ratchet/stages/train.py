@@ -12,7 +12,7 @@ from ratchet.reports import plots
 from ratchet.reports.training_page import format_profile, write_train_page
 from ratchet.runs import status
 from ratchet.runs.callbacks import RunCallback
-from ratchet.runs.directory import Run, RunPaths, storage_errors
+from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
 from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
@@ -67,7 +67,7 @@ def train(
     with project.lock("train"):
         launch = build_launch(layout, settings)
         _require_replica(settings.machine)
-        run = Run.open(layout.runs, build_run_spec(layout, settings))
+        run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
         try:
             was_trained_before = run.paths.is_finished()
             callbacks = create_callbacks(run.paths)
@@ -91,7 +91,7 @@ def _require_replica(machine: Machine) -> None:
         ReplicaStore(machine.replica, TransferLimits(), lambda: False)
 
 
-def _create_replicator(run: Run, machine: Machine) -> ReplicatorProtocol | None:
+def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtocol | None:
     """The replicator of the run, if it has a replica. Its storage library is imported here, since few runs need it."""
     if machine.replica is None:
         return None
@@ -129,7 +129,7 @@ def profile_training(project: Project, steps: int) -> str:
         print_message("a profile is not copied to machine.replica")
     work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
     _remove_profile(work)
-    run = Run.open(work.root.parent, spec)
+    run = RunDirectory.open(work.root.parent, spec)
     try:
         try:
             supervise(run, launch, [], code_version())
@@ -157,7 +157,7 @@ def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
     require_steps(BatchPlan(token_files.read_lengths(layout.data, "train"), settings.train).steps)
 
 
-def _remove_profile(work: RunPaths, run: Run | None = None) -> None:
+def _remove_profile(work: RunPaths, run: RunDirectory | None = None) -> None:
     """Remove the directory that a profile is made in. Raises LockHeldError while another process makes one."""
     if work.root.exists():
         with storage_errors(work.root), work.lock().acquire() if run is None else nullcontext():

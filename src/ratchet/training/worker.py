@@ -122,7 +122,7 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class WorkerServices:
-    """What a worker gets from its process: run directory, journal, heartbeat and requests to stop."""
+    """The process of a worker: run directory, journal, heartbeat and requests to stop."""
 
     paths: RunPaths
     journal: Journal

@@ -15,8 +15,8 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
-from ratchet.gate import finalists as statistics
-from ratchet.gate.finalists import FinalistComparator, FinalistScores
+from ratchet.quality_gate import finalists as statistics
+from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import (

@@ -1,12 +1,12 @@
 """Optuna's journal of all studies in one file that survives kill -9, a full disk and a torn last line.
 
-Optuna's own backend for such a file loses the whole study to one torn line, and to a holder that was killed it keeps
-its lock for 30 s. Here the lock dies with its holder, and each line carries a checksum in a key of its own, `ratchet`,
-which Optuna's replay does not look at: its own backend and optuna-dashboard read the file as it is. Lines without that
-key were written by those (a note made in the dashboard); they count as long as they are operations of a journal.
+Optuna's own backend for such a file loses the whole study to one torn line, and keeps the lock of a killed process for
+30 s. Here the lock ends with its process, and each line has a checksum under the key `ratchet`, which Optuna's replay
+ignores: its own backend and optuna-dashboard can read the file. They write lines without that key (a note made in the
+dashboard), which are accepted if they are operations of a journal.
 
-A line is there or not there: what a killed writer left of one has no end, so that no reader ever took it, and the next
-writer cuts it off. Damage before the last line is nobody's crash; it stops everybody until `repair`.
+A line is complete or does not count: a killed writer leaves a line without an end, which no reader accepts and the next
+writer cuts off. A crash cannot damage an earlier line; such damage stops all processes until `repair`.
 """
 
 import json
@@ -37,7 +37,7 @@ _SEAL_BYTES = 64  # more than a seal can have
 
 
 def make_study_lock(path: Path) -> FileLock:
-    """What `StudyStorage.locked` holds. (Names that end in `.lock` belong to Optuna's own backend.)"""
+    """The lock of `StudyStorage.locked`. (Names that end in `.lock` belong to Optuna's own backend.)"""
     return FileLock(path.with_name(f"{path.name}.exclusive"), f"the studies of {path}")
 
 
@@ -104,7 +104,9 @@ def _scan_lines(data: bytes, start: int) -> _JournalScan:
         found.starts.append(start + at)
         at = newline + 1
         found.end = start + at
-    if not found.damage and _SEAL_INSIDE.search(data, at):  # nobody's last line: two, without what was between them
+    if not found.damage and _SEAL_INSIDE.search(
+        data, at
+    ):  # not a last line: two lines that lost the bytes between them
         found.damage = "it is two lines in one"
     return found
 
@@ -125,7 +127,7 @@ def _raise_scan_error(path: Path, number: int, found: _JournalScan) -> None:
 
 
 def _save_removed_bytes(path: Path, why: str, data: bytes) -> Path:
-    """Keep bytes that are about to leave the journal in a new file beside it."""
+    """Write bytes that will be cut from the journal into a new file in its directory."""
     number = 1
     while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
         number += 1
@@ -197,12 +199,12 @@ class StudyJournalBackend(BaseJournalBackend):
             if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
                 raise StorageError(
                     f"{self.path}: was {'replaced' if there else 'removed'} while this process used it (by a repair, a "
-                    "backup, or hand); what is there now is another journal: end this process and start it again"
+                    "backup, or hand); the file is now another journal: stop this process and start it again"
                 )
             if ours.st_size < start:
                 raise StorageError(
                     f"{self.path}: was cut to {ours.st_size:,} bytes while this process had read {start:,}; "
-                    "what it knows is not what is there: end it and start it again"
+                    "its state does not match the file: stop it and start it again"
                 )
             blocks = []
             while start < ours.st_size and (block := os.pread(self._fd, ours.st_size - start, start)):
@@ -217,7 +219,7 @@ class StudyJournalBackend(BaseJournalBackend):
         os.fsync(self._fd)
         print_message(
             f"{self.path}: the last line was torn when its writer died; its {size - self._end} bytes are in "
-            f"{aside.name}, and the journal goes on from the line before"
+            f"{aside.name}, and the journal continues after the line before it"
         )
 
     def _write(self, lines: bytes) -> None:
@@ -241,7 +243,7 @@ class StudyJournalBackend(BaseJournalBackend):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nobody of us appends meanwhile."""
+        """No other process of Ratchet appends during the block."""
         with self._disk():
             lock = _make_append_lock(self.path).acquire(APPEND_WAIT_S)
         try:
@@ -262,10 +264,10 @@ class StudyJournalBackend(BaseJournalBackend):
 
 
 def repair(path: Path) -> str:
-    """Cut a journal at its first damaged line, and keep the rest in a file beside it. Returns what was done, as text.
+    """Cut a journal at its first damaged line, and write the rest into another file. Returns a sentence about it.
 
     The caller has made sure that no worker runs; one that does notices that its file was replaced. Raises LockHeldError
-    when somebody holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a disk that fails.
+    when another process holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a disk that fails.
     """
     if not path.exists():
         return f"{path}: no such file; nothing to repair"

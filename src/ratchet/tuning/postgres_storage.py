@@ -115,7 +115,7 @@ class AdvisoryLock:
                 ) from None
 
     def release(self) -> None:
-        """Raises StorageError when the session ended before: somebody else may have been inside, too."""
+        """Raises StorageError when the session ended earlier: another process may have had the lock as well."""
         try:
             row = (
                 None
@@ -127,8 +127,8 @@ class AdvisoryLock:
         if row != (True,):
             self.close()
             raise StorageError(
-                f"{self.where}: the connection was lost while the studies were locked; repeat the command, which "
-                "looks at what is there anew"
+                f"{self.where}: the connection was lost while the studies were locked; run the command again, "
+                "which reads the database again"
             )
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
@@ -195,7 +195,7 @@ class PostgresDatabase:
 
 
 def open_database(url: str, wait_s: float) -> PostgresDatabase:
-    """Connect, and make Optuna's tables where there are none: by one process, while all others wait.
+    """Connect, and create Optuna's tables if they are missing: one process creates them while the others wait.
 
     Raises:
         SettingsError: see `parse_address`.

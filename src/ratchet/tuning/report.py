@@ -36,7 +36,7 @@ MIN_TRIALS = 6
 """A random forest needs at least so many trials."""
 
 TRIALS_PER_PARAMETER = 2
-"""Trials that each knob needs."""
+"""Trials that each hyperparameter needs."""
 
 
 def compute_importances(

@@ -14,7 +14,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import LockHeldError, SettingsError
-from ratchet.runs.directory import Run, RunPaths, RunSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
 from ratchet.runs.supervisor import supervise
 from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import ProjectLayout
@@ -358,7 +358,7 @@ class FinalRoundScheduler:
             return
         trial = next(one for one in (*history, *self.seeds.trials()) if one.run_id == run_id)
         settings = apply_values(self.settings, trial.values)
-        run = Run.open(self.layout.runs, build_run_spec(self.layout, settings))
+        run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
         try:
             supervise(run, build_launch(self.layout, settings), [], code_version())
         finally:

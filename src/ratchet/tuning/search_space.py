@@ -269,7 +269,7 @@ class DerivedParameter:
             raise ValueError(f"if {self.source} is {format_value(source)}: {error}") from None
 
 
-# Reading `sweep.space`: checked knob by knob against the settings, and brought into the order of drawing.
+# Reading `sweep.space`: each hyperparameter is checked against the settings, and sorted into the order of drawing.
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class SearchParameter:
 
 
 def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
-    """The variables of `sweep.space`, each after those that it depends on, otherwise in the order of params.yaml.
+    """The variables of `sweep.space`, each after those that it depends on, otherwise as ordered in params.yaml.
 
     A variable whose condition no trial can meet is left out.
 

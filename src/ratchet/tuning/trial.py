@@ -24,7 +24,7 @@ from ratchet.errors import (
     first_line,
 )
 from ratchet.runs.callbacks import Status
-from ratchet.runs.directory import Run, RunPaths
+from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.restart_policy import FailureClass
@@ -301,12 +301,12 @@ def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop:
     )
 
 
-def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> Run:
+def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> RunDirectory:
     """Open the run; wait while another process trains it."""
     spec, is_reported = build_run_spec(layout, task.settings), False
     while True:
         try:
-            return Run.open(layout.runs, spec)
+            return RunDirectory.open(layout.runs, spec)
         except LockHeldError as error:
             if not is_reported:
                 print_message(f"trial {task.trial.number} waits: {error}")

@@ -80,7 +80,7 @@ def objective_values(trial: Trial) -> list[float] | None:
 
 
 def outcome_fields(trial: Trial) -> dict[str, Any]:
-    """What is known of a trial at its end, beside its curve and objectives."""
+    """Outcome of a finished trial, in addition to its curve and objectives."""
     return trial.model_dump(mode="json", include=_AT_THE_END)
 
 

@@ -151,7 +151,7 @@ def format_number(amount: float) -> str:
 
 
 def format_parameter_value(item: Any) -> str:
-    """A value of a knob for people; a long one is cut, numbers keep three digits."""
+    """A hyperparameter value as text: long ones are cut, numbers have three digits."""
     if isinstance(item, bool) or item is None:
         text: str = json.dumps(item)
     elif isinstance(item, int):
@@ -177,7 +177,7 @@ def break_lines(text: str, most: int) -> str:
 
 
 def is_same_value(first: Any, second: Any) -> bool:
-    """Whether two values of a knob mean the same: lists and tuples do, 1 and true do not."""
+    """Whether two hyperparameter values are equal: lists equal tuples, but 1 does not equal true."""
     one, other = (tuple(item) if isinstance(item, list) else item for item in (first, second))
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 

@@ -173,7 +173,7 @@ def test_the_card_notes_useless_balancing(project: MakeProject) -> None:
     assert "balancing has no effect: no category has more than 500 training rows (prepare.balance.rows)" in said
     said = notes(by="own")
     assert "categories of 'own' (prepare.balance.by) have only one training row" in said
-    assert "nothing is balanced" not in said
+    assert "balancing has no effect" not in said
     assert "balance" not in notes(by="area", rows=500, on_shortage="repeat")
     assert "balance" not in notes(by="area")
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onnx_models import save
 from ratchet.errors import DamagedFileError
-from ratchet.export.onnx import exporter as onnx_writer
+from ratchet.exporters.onnx import exporter as onnx_writer
 from ratchet.models.runtimes import onnx
 from ratchet.models.runtimes.runtime import ModelRuntime
 from tiny_gguf import expected

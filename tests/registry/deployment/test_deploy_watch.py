@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deployable import SETTINGS, crown, few_bytes, keep, promoted
+from promoted_models import SETTINGS, make_champion, promote_fake_model, store_fake_model, write_fake_export
 from ratchet.config.promote import HookSettings
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
@@ -52,7 +52,7 @@ WAIT_S = 60.0
 
 
 class Watching:
-    """A watch in a process of its own, and what it says."""
+    """A watch in its own process, and its output."""
 
     def __init__(self, project: ProjectLayout, served: Path) -> None:
         command = [sys.executable, "-c", CODE, str(project.root), str(served)]
@@ -96,12 +96,12 @@ def version(layout: ProjectLayout, served: Path) -> int:
 def test_a_watch_follows_promotions_and_rollbacks(project: ProjectLayout, served: Path, watching: Watching) -> None:
     assert watching.said().startswith("watching")
     assert "there is no champion yet" in watching.said()
-    a = promoted(project, "a")
+    a = promote_fake_model(project, "a")
     assert "version 1 " in watching.said()
     assert version(project, served) == 1
-    promoted(project, "b")
+    promote_fake_model(project, "b")
     assert "version 2 " in watching.said()
-    crown(project, a.model_digest, "rollback", "it swears")
+    make_champion(project, a.model_digest, "rollback", "it swears")
     assert "version 1 " in watching.said()
     assert version(project, served) == 1
     history = [json.loads(line) for line in (served / "deployments.jsonl").read_text().splitlines()]
@@ -112,7 +112,7 @@ def test_a_watch_follows_promotions_and_rollbacks(project: ProjectLayout, served
 
 
 def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, watching: Watching) -> None:
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     while "version 1 " not in (line := watching.said()):
         assert "watching" in line or "no champion" in line
     whole = project.promotions.read_bytes()
@@ -121,21 +121,21 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
     files.write_atomic(project.promotions, whole)
     assert "already" in watching.said()
     bad = project.root / "bad"
-    few_bytes(bad, "b")
-    bundle = keep(project, bad, ("hf", "gguf/q8_0"))
+    write_fake_export(bad, "b")
+    bundle = store_fake_model(project, bad, ("hf", "gguf/q8_0"))
     folder = project.promoted_model(bundle.model_digest)
     (folder / "model.sig").unlink()
-    crown(project, bundle.model_digest)
+    make_champion(project, bundle.model_digest)
     assert "model.sig: missing, but listed in the manifest" in watching.said()
     assert version(project, served) == 1
-    promoted(project, "c")
+    promote_fake_model(project, "c")
     assert "version 3 " in watching.said()
     assert version(project, served) == 3
 
 
 def test_transient_failures_are_retried(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk is reported once, and retried without a new promotion."""
-    promoted(project, "a")
+    promote_fake_model(project, "a")
     attempts, results, problems = list[object](), list[DeployResult](), list[str]()
     real_deploy = stage.deploy
 
@@ -159,15 +159,15 @@ def test_transient_failures_are_retried(project: ProjectLayout, served: Path, mo
     assert [result.status for result in results] == ["deployed"]
 
 
-def test_a_watch_takes_no_version(project: ProjectLayout, served: Path) -> None:
+def test_a_watch_refuses_a_version(project: ProjectLayout, served: Path) -> None:
     for options in (DeployOptions(version=1), DeployOptions(rollback=True)):
         with pytest.raises(SettingsError, match="--watch follows the champion"):
             watch_champion(Project.from_parts(project, SETTINGS), served, options, print, print)
 
 
 def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
-    """The other way to follow: a hook of kind command, started by promotion in the project's root."""
-    promoted(project, "a")
+    """A command hook, started by a promotion in the project's root, can deploy too."""
+    promote_fake_model(project, "a")
     event = tmp_path / "event.json"
     event.write_text(json.dumps({"id": "1", "action": "promote"}))
     code = CODE[: CODE.index('report("watching")')] + "report_deployment(deploy.deploy(project, directory, options))"

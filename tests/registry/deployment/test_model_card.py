@@ -1,4 +1,4 @@
-"""README.md of a promoted model: origin, measurements of each form, and no path or time."""
+"""README.md of a promoted model: origin, measurements of each format, and no path or time."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployable import artifact, distance, few_bytes
+from promoted_models import artifact, distance, write_fake_export
 from ratchet.registry.deployment import model_card, server_files
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import BaseScan, MergeParity, MergeReport, ModelBundle, ModelLineage, TaskScore
@@ -32,7 +32,7 @@ def lineage(**about: object) -> ModelLineage:
 
 
 def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = None) -> ModelBundle:
-    few_bytes(root, "a", FORMATS)
+    write_fake_export(root, "a", FORMATS)
     formats = [artifact(root, form) for form in FORMATS]
     formats[1] = formats[1].model_copy(update={
         "task": TASK, "notes": ("ends at <|end|>, too",), "distance": distance().model_copy(update={"kl": 0.0123}),
@@ -42,7 +42,8 @@ def bundle(root: Path, origin: ModelLineage | None, merge: MergeReport | None = 
     )
     return ModelBundle(
         model_digest="1" * 64, adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, run_id="run",
-        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_weight_format="nf4+dq uint8", merge=merge,
+        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, base_weight_format="nf4+dq uint8",
+        merge=merge,
         artifacts=tuple(formats), lineage=origin,
     )  # fmt: skip
 
@@ -54,7 +55,7 @@ def written(
 
 
 def cells(text: str, first: str) -> list[str]:
-    """The row of a table that begins so."""
+    """The table row that begins with this cell."""
     [row] = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
@@ -78,7 +79,7 @@ def test_the_card_names_the_origin_of_the_model(tmp_path: Path) -> None:
     assert "99.50%" in cells(text, "Merged model compared with base + adapter")[1]
 
 
-def test_the_card_has_each_form_with_its_figures_and_its_own_use(tmp_path: Path) -> None:
+def test_the_card_lists_each_format_with_its_measurements_and_usage(tmp_path: Path) -> None:
     text = written(tmp_path, lineage())
     size = (tmp_path / "gguf" / "model-q8_0.gguf").stat().st_size
     assert cells(text, "`gguf/q8_0`") == [

@@ -9,7 +9,7 @@ import jinja2
 import pytest
 import yaml
 
-from deployable import CHATML, NAME, few_bytes, keep
+from promoted_models import CHATML, NAME, store_fake_model, write_fake_export
 from ratchet.errors import DamagedFileError
 from ratchet.registry.deployment import server_files
 from ratchet.storage.layout import ProjectLayout
@@ -44,7 +44,7 @@ SYSTEM: Talk = [{"role": "system", "content": "Speak plainly."}]
 
 
 def go(text: str, talk: Talk) -> str:
-    """Renders the few words of Go's text/template that our templates use."""
+    """Render the subset of Go's text/template that our templates use."""
     system = next((m["content"] for m in talk if m["role"] == "system"), "")
     if found := re.match(r"\{\{ if not \.System \}\}(.*?)\{\{ end \}\}(?=\{\{ range)", text, re.DOTALL):
         text = ("" if system else found[1]) + text[found.end() :]
@@ -93,8 +93,8 @@ def test_a_template_that_ollama_cannot_express(template: str) -> None:
 
 def test_modelfile_and_commands(project: ProjectLayout) -> None:
     source = project.root / "made"
-    few_bytes(source, "a", ("hf", "gguf/q8_0", "onnx/int8"))
-    bundle = keep(project, source, ("hf", "gguf/q8_0", "onnx/int8"))
+    write_fake_export(source, "a", ("hf", "gguf/q8_0", "onnx/int8"))
+    bundle = store_fake_model(project, source, ("hf", "gguf/q8_0", "onnx/int8"))
     folder = project.promoted_model(bundle.model_digest) / "serving"
     lines = (folder / "gguf-q8_0" / "Modelfile").read_text()
     assert lines.startswith(
@@ -114,8 +114,8 @@ def test_modelfile_and_commands(project: ProjectLayout) -> None:
     assert "onnx/int8/model.onnx" in guides["onnx-int8"]
 
 
-def test_a_model_without_an_ollama_template_says_so(tmp_path: Path) -> None:
-    few_bytes(tmp_path, "a")
+def test_a_model_without_an_ollama_template_has_a_comment(tmp_path: Path) -> None:
+    write_fake_export(tmp_path, "a")
     (tmp_path / "hf" / "chat_template.jinja").write_text(SYSTEM_IN_QUESTION)
     facts = server_files.read_facts(tmp_path / "hf", "m")
     text = server_files.render_modelfile("x.gguf", facts)
@@ -123,8 +123,8 @@ def test_a_model_without_an_ollama_template_says_so(tmp_path: Path) -> None:
     assert "TEMPLATE" not in text.replace("# Ollama", "")
 
 
-def test_context_and_ends_from_the_files(tmp_path: Path) -> None:
-    few_bytes(tmp_path, "a")
+def test_context_and_end_tokens_come_from_the_files(tmp_path: Path) -> None:
+    write_fake_export(tmp_path, "a")
     config = {"text_config": {"max_position_embeddings": 131072}, "dtype": "bfloat16"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [3, 99]}')
@@ -137,7 +137,7 @@ def test_context_and_ends_from_the_files(tmp_path: Path) -> None:
 
 
 def test_mlflow_files_trust_no_code_and_no_hub(tmp_path: Path) -> None:
-    few_bytes(tmp_path, "a")
+    write_fake_export(tmp_path, "a")
     found = server_files.mlmodel_files(tmp_path / "hf")
     assert sorted(name for name in found if "/" in name) == [
         "components/tokenizer/chat_template.jinja", "components/tokenizer/tokenizer.json",

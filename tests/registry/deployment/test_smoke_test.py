@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployable import SETTINGS, crown, keep
+from promoted_models import SETTINGS, make_champion, store_fake_model
 from ratchet.cli.deploy import format_deployment
 from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, DamagedFileError
@@ -29,12 +29,12 @@ def test_another_model_is_refused(export: Path, verified: dict[str, ExportArtifa
 
 
 def changed(one: ExportArtifact, **about: Any) -> ExportArtifact:
-    """The same with another first probe."""
+    """The same artifact with another first probe."""
     first, *others = one.probes
     return one.model_copy(update={"probes": (first.model_copy(update=about), *others)})
 
 
-def test_another_token_is_accepted_for_a_tie_alone(export: Path, verified: dict[str, ExportArtifact]) -> None:
+def test_another_token_is_accepted_only_at_a_tie(export: Path, verified: dict[str, ExportArtifact]) -> None:
     one = verified["gguf/f32"]
     ids, margins = list(one.probes[0].answer_ids), list(one.probes[0].margins)
     ids[3], margins[3] = (ids[3] + 1) % 300, TIE_NATS / 2
@@ -67,9 +67,9 @@ def kept(
     verified: dict[str, ExportArtifact],
     spoil: Callable[[ExportArtifact], ExportArtifact] | None = None,
 ) -> None:
-    """The model becomes champion; with spoilt answers, if that is asked for."""
+    """Make the model champion, with changed answers if `spoil` is given."""
     probes = {form: (spoil(one) if spoil else one).probes for form, one in verified.items()}
-    crown(layout, keep(layout, export / "one", list(verified), probes).model_digest)
+    make_champion(layout, store_fake_model(layout, export / "one", list(verified), probes).model_digest)
 
 
 def test_a_model_with_other_answers_is_not_deployed(

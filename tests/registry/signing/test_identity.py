@@ -1,4 +1,4 @@
-"""Signatures through sigstore, as far as they go without its servers: what is refused, and in which words.
+"""Signatures through sigstore without its servers: refusals and their messages.
 
 A signature that its public instance made needs its servers to be made, so none is made here.
 """
@@ -26,7 +26,7 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def token(**claims: object) -> str:
-    """An unsigned one: only sigstore's authority would look at the signature."""
+    """An unsigned token; only sigstore's authority would check the signature."""
     now = int(time.time())
     plain = {"aud": "sigstore", "iss": ISSUER, "sub": WHO, "email": WHO, "iat": now, "exp": now + 600}
     parts = [{"alg": "HS256", "typ": "JWT"}, plain | claims]
@@ -67,7 +67,7 @@ def test_a_valid_token_names_the_signer(project: ProjectLayout, monkeypatch: pyt
     assert made not in repr(found)
 
 
-def test_without_its_servers_nothing_is_written(
+def test_without_sigstores_servers_nothing_is_written(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys.trust_identity(project, WHO, ISSUER)
@@ -82,7 +82,7 @@ def test_without_its_servers_nothing_is_written(
 
 @pytest.mark.parametrize("certificate", ["", "AAAA", "MIIB"])
 def test_an_invalid_certificate_is_damage(project: ProjectLayout, tmp_path: Path, certificate: str) -> None:
-    """The signature of a key, made to look as if a certificate spoke for it."""
+    """The signature of a key, changed to contain a certificate."""
     folder = signed_folder.make(tmp_path / "model")
     signature.sign_folder(folder, keys.load_signer(project))
     keys.trust_identity(project, WHO, ISSUER)

@@ -1,4 +1,4 @@
-"""Key pairs: made once, read by their owner alone, and only what a project trusts signs for it."""
+"""Key pairs: created once, readable by their owner alone, and only trusted keys sign."""
 
 import json
 import stat
@@ -23,7 +23,7 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def private_file(
     path: Path, password: bytes | None = None, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None
 ) -> Path:
-    """A private key as other tools write it."""
+    """A private key in the format of other tools."""
     how = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     private = key or ec.generate_private_key(ec.SECP256R1())
     form = serialization.PrivateFormat.PKCS8
@@ -58,7 +58,7 @@ def test_a_new_pair_is_private_and_its_fingerprint_is_of_the_public_file(
     assert summed.split()[0] == key.fingerprint
 
 
-def test_a_project_without_keys_gets_one_and_says_so_once(project: ProjectLayout) -> None:
+def test_a_project_without_keys_gets_one_and_reports_it_once(project: ProjectLayout) -> None:
     assert keys.describe_signer(project).startswith("create a key pair")
     assert not project.keyring.exists()
     first = keys.load_signer(project)
@@ -110,14 +110,14 @@ def test_the_first_named_key_is_trusted(
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
-def test_a_private_key_that_others_may_touch_is_refused(project: ProjectLayout, mode: int) -> None:
+def test_a_private_key_that_others_can_access_is_refused(project: ProjectLayout, mode: int) -> None:
     keys.create_key_pair(project)
     project.private_key.chmod(mode)
     with pytest.raises(SettingsError, match=rf"other users can read this private key \(mode {mode:o}\).*chmod 600"):
         keys.load_signer(project)
 
 
-def test_passwords_and_keys_are_in_no_message(
+def test_messages_contain_no_password_and_no_key(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = private_file(tmp_path / "ours.pem", b"right horse")

@@ -117,7 +117,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(project: ProjectLayout, signed: Path, damage: str) -> None:
+def test_damaged_files_are_named(project: ProjectLayout, signed: Path, damage: str) -> None:
     inflict, says = DAMAGE[damage]
     inflict(signed)
     found = judged(signed, project)
@@ -172,7 +172,7 @@ def test_a_signature_is_not_valid_for_another_key(project: ProjectLayout, signed
     assert "is invalid" in found.message
 
 
-def test_digests_that_were_just_compared_are_not_computed_again(project: ProjectLayout, signed: Path) -> None:
+def test_verified_digests_are_not_computed_again(project: ProjectLayout, signed: Path) -> None:
     known = {name: sha for name, (sha, _) in files.seal_directory(signed, "model").files.items()}
     flip(signed / "hf-notes.txt")
     assert (

@@ -11,7 +11,7 @@ import snapshots
 from machines import wait_until
 from ratchet.config.machine import Machine
 from ratchet.runs import replication_protocol
-from ratchet.runs.directory import Run, RunPaths, TrainingLaunchSpec
+from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.storage import files
 from ratchet.storage.records.base import BaseCard
@@ -24,8 +24,8 @@ BASE = BaseCard(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    opened = Run.open(tmp_path, snapshots.SPEC)
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    opened = RunDirectory.open(tmp_path, snapshots.SPEC)
     launch(opened.paths, "s3://bucket/folder")
     yield opened
     opened.close()
@@ -43,7 +43,7 @@ def note(paths: RunPaths, *durable: int, in_flight: int | None = None) -> None:
     ).save(paths.replication_state)
 
 
-def saved(run: Run, *steps: int) -> AsyncCheckpointer:
+def saved(run: RunDirectory, *steps: int) -> AsyncCheckpointer:
     """A saver that has sealed these and keeps one."""
     saver = AsyncCheckpointer(run.paths, run.journal, snapshots.identity(), 1, TrainState())
     for step in steps:
@@ -52,7 +52,7 @@ def saved(run: Run, *steps: int) -> AsyncCheckpointer:
     return saver
 
 
-def test_checkpoints_stay_until_the_replica_has_something_newer(run: Run) -> None:
+def test_checkpoints_stay_until_the_replica_has_something_newer(run: RunDirectory) -> None:
     note(run.paths, 2)
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [4, 6]
@@ -63,14 +63,14 @@ def test_checkpoints_stay_until_the_replica_has_something_newer(run: Run) -> Non
     saver.close()
 
 
-def test_a_checkpoint_in_flight_stays(run: Run) -> None:
+def test_a_checkpoint_in_flight_stays(run: RunDirectory) -> None:
     note(run.paths, 6, in_flight=4)
     saver = saved(run, 2, 4, 6, 8)
     assert run.paths.checkpoint_steps() == [4, 8]
     saver.close()
 
 
-def test_without_a_replica_or_a_keeper_nothing_more_is_kept(run: Run) -> None:
+def test_without_a_replica_or_a_keeper_nothing_more_is_kept(run: RunDirectory) -> None:
     saver = saved(run, 2, 4)
     assert run.paths.checkpoint_steps() == [4], "nobody copies: a trial of a sweep"
     note(run.paths)
@@ -81,7 +81,7 @@ def test_without_a_replica_or_a_keeper_nothing_more_is_kept(run: Run) -> None:
     saver.close()
 
 
-def test_a_note_that_cannot_be_read_keeps_everything(run: Run) -> None:
+def test_a_note_that_cannot_be_read_keeps_everything(run: RunDirectory) -> None:
     run.paths.replication_state.write_text("{")
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [2, 4, 6]
@@ -89,7 +89,9 @@ def test_a_note_that_cannot_be_read_keeps_everything(run: Run) -> None:
     saver.close()
 
 
-def test_on_a_full_disk_only_the_newest_unsent_checkpoints_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_only_the_newest_unsent_checkpoints_stay(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note(run.paths)
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [2, 4, 6]

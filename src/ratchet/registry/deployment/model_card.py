@@ -39,7 +39,7 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
 
 
 def describe_forced(forced: ForcedPromotion) -> str:
-    """Describe a forced promotion: by whom, despite which decision, and why."""
+    """Describe a forced promotion: the actor, the overridden decision, and the reason."""
     obstacle = "a rollback of this model" if forced.decision == "PROMOTE" else f"the gate's decision {forced.decision}"
     return f"FORCED by {forced.actor} despite {obstacle}: {forced.reason}"
 

@@ -295,7 +295,7 @@ def load_signer(layout: ProjectLayout) -> KeySigner:
     """Load the project's key signer. If the keyring is empty, create a key pair, or trust the available key.
 
     Raises:
-        SettingsError: there is no key, it cannot be opened, others can read it, or the project does not trust it.
+        SettingsError: the key is missing, it cannot be opened, others can read it, or the project does not trust it.
     """
     keyring = read_keyring(layout.keyring)
     path = _private_key_path(layout)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from ratchet.config.machine import Machine
 from ratchet.errors import InterruptedRunError, LeaseHeldError
-from ratchet.runs.directory import CHECKPOINT, RESULT, Run
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunDirectory
 from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import manifests, restore
 from ratchet.runs.replication.lease import (
@@ -46,7 +46,7 @@ class MultiNodeReplicator:
         machine: settings with `replica` and `rendezvous`.
     """
 
-    def __init__(self, run: Run, machine: Machine) -> None:
+    def __init__(self, run: RunDirectory, machine: Machine) -> None:
         self._context = ReplicationContext(run, machine)
         self._store = self._context.quick_store()
         self._observer = LeaseObserver(self._store, self._context.names, machine.lease_timeout_s)
@@ -285,7 +285,7 @@ class MultiNodeReplicator:
 class _RankActivity:
     """Tracks from the journal whether the ranks of this machine train, and with which machines."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._reader: JournalReader | None = None
         self._since_s = read_clock_s()

@@ -12,7 +12,7 @@ from uuid import uuid4
 from ratchet.config.machine import Machine
 from ratchet.errors import InterruptedRunError, ReplicaError
 from ratchet.runs import log, replication_protocol
-from ratchet.runs.directory import Run
+from ratchet.runs.directory import RunDirectory
 from ratchet.runs.replication import lease, manifests, restore
 from ratchet.runs.replication.lease import RENEWALS_PER_LEASE, Key, ReplicaLease
 from ratchet.runs.replication.manifests import JournalStart
@@ -47,7 +47,7 @@ class ReplicationContext:
         machine: settings with `replica`.
     """
 
-    def __init__(self, run: Run, machine: Machine) -> None:
+    def __init__(self, run: RunDirectory, machine: Machine) -> None:
         self.run, self.machine = run, machine
         self.node, self._place = create_node_name(), strip_credentials(machine.replica or "")
         self.names = RunObjectNames(run.paths.root.name)
@@ -219,7 +219,7 @@ class RunReplicator:
         machine: settings with `replica`.
     """
 
-    def __init__(self, run: Run, machine: Machine) -> None:
+    def __init__(self, run: RunDirectory, machine: Machine) -> None:
         self._context = ReplicationContext(run, machine)
         self._lease = self._context.lease()
         self._upload: RunUploader | None = None

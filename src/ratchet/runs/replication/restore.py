@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ratchet.errors import DamagedFileError, InterruptedRunError, SettingsError
 from ratchet.runs import status
-from ratchet.runs.directory import CHECKPOINT, BaseRunSpec, Run, RunPaths, spec_identity
+from ratchet.runs.directory import CHECKPOINT, BaseRunSpec, RunDirectory, RunPaths, spec_identity
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Origin
 from ratchet.runs.replication.manifests import ReplicaManifest
@@ -133,7 +133,7 @@ def has_result(store: ReplicaStore, names: RunObjectNames) -> bool:
     return False
 
 
-def restore_result(run: Run, source: RestoreSource) -> int | None:
+def restore_result(run: RunDirectory, source: RestoreSource) -> int | None:
     """Fetch the sealed result; return its token, or None if the replica has no complete one."""
     store, names = source.store, source.names
     for token in sorted(
@@ -179,7 +179,7 @@ def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...
     return ()
 
 
-def restore_journal(run: Run, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
+def restore_journal(run: RunDirectory, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
     """Replace the journal by the replica's; return its holder."""
     found = manifests.recover_journal(store, names)
     if found.origin is not None:
@@ -188,7 +188,7 @@ def restore_journal(run: Run, store: ReplicaStore, names: RunObjectNames) -> Ori
     return found.origin
 
 
-def set_aside(run: Run) -> set[str]:
+def set_aside(run: RunDirectory) -> set[str]:
     """Rename the local checkpoints and the journal, so that they can still be inspected.
 
     Returns their new names.
@@ -205,7 +205,7 @@ def set_aside(run: Run) -> set[str]:
     return names
 
 
-def _put_back(run: Run, names: Collection[str]) -> None:
+def _put_back(run: RunDirectory, names: Collection[str]) -> None:
     """Undo `set_aside`."""
     for folder in (run.paths.checkpoints, run.paths.root):
         for path in [folder / name for name in names if (folder / name).exists()]:
@@ -221,7 +221,7 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
                 files.remove_sealed(path)
 
 
-def restore_all(run: Run, source: RestoreSource) -> RestoreResult:
+def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
     """Restore the replica's state. Local state is moved aside, and moved back if the replica has no complete one."""
     ours, aside = find_valid_step(run.paths), set_aside(run)
     steps = restore_checkpoint(run.paths, source)

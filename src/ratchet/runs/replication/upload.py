@@ -13,7 +13,7 @@ from typing import Any
 
 from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, ReplicaError
-from ratchet.runs.directory import CHECKPOINT, RESULT, Run
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunDirectory
 from ratchet.runs.replication import manifests, restore
 from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
 from ratchet.runs.replication.lease import ReplicaLease
@@ -40,7 +40,7 @@ JOIN_S = 2.0
 class ReplicationJob:
     """A run, its replica and the lease under which it is uploaded."""
 
-    run: Run
+    run: RunDirectory
     names: RunObjectNames
     store: ReplicaStore
     lease: ReplicaLease

@@ -1,0 +1,178 @@
+"""Converts the merged model to other formats, and verifies each in the runtime that uses it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ratchet.config.export import BuiltInGgufType, GgufType
+from ratchet.exporters import smoke_prompts
+from ratchet.exporters.gguf import llama_cpp_tools, reader, writer
+from ratchet.exporters.inputs import ExportJob
+from ratchet.exporters.onnx import exporter
+from ratchet.exporters.verification import parity
+from ratchet.exporters.verification.parity import ReferenceOutputs, Score
+from ratchet.exporters.verification.probe_inputs import ProbeInputs
+from ratchet.models.runtimes import llama, tokenizer_probes
+from ratchet.models.runtimes import onnx as onnx_runtime
+from ratchet.models.runtimes.runtime import ModelRuntime
+from ratchet.registry import bundle_files
+from ratchet.storage import digests
+from ratchet.storage.records.export import ExportArtifact, FormatKind
+
+READER_ROWS = 4
+"""Rows on which transformers' GGUF loader is compared."""
+
+
+@dataclass(frozen=True)
+class ExportVerifier:
+    """The probe inputs and base + adapter's outputs that every exported format is compared with."""
+
+    job: ExportJob
+    tokenizer: Any
+    inputs: ProbeInputs
+    reference: ReferenceOutputs
+    score: Score
+    """Scores answers as the evaluation does."""
+
+    def verify(self, runtime: ModelRuntime, exported: "ExportedFormat", **fields: Any) -> ExportArtifact:
+        """Run all probe inputs in a format's runtime, and compare the outputs with the reference.
+
+        Args:
+            fields: further fields of the record, such as probes and notes.
+        """
+        result = parity.compare_format(
+            runtime, self.reference, self.inputs, self.decode, self.score,
+            lambda activity, done, total: self.job.progress(f"{exported.name}: {activity}", done, total),
+        )  # fmt: skip
+        return ExportArtifact(
+            name=exported.name, kind=exported.kind, type=exported.type, digest=format_fingerprint(exported.path),
+            size_bytes=format_size_bytes(exported.path),
+            runtime=runtime.name, distance=result.distance, task=result.task, texts_tokenised=result.texts_tokenised,
+            texts=result.texts, tokens_per_second=result.tokens_per_second, threads=self.threads, **fields,
+        )  # fmt: skip
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode an answer as the evaluation does."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of every runtime."""
+        return self.job.settings.machine.threads or torch.get_num_threads()
+
+    @property
+    def context_tokens(self) -> int:
+        """Context size that the longest row and its answer need."""
+        rows = [*self.inputs.rows, *self.inputs.prompts]
+        return max(map(len, rows)) + self.inputs.max_new_tokens + smoke_prompts.MAX_NEW_TOKENS
+
+
+@dataclass(frozen=True)
+class ExportedFormat:
+    """One exported format on disk."""
+
+    kind: FormatKind
+    type: str
+    path: Path
+    """File or directory inside the export."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the bundle, such as `gguf/q8_0`."""
+        return "hf" if self.kind == "hf" else f"{self.kind}/{self.type}"
+
+
+def format_fingerprint(path: Path) -> str:
+    """Digest of a format's files and their relative names; for a single file, of the file and its name."""
+    if path.is_file():
+        return digests.hash_tree(path.parent, [path.name])
+    return digests.hash_tree(path, sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
+
+
+def format_size_bytes(path: Path) -> int:
+    """Total size of a format's files."""
+    return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
+
+
+def convert_formats(
+    verifier: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
+) -> Iterator[ExportArtifact]:
+    """Write and verify every requested format, one after the other; one is in memory at a time.
+
+    Args:
+        merged: Hugging Face directory of the merged model.
+        scratch: directory of the whole export; each format gets a path in it.
+        logits: computes the merged model's logits, for transformers' GGUF loader to be compared with.
+
+    Raises:
+        BaseModelError, SettingsError: a format does not support the model, or its runtime cannot open the result.
+    """
+    export = verifier.job.settings.export
+    for gguf_type in export.gguf.types:
+        path = scratch / bundle_files.format_path("gguf", gguf_type)
+        path.parent.mkdir(exist_ok=True)
+        notes = _write_gguf(verifier.job, merged, path, gguf_type)
+        yield _verify_gguf(verifier, ExportedFormat("gguf", gguf_type, path), merged, notes, logits)
+    for onnx_type in export.onnx.types:
+        path = scratch / bundle_files.format_path("onnx", onnx_type)
+        path.mkdir(parents=True)
+        exporter.write_onnx(merged, path, onnx_type, verifier.job.progress)
+        yield _verify_onnx(verifier, ExportedFormat("onnx", onnx_type, path))
+
+
+def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
+    """Write a GGUF file with our writer, or with llama.cpp's tools if only they can.
+
+    Returns:
+        Notes for users of the file.
+    """
+    is_supported = writer.is_supported(merged)
+    if is_supported and gguf_type not in llama_cpp_tools.TYPES:
+        return writer.write_gguf(merged, path, cast(BuiltInGgufType, gguf_type), job.progress)
+    if not is_supported and gguf_type in llama_cpp_tools.CONVERTED:
+        llama_cpp_tools.convert_to_gguf(job.tools, merged, path, gguf_type)
+        return ("written by llama.cpp's converter",)
+    unquantized = path.with_name("whole.gguf")
+    notes: tuple[str, ...] = ()
+    if is_supported:
+        notes = writer.write_gguf(merged, unquantized, "f32", job.progress)
+    else:
+        llama_cpp_tools.convert_to_gguf(job.tools, merged, unquantized, "f32")
+    threads = job.settings.machine.threads or torch.get_num_threads()
+    llama_cpp_tools.quantize_gguf(job.tools, unquantized, path, gguf_type, threads)
+    unquantized.unlink()
+    return (*notes, "quantized by llama.cpp's llama-quantize")
+
+
+def _verify_gguf(
+    verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
+) -> ExportArtifact:  # fmt: skip
+    """Collect the probes with an f16 cache, as servers use it; verify with an f32 cache, which adds no rounding."""
+    difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
+    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
+        probes = runtime.probes(tokenizer_probes.PROBES, smoke_prompts.MAX_NEW_TOKENS)
+    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f32") as runtime:
+        artifact = verifier.verify(
+            runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
+            second_reader_difference=difference, notes=notes if note is None else (*notes, note),
+        )  # fmt: skip
+    prompts = [tuple(smoke_prompts.prompt_ids(verifier.tokenizer, one)) for one in tokenizer_probes.PROBES]
+    same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
+    return artifact.model_copy(
+        update={
+            "texts": artifact.texts + len(prompts),
+            "texts_tokenised": artifact.texts_tokenised + same_prompts,
+        }
+    )
+
+
+def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
+    with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
+        probes = smoke_prompts.collect_probes(
+            runtime, verifier.tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids
+        )
+        return verifier.verify(runtime, exported, probes=probes)

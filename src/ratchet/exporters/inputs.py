@@ -1,0 +1,165 @@
+"""Collects and checks everything that an export needs before any long work starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ratchet.config.settings import Settings
+from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.exporters.gguf import llama_cpp_tools, writer
+from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
+from ratchet.exporters.merge import merger
+from ratchet.exporters.merge.plan import plan_merge
+from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
+from ratchet.exporters.onnx import exporter
+from ratchet.models import base_model, loading, teacher_reference
+from ratchet.registry import pickle_scan
+from ratchet.runs.directory import RunSpec
+from ratchet.storage import digests, disk, files
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.export import Progress
+
+
+def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
+    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if it contains none."""
+    named = settings.machine.llama_cpp
+    directory = None if named is None else root / Path(named).expanduser()
+    return directory, llama_cpp_tools.find_tools(directory)
+
+
+def require_exportable(model: Path, settings: Settings, root: Path) -> None:
+    """Check that every requested format supports the model, from its config and tokenizer alone.
+
+    Args:
+        model: directory of the base; the exported model has its architecture and its tokenizer.
+        root: directory of the project.
+
+    Raises:
+        SettingsError: a format does not support the architecture or type; the message lists what it supports.
+        BaseModelError: GGUF cannot represent the tokenizer.
+    """
+    export = settings.export
+    directory, tools = find_llama_cpp(settings, root)
+    if export.gguf.types:
+        writer.require_exportable(model, export.gguf.types, directory)
+    llama_cpp_tools.require_quantizer(tools, export.gguf.types)
+    if export.onnx.types:
+        exporter.require_exportable(model)
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """Settings, checked inputs and device of one export."""
+
+    layout: ProjectLayout
+    settings: Settings
+    base: BaseCard
+    trained: TrainReport
+    card: DatasetCard
+    base_path: Path
+    device: torch.device
+    tools: LlamaCppTools
+    progress: Progress
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the merged weights."""
+        return loading.pick_dtype(self.settings.export.dtype, self.device)
+
+    @property
+    def spec(self) -> RunSpec:
+        """Spec of the run that trained the adapter."""
+        train, distillation_digest = teacher_reference.resolve_teacher(
+            self.settings.train, self.layout, self.card.digest
+        )
+        return RunSpec(
+            train=train,
+            data_digest=self.card.digest,
+            base_digest=self.base.digest,
+            distillation_digest=distillation_digest,
+        )
+
+    @property
+    def merge_bases(self) -> tuple[MergeBase, ...]:
+        """Weights to merge into; if several are tried, the ones that the adapter was trained on come last."""
+        merge_base = self.settings.export.merge_base
+        if merge_base != "auto":
+            return (merge_base,)
+        has_one_base = self.settings.train.quantization == "none" or self.base.quantization is not None
+        return ("dequantized",) if has_one_base else ("original", "dequantized")
+
+    def recipe(self, merge_base: MergeBase) -> MergeRecipe:
+        """The merge of all adapters into these weights of the base."""
+        export = self.settings.export
+        own = WeightedAdapter(self.layout.adapter, export.weight)
+        others = tuple(
+            WeightedAdapter(self.layout.root / one.adapter, one.weight) for one in export.additional_adapters
+        )
+        return MergeRecipe(
+            base=self.base_path, card=self.base, train=self.settings.train, adapters=(own, *others),
+            modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
+            shard_bytes=export.max_shard_size,
+        )  # fmt: skip
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer used in training."""
+        base = self.base
+        return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
+
+
+def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> ExportJob:
+    """Read and check all inputs of an export.
+
+    Raises:
+        DamagedFileError: the adapter on disk is not the one in the training report.
+        DataError: an earlier stage has not run, or ran with other settings.
+        BaseModelError: the base is missing or changed, or an adapter belongs to another base.
+        SettingsError: a format does not support this model.
+        OSError: the disk has too little free space.
+    """
+    base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
+    card = DatasetCard.load(layout.dataset_card)
+    base_path = base_model.locate(layout, base)
+    loading.use_threads(settings.machine.threads)
+    device = loading.pick_device(settings.machine.device)
+    job = ExportJob(
+        layout, settings, base, trained, card, base_path, device, find_llama_cpp(settings, layout.root)[1], progress
+    )  # fmt: skip
+    job.spec.require(trained)
+    _check_adapter(layout, trained)
+    for one in settings.export.additional_adapters:
+        if not (layout.root / one.adapter / "adapter_config.json").is_file():
+            raise SettingsError(
+                f"export.additional_adapters: {one.adapter}: found no adapter_config.json; expected "
+                "the directory of a saved adapter, relative to the project"
+            )
+        pickle_scan.scan_directory(layout.root / one.adapter)
+    for merge_base in job.merge_bases:
+        plan_merge(job.recipe(merge_base))
+    require_exportable(base_path, settings, layout.root)
+    base_model.verify_files(base_path, base.files)
+    layout.experiments.mkdir(exist_ok=True)
+    disk.require_space(layout.experiments, _required_bytes(job))
+    return job
+
+
+def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
+    files.verify_sealed(layout.train, "train")
+    names = sorted(p.name for p in layout.adapter.iterdir())
+    if digests.hash_tree(layout.adapter, names) != trained.adapter_digest:
+        raise DamagedFileError(
+            f"{layout.adapter}: its digest differs from the training report of run {trained.run_id}; run "
+            "`dvc repro -f train`"
+        )
+
+
+def _required_bytes(job: ExportJob) -> int:
+    """Disk space for all files that exist at the same time: every merge, and every other format."""
+    export = job.settings.export
+    merged = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
+    format_bytes: int = round(merged[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format
+    return sum(merged) + format_bytes * (len(export.gguf.types) + len(export.onnx.types))

@@ -1,0 +1,268 @@
+"""Plans a merge tensor by tensor from headers and JSON alone, so that every refusal comes before long work."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ratchet.errors import SettingsError
+from ratchet.exporters.merge import tensor_names
+from ratchet.exporters.merge.adapter_updates import AdapterUpdates
+from ratchet.exporters.merge.base_reader import BaseStorageFormat, BaseWeightReader, TokenRowInitialization
+from ratchet.exporters.merge.recipe import MergeRecipe, validate_recipe
+from ratchet.exporters.merge.shards import TensorEntry
+from ratchet.exporters.merge.tensor_names import TensorGroup, UnknownNamesError
+from ratchet.models import base_model, loading, model_spec, vocabulary, weights
+from ratchet.models.device import Model
+from ratchet.models.memory import parameters
+from ratchet.models.model_spec import ModelSpec
+from ratchet.storage.records.base import StoredQuantization
+
+
+@dataclass(frozen=True)
+class MergeUnit:
+    """Parameters that are computed and written together: usually one."""
+
+    group: TensorGroup
+    targets: dict[str, str]
+    """Parameters of the base, and their names in the result. An untied head gets a copy of the embedding."""
+    entries: tuple[TensorEntry, ...]
+    """Tensors to write for this unit, in this order."""
+    is_renamed_only: bool
+    """Whether each parameter is one of the entries, in order; otherwise writing combines or splits values."""
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """A merge that was checked and can begin."""
+
+    model: Model
+    """The merged model on the meta device, with its config and one row per token."""
+    updates: AdapterUpdates
+    storage: BaseStorageFormat
+    units: tuple[MergeUnit, ...] | None
+    """None: the names in the files cannot be mapped, so the model is merged in memory as a whole."""
+    is_tied: bool
+    """Whether embeddings and head are one tensor in the result; for a merge in memory, whether they may be."""
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """All tensors that the merge writes."""
+        return [entry for unit in self.units or () for entry in unit.entries]
+
+
+def plan_merge(recipe: MergeRecipe) -> MergePlan:
+    """Check base, adapters and recipe, and plan the merge without reading a weight of the base.
+
+    Raises:
+        BaseModelError: the base or an adapter is invalid, or they do not fit together.
+        DamagedFileError: an adapter cannot be read, or contains NaN.
+        SettingsError: the recipe asks for something that these files do not contain.
+    """
+    validate_recipe(recipe)
+    quantization = _stored_quantization(recipe)
+    spec = model_spec.load(recipe.base, recipe.card.remote_code)
+    spec.require_causal()
+    weights.check_stored_tensors(recipe.base, spec, quantization)
+    compute_dtype = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
+    dtype = compute_dtype if recipe.merge_base == "dequantized" else torch.float32
+    row_count, pieces = _token_row_count(recipe)
+    make_model = partial(_grow_model, spec, dtype, row_count, pieces)
+    model = make_model()
+    updates = AdapterUpdates.read(recipe, model, make_model)
+    base = spec.model(dtype)
+    storage = BaseStorageFormat(
+        dtypes={name: tensor.dtype for name, tensor in base.state_dict().items()},
+        quantized=_quantized_weights(recipe, base, quantization),
+        prequantized=(frozenset(weights.unpacked_shapes(recipe.base, quantization)) if quantization else frozenset()),
+        transposed=frozenset(f"{layer.name}.weight" for layer in spec.layers if layer.kind == "conv1d"),
+        token_rows=dict(_token_row_parameters(base, model, pieces)),
+    )
+    try:
+        shapes = weights.plain_shapes(recipe.base, spec, quantization)
+        units, is_tied = _plan_units(recipe, shapes, base, model, storage, updates)
+    except UnknownNamesError:
+        return MergePlan(model, updates, storage, None, is_tied=bool(model.all_tied_weights_keys))
+    return MergePlan(model, updates, storage, tuple(units), is_tied)
+
+
+def _stored_quantization(recipe: MergeRecipe) -> StoredQuantization | None:
+    quantization = base_model.detect_stored_quantization(base_model.read_config(recipe.base), str(recipe.base))
+    if quantization is None:
+        return None
+    base_model.require_same_quantization(quantization, recipe.train, str(recipe.base))
+    if recipe.merge_base == "original":
+        raise SettingsError(
+            f"export.merge_base: found original, but the files of {recipe.base} are quantized and contain no original "
+            "weights; set export.merge_base: dequantized"
+        )
+    return quantization
+
+
+def _token_row_count(recipe: MergeRecipe) -> tuple[int, vocabulary.Pieces]:
+    """Return the number of token rows that the model needs, and the pieces that initialize added tokens."""
+    tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
+    pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
+    return vocabulary.required_rows(tokenizer), pieces
+
+
+def _grow_model(spec: ModelSpec, dtype: torch.dtype, row_count: int, pieces: vocabulary.Pieces) -> Model:
+    model = spec.model(dtype)
+    vocabulary.grow_embeddings(model, row_count, pieces)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _quantized_weights(recipe: MergeRecipe, base: Model, quantization: StoredQuantization | None) -> frozenset[str]:
+    """Weights that transformers quantizes to 4 bits when it loads the base for training."""
+    if quantization is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
+        return frozenset()
+    return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(base))
+
+
+def _token_row_parameters(
+    base: Model, model: Model, pieces: vocabulary.Pieces
+) -> Iterator[tuple[str, TokenRowInitialization]]:
+    """Yield every parameter with one row per token, under all of its names."""
+    modules = [one for one in (base.get_input_embeddings(), base.get_output_embeddings()) if one is not None]
+    tensors = {id(t) for one in modules for t in (getattr(one, "weight", None), getattr(one, "bias", None))}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if id(parameter) in tensors:
+            count, stored = shapes[name][0], len(parameter)
+            yield name, TokenRowInitialization(count, stored, dict.fromkeys(range(stored, count), ()) | dict(pieces))
+
+
+# ------------------------------------------------------------------------------------------------ tensors to write
+
+
+def _plan_units(
+    recipe: MergeRecipe,
+    shapes: dict[str, tuple[int, ...]],
+    base: Model,
+    model: Model,
+    storage: BaseStorageFormat,
+    updates: AdapterUpdates,
+) -> tuple[list[MergeUnit], bool]:
+    """Plan all units in writing order, and whether tied parameters stay tied.
+
+    Args:
+        recipe: the merge.
+        shapes: shapes of the stored tensors.
+        base: the base on the meta device, with the rows that are stored.
+        model: the same with one row per token.
+        storage: how parameters are stored.
+        updates: updates of all adapters.
+
+    Raises:
+        UnknownNamesError: transformers would not read back exactly the tensors that would be written.
+    """
+    try:
+        groups = tensor_names.group_tensors(model, shapes)
+        read = tensor_names.meta_tensor_reader(shapes, storage.dtypes)
+        grouped_parameters = [(group, group.parameters(base, read)) for group in groups]
+        targets, is_tied = _resolve_ties(recipe, model, storage, updates, grouped_parameters)
+        units = _make_units(recipe, model, targets)
+        units.sort(key=lambda unit: -max(entry.dtype.itemsize for entry in unit.entries))
+        _require_readable(model, units)
+    except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # conversions of meta tensors can fail in any way
+    return units, is_tied
+
+
+def _resolve_ties(
+    recipe: MergeRecipe,
+    model: Model,
+    storage: BaseStorageFormat,
+    updates: AdapterUpdates,
+    grouped_parameters: Sequence[tuple[TensorGroup, dict[str, Tensor]]],
+) -> tuple[list[tuple[TensorGroup, dict[str, str]]], bool]:
+    """Return each group with the target name of each parameter, and whether all tied parameters stay tied.
+
+    A tensor that stays tied appears once. If one tie must be broken, all are, and each parameter gets its own tensor.
+    """
+    ties: dict[str, str] = dict(model.all_tied_weights_keys)
+    by_name = {name: group for group, tensors in grouped_parameters for name in tensors}
+    has_different_tensors = any(
+        {target, source} <= by_name.keys() and not _are_equal(recipe, storage, by_name, (target, source))
+        for target, source in ties.items()
+    )
+    if missing := (model.state_dict().keys() - by_name.keys()) - (ties.keys() | set(ties.values())):
+        raise UnknownNamesError(f"no stored tensor provides parameter {min(missing)}")
+    stays_tied = not has_different_tensors and all(updates.are_same(*pair) for pair in ties.items())
+    result = [(group, {name: name for name in tensors}) for group, tensors in grouped_parameters]
+    if stays_tied:
+        written: set[str] = set()
+        unique = []
+        for group, names in result:
+            targets = {name: ties.get(name, name) for name in names}
+            if not written.intersection(targets.values()):
+                unique.append((group, targets))
+                written.update(targets.values())
+        return unique, bool(ties)
+    for target, source in ties.items():
+        for missing_name, stored_name in ((target, source), (source, target)):
+            if missing_name not in by_name and stored_name in by_name:
+                result.append((by_name[stored_name], {stored_name: missing_name}))
+                by_name[missing_name] = by_name[stored_name]
+    untie_embeddings(model)
+    return result, False
+
+
+def _are_equal(
+    recipe: MergeRecipe, storage: BaseStorageFormat, by_name: dict[str, TensorGroup], pair: tuple[str, str]
+) -> bool:
+    """Whether two stored tensors of a tied pair are equal; transformers ties them only then."""
+    reader = BaseWeightReader(recipe, storage)
+    first, second = (reader.read(by_name[name].stored[0][1], name) for name in pair)
+    return bool(first.shape == second.shape and torch.equal(first, second))
+
+
+def untie_embeddings(model: Model) -> None:
+    """Set the model's config so that embeddings and head are separate tensors."""
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
+
+
+def _make_units(
+    recipe: MergeRecipe, model: Model, targets_by_group: Sequence[tuple[TensorGroup, dict[str, str]]]
+) -> list[MergeUnit]:
+    """Determine the tensors to write for every group."""
+    state, parameter_names = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    meta_tensors = {
+        target: torch.empty(
+            state[target].shape, dtype=output_dtype(recipe, state[target], target in parameter_names), device="meta"
+        )
+        for _, targets in targets_by_group
+        for target in targets.values()
+    }
+    new_names = tensor_names.stored_names(model, meta_tensors)
+    units = []
+    for group, targets in targets_by_group:
+        tensors = {target: meta_tensors[target] for target in targets.values()}
+        if new_names is None:
+            stored = tensor_names.convert_to_stored(model, tensors)
+        else:
+            stored = {new_names[target]: tensor for target, tensor in tensors.items()}
+        entries = tuple(TensorEntry(name, tuple(one.shape), one.dtype) for name, one in stored.items())
+        units.append(MergeUnit(group, targets, entries, new_names is not None))
+    return units
+
+
+def output_dtype(recipe: MergeRecipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:
+    """The type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
+    return recipe.dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
+
+
+def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
+    """Raises UnknownNamesError unless transformers would read every parameter from these tensors, and no other."""
+    shapes = {entry.name: entry.shape for unit in units for entry in unit.entries}
+    if len(shapes) != sum(len(unit.entries) for unit in units):
+        raise UnknownNamesError("two tensors would have the same name in the files")
+    report = weights.loading_report(model, shapes)
+    if wrong := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
+        raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")

@@ -1,0 +1,224 @@
+"""Runs the probe inputs in a format's runtime, and compares distributions, answers and tokens with base + adapter."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratchet.exporters.verification.divergence import measure_distance
+from ratchet.exporters.verification.probe_inputs import ProbeInputs
+from ratchet.models import scoring
+from ratchet.models.chunked_loss import ForwardPass
+from ratchet.models.device import Model
+from ratchet.models.runtimes.runtime import ModelRuntime
+from ratchet.quality_gate import paired_test
+from ratchet.storage.records.export import DistributionDistance, Progress, TaskScore
+
+Score = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+"""Scores pairs of expected and given answers; higher is better. The caller passes the evaluation's own metric, so that
+correctness is defined in one place."""
+
+_TEST_PLAN = paired_test.PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
+"""Two one-sided bounds of 97.5 % form a two-sided interval of 95 %; the other values are the gate's defaults."""
+
+
+@dataclass(frozen=True)
+class FormatAnswers:
+    """A format's answers, row by row."""
+
+    tokens: Sequence[Sequence[int]]
+    texts: Sequence[str]
+    """The decoded answers, stripped, without special tokens."""
+
+
+@dataclass(frozen=True)
+class ParityTask:
+    """Expected answers, and the metric that scores answers."""
+
+    metric: str
+    expected: Sequence[str]
+    score: Score
+    groups: Sequence[str | None] | None = None
+    """Group of each row; rows of one group are not independent samples. None: each row is a group."""
+
+
+def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
+    """Score a format's answers and base + adapter's answers to the same prompts; None if there are no prompts.
+
+    The interval of the difference is the gate's: Tango's score interval for binary scores, otherwise the BCa bootstrap
+    over whole groups (gate/paired_test.py).
+
+    Raises:
+        ValueError: the number of answers differs from the number of expected answers.
+    """
+    if not task.expected:
+        return None
+    new, old = ([float(one) for one in task.score(task.expected, part.texts)] for part in (answers, reference))
+    result = paired_test.compare(paired_test.PairedScores(new, old, "higher", groups=task.groups), 0.0, _TEST_PLAN)
+    same = sum(list(a) == list(b) for a, b in zip(answers.tokens, reference.tokens, strict=True))
+    return TaskScore(
+        metric=task.metric,
+        rows=len(new),
+        value=sum(new) / len(new),
+        reference=sum(old) / len(old),
+        difference=result.difference,
+        low=result.low,
+        high=result.high,
+        same_answers=same / len(new),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- one format
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class ReferenceOutputs:
+    """base + adapter's outputs for all probe inputs."""
+
+    log_probabilities: list[NDArray[np.float32]]
+    """[positions, vocabulary] for each row: the only large value in memory while formats are verified."""
+    answers: list[list[int]]
+    texts: list[list[int]]
+    """Token ids of the probe texts."""
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """Differences between one format and base + adapter."""
+
+    distance: DistributionDistance
+    task: TaskScore | None
+    texts_tokenised: int
+    texts: int
+    tokens_per_second: float
+    """Median over single answers, including their prompts; 0 without prompts."""
+
+
+def collect_reference(runtime: ModelRuntime, inputs: ProbeInputs, progress: Progress) -> ReferenceOutputs:
+    """Run base + adapter on all probe inputs."""
+    return ReferenceOutputs(
+        log_probabilities=list(_compute_distributions(runtime, inputs, progress)),
+        answers=_generate_answers(runtime, inputs, progress)[0],
+        texts=[runtime.token_ids(text) for text in inputs.texts],
+    )
+
+
+def compare_format(
+    runtime: ModelRuntime, reference: ReferenceOutputs, inputs: ProbeInputs, decode: Decode, score: Score,
+    progress: Progress,
+) -> ParityResult:  # fmt: skip
+    """Run a format on all probe inputs, and compare its outputs with the reference.
+
+    Args:
+        decode: converts the tokens of an answer to text without special tokens.
+        score: the evaluation's scoring function for `inputs.metric`.
+
+    Raises:
+        DamagedFileError: the format has another vocabulary, or returns NaN.
+    """
+    log_probabilities = _compute_distributions(runtime, inputs, progress)
+    distance = measure_distance(reference.log_probabilities, log_probabilities, inputs.targets)
+    answers, speed = _generate_answers(runtime, inputs, progress)
+    task = ParityTask(inputs.metric, inputs.expected, score, inputs.groups or None)
+    both = (FormatAnswers(tokens, [decode(one).strip() for one in tokens]) for tokens in (answers, reference.answers))
+    same_texts = sum(runtime.token_ids(text) == ids for text, ids in zip(inputs.texts, reference.texts, strict=True))
+    return ParityResult(distance, score_task(task, *both), same_texts, len(inputs.texts), speed)
+
+
+def _compute_distributions(
+    runtime: ModelRuntime, inputs: ProbeInputs, progress: Progress
+) -> Iterator[NDArray[np.float32]]:
+    total = len(inputs.rows)
+    for row, (ids, positions) in enumerate(zip(inputs.rows, inputs.positions, strict=True)):
+        progress("distributions", row, total)
+        yield runtime.log_probabilities(ids, positions)
+    progress("distributions", total, total)
+
+
+def _generate_answers(runtime: ModelRuntime, inputs: ProbeInputs, progress: Progress) -> tuple[list[list[int]], float]:
+    """Return the answers and the median of their tokens per second."""
+    answers, speeds, total = [], [], len(inputs.prompts)
+    for row, prompt in enumerate(inputs.prompts):
+        progress("answers", row, total)
+        start_s = time.perf_counter()
+        answer = list(runtime.generate(prompt, inputs.max_new_tokens, inputs.end_ids))
+        speeds.append(len(answer) / max(time.perf_counter() - start_s, 1e-9))
+        answers.append(answer)
+    if total:
+        progress("answers", total, total)
+    return answers, statistics.median(speeds) if speeds else 0.0
+
+
+# -------------------------------------------------------------------------------------------------- the reference model
+
+
+class TorchRuntime:
+    """Runs a transformers or peft model in memory through the interface `ModelRuntime`, on any device."""
+
+    def __init__(self, model: Model, tokenizer: Any) -> None:
+        """Wrap a model; nothing is loaded or changed.
+
+        Args:
+            model: a causal model in evaluation mode, with or without adapters.
+            tokenizer: the model's tokenizer.
+        """
+        self._model, self._tokenizer = model, tokenizer
+
+    @property
+    def name(self) -> str:
+        """Name and version of the library."""
+        return f"transformers {transformers.__version__}"
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokens of a text, with special tokens in it recognized and none added."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities of the next token, in nats: [positions, vocabulary]; row i follows position i."""
+        return log_softmax(logits_at(self._model, ids, positions))
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
+        """Greedy continuation, including the token that ended it."""
+        config = self._model.config
+        use_cache, config.use_cache = config.use_cache, True  # training turned it off, and some models' code reads it
+        try:
+            pad = self._tokenizer.pad_token_id  # unused: there is one row
+            return scoring.generate(self._model, [prompt], ends, max_new_tokens, 0 if pad is None else pad)[0]
+        finally:
+            config.use_cache = use_cache
+
+
+def logits_at(model: Model, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
+    """Compute the logits of a row at some positions: [positions, vocabulary] in float32.
+
+    The head runs on chunks of the range from the first to the last position, so the logits of a long row with a large
+    vocabulary are never in memory as a whole.
+
+    Args:
+        positions: ascending indices into `ids`, at least one.
+    """
+    first, end = positions[0], positions[-1] + 1
+    chunks: list[Tensor] = []
+    with torch.no_grad():
+        row = torch.tensor([list(ids)], device=model.device)
+        for start, logits in ForwardPass(model, row, (first, end)).pieces():
+            selected = [one - start for one in positions if start <= one < start + logits.shape[1]]
+            chunks.append(logits[0, selected].float().cpu())
+    gathered: NDArray[np.float32] = torch.cat(chunks).numpy()
+    return gathered
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Convert logits [positions, vocabulary] to log-probabilities in nats."""
+    log_probabilities: NDArray[np.float32] = torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
+    return log_probabilities

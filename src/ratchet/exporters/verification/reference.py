@@ -1,0 +1,269 @@
+"""Computes base + adapter with peft, independently of the merge code, as the reference for merges.
+
+Several adapters, weights and a subset of modules are combined from peft's own forward passes: a module's output is
+base(x) + sum of w_i (adapter_i(x) - base(x)), which holds for LoRA and DoRA alike.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft import PeftConfig
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.save_and_load import get_peft_model_state_dict
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ratchet.errors import BaseModelError, SettingsError
+from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
+from ratchet.models import adapter_format, adapters, loading
+from ratchet.models.device import Model
+
+_REPLACED = "_replaced_by_adapters"
+"""Attribute of a model from `load_adapted_model`: parameters of the base that adapters replaced, with their values."""
+
+_Replaced = list[tuple[nn.Parameter, Tensor]]
+
+
+def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> Model:
+    """Load the base with all adapters of a recipe, unmerged, frozen, in evaluation mode.
+
+    Args:
+        recipe: adapters, weights and modules.
+        base: `dequantized`: the weights that the adapter was trained on, in their own arithmetic; `original`: the
+            weights before quantization, in float32.
+
+    Raises:
+        BaseModelError, DamagedFileError: an adapter does not fit this base, or cannot be read.
+        SettingsError: the base cannot be loaded like this, or adapters of this kind cannot be combined.
+    """
+    train = recipe.train
+    if base == "original":
+        train = train.model_copy(update={"quantization": "none", "compute_dtype": "float32"})
+    model = loading.load(recipe.base, recipe.card, train, recipe.device)
+    replaced = _copy_replaceable(model, recipe)
+    first, *others = recipe.adapters
+    model = adapters.load(model, first.adapter)
+    weights = {adapter_format.ADAPTER: first.weight}
+    sums = _extract_changes(replaced, first.weight)
+    for number, part in enumerate(others, start=2):
+        weights[f"part{number}"] = part.weight
+        _load_further_adapter(model, part, f"part{number}")
+        sums = [a + b for a, b in zip(sums, _extract_changes(replaced, part.weight), strict=True)]
+    if others or first.weight != 1:
+        _combine_adapters(model, weights)
+    for (parameter, original), change in zip(replaced, sums, strict=True):
+        parameter.data = (original.float() + change).to(original.dtype)
+    setattr(model, _REPLACED, replaced)
+    if recipe.modules:
+        _disable_other_modules(model, recipe)
+    return model.requires_grad_(False).eval()
+
+
+@contextmanager
+def disable_adapters(model: Model) -> Iterator[None]:
+    """Within the context, the model is the base alone, with its own biases and embeddings instead of replaced ones."""
+    replaced: _Replaced = getattr(model, _REPLACED, [])
+    adapted_data = [parameter.data for parameter, _ in replaced]
+    for parameter, original in replaced:
+        parameter.data = original.to(parameter.dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Careful, disabling adapter layers with bias")  # done above
+            with model.disable_adapter():
+                yield
+    finally:
+        for (parameter, _), data in zip(replaced, adapted_data, strict=True):
+            parameter.data = data
+
+
+def compute_in_float32(model: Model) -> Model:
+    """Convert a model to float32 computation in place, so that bfloat16 rounding does not hide errors of a merge.
+
+    4-bit weights stay 4-bit. They are dequantized for each product as in training, to the type used there, because
+    its rounding is part of their values. Everything else becomes float32.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit) and module.compute_dtype not in (None, torch.float32):
+            module.forward = _DequantizedForward(module)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.float())
+    model.config.dtype = torch.float32
+    return model
+
+
+class _DequantizedForward:
+    """Forward pass of a 4-bit layer in float32, with weights rounded as in the layer's own forward pass."""
+
+    def __init__(self, layer: Linear4bit) -> None:
+        self._layer = layer
+        self._dtype = layer.compute_dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        state = copy.copy(self._layer.weight.quant_state)
+        state.dtype = self._dtype
+        weight = dequantize_4bit(self._layer.weight.data, state).float()
+        bias = self._layer.bias
+        return functional.linear(x.float(), weight, None if bias is None else bias.float())
+
+
+# -------------------------------------------------------------------------------------------- several adapters
+
+
+def _load_further_adapter(model: Model, part: WeightedAdapter, name: str) -> None:
+    """Load another adapter under a name, in its saved type, and check that all of its tensors were loaded."""
+    saved = adapter_format.read(part.adapter)
+    try:
+        config = PeftConfig.from_pretrained(str(part.adapter))
+        config.inference_mode, config.bias = True, "none"  # peft rejects a second adapter with biases, but loads them
+        with adapters.suppress_peft_warnings():
+            model.add_adapter(name, config)
+            model.load_adapter(str(part.adapter), adapter_name=name, is_trainable=False)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise BaseModelError(f"{part.adapter}: the adapter cannot be combined with the first: {text}") from None
+    loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # Embeddings may be saved under the names of the base.
+    loaded |= {key: parameters[key] for key in saved.keys() - loaded.keys() if key in parameters}
+    mismatched = sorted(saved.keys() ^ loaded.keys()) or sorted(k for k in saved if saved[k].shape != loaded[k].shape)
+    if mismatched:
+        raise BaseModelError(
+            f"{part.adapter}: the adapter does not fit this base model: {mismatched[0]} is missing or has another shape"
+        )
+    by_address = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    for key, tensor in saved.items():
+        parameter = by_address.get(loaded[key].data_ptr())
+        if parameter is None:
+            raise BaseModelError(f"{part.adapter}: peft did not load {key} into a parameter of the model")
+        parameter.data = tensor.to(parameter.device)  # peft converted it to the base's type or to float32
+
+
+def _copy_replaceable(base: Model, recipe: MergeRecipe) -> _Replaced:
+    """Copy the parameters of the base that peft replaces (biases, whole embeddings), before adapters are loaded."""
+    saved = {key.replace(".base_layer.", ".") for part in recipe.adapters for key in adapter_format.read(part.adapter)}
+    named = base.named_parameters()
+    return [(one, one.detach().clone()) for name, one in named if f"base_model.model.{name}" in saved]
+
+
+def _extract_changes(replaced: _Replaced, weight: float) -> list[Tensor]:
+    """Return the changes that the last loaded adapter made to these parameters, times its weight, and restore them."""
+    changes = [weight * (parameter.detach().float() - original.float()) for parameter, original in replaced]
+    for parameter, original in replaced:
+        parameter.data = original.clone()
+    return changes
+
+
+def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
+    """Change the forward passes of all adapted modules so that they use all adapters, each with its weight."""
+    for module in list(model.get_base_model().modules()):
+        if isinstance(module, ParamWrapper):  # experts are not linear in their parameter, so outputs cannot be added
+            names = [name for name in weights if name in module.lora_A]
+            for name in names:
+                module.scaling[name] *= weights[name]
+            module.set_adapter(names, inference_mode=True)
+        elif isinstance(module, LoraLayer):
+            module.forward = _WeightedAdaptersForward(module, weights)
+        elif isinstance(module, TrainableTokensWrapper):
+            _add_token_rows(module, weights)
+        elif isinstance(module, ModulesToSaveWrapper):
+            _add_saved_modules(module, weights)
+
+
+class _WeightedAdaptersForward:
+    """Forward pass of a peft layer with several adapters: base(x) + sum of w_i (adapter_i(x) - base(x))."""
+
+    def __init__(self, layer: Any, weights: dict[str, float]) -> None:
+        self._layer = layer
+        available = layer.lora_A.keys() | layer.lora_embedding_A.keys()
+        self._weights = {name: weight for name, weight in weights.items() if name in available}
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self._layer
+        base: Tensor = layer.base_layer(x, *args, **kwargs)
+        if layer.disable_adapters:
+            return base
+        total = base.clone()
+        for name, weight in self._weights.items():
+            layer._active_adapter = [name]
+            total += weight * (type(layer).forward(layer, x, *args, **kwargs) - base)
+        return total
+
+
+def _add_token_rows(wrapper: Any, weights: dict[str, float]) -> None:
+    """Combine trained token rows into one adapter: peft rejects several active adapters with the same tokens."""
+    layer = wrapper.token_adapter
+    names = [name for name in weights if name in layer.token_indices]
+    wrapper.set_adapter(names[:1], inference_mode=True)
+    if layer.tied_adapter is not None or not names:
+        return
+    frozen, changes = layer.get_base_layer().weight.detach().float(), dict[int, Tensor]()
+    for name in names:
+        rows = layer.trainable_tokens_delta[name].detach().float()
+        for index, id_ in enumerate(layer.token_indices[name]):
+            change = weights[name] * (rows[index] - frozen[id_])
+            changes[id_] = changes[id_] + change if id_ in changes else change
+    ids = sorted(changes)
+    layer.token_indices[names[0]] = ids
+    dtype = layer.trainable_tokens_delta[names[0]].dtype
+    combined = torch.stack([frozen[id_] + changes[id_] for id_ in ids]).to(dtype)
+    layer.trainable_tokens_delta[names[0]] = nn.Parameter(combined, requires_grad=False)
+
+
+def _add_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
+    """Combine fully trained modules: the base's values plus the weighted sum of all changes."""
+    names = [name for name in weights if name in wrapper.modules_to_save]
+    if not names:
+        return
+    for key, frozen in wrapper.original_module.named_parameters():
+        trained = [wrapper.modules_to_save[name].get_parameter(key) for name in names]
+        if not frozen.is_floating_point() or any(one.shape != frozen.shape for one in trained):
+            raise SettingsError(
+                f"export.additional_adapters: an adapter has a whole {type(wrapper.original_module).__name__} with "
+                "another shape or type than the base's, so it cannot be weighted or combined; export it alone, with "
+                "weight 1"
+            )
+        original = frozen.detach().float()
+        change = sum(
+            weights[name] * (one.detach().float() - original) for name, one in zip(names, trained, strict=True)
+        )
+        trained[0].data = (original + change).to(trained[0].dtype)
+    wrapper.set_adapter(names[:1], inference_mode=True)
+
+
+# ------------------------------------------------------------------------------------------- a subset of the modules
+
+
+def _disable_other_modules(model: Model, recipe: MergeRecipe) -> None:
+    """Bypass the adapters of every module that the recipe does not include."""
+    for path, module in list(model.get_base_model().named_modules()):
+        if isinstance(module, LoraLayer):
+            name, base_module = adapter_format.name_in_base(path, module), module.base_layer
+        elif isinstance(module, TrainableTokensWrapper):
+            name, base_module = path, module.token_adapter.base_layer
+        elif isinstance(module, ModulesToSaveWrapper):
+            name, base_module = path, module.original_module
+        else:
+            continue
+        if not recipe.includes(name):
+            module.forward = base_module.__call__
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether peft wraps this module."""
+    return isinstance(module, BaseTunerLayer | TrainableTokensWrapper | ModulesToSaveWrapper)

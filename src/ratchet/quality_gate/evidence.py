@@ -1,0 +1,399 @@
+"""Evidence for the gate, read from a project once: reports, per-sample scores, champion, test set uses and noise.
+
+It also selects and pairs the scores that a rule compares, or explains why they cannot be compared.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ratchet.config.evaluate import ModelFormat
+from ratchet.config.gate import Gate, Reference
+from ratchet.config.settings import Settings
+from ratchet.errors import DamagedFileError, first_line
+from ratchet.quality_gate import test_set_reuse
+from ratchet.quality_gate.paired_test import MAX_NATS, PairedScores
+from ratchet.storage import digests, files
+from ratchet.storage.digests import SHORT
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import (
+    ROWS,
+    EvaluatedRow,
+    EvaluationNoise,
+    EvaluationReport,
+    MetricValue,
+    ModelRole,
+    SampleScore,
+)
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import Champion, ChampionFile, Decision, read_champion
+
+T = TypeVar("T", bound=base.Record)
+Samples = Mapping[str, SampleScore]
+"""Per-sample scores by sample id."""
+ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
+"""Role under which each format of the candidate is scored."""
+MAX_TERMS = 5
+"""Differences between two contracts that a message lists; the rest is counted."""
+MAX_TERM_CHARACTERS = 60
+
+
+class IncomparableError(Exception):
+    """Two scores cannot be compared. The text becomes the reason of an INVALID."""
+
+
+@dataclass(frozen=True)
+class GateEvidence:
+    """Input of `decide_verdict`; it contains no paths and no times."""
+
+    report: EvaluationReport
+    bundle: ModelBundle
+    champion: ChampionFile
+    samples: Mapping[ModelRole, Mapping[str, Samples]]
+    """Per-sample scores by model and metric."""
+    groups: Mapping[str, str | None]
+    """Group of each test row by id. Rows of one group are not independent."""
+    test_set_uses: int
+    """Number of models evaluated on this test set, including the candidate."""
+    noise: EvaluationNoise | None
+    noise_samples: Mapping[str, Samples]
+    """Per-sample scores of `noise`, by metric."""
+    current_task_digests: Mapping[str, str]
+    """Current digest of each local harness task."""
+    model_formats: tuple[ModelFormat, ...] = ("adapter", "merged")
+    """Forms of the candidate in order of preference (evaluate.formats)."""
+    earlier_decisions: tuple[Decision, ...] = ()
+    """Decisions about the candidate on this test set under different rules."""
+    duplicate_samples: Mapping[ModelRole, Mapping[str, str]] = field(default_factory=dict)
+    """Id of a sample that was scored twice, by model and metric. Empty for a sound evaluation."""
+
+    @property
+    def is_champion(self) -> bool:
+        """Whether the candidate already is the champion."""
+        champion = self.champion.champion
+        return champion is not None and champion.model_digest == self.bundle.model_digest
+
+    @property
+    def scored_roles(self) -> list[ModelRole]:
+        """Roles under which the candidate was scored, the preferred format first."""
+        order = [ROLE_OF_FORMAT[form] for form in (*self.model_formats, *ROLE_OF_FORMAT)]
+        return [role for role in dict.fromkeys(order) if role in self.report.scores]
+
+
+def rules_digest(gate: Gate) -> str:
+    """Return the digest of the section gate of params.yaml."""
+    return digests.hash_json(gate.model_dump(mode="json"))
+
+
+def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digests: Mapping[str, str]) -> GateEvidence:
+    """Read and verify the outputs of the earlier stages.
+
+    Args:
+        layout: The project.
+        settings: Settings of the project; evaluate.formats and gate are read.
+        current_task_digests: Digests of the local harness tasks (data.harness_tasks.fingerprint_tasks).
+
+    Raises:
+        DataError: An earlier stage has not run.
+        DamagedFileError: A file was changed after it was written. The message has the file and line.
+    """
+    report, bundle = EvaluationReport.load(layout.eval_report), ModelBundle.load(layout.bundle)
+    files.verify_sealed(layout.evaluate, "evaluation")
+    samples: dict[ModelRole, dict[str, Samples]] = {}
+    duplicate_samples: dict[ModelRole, dict[str, str]] = {}
+    for role, scores in report.scores.items():
+        for metric, name in scores.samples.items():
+            by_id, duplicate = read_samples(layout.evaluate / name)
+            samples.setdefault(role, {})[metric] = by_id
+            if duplicate is not None:
+                duplicate_samples.setdefault(role, {})[metric] = duplicate
+    noise, noise_samples = _read_noise(layout)
+    rows = read_rows(layout)
+    tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
+    # A sweep may have used these rows for model selection after the evaluation.
+    overlaps = test_set_reuse.count_overlaps(layout, [row.id for row in rows], tasks)
+    return GateEvidence(
+        report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
+        bundle=bundle,
+        champion=read_champion(layout.champion),
+        samples=samples,
+        groups={row.id: row.group for row in rows},
+        test_set_uses=test_set_reuse.count_models(layout, report.test_set_digest, report.adapter_digest),
+        noise=noise,
+        noise_samples=noise_samples,
+        current_task_digests=current_task_digests,
+        model_formats=settings.evaluate.formats,
+        earlier_decisions=test_set_reuse.list_earlier_decisions(
+            layout, report.test_set_digest, report.adapter_digest, rules_digest(settings.gate)
+        ),
+        duplicate_samples=duplicate_samples,
+    )
+
+
+def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
+    """Read per-sample scores.
+
+    Returns:
+        The samples by id, and the first id that occurs twice, or None.
+
+    Raises:
+        DamagedFileError: A line is invalid. The message has the file and line.
+    """
+    samples: dict[str, SampleScore] = {}
+    duplicate = None
+    for number, row in enumerate(base.read_lines(path), start=1):
+        sample = _parse_record(SampleScore, row, path, number)
+        if sample.id in samples and duplicate is None:
+            duplicate = sample.id
+        samples[sample.id] = sample
+    return samples, duplicate
+
+
+def read_rows(layout: ProjectLayout) -> list[EvaluatedRow]:
+    """Read the evaluated test rows. Raises DamagedFileError with file and line."""
+    path = layout.evaluate / ROWS
+    return [_parse_record(EvaluatedRow, row, path, number) for number, row in enumerate(base.read_lines(path), start=1)]
+
+
+def _parse_record(kind: type[T], row: dict[str, Any], path: Path, number: int) -> T:
+    try:
+        return kind.model_validate(row)
+    except ValueError as error:
+        raise DamagedFileError(
+            f"{path}:{number}: not a valid {kind.__name__} ({first_line(error)}); create the file again"
+        ) from None
+
+
+def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str, Samples]]:
+    """Read the last result of `ratchet gate --aa`, if there is one."""
+    path = layout.noise / "noise.json"
+    if not path.exists():
+        return None, {}
+    files.verify_sealed(layout.noise, "noise")
+    noise = EvaluationNoise.load(path)
+    return noise, {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
+
+
+@dataclass(frozen=True)
+class MatchedScores:
+    """Scores of the candidate and a reference model on the same samples."""
+
+    role: ModelRole
+    """Role under which the candidate was scored."""
+    metric: MetricValue
+    """Metric of the candidate."""
+    pairs: PairedScores
+
+
+def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> str | None:
+    """Return the reason why there is no reference model to compare with; None if there is one."""
+    if reference == "base":
+        return None
+    model: Champion | None = getattr(evidence.champion, reference)
+    if model is None:
+        return f"there is no {reference} yet"
+    if model.model_digest == evidence.bundle.model_digest:
+        return f"the candidate is the {reference}"
+    return None
+
+
+def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> MatchedScores:
+    """Pair the reference with the preferred format of the candidate that was scored under the same contract.
+
+    Raises:
+        IncomparableError: One of them was not scored, was scored on other samples, or under another contract.
+    """
+    return next(iterate_matches(evidence, name, reference))
+
+
+def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> Iterator[MatchedScores]:
+    """Pair the reference with every format of the candidate that was scored under the same contract; at least one.
+
+    Raises the same errors as `match_scores`.
+    """
+    reference_role = _resolve_reference(evidence, reference)
+    roles = list_scored_roles(evidence)
+    scores = evidence.report.scores
+    comparable = [role for role in roles if scores[role].contract == scores[reference_role].contract]
+    if not comparable:
+        raise IncomparableError(
+            f"{roles[0]} and {reference} were scored under different contracts: "
+            f"{_describe_contract_differences(evidence, roles[0], reference_role)}; "
+            "add the format of the reference to evaluate.formats, and run `dvc repro -f evaluate`"
+        )
+    for role in comparable:
+        yield _match_pair(evidence, name, role, reference_role)
+
+
+def list_scored_roles(evidence: GateEvidence) -> list[ModelRole]:
+    """List the roles under which the candidate was scored. Raises IncomparableError if it was not."""
+    if roles := evidence.scored_roles:
+        return roles
+    raise IncomparableError("the evaluation has no scores of the candidate; run `dvc repro -f evaluate`")
+
+
+def select_scores(evidence: GateEvidence, role: ModelRole, name: str) -> tuple[MetricValue, Samples]:
+    """Return a model's metric and its per-sample scores after checking that they are consistent.
+
+    Raises:
+        IncomparableError: The metric was not measured, has no per-sample scores, has no direction or is not finite, or
+            its samples are missing or occur twice.
+    """
+    scores = evidence.report.scores[role]
+    metric, samples = scores.metrics.get(name), evidence.samples.get(role, {}).get(name)
+    if metric is not None and metric.kind == "aggregate":
+        raise IncomparableError(
+            f"{name} is computed from all rows together and has no per-sample scores, so rules cannot use it; "
+            f"use one of: {_list_scored_metrics(evidence, role)}"
+        )
+    if samples is None or (metric is None and not samples):
+        raise IncomparableError(
+            f"{name} was not measured for {role}; available: {_list_scored_metrics(evidence, role)}"
+        )
+    if duplicate := evidence.duplicate_samples.get(role, {}).get(name):
+        raise IncomparableError(f"{name} of {role}: sample {duplicate} occurs twice; run `dvc repro -f evaluate`")
+    _check_samples(metric, samples, name, role)
+    if metric is None:
+        raise IncomparableError(f"{name} of {role}: the report has no value, but there are {len(samples)} samples")
+    return metric, samples
+
+
+def _check_samples(metric: MetricValue | None, samples: Samples, name: str, role: ModelRole) -> None:
+    """Raise IncomparableError unless the samples are valid and yield the value of the metric."""
+    label = f"{name} of {role}"
+    for sample in samples.values():
+        if not (math.isfinite(sample.value) and math.isfinite(sample.weight)):
+            raise IncomparableError(
+                f"{label}: the score of sample {sample.id} is {sample.value}, not a finite number; "
+                "the model or the metric is broken"
+            )
+    if metric is None:
+        return
+    if metric.n != len(samples):
+        raise IncomparableError(f"{label}: the report has {metric.n} samples, the file has {len(samples)}")
+    if not samples:
+        raise IncomparableError(f"{label} has no samples")
+    if not math.isfinite(metric.value):
+        raise IncomparableError(f"{label} is {metric.value}, not a finite number")
+    not_binary = [
+        sample for sample in samples.values() if metric.unit == "proportion" and sample.value not in (0.0, 1.0)
+    ]
+    if not_binary:
+        raise IncomparableError(
+            f"{label}: the score of sample {not_binary[0].id} is {not_binary[0].value:g}; expected 0 or 1"
+        )
+    total, weight = (math.fsum(values) for values in zip(*((s.value, s.weight) for s in samples.values()), strict=True))
+    recomputed = total / len(samples)
+    if metric.kind == "perplexity":
+        recomputed = math.exp(min(MAX_NATS, total / weight)) if weight else math.nan
+    if not math.isclose(recomputed, metric.value, rel_tol=1e-6, abs_tol=1e-9):
+        raise IncomparableError(
+            f"{label}: the report has {metric.value:g}, the samples give {recomputed:g}; run `dvc repro -f evaluate`"
+        )
+    if metric.better == "unknown":
+        raise IncomparableError(
+            f"{name} has no direction: it is unknown whether higher or lower is better. For a harness task, set "
+            "higher_is_better in metric_list of its YAML file; rules cannot use other metrics without a direction"
+        )
+
+
+def compute_difference(pairs: PairedScores) -> float:
+    """Compute the difference of `paired_test.compare` without its bounds; positive is better."""
+    sign = 1.0 if pairs.better == "higher" else -1.0
+    new, old = math.fsum(pairs.new), math.fsum(pairs.old)
+    if pairs.kind == "perplexity":
+        return sign * math.expm1((new - old) / math.fsum(pairs.weights or ()))
+    return sign * (new - old) / len(pairs.new)
+
+
+def build_pairs(
+    metric: MetricValue, new: Sequence[SampleScore], old: Sequence[SampleScore], groups: Mapping[str, str | None]
+) -> PairedScores:
+    """Build the input of a paired test from samples in the same order."""
+    kind: Literal["mean", "perplexity"] = "perplexity" if metric.kind == "perplexity" else "mean"
+    sample_groups = [groups.get(sample.id) for sample in new]
+    return PairedScores(
+        new=[sample.value for sample in new],
+        old=[sample.value for sample in old],
+        better="lower" if metric.better == "lower" else "higher",
+        kind=kind,
+        weights=[sample.weight for sample in new] if kind == "perplexity" else None,
+        groups=sample_groups if any(group is not None for group in sample_groups) else None,
+    )
+
+
+def sort_samples(samples: Samples) -> list[SampleScore]:
+    """Sort samples by id, because their order in a file has no meaning."""
+    return [samples[key] for key in sorted(samples)]
+
+
+def _resolve_reference(evidence: GateEvidence, reference: Reference) -> ModelRole:
+    scores, champion = evidence.report.scores, evidence.champion
+    if reference in scores:
+        return reference
+    is_same = champion.champion and champion.anchor and champion.champion.model_digest == champion.anchor.model_digest
+    if reference == "anchor" and is_same and "champion" in scores:
+        return "champion"
+    notes = "; ".join(evidence.report.notes)
+    raise IncomparableError(f"the evaluation has no scores of the {reference}{f': {notes}' if notes else ''}")
+
+
+def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: ModelRole) -> MatchedScores:
+    metric, new = select_scores(evidence, role, name)
+    reference_metric, old = select_scores(evidence, reference, name)
+    if unpaired := new.keys() ^ old.keys():
+        raise IncomparableError(
+            f"{name}: {len(unpaired)} samples were scored only for one of {role} and {reference}, e.g. {min(unpaired)}"
+        )
+    for attribute in ("better", "kind", "unit"):
+        a, b = getattr(metric, attribute), getattr(reference_metric, attribute)
+        # If all scores of one model are 0 or 1, its unit is proportion; the other's is a mean of the same scale.
+        if a != b and not (attribute == "unit" and "proportion" in (a, b)):
+            raise IncomparableError(f"{name}: {attribute} is {a!r} for {role} and {b!r} for {reference}")
+    first, second = sort_samples(new), sort_samples(old)
+    if metric.kind == "perplexity":
+        for a, b in zip(first, second, strict=True):
+            if a.weight != b.weight or a.weight <= 0:
+                raise IncomparableError(
+                    f"{name}: sample {a.id} has {a.weight:g} tokens for {role} and {b.weight:g} for {reference}"
+                )
+    return MatchedScores(role, metric, build_pairs(metric, first, second, evidence.groups))
+
+
+def _list_scored_metrics(evidence: GateEvidence, role: ModelRole) -> str:
+    return ", ".join(sorted(evidence.samples.get(role, {}))) or "none"
+
+
+def _describe_contract_differences(evidence: GateEvidence, role: ModelRole, reference: ModelRole) -> str:
+    """List the terms in which two contracts differ, with both values."""
+    scores, contracts = evidence.report.scores, evidence.report.contracts
+    sides = [contracts.get(scores[one].contract) for one in (role, reference)]
+    for one, terms in zip((role, reference), sides, strict=True):
+        if terms is None:
+            return f"the report does not contain the contract of {one} ({scores[one].contract[:SHORT]})"
+    first, second = (dict(_iterate_leaves(terms)) for terms in sides)
+    keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+    listed = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MAX_TERMS]]
+    more = [f"and {len(keys) - MAX_TERMS} more"] if len(keys) > MAX_TERMS else []
+    return ", ".join([*listed, *more]) or "the contracts have different digests and the same terms"
+
+
+def _iterate_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _iterate_leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _format_term(terms: Mapping[str, Any], key: str) -> str:
+    if key not in terms:
+        return "nothing"
+    text = str(terms[key])
+    is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
+    if is_digest:
+        return text[:SHORT]
+    return text if len(text) <= MAX_TERM_CHARACTERS else f"{text[:MAX_TERM_CHARACTERS]}..."

@@ -1,0 +1,321 @@
+"""Paired comparison of two models on the same samples: difference, one-sided bounds, p-value, detectable difference."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import special, stats
+
+from ratchet.quality_gate import statistics
+from ratchet.quality_gate.statistics import Numbers, ResamplingUnits
+
+MIN_CHANGED_UNITS = 20
+"""With fewer changed units, Tango's interval also guards bounded scores, because a bootstrap cannot draw changes that
+were not observed. Simulated (1,500 cases, 10-400 samples, 2-30 % of them changed by .2 to 1, true value at the bound):
+the bootstrap alone passes 6-81 % instead of 5 % while fewer than ten samples differ, with this guard 6.0 % at most."""
+MAX_NATS = 700.0
+"""exp overflows beyond this value."""
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """Two models' scores on the same samples, in the same order."""
+
+    new: Sequence[float]
+    old: Sequence[float]
+    better: Literal["higher", "lower"]
+    kind: Literal["mean", "perplexity"] = "mean"
+    weights: Sequence[float] | None = None
+    """For perplexities only: tokens of each sample. The scores are then the nats of the whole sample."""
+    groups: Sequence[str | None] | None = None
+    """Group of each sample. Samples of one group are not independent; None is a group of its own."""
+
+
+@dataclass(frozen=True)
+class PairedTestPlan:
+    """Settings of a comparison, fixed before any result is seen."""
+
+    confidence: float
+    """One-sided confidence."""
+    power: float
+    """Probability of detecting the detectable difference."""
+    discordance: float
+    """Share of samples on which two equally good models differ."""
+    resamples: int
+    """Bootstrap resamples."""
+    seed: int
+    """Seed of the bootstrap."""
+
+
+@dataclass(frozen=True)
+class PairedTestResult:
+    """A comparison. Positive differences are improvements; for perplexities, the relative decrease 1 - new/old."""
+
+    difference: float
+    low: float
+    """One-sided lower bound."""
+    high: float
+    """One-sided upper bound."""
+    n: int
+    groups: int | None
+    """Number of clusters where samples share groups."""
+    better: int | None
+    """Samples that only the new model has right; None for scores that are not binary."""
+    worse: int | None
+    """Samples that only the old model has right; None for scores that are not binary."""
+    p: float
+    """One-sided p-value of the hypothesis that the true difference is at most the bound."""
+    detectable: float
+    """Smallest difference that n samples detect."""
+    required_samples: int | None
+    """Samples required to detect the bound; None if n is enough or the bound is 0."""
+    method: str
+
+
+@dataclass(frozen=True)
+class _PairedEstimate:
+    """Bounds, p-value and detectable difference of the mean; perplexities as logarithms."""
+
+    low: float
+    high: float
+    p: float
+    detectable: float
+    required_samples: float
+    """Samples required to detect the bound."""
+    method: str
+
+
+def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTestResult:
+    """Test whether the difference exceeds `bound`.
+
+    Independent samples with scores of 0 and 1 use Tango's score interval, with McNemar's mid-p test for a bound of 0
+    and Tango's score test for other bounds. All other scores use the BCa bootstrap of a ratio of sums and resample
+    whole groups.
+
+    Args:
+        pairs: Scores of both models.
+        bound: The claimed improvement, or minus the margin of a non-inferiority test.
+        plan: Settings of the comparison.
+
+    Raises:
+        ValueError: The scores cannot be paired or are not finite, weights are missing or not positive, or the bound or
+            the plan is invalid.
+    """
+    new, old = _score_arrays(pairs, bound, plan)
+    sign = 1.0 if pairs.better == "higher" else -1.0
+    changes = sign * (new - old)
+    is_binary = pairs.kind == "mean" and bool(np.isin(np.concatenate((new, old)), (0.0, 1.0)).all())
+    better = int((changes > 0).sum()) if is_binary else None
+    worse = int((changes < 0).sum()) if is_binary else None
+    units, is_grouped = _build_resampling_units(changes, pairs)
+    if better is not None and worse is not None and not is_grouped:
+        difference = (better - worse) / len(new)
+        estimate = _estimate_from_counts(better, worse, len(new), bound, plan)
+    else:
+        difference = units.estimate
+        ceiling = _largest_possible_score(new, old, pairs)
+        score_size = float(np.abs(new).sum() + np.abs(old).sum()) / math.fsum(units.bottom)
+        if pairs.kind == "perplexity":
+            bound = -math.log1p(-bound) if bound < 1 else math.inf
+        estimate = _estimate_from_units(_PairedRatio(units, len(new), ceiling, score_size, is_grouped), bound, plan)
+    low, high, detectable = estimate.low, estimate.high, estimate.detectable
+    if pairs.kind == "perplexity":
+        # Margins limit the rise of a perplexity, so the detectable difference is a rise.
+        difference, low, high = (-math.expm1(min(MAX_NATS, -nats)) for nats in (difference, low, high))
+        detectable = math.expm1(min(MAX_NATS, detectable))
+    required = estimate.required_samples
+    return PairedTestResult(
+        difference=difference,
+        low=low,
+        high=high,
+        n=len(new),
+        groups=len(units.top) if is_grouped else None,
+        better=better,
+        worse=worse,
+        p=estimate.p,
+        detectable=detectable,
+        required_samples=math.ceil(required) if math.isfinite(required) and required > len(new) else None,
+        method=estimate.method,
+    )
+
+
+def _score_arrays(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> tuple[Numbers, Numbers]:
+    """Validate the arguments of `compare` and convert the scores."""
+    if len(pairs.new) != len(pairs.old) or not len(pairs.new):
+        raise ValueError(f"cannot pair {len(pairs.new)} samples with {len(pairs.old)}")
+    if pairs.groups is not None and len(pairs.groups) != len(pairs.new):
+        raise ValueError(f"found {len(pairs.groups)} groups for {len(pairs.new)} samples")
+    if (pairs.weights is not None) != (pairs.kind == "perplexity"):
+        raise ValueError("perplexities require the tokens of each sample as weights; other scores have no weights")
+    if pairs.kind == "perplexity" and pairs.better != "lower":
+        raise ValueError("a higher perplexity cannot be better")
+    for name, values in (("new", pairs.new), ("old", pairs.old), ("weights", pairs.weights or ())):
+        for index, value in enumerate(values):
+            if not math.isfinite(value) or (name == "weights" and value <= 0):
+                expected = "a positive number" if name == "weights" else "a finite number"
+                raise ValueError(f"{name}: sample {index}: found {value!r}; expected {expected}")
+    if pairs.weights is not None and len(pairs.weights) != len(pairs.new):
+        raise ValueError(f"found {len(pairs.weights)} weights for {len(pairs.new)} samples")
+    if not math.isfinite(bound):
+        raise ValueError(f"bound {bound!r} is not a finite number")
+    statistics.normal_quantiles(plan.confidence, plan.power)
+    if plan.resamples < 1 or not 0 <= plan.discordance <= 1:
+        raise ValueError(
+            f"found {plan.resamples} resamples, discordance {plan.discordance!r}; expected resamples >= 1 and "
+            "0 <= discordance <= 1"
+        )
+    return np.asarray(pairs.new, dtype=np.float64), np.asarray(pairs.old, dtype=np.float64)
+
+
+def _build_resampling_units(changes: Numbers, pairs: PairedScores) -> tuple[ResamplingUnits, bool]:
+    """Return the independent units and whether they are groups of samples."""
+    weights = np.ones(len(changes)) if pairs.weights is None else np.asarray(pairs.weights, dtype=np.float64)
+    if pairs.groups is None:
+        return ResamplingUnits(changes, weights), False
+    # A sample without a group is named by its index (an int), so it cannot collide with a group name (a str).
+    numbers: dict[str | int, int] = {}
+    unit_of_sample = [
+        numbers.setdefault(index if name is None else name, len(numbers)) for index, name in enumerate(pairs.groups)
+    ]
+    if len(numbers) == len(changes):
+        return ResamplingUnits(changes, weights), False
+    top, bottom = np.bincount(unit_of_sample, weights=changes), np.bincount(unit_of_sample, weights=weights)
+    return ResamplingUnits(top.astype(np.float64), bottom.astype(np.float64)), True
+
+
+def _largest_possible_score(new: Numbers, old: Numbers, pairs: PairedScores) -> float | None:
+    """Return the upper limit of bounded scores, which limits the effect of an unobserved sample; None if unbounded."""
+    smallest, largest = min(new.min(), old.min()), max(new.max(), old.max())
+    if pairs.kind == "perplexity" or smallest < 0:
+        return None
+    if pairs.better == "higher":
+        return max(1.0, float(largest))
+    # Of "lower is better" scores, an error rate reaches 0 or 1 in some samples; a loss is below 1 only by chance.
+    return 1.0 if largest == 1 or (largest < 1 and smallest == 0) else None
+
+
+def _estimate_from_counts(better: int, worse: int, n: int, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    z, _ = statistics.normal_quantiles(plan.confidence, plan.power)
+    low, high = statistics.tango_bounds(better, worse, n, z)
+    observed = (better + worse) / n
+    detectable = statistics.detectable_difference(n, min(observed, plan.discordance), plan.confidence, plan.power)
+    required_samples = 0.0
+    if bound and detectable > abs(bound):
+        # The planned discordance: the observed one is unreliable for few samples or for one much better model.
+        required_samples = statistics.required_pairs(abs(bound), plan.discordance, plan.confidence, plan.power)
+    if bound:
+        p, method = statistics.tango_p_value(better, worse, n, bound), "Tango score interval"
+    else:
+        p, method = statistics.mcnemar_mid_p(better, worse), "Tango score interval, McNemar mid-p"
+    return _PairedEstimate(low, high, p, detectable, required_samples, method)
+
+
+@dataclass(frozen=True)
+class _PairedRatio:
+    """A ratio of sums over units, and the properties of the scores behind it."""
+
+    units: ResamplingUnits
+    n: int
+    """Number of samples."""
+    ceiling: float | None
+    """Largest possible score; None if unbounded."""
+    score_size: float
+    """Mean absolute score of both models together: an upper limit of the spread if there is one unit only."""
+    is_grouped: bool
+
+
+def _estimate_from_units(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    resampled = _estimate_by_resampling(ratio, bound, plan)
+    ceiling = ratio.ceiling
+    if ceiling is None or (ratio.units.top != 0).sum() >= MIN_CHANGED_UNITS:
+        return resampled
+    unseen = _estimate_unseen_changes(ratio, ceiling, bound, plan)
+    if len(ratio.units.top) == 1:
+        return unseen
+    return _PairedEstimate(
+        low=min(resampled.low, unseen.low),
+        high=max(resampled.high, unseen.high),
+        p=max(resampled.p, unseen.p),
+        detectable=max(resampled.detectable, unseen.detectable),
+        required_samples=max(resampled.required_samples, unseen.required_samples),
+        method=f"{resampled.method}, {unseen.method}",
+    )
+
+
+def _estimate_by_resampling(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    """Estimate by the BCa bootstrap, widened as for Student's t, and never narrower than t or Hall's skewed t.
+
+    Simulated (2,000 cases, each end of 95 %): plain BCa misses 5-12 % at 10-30 units, be they normal, exponential or
+    t with 4 degrees, and up to 7 % at 400. At the level Phi(sqrt(n / (n - 1)) t) (T. Hesterberg, The American
+    Statistician 69, 2015, 371-386), guarded by t and by Hall's t, it is 7 % at 20 exponential units and 3-5.5 % from 50
+    units on; changes with a long tail (lognormal, skewness 6) need 200. The cost: 4 % of width for normal units.
+    """
+    units = ratio.units
+    z_confidence, z_power = statistics.normal_quantiles(plan.confidence, plan.power)
+    n, estimate = len(units.top), units.estimate
+    if n == 1:
+        return _estimate_single_unit(ratio, bound, plan)
+    if units.is_constant:
+        p = 1 / (plan.resamples + 1) if estimate > bound else 1.0
+        unit = "groups" if ratio.is_grouped else "samples"
+        return _PairedEstimate(estimate, estimate, p, 0.0, 0.0, f"the same change in all {unit}")
+    t, stretch = float(special.stdtrit(n - 1, plan.confidence)), math.sqrt(n / (n - 1))
+    distribution = statistics.bootstrap_units(units, plan.resamples, plan.seed)
+    down, up = (
+        units.standard_error * max(t, side * statistics.add_skewness(side * t, units.skewness, n)) for side in (1, -1)
+    )
+    t_of_bound = (estimate - bound) / units.standard_error
+    smallest_t = min(
+        distribution.z_above(bound) / stretch, t_of_bound, statistics.remove_skewness(t_of_bound, units.skewness, n)
+    )
+    detectable = (z_confidence + z_power) * units.standard_error
+    return _PairedEstimate(
+        low=min(distribution.low(t * stretch), estimate - down),
+        high=max(distribution.high(t * stretch), estimate + up),
+        p=float(special.stdtr(n - 1, -smallest_t)),
+        detectable=detectable,
+        required_samples=ratio.n * (detectable / bound) ** 2 if bound else 0.0,
+        method="paired BCa bootstrap of groups" if ratio.is_grouped else "paired BCa bootstrap",
+    )
+
+
+def _estimate_single_unit(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
+    """Estimate from a single unit, whose spread is unknown but limited by the size of the scores.
+
+    X - t |X| exceeds the mean of a normal X in at most 2 phi(1) / t of cases, for any mean (M. Wall, J. Boen,
+    R. Tweedie, The American Statistician 55, 2001, 102-105). The size of the scores takes the place of |X|.
+    """
+    z_confidence, z_power = statistics.normal_quantiles(plan.confidence, plan.power)
+    estimate = ratio.units.estimate
+    scale = 2 * float(stats.norm.pdf(1)) * ratio.score_size
+    half = scale / (1 - plan.confidence)
+    excess = estimate - bound
+    return _PairedEstimate(
+        low=estimate - half,
+        high=estimate + half,
+        p=min(1.0, scale / excess) if excess > 0 else 1.0,
+        detectable=(z_confidence + z_power) * half / z_confidence,
+        required_samples=max(2.0, ((z_confidence + z_power) * estimate / bound) ** 2) if bound else 0.0,
+        method="single unit, unknown spread",
+    )
+
+
+def _estimate_unseen_changes(
+    ratio: _PairedRatio, ceiling: float, bound: float, plan: PairedTestPlan
+) -> _PairedEstimate:
+    """Compute Tango's interval as if each change were binary and as probable as its share of the ceiling."""
+    z, _ = statistics.normal_quantiles(plan.confidence, plan.power)
+    top, bottom = ratio.units.top / ceiling, ratio.units.bottom
+    n = float(bottom.sum() ** 2 / (bottom**2).sum())  # Effective number: clusters of unequal size count for less.
+    better, worse = (float(n * np.clip(side, 0, None).sum() / bottom.sum()) for side in (top, -top))
+    low, high = (ceiling * end for end in statistics.tango_bounds(better, worse, n, z))
+    return _PairedEstimate(
+        low=low,
+        high=high,
+        p=statistics.tango_p_value(better, worse, n, bound / ceiling),
+        detectable=ceiling * statistics.detectable_difference(n, 0.0, plan.confidence, plan.power),
+        required_samples=ratio.n / n * z * z * max(0.0, ceiling / abs(bound) - 1) if bound else 0.0,
+        method="Tango score interval for unobserved changes",
+    )
