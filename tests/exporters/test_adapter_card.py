@@ -72,11 +72,11 @@ def test_values_equal_those_of_the_records() -> None:
     found = rows(
         model_card.render_for_model(HUB, Train(rank=8, alpha=24, target_modules="attention"), REPORT, MERGED, ANALYSIS)
     )
-    assert found["Weights that learned"] == "8,388,608 of 6,746,804,224 (0.12%)"
+    assert found["Trained weights"] == "8,388,608 of 6,746,804,224 (0.12%)"
     assert found["Rank"] == "8"
     assert found["Alpha"] == "24; updates are multiplied by alpha / rank"
     assert found["Targets"] == "`attention`"
-    assert found["Held in training as"].startswith("NF4, 4 bits in uint8 tensors: 1,000 of ")
+    assert found["Quantization in training"].startswith("NF4, 4 bits in uint8 tensors: 1,000 of ")
     assert found["Validation loss"] == "1.2346 nats per answer token"
     assert found["Weights"] == "float32, the adapter merged into the dequantized base; sums in float32"
     assert found["Data, SHA-256"] == f"`{'e' * 64}`"
@@ -94,9 +94,9 @@ def test_values_equal_those_of_the_records() -> None:
             "Rank",
             "16 at first, 8 on average at the end",
         ),
-        (Train(quantization="none", initialization="pissa"), "Begun as", "principal singular vectors"),
-        (Train(quantization="none"), "Held in training as", "not quantised"),
-        (Train(quantization="fp4", double_quantization=False), "Held in training as", "constants in float32"),
+        (Train(quantization="none", initialization="pissa"), "Initialized as", "principal singular vectors"),
+        (Train(quantization="none"), "Quantization in training", "not quantized"),
+        (Train(quantization="fp4", double_quantization=False), "Quantization in training", "constants in float32"),
         (Train(loraplus_lr_ratio=16), "Learning rate", "matrices B at 16 times that, LoRA+"),
         (Train(target_modules=r".*\.(q|v)_proj"), "Targets", r"`.*\.(q\|v)_proj`"),
     ],
@@ -108,10 +108,10 @@ def test_settings_are_listed(train: Train, row: str, said: str) -> None:
 
 def test_analysis_is_summed_up() -> None:
     text = model_card.render_for_adapter(HUB, Train(), REPORT, ANALYSIS)
-    assert "3 modules have an adapter. The update is 10.00% of a module's weights at the median, 20.00% at most" in text
+    assert "3 modules have an adapter. The median update is 10.00% of a module's weights, the largest 20.00%" in text
     assert "effective rank (Roy and Vetterli 2007) is 4.0 of 16" in text
-    assert "1 of them barely moved: `c`." in text
-    assert "What training did" not in model_card.render_for_adapter(HUB, Train(), REPORT)
+    assert "1 of them hardly changed: `c`." in text
+    assert "Effects of training" not in model_card.render_for_adapter(HUB, Train(), REPORT)
 
 
 def test_added_tokens_are_named_and_can_break_nothing() -> None:
@@ -120,7 +120,7 @@ def test_added_tokens_are_named_and_can_break_nothing() -> None:
     text = model_card.render_for_adapter(base, Train(), REPORT)
     said = rows(text)["Added tokens"]
     assert said.startswith("22: `<\\|tool\\|>`, `a\\nb`, `<0>`")
-    assert said.endswith("and 10 more; their rows of the embeddings were learned")
+    assert said.endswith("and 10 more; their embedding rows were trained")
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert "tokenizer.add_tokens(" in code

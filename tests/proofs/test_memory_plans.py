@@ -118,7 +118,7 @@ def test_where_neither_does_it_alone_both_are_done(tmp_path: Path, wide: ModelSp
     room((both + either) // 2)
     assert begun_with(tmp_path, wide, work=LONGER) == InitialMemoryPlan(recompute=True, shard_base=True)
     assert "recomputed" in notices(tmp_path)[0]
-    assert "shared" in notices(tmp_path)[0]
+    assert "sharded" in notices(tmp_path)[0]
 
 
 def test_one_rank_has_nobody_to_share_with(tmp_path: Path, wide: ModelSpec, room: Room, needs: Needs) -> None:

@@ -10,6 +10,7 @@ from mlflow_server import opened_ui
 from ratchet.config.settings import Settings
 from ratchet.runs.directory import RunDirectory
 from ratchet.stages.callbacks import TrainingCallbacks
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
 
@@ -53,9 +54,9 @@ def test_our_views_and_columns_and_curves_that_answer_in_the_frame_that_mlflow_s
     chrome: Browser, tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:
     run = finished(tracked_project)
-    observation = TrainingCallbacks(tracked_project, Settings(), None)
+    callbacks = TrainingCallbacks(Project.from_parts(tracked_project, Settings()), None, None)
     for _ in range(2):
-        observation.publish(run.paths, run.paths.page)
+        callbacks.publish(run.paths, run.paths.page)
     mlflow_id = stored(tracked_project, run).info.run_id
     plots = tracked_project.artifacts / mlflow_id / "artifacts" / "plots"
     assert sorted(path.name for path in plots.iterdir()) == ["curves.html", "loss.png"]

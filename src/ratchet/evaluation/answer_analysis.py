@@ -687,7 +687,7 @@ def _label_lines(analysis: AnswerAnalysis) -> Lines:
         yield _format_line(name.replace("_", " "), format_metric(metric))
     if (likelihoods := labels.likelihoods) is not None:
         calibration = likelihoods.calibration
-        yield _format_line("likeliest label is right", format_metric(calibration.accuracy))
+        yield _format_line("most likely label is right", format_metric(calibration.accuracy))
         yield _format_line("mean average precision", format_metric(likelihoods.average_precision))
         yield _format_line(
             "expected calibration error",

@@ -201,7 +201,7 @@ def open_database(url: str, wait_s: float) -> PostgresDatabase:
         SettingsError: see `parse_address`.
         StorageError: the server does not answer, or this user may not make tables.
         DamagedFileError: the tables are those of another version of Optuna.
-        LockHeldError: somebody has held the lock for `wait_s` seconds.
+        LockHeldError: another process has held the lock for `wait_s` seconds.
     """
     address = parse_address(url)
     creator: Any = make_connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise

@@ -299,7 +299,7 @@ def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
     A variable whose condition no trial can meet is left out.
 
     Raises:
-        SettingsError: one line for each knob that makes no sense.
+        SettingsError: one line for each hyperparameter that makes no sense.
     """
     written = settings.sweep.space
     if not written:

@@ -156,7 +156,7 @@ def test_unknown_revoked_and_missing_signatures_are_not_damage(
         signature.check_signature(signed, project)
     (signed / SIGNATURE).unlink()
     assert judged(signed, project).state == "unsigned"
-    with pytest.raises(DamagedFileError, match=r"model: not signed \(no model.sig\)"):
+    with pytest.raises(DamagedFileError, match=r"model: found no signature \(model.sig\)"):
         signature.check_signature(signed, project)
 
 
