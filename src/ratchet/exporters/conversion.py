@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ratchet.config.export import BuiltInGgufType, GgufType
-from ratchet.exporters import smoke_prompts
+from ratchet.data import tokenization
+from ratchet.data.conversation import Conversation
 from ratchet.exporters.gguf import llama_cpp_tools, reader, writer
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.onnx import exporter
@@ -20,8 +22,10 @@ from ratchet.models.runtimes import onnx as onnx_runtime
 from ratchet.models.runtimes.runtime import ModelRuntime
 from ratchet.registry import bundle_files
 from ratchet.storage import digests
-from ratchet.storage.records.export import ExportArtifact, FormatKind
+from ratchet.storage.records.export import ExportArtifact, ExportProbe, FormatKind
 
+PROBE_TOKENS = 16
+"""Tokens per answer to a probe: enough to distinguish two models."""
 READER_ROWS = 4
 """Rows on which transformers' GGUF loader is compared."""
 
@@ -68,7 +72,7 @@ class ExportVerifier:
     def context_tokens(self) -> int:
         """Context size that the longest row and its answer need."""
         rows = [*self.inputs.rows, *self.inputs.prompts]
-        return max(map(len, rows)) + self.inputs.max_new_tokens + smoke_prompts.MAX_NEW_TOKENS
+        return max(map(len, rows)) + self.inputs.max_new_tokens + PROBE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -154,13 +158,13 @@ def _verify_gguf(
     """Collect the probes with an f16 cache, as servers use it; verify with an f32 cache, which adds no rounding."""
     difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
     with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
-        probes = runtime.probes(tokenizer_probes.PROBES, smoke_prompts.MAX_NEW_TOKENS)
+        probes = runtime.probes(tokenizer_probes.PROBES, PROBE_TOKENS)
     with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f32") as runtime:
         artifact = verifier.verify(
             runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
             second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
-    prompts = [tuple(smoke_prompts.prompt_ids(verifier.tokenizer, one)) for one in tokenizer_probes.PROBES]
+    prompts = [tuple(prompt_ids(verifier.tokenizer, one)) for one in tokenizer_probes.PROBES]
     same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
     return artifact.model_copy(
         update={
@@ -172,7 +176,45 @@ def _verify_gguf(
 
 def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
     with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
-        probes = smoke_prompts.collect_probes(
-            runtime, verifier.tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids
-        )
+        probes = collect_probes(runtime, verifier.tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
         return verifier.verify(runtime, exported, probes=probes)
+
+
+# --------------------------------------------------------------------------------------------------------------- probes
+#
+# Probes are short fixed prompts with their greedy answers. Deployment repeats them before a server may use the model.
+
+
+def prompt_ids(tokenizer: Any, question: str) -> list[int]:
+    """Encode a question as a conversation that ends where the assistant's answer begins."""
+    return tokenization.encode_prompt(tokenizer, Conversation([{"role": "user", "content": question}]))
+
+
+def collect_probes(
+    runtime: ModelRuntime, tokenizer: Any, questions: Sequence[str], end_ids: Sequence[int]
+) -> tuple[ExportProbe, ...]:
+    """Answer each question greedily.
+
+    Each probe records for every answer token its log-probability above the second most likely token, in nats.
+    """
+    probes = []
+    for question in questions:
+        prompt = prompt_ids(tokenizer, question)
+        answer = runtime.generate(prompt, PROBE_TOKENS, end_ids)
+        positions = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        log_probabilities = (
+            runtime.log_probabilities([*prompt, *answer], positions) if answer else np.empty((0, 2), np.float32)
+        )
+        top_two = np.sort(log_probabilities, axis=1)[:, -2:]
+        probes.append(
+            ExportProbe(
+                question=question,
+                prompt_ids=tuple(prompt),
+                answer_ids=tuple(answer),
+                answer=tokenizer.decode(
+                    [one for one in answer if one not in end_ids], skip_special_tokens=True
+                ).strip(),
+                margins=tuple(float(best - second) for second, best in top_two),
+            )
+        )
+    return tuple(probes)

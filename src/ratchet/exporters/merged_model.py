@@ -11,7 +11,7 @@ from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedFileError
-from ratchet.exporters import huggingface, smoke_prompts
+from ratchet.exporters import conversion, huggingface
 from ratchet.exporters.conversion import ExportedFormat, ExportVerifier
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merge import merger
@@ -161,7 +161,7 @@ def _check_tokenizer(job: ExportJob, verifier: ExportVerifier, tokenizer: object
 def _verify_merged(job: ExportJob, trained: _TrainedModelReference, directory: Path) -> ExportArtifact:
     model, tokenizer = huggingface.reopen_model(directory, job.dtype, job.device, job.base.remote_code)
     runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier
-    probes = smoke_prompts.collect_probes(runtime, tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
+    probes = conversion.collect_probes(runtime, tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
     artifact = verifier.verify(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=probes)
     del model, runtime
     oom.release_memory()

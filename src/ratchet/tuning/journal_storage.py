@@ -267,7 +267,7 @@ def repair(path: Path) -> str:
     """Cut a journal at its first damaged line, and write the rest into another file. Returns a sentence about it.
 
     The caller has made sure that no worker runs; one that does notices that its file was replaced. Raises LockHeldError
-    when another process holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a disk fault.
+    when another process holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a bad disk.
     """
     if not path.exists():
         return f"{path}: no such file; nothing to repair"
