@@ -27,7 +27,7 @@ promotion = ratchet.promote(project)
 print(json.dumps({
     "base": base.digest, "data": data.digest, "run": run.id, "status": run.status, "steps": run.step,
     "last_loss": float(run.metrics()["loss"].iloc[-1]), "model": bundle.model_digest,
-    "scores": sorted(report.scores), "decision": verdict.decision, "version": promotion.version,
+    "scores": sorted(report.scores), "decision": verdict.decision, "version": promotion.champion.version,
 }))
 """
 
