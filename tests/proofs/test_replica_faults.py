@@ -78,7 +78,7 @@ def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_pa
     with pytest.raises(LockHeldError, match=second.replicator._context.node):
         lease.confirm()
     assert first.replicator.lost_reason() is not None
-    assert (first.replicator.wait_until_replicated(0.1) or "").endswith("repeat")
+    assert (first.replicator.wait_until_replicated(0.1) or "").endswith("then run the command again")
     second.save(4)
     second.wait_until_replicated()
     second.close()

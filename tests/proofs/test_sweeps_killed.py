@@ -150,7 +150,7 @@ def test_trials_that_cannot_be_teach_the_study_and_do_not_end_it(project: Projec
     diverged, refused = by_values[1e30, "float32"], by_values[0.01, "float16"]
     assert (diverged.state, diverged.cause, diverged.constraints) == ("infeasible", "diverged", {"diverged": 1.0})
     assert (refused.state, refused.run_id, refused.constraints) == ("infeasible", None, {"settings": 1.0})
-    assert "train.adapter_dtype: found float16" in refused.reason
+    assert "train.adapter_dtype: with float16" in refused.reason
     failed = of_mlflow(project, "select count(*) from runs where status = 'FAILED'")
     assert failed == [(3,)]
 
@@ -172,7 +172,7 @@ def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(pro
 
 def test_objectives_may_be_several_and_ask_for_answers(project: ProjectLayout) -> None:
     aims = (ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="adapter_bytes"))
-    chosen = tiny_sweep.settings(objectives=aims, trials=2, pruner=PrunerSettings(kind="none"), rows=12)
+    chosen = tiny_sweep.settings(objectives=aims, trials=2, pruner=PrunerSettings(kind="none"), generation_rows=12)
     tiny_project.save(project, chosen)
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stdout + done.stderr
