@@ -103,6 +103,8 @@ def test_an_override_changes_the_settings_of_one_call(
     changed = project.with_overrides({"train.rank": 2})
     assert changed.settings.train.rank == 2
     assert project.settings.train.rank == tiny_project.TRAIN.rank
+    both = changed.with_overrides({"train.seed": 9}).settings.train
+    assert (both.rank, both.seed) == (2, 9)
     with pytest.raises(errors.SettingsError, match=r"^override train.rank: found 'two'"):
         ratchet.train(project, overrides={"train.rank": "two"})
 

@@ -192,5 +192,6 @@ def load_run(project: Project, run_id: str) -> Run:
 
 def list_runs(project: Project) -> list[Run]:
     """All runs of the project, the newest first."""
-    paths = directory.list_runs(project.layout.runs)
-    return [Run(one) for one in sorted(paths, key=lambda one: one.root.stat().st_mtime, reverse=True)]
+    return [
+        Run(paths) for paths in sorted(directory.list_runs(project.layout.runs), key=directory.recency, reverse=True)
+    ]

@@ -1,12 +1,13 @@
 """`ratchet compare`: several trainings side by side."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record
 from ratchet.cli.projects import open_project
+from ratchet.cli.tables import format_table
 from ratchet.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -40,13 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def format_comparison(result: "CompareResult") -> str:
     """Settings that differ, final figures and tested differences."""
-    head = ["", *result.names]
     lines = [f"note: {note}" for note in result.notes]
     if result.differences:
-        lines += ["differences", *_format_table([head, *([name, *row] for name, row in result.differences.items())])]
+        lines += ["differences", _format_values(result.names, result.differences)]
     else:
         lines.append("settings, data, base and circumstances are the same")
-    lines += ["figures", *_format_table([head, *([name, *row] for name, row in result.figures.items())])]
+    lines += ["figures", _format_values(result.names, result.figures)]
     if result.test_results:
         lines += ["differences on the same rows", *(f"  {_format_finding(finding)}" for finding in result.test_results)]
     lines += [f"not tested, {reason}: {pairs}" for reason, pairs in result.not_tested.items()]
@@ -65,12 +65,10 @@ def _format_finding(one: "PairwiseTestResult") -> str:
     return f"{one.metric} ({one.rows}): {one.leader} {first}, {one.other} {second}: cannot be told apart; {how}"
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, two spaces in."""
-    cut = [[_truncate_cell(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
-    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in cut)
-    return [f"  {line}".rstrip() for line in lines]
+def _format_values(names: Sequence[str], values: Mapping[str, Sequence[str]]) -> str:
+    """A table with a column for each training."""
+    rows = [["", *names], *([name, *row] for name, row in values.items())]
+    return format_table([[_truncate_cell(cell) for cell in row] for row in rows])
 
 
 def _truncate_cell(cell: str) -> str:

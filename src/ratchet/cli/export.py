@@ -1,11 +1,11 @@
 """`ratchet export`: the DVC stage that merges the adapter and writes every format."""
 
 import argparse
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record
 from ratchet.cli.projects import open_project
+from ratchet.cli.tables import format_table
 from ratchet.config.units import format_bytes
 from ratchet.errors import EXIT_OK
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from ratchet.storage.records.export import ExportArtifact, MergeTrial, ModelBundle
 
 HELP = "stage: merge the adapter, write every format, run each one and compare"
+
+HEADINGS = (
+    "format", "size", "KL, nats", "same token", "answers", "difference", "same", "texts", "tokens/s", "runs in",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +40,10 @@ def format_bundle(bundle: "ModelBundle") -> str:
         if all(trial.check.adapter_effect == 0 for trial in bundle.merge.trials):
             lines.append("  what was merged changes nothing: this is the bare base")
         if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
-            lines.append("  base + adapter: with what export.weight, also and modules make of the adapters")
-    return "\n".join([*lines, *_format_table(bundle.artifacts)])
+            lines.append("  base + adapter: adapters as export.weight, additional_adapters and modules say")
+    lines.append(format_table([HEADINGS, *map(_format_row, bundle.artifacts)]))
+    lines += [f"  {artifact.name}: {note}" for artifact in bundle.artifacts for note in artifact.notes]
+    return "\n".join(lines)
 
 
 def _format_merge_trial(trial: "MergeTrial", taken: str) -> str:
@@ -49,27 +55,6 @@ def _format_merge_trial(trial: "MergeTrial", taken: str) -> str:
         f" differ by {p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy "
         f"token at {p.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
     )
-
-
-def _format_table(artifacts: "tuple[ExportArtifact, ...]") -> Iterator[str]:
-    heads = (
-        "format",
-        "size",
-        "KL, nats",
-        "same token",
-        "answers",
-        "difference",
-        "same",
-        "texts",
-        "tokens/s",
-        "runs in",
-    )
-    rows = [heads, *map(_format_row, artifacts)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    for one in artifacts:
-        yield from (f"  {one.name}: {note}" for note in one.notes)
 
 
 def _format_row(one: "ExportArtifact") -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record
 from ratchet.cli.projects import open_project
+from ratchet.cli.tables import align_rows
 from ratchet.errors import EXIT_INPUT, EXIT_OK
 
 if TYPE_CHECKING:
@@ -51,11 +52,9 @@ def _format_rows(history: "PromotionHistory") -> list[str]:
         verdict = (one.decision or "-") + (" FORCED" if one.forced else "")
         rows.append((one.time, one.action, str(one.version), before, one.model_digest[:12], verdict, one.actor))
         details.append(_format_details(entry))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row, more in zip(rows, details, strict=True):
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        lines += [f"    {line}" for line in more]
+    for row, more in zip(align_rows(rows), details, strict=True):
+        lines += [row, *(f"    {line}" for line in more)]
     return lines
 
 

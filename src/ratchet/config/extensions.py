@@ -14,7 +14,7 @@ and a project names it (`evaluate.metrics: [keyword_share]`). Groups and the sig
 """
 
 import difflib
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
 from ratchet.errors import SettingsError
@@ -54,4 +54,4 @@ def load_extension(group: Group, name: str, setting: str) -> Any:
 def describe_extension(group: Group, name: str) -> str:
     """Name, package and version of an extension, which become part of the record of what it computed."""
     distribution = list_extensions(group)[name].dist
-    return f"{name} of {distribution.name} {version(distribution.name)}" if distribution else name
+    return f"{name} of {distribution.name} {distribution.version}" if distribution else name

@@ -375,16 +375,17 @@ def list_runs(*places: Path) -> list[RunPaths]:
 
 
 def find_newest_run(*places: Path) -> RunPaths | None:
-    """The run in training, otherwise the one with the most recent last journal event.
+    """The run in training, otherwise the one with the most recent last journal event."""
+    return max(list_runs(*places), key=recency, default=None)
+
+
+def recency(run: RunPaths) -> tuple[bool, float, str]:
+    """Sort key of runs, the newest last: a run in training, otherwise by the last journal event.
 
     File times are not used, because copying a project changes them.
     """
-
-    def rank(run: RunPaths) -> tuple[bool, float, str]:
-        last = read_last_event(run.journal)
-        return run.lock().is_held(), last.t if last else -math.inf, run.root.name
-
-    return max(list_runs(*places), key=rank, default=None)
+    last = read_last_event(run.journal)
+    return run.lock().is_held(), last.t if last else -math.inf, run.root.name
 
 
 def find_run(runs: Path | Sequence[Path], prefix: str) -> RunPaths:

@@ -107,8 +107,13 @@ def check_verdict(project: Project) -> Verdict:
     Raises:
         GateError: there is no verdict; it is about another model, champion or anchor; or today's rules give another.
         DamagedFileError: the file was changed.
+        LockHeldError: another process runs this stage.
     """
-    layout, settings = project.layout, project.settings
+    with project.lock("gate"):
+        return _check_verdict(project.layout, project.settings)
+
+
+def _check_verdict(layout: ProjectLayout, settings: Settings) -> Verdict:
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     files.verify_sealed(layout.gate, "gate")

@@ -38,8 +38,13 @@ class Project:
         return project
 
     def with_overrides(self, overrides: Mapping[str, Any] | None) -> "Project":
-        """The same project with some settings replaced, by dotted name. Raises SettingsError."""
-        return type(self)(self.root, overrides) if overrides else self
+        """The same project with some of its present settings replaced, by dotted name. Raises SettingsError."""
+        if not overrides:
+            return self
+        from ratchet.config import params_file
+
+        settings = params_file.parse(params_file.dump(self.settings), overrides=overrides)
+        return self.from_parts(self.layout, settings)
 
     @property
     def root(self) -> Path:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model, loading, quantization_error
 from ratchet.reports import plots
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.training import QuantizationReport
@@ -26,8 +28,13 @@ def measure_quantization(project: Project, on_progress: Callable[[str], None] = 
 
     Raises:
         BaseModelError: the base is stored in 4 bits, or it is not the one that the data were prepared for.
+        LockHeldError: another process evaluates this project.
     """
-    layout, settings = project.layout, project.settings
+    with project.lock("evaluate"):
+        return _measure(project.layout, project.settings, on_progress)
+
+
+def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[str], None]) -> QuantizationResult:
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     if card.base_digest != base.digest:
         raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")

@@ -112,10 +112,14 @@ def profile_training(project: Project, steps: int) -> str:
     Raises:
         SettingsError: `steps` or the planned training is too short.
         DataError, DamagedFileError: the data differ from what was prepared.
-        LockHeldError: another process profiles this run.
+        LockHeldError: another process profiles or trains in this project.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
-    layout, settings = project.layout, project.settings
+    with project.lock("train"):
+        return _profile(project.layout, project.settings, steps)
+
+
+def _profile(layout: ProjectLayout, settings: Settings, steps: int) -> str:
     if steps < MIN_PROFILE_STEPS:
         raise SettingsError(
             f"--profile {steps}: it takes {MIN_PROFILE_STEPS} optimizer steps "

@@ -93,15 +93,7 @@ class StepExecutor:
             optimizer.seed_step(context.settings.seed, number - 1, context.ranks.environment.rank)
             model.train()
             batch_pass = self.start_pass("train", number)
-            for micro_batch in batch_pass.micro_batches():
-                with batch_pass.catch_out_of_memory(micro_batch):
-                    batch = batch_pass.load(micro_batch)
-                    scale = batch_pass.gradient_scale * self.state.loss_scale
-                    loss = chunked_loss.compute_loss(
-                        model, batch, scale, batch_pass.teacher_targets(micro_batch, batch), context.spans.measure
-                    )
-                    loss.backward()
-                    batch_pass.add_loss(micro_batch, loss)
+            self._forward_backward(batch_pass)
             result = batch_pass.gather()
             if result.is_stopped:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -137,23 +129,27 @@ class StepExecutor:
                 self.optimizer.zero_grad(set_to_none=True)
             self._record_step(batch_pass, result, grad_norm, module_norms, learning_rate, started_s)
 
+    def _forward_backward(self, batch_pass: BatchPass) -> None:
+        """Add the gradient of each micro-batch of this rank to those of the parameters."""
+        for micro_batch in batch_pass.micro_batches():
+            with batch_pass.catch_out_of_memory(micro_batch):
+                batch = batch_pass.load(micro_batch)
+                scale = batch_pass.gradient_scale * self.state.loss_scale
+                targets = batch_pass.teacher_targets(micro_batch, batch)
+                loss = chunked_loss.compute_loss(self.context.model, batch, scale, targets, self.context.spans.measure)
+                loss.backward()
+                batch_pass.add_loss(micro_batch, loss)
+
     def compute_gradients(self, number: int) -> None:
         """Compute the gradient of a step (from 1) without applying it, for measurements.
 
         Raises:
             MemoryExhaustedError: a micro-batch does not fit into memory.
         """
-        model = self.context.model
         optimizer.seed_step(self.context.settings.seed, number - 1, self.context.ranks.environment.rank)
-        model.train()
+        self.context.model.train()
         batch_pass = self.start_pass("train", number)
-        for micro_batch in batch_pass.micro_batches():
-            with batch_pass.catch_out_of_memory(micro_batch):
-                batch = batch_pass.load(micro_batch)
-                scale = batch_pass.gradient_scale * self.state.loss_scale
-                loss = chunked_loss.compute_loss(model, batch, scale, batch_pass.teacher_targets(micro_batch, batch))
-                loss.backward()
-                batch_pass.add_loss(micro_batch, loss)
+        self._forward_backward(batch_pass)
         failed_tokens = batch_pass.gather().failed_tokens
         if failed_tokens:
             raise MemoryExhaustedError(f"a micro-batch of {failed_tokens} tokens does not fit into memory")

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ratchet import http_client
 from ratchet.config.machine import EndpointSettings
@@ -260,14 +260,6 @@ class ServedModel:
     """The server's description, as JSON; constant over restarts of the same server."""
     context_tokens: int | None = None
     """Maximum tokens of prompt and answer together; None if not reported."""
-
-
-class ChatClient(Protocol):
-    """Answers chats; implemented by `OpenAiEndpoint`."""
-
-    def answers(self, chats: Iterable[ChatRequest], stop: Callable[[], bool]) -> Iterator[tuple[int, ChatReply]]:
-        """Yield index and reply of each chat as they arrive."""
-        ...
 
 
 def _never_stop() -> bool:

@@ -106,12 +106,6 @@ def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
     return ReplicaManifest(manifest.kind, step, manifest.files, tuple(sorted(others)))
 
 
-def build_result_manifest(directory: Path, step: int) -> ReplicaManifest:
-    """Build the document of a sealed result. Raises DamagedFileError if the directory is not one."""
-    manifest = files.read_manifest(directory)
-    return ReplicaManifest(manifest.kind, step, manifest.files)
-
-
 @dataclass
 class TransferStatistics:
     """Cost of a transfer."""
