@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,15 @@ SOURCE = ROOT / "src" / "ratchet"
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    """Name and tree of each module, parsed once: most parts of the snapshot read them all."""
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text(encoding="utf-8"))
+        name = ".".join(part for part in parts if part != "__init__")
+        found.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def strings(pattern: str) -> list[str]:
@@ -111,6 +117,7 @@ def flags() -> dict[str, list[str]]:
     }
 
 
+@cache
 def take_snapshot() -> dict[str, Any]:
     """All names as they are now."""
     root = Path("/project")

@@ -67,6 +67,20 @@ def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
     return path, path.name  # the hub's cache names a snapshot's directory after its commit
 
 
+def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bool] | None:
+    """Return the base's directory and whether its own code may run, if that is known, also before stage base has run.
+
+    Raises:
+        BaseModelError: the pinned directory is missing.
+    """
+    if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == settings.source:
+        return locate(layout, card), card.remote_code
+    directory = (layout.root / Path(settings.source).expanduser()).resolve()
+    if settings.source != TINY and directory.is_dir():
+        return directory, settings.trust_remote_code is not None
+    return None
+
+
 def locate(layout: ProjectLayout, card: BaseCard) -> Path:
     """Return the directory of the pinned base model; `verify_files` checks its bytes.
 

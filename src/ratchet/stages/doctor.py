@@ -23,7 +23,7 @@ from ratchet.models.recommendations import (
 )
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, Record
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.training import microbatch_budget
 
@@ -172,16 +172,13 @@ def _load_base_spec(seen: _Examination, base: Path | None) -> ModelSpec | None:
 
 
 def _locate_base(seen: _Examination) -> tuple[Path, bool] | None:
-    """Where the project's base lies, and whether its own code may run; None, and said, where that is not known."""
+    """The base's directory and whether its own code may run; None with a finding when that is not known."""
     layout, wanted = seen.layout, seen.settings.base
     if layout is None:
         seen.add("base", "not known: no project here; name a model directory or its config.json with --base")
         return None
-    if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == wanted.source:
-        return base_model.locate(layout, card), card.remote_code
-    directory = (layout.root / Path(wanted.source).expanduser()).resolve()
-    if wanted.source != base_model.TINY and directory.is_dir():
-        return directory, wanted.trust_remote_code is not None
+    if (location := base_model.locate_before_stage(layout, wanted)) is not None:
+        return location
     seen.add("base", f"{wanted.source}: not known before stage base has run (`ratchet base`); see also --base")
     return None
 

@@ -17,7 +17,7 @@ from ratchet.reports import training_page
 from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, Record
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.training import MemoryForecast
 from ratchet.training import microbatch_budget
 
@@ -176,15 +176,11 @@ def _locate_base(layout: ProjectLayout | None, settings: Settings, options: Fore
         return options.base, False
     if layout is None:
         raise SettingsError("no Ratchet project here: name a base with --base (a model directory or its config.json)")
-    wanted = settings.base
-    if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == wanted.source:
-        return base_model.locate(layout, card), card.remote_code
-    directory = (layout.root / Path(wanted.source).expanduser()).resolve()
-    if wanted.source != base_model.TINY and directory.is_dir():
-        return directory, wanted.trust_remote_code is not None
+    if (location := base_model.locate_before_stage(layout, settings.base)) is not None:
+        return location
     raise SettingsError(
-        f"base.source: {wanted.source}: stage base has not run, so the model's shape is not known; run `ratchet base`, "
-        "or name a model directory or its config.json with --base"
+        f"base.source: {settings.base.source}: stage base has not run, so the model's shape is not known; run "
+        "`ratchet base`, or name a model directory or its config.json with --base"
     )
 
 
