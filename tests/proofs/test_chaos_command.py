@@ -36,7 +36,7 @@ def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_ou
     prepared: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        plan, "ROWS", {**plan.FAULT_CATEGORIES, "none": plan.FaultCategory("other numbers", other_numbers)}
+        plan, "FAULT_CATEGORIES", {**plan.FAULT_CATEGORIES, "none": plan.FaultCategory("other numbers", other_numbers)}
     )
     before = {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()}
     options = ChaosOptions(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")

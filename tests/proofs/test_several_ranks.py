@@ -142,7 +142,7 @@ def test_machines_join_and_leave(
 ) -> None:
     """1 → 2 → 4 → 2 ranks; every sample once an epoch, and the loss of one rank."""
     chosen = settings(
-        EVEN.model_copy(update={"epochs": 8}), nodes="1:3", rendezvous=f"127.0.0.1:{free_port()}", grace_s=10
+        EVEN.model_copy(update={"epochs": 8}), nodes="1:3", rendezvous=f"127.0.0.1:{free_port()}", grace_period_s=10
     )
     whole = project(prepared, tmp_path / "alone", settings(chosen.train))
     train(whole)

@@ -50,7 +50,7 @@ def test_a_shared_server_has_each_step_once_although_the_leading_machine_is_lost
     with mlflow_server.serve(tmp_path / "server", free_port(), mlflow_template) as server:
         chosen = settings(
             EVEN.model_copy(update={"epochs": 20}), nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}",
-            checkpoint_every=4, tracking=server, tracking_timeout_s=100, grace_s=100,
+            checkpoint_every=4, tracking_uri=server, tracking_timeout_s=100, grace_period_s=100,
         )  # fmt: skip
         machines = [project(prepared, tmp_path / name, chosen) for name in ("first", "second")]
         tracking = MlflowTracker(machines[0], chosen.promote.model_name, server)

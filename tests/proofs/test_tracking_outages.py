@@ -86,14 +86,14 @@ def test_a_server_far_away_slows_nothing_and_gets_everything_later(
 ) -> None:
     port = free_port()
     with mlflow_server.serve(tmp_path / "server", port, mlflow_template), slow(port, FAR_S) as proxy:
-        layout = project(prepared, tmp_path / "project", settings(EVEN, tracking=proxy.url, tracking_timeout_s=1))
+        layout = project(prepared, tmp_path / "project", settings(EVEN, tracking_uri=proxy.url, tracking_timeout_s=1))
         said = train(layout)
         passed = proxy.count("/runs/log-batch")
         assert passed <= 1, "training has ended before a second batch came through"
         assert "mlflow did not finish within 1 s; the journal has what it lacks" in said
         proxy.latency_s = 0.0
         before = len(proxy.passed)
-        chosen = settings(EVEN, tracking=proxy.url, tracking_timeout_s=100)
+        chosen = settings(EVEN, tracking_uri=proxy.url, tracking_timeout_s=100)
         tiny_project.save(layout, chosen)
         train(layout)
         assert_all_is_there_once(layout, MlflowTracker(layout, chosen.promote.model_name, proxy.url))
