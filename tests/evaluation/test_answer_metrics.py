@@ -1,8 +1,5 @@
 """Metrics of answers against the underlying libraries and values computed by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
@@ -133,16 +130,3 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
     assert corpus(1) == corpus(1)
     assert corpus(1) != corpus(2)
-
-
-def test_modules_of_the_library_that_lie_elsewhere_are_not_taken_for_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever used the library before in this process has left a package of the same name on the path."""
-    package = tmp_path / "evaluate_modules"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "evaluate_modules", raising=False)
-    [found] = answer_metrics.score_answers(["yes"], [["yes"]], Evaluate(metrics=()), "accuracy")
-    assert found.values == [1.0]

@@ -1,1 +1,0 @@
-"""Metric modules that the library `evaluate` loads by file path."""
